@@ -1,8 +1,10 @@
-"""Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into the wheel, for the torch and the machine here;
-``FLEXOPS_WHEEL=x86_64`` (or ``aarch64``) their host code, for every torch with the stable ABI.
+"""Packaging beyond pyproject.toml: ``FLEXOPS_AOT=all`` (or op names) compiles the operators into
+the wheel, for the torch and the machine here; ``FLEXOPS_WHEEL=x86_64`` (or ``aarch64``) their host
+code, for every torch with the stable ABI.
 
-Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and ``bdist_wheel`` know of it; how it is built is the business of
-``flexops.build``. The libraries need no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
+Each op is handed to setuptools as an ``Extension``, so ``build_ext``, ``develop`` and
+``bdist_wheel`` know of it; how it is built is the business of ``flexops.build``. The libraries need
+no Python symbols, so one wheel serves every Python: ``py3-none-<platform>``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 NOTICES = "THIRD_PARTY_NOTICES.txt"
 sys.path.insert(0, str(ROOT))
-sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")  # building needs no operators, whose torch would be imported by each of pip's hooks
+# building needs no operators, whose torch would be imported by each of pip's hooks
+sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")
 
 from flexops import settings, toolchain  # noqa: E402
 from flexops.build.deliver import aot  # noqa: E402
@@ -31,19 +34,45 @@ from flexops.errors import FlexopsError  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
 EXAMPLE = ["builder/example/**", "builder/example/.github/**"]
-DATA = {"flexops": ["py.typed", "targets/*.toml", "targets/templates/*", "toolchain/*.toml", "inspection/*.toml", "bench/data/*", "cmake/*.cmake", *EXAMPLE]}
+DATA = {
+    "flexops": [
+        "py.typed",
+        "targets/*.toml",
+        "targets/templates/*",
+        "toolchain/*.toml",
+        "inspection/*.toml",
+        "bench/data/*",
+        "cmake/*.cmake",
+        *EXAMPLE,
+    ]
+}
 
 
 def source_packages() -> list[str]:
-    """``csrc/`` and its folders, which travel as data, so that an installed flexops can compile at run time."""
-    return ["flexops._csrc", *(f"flexops._csrc.{path.name}" for path in sorted((ROOT / "csrc").iterdir()) if path.is_dir())]
+    """``csrc/`` and its folders, which travel as data, so that an installed flexops can compile at
+    run time."""
+    return [
+        "flexops._csrc",
+        *(
+            f"flexops._csrc.{path.name}"
+            for path in sorted((ROOT / "csrc").iterdir())
+            if path.is_dir()
+        ),
+    ]
 
 
 def extensions() -> list[Extension]:
-    """One for each op that ``FLEXOPS_AOT`` names; by default none, and all with ``FLEXOPS_WHEEL``."""
+    """One for each op that ``FLEXOPS_AOT`` names; by default none, and all with
+    ``FLEXOPS_WHEEL``."""
     names = settings.current().aot or (("all",) if settings.current().wheel else ())
     specs = catalog.select(names) if names else ()
-    return [Extension(f"flexops._aot.{spec.name}", [f"csrc/{source}" for source in (spec.binding, *spec.cpu_sources, *spec.cuda_sources)]) for spec in specs]
+    return [
+        Extension(
+            f"flexops._aot.{spec.name}",
+            [f"csrc/{source}" for source in (spec.binding, *spec.cpu_sources, *spec.cuda_sources)],
+        )
+        for spec in specs
+    ]
 
 
 class Package(Distribution):
@@ -107,12 +136,20 @@ class BuildOps(build_ext):
             return
         package = ROOT / "flexops" if self.inplace else Path(self.build_lib) / "flexops"
         try:
-            self._built = aot.build_into_package(tuple(item.name.rpartition(".")[2] for item in self.extensions), settings.current(), package)
+            self._built = aot.build_into_package(
+                tuple(item.name.rpartition(".")[2] for item in self.extensions),
+                settings.current(),
+                package,
+            )
         except FlexopsError as error:
             raise SystemExit(f"\nflexops: {error}\n") from error
 
     def get_outputs(self) -> list[str]:
-        return [str(path) for directory in getattr(self, "_built", ()) for path in sorted(directory.iterdir())]
+        return [
+            str(path)
+            for directory in getattr(self, "_built", ())
+            for path in sorted(directory.iterdir())
+        ]
 
     def get_source_files(self) -> list[str]:
         return []  # csrc/ is package data already
@@ -123,7 +160,8 @@ setup(
     package_dir={"flexops._csrc": "csrc"},
     package_data=DATA | {name: ["*"] for name in source_packages()},
     ext_modules=extensions(),
-    setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],  # pip and build install them into the build's environment
+    # pip and build install them into the build's environment
+    setup_requires=[zig.REQUIREMENT, "ninja"] if settings.current().wheel else [],
     distclass=Package,
     cmdclass={"build_ext": BuildOps, "bdist_wheel": Wheel},
 )

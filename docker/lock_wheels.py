@@ -1,4 +1,5 @@
-"""Prints a hash-locked requirements file of all wheels in a directory: ``lock_wheels.py DIRECTORY``."""
+"""Prints a hash-locked requirements file of all wheels in a directory: ``lock_wheels.py
+DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def lock(directory: Path) -> str:
             digest = hashlib.sha256()
             while block := file.read(1 << 20):
                 digest.update(block)
-        lines.append(f"{name.replace('_', '-').lower()}=={version} --hash=sha256:{digest.hexdigest()}\n")
+        lines.append(
+            f"{name.replace('_', '-').lower()}=={version} --hash=sha256:{digest.hexdigest()}\n"
+        )
     return "".join(lines)
 
 

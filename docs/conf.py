@@ -1,4 +1,5 @@
-"""The documentation site: `python scripts/build_docs.py` builds it, strictly. Pages are Markdown that GitHub shows as well."""
+"""The documentation site: `python scripts/build_docs.py` builds it, strictly. Pages are Markdown
+that GitHub shows as well."""
 
 from __future__ import annotations
 
@@ -11,11 +12,21 @@ import flexops  # noqa: E402
 
 project, author, release = "flexops", "The flexops developers", flexops.__version__
 project_copyright = author
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "site_parts"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "site_parts",
+]
 exclude_patterns = ["_ext", "requirements.txt"]
 html_theme, html_title, html_static_path = "furo", f"flexops {release}", ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"source_repository": "https://github.com/flexops/flexops", "source_branch": "main", "source_directory": "docs/"}
+html_theme_options = {
+    "source_repository": "https://github.com/flexops/flexops",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_copy_source = html_show_sourcelink = False
 
 myst_heading_anchors = 3

@@ -1,7 +1,7 @@
 """PEFT: LoRA on a patched model. (Patching the adapted model does the same.)
 
-    pip install transformers peft
-    python examples/lora.py
+pip install transformers peft
+python examples/lora.py
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import flexops
 
 model = tiny_llama().to(DEVICE)
 print(flexops.patch(model))
-adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=64, target_modules="all-linear")).train()
+adapted = peft.get_peft_model(
+    model, peft.LoraConfig(r=16, lora_alpha=64, target_modules="all-linear")
+).train()
 adapted.print_trainable_parameters()
-optimizer = flexops.optim.AdamW([value for value in adapted.parameters() if value.requires_grad], lr=1e-2)
+optimizer = flexops.optim.AdamW(
+    [value for value in adapted.parameters() if value.requires_grad], lr=1e-2
+)
 
 losses = []
 for batch in torch.utils.data.DataLoader(Dataset(), batch_size=8):

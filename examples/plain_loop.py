@@ -1,7 +1,7 @@
 """A training loop of one's own: autocast, clipping, and on a GPU a GradScaler for float16.
 
-    pip install transformers
-    python examples/plain_loop.py
+pip install transformers
+python examples/plain_loop.py
 """
 
 from __future__ import annotations

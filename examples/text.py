@@ -1,4 +1,5 @@
-"""Real text that every Python brings, and a tiny random Llama that reads its bytes: what the examples share. With a GPU, they use it."""
+"""Real text that every Python brings, and a tiny random Llama that reads its bytes: what the
+examples share. With a GPU, they use it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ class Dataset(torch.utils.data.Dataset):
 
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=1, eos_token_id=2, **sizes))
 
 

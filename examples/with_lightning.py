@@ -1,4 +1,5 @@
-"""Lightning: bf16-mixed, with its own gradient clipping, which wants an optimizer that leaves unscaling to the scaler (fused=False).
+"""Lightning: bf16-mixed, with its own gradient clipping, which wants an optimizer that leaves
+unscaling to the scaler (fused=False).
 
     pip install transformers lightning
     python examples/with_lightning.py
@@ -31,8 +32,15 @@ class Module(lightning.LightningModule):
 
 module = Module().train()
 trainer = lightning.Trainer(
-    max_epochs=1, precision="bf16-mixed", gradient_clip_val=1.0, accelerator="gpu" if DEVICE == "cuda" else "cpu", devices=1,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)  # fmt: skip
+    max_epochs=1,
+    precision="bf16-mixed",
+    gradient_clip_val=1.0,
+    accelerator="gpu" if DEVICE == "cuda" else "cpu",
+    devices=1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
 trainer.fit(module, torch.utils.data.DataLoader(Dataset(), batch_size=8))
 show(module.losses)

@@ -1,7 +1,9 @@
-"""flexops: fused PyTorch operators, and everything it takes to have them compiled, matched and checked.
+"""flexops: fused PyTorch operators, and everything it takes to have them compiled, matched and
+checked.
 
-Importing flexops registers its operators with torch. It touches no GPU, starts no process, writes nothing and compiles nothing: that happens when
-an operator is first called on a device. Where torch itself cannot be imported, flexops still imports, so that ``flexops doctor`` can say why; its
+Importing flexops registers its operators with torch. It touches no GPU, starts no process, writes
+nothing and compiles nothing: that happens when an operator is first called on a device. Where torch
+itself cannot be imported, flexops still imports, so that ``flexops doctor`` can say why; its
 operators then raise ``TorchUnavailableError``.
 """
 
@@ -56,7 +58,9 @@ if TYPE_CHECKING:
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
-    from .ops.scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from .ops.scaled_dot_product_attention import (
+        scaled_dot_product_attention as scaled_dot_product_attention,
+    )
     from .ops.softmax import causal_softmax as causal_softmax
     from .ops.softmax import scaled_masked_softmax as scaled_masked_softmax
     from .patching import patch as patch
@@ -94,7 +98,8 @@ _NAMES = {
     "optim": ("optim",),
     "patching": ("patch", "patching", "unpatch"),
 }
-"""What is public, by the module that has it: the imports above, which type checkers read, once more."""
+"""What is public, by the module that has it: the imports above, which type checkers read, once
+more."""
 
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
 _NEED_TORCH = ("kernels", "nn", "ops", "optim", "patching")
@@ -112,7 +117,11 @@ def __getattr__(name: str) -> Any:
     if _torch_error is not None and module.split(".")[0] in _NEED_TORCH:
         from .errors import TorchUnavailableError
 
-        raise TorchUnavailableError(f"flexops.{name} needs torch, which cannot be imported", found=str(_torch_error), fix="flexops doctor") from _torch_error
+        raise TorchUnavailableError(
+            f"flexops.{name} needs torch, which cannot be imported",
+            found=str(_torch_error),
+            fix="flexops doctor",
+        ) from _torch_error
     found = import_module(f".{module}", __name__)
     value = found if module == name else getattr(found, name)
     globals()[name] = value
@@ -124,20 +133,25 @@ def __dir__() -> list[str]:
 
 
 def _is_command_line() -> bool:
-    """True in ``flexops ...`` and ``python -m flexops...``, which must start, and report, where torch is slow, broken or absent."""
+    """True in ``flexops ...`` and ``python -m flexops...``, which must start, and report, where
+    torch is slow, broken or absent."""
     if not hasattr(sys, "orig_argv"):  # Python 3.9, which doctor says is too old
         return sys.argv[:1] == ["-m"]
     arguments = sys.orig_argv[1:]
     for position, argument in enumerate(arguments):
         if argument == "-m":
-            return arguments[position + 1 : position + 2] != [] and arguments[position + 1].split(".")[0] == "flexops"
+            return (
+                arguments[position + 1 : position + 2] != []
+                and arguments[position + 1].split(".")[0] == "flexops"
+            )
         if not argument.startswith("-") and arguments[max(position - 1, 0)] not in ("-X", "-W"):
             return argument.rpartition("/")[2] == "flexops"
     return False
 
 
 def _define_operators() -> None:
-    """With the garbage collector at rest: to look once, in mid-import, at the million objects that torch leaves it would take longer than all the rest."""
+    """With the garbage collector at rest: to look once, in mid-import, at the million objects that
+    torch leaves it would take longer than all the rest."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -152,10 +166,31 @@ def _refuse_unfit_python(version: tuple[int, ...], platform: str) -> None:
     from .errors import FlexopsError
 
     if version < (3, 10):
-        found, fix = ".".join(map(str, version[:3])), "python3.12 -m venv .venv && . .venv/bin/activate"
-        raise ImportError(str(FlexopsError("flexops does not run on this Python", found=found, required="3.10 or newer", fix=fix)))
+        found, fix = (
+            ".".join(map(str, version[:3])),
+            "python3.12 -m venv .venv && . .venv/bin/activate",
+        )
+        raise ImportError(
+            str(
+                FlexopsError(
+                    "flexops does not run on this Python",
+                    found=found,
+                    required="3.10 or newer",
+                    fix=fix,
+                )
+            )
+        )
     if platform == "win32":
-        raise ImportError(str(FlexopsError("flexops does not run on Windows", found=platform, required="Linux", fix="wsl --install   # WSL 2 is Linux")))
+        raise ImportError(
+            str(
+                FlexopsError(
+                    "flexops does not run on Windows",
+                    found=platform,
+                    required="Linux",
+                    fix="wsl --install   # WSL 2 is Linux",
+                )
+            )
+        )
 
 
 if not _is_command_line():

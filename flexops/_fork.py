@@ -1,8 +1,11 @@
-"""What a fork must not find half done: a child has only the thread that forked, and waits for ever for what another one held.
+"""What a fork must not find half done: a child has only the thread that forked, and waits for ever
+for what another one held.
 
-Python's own locks of modules being imported, and those of the dynamic linker and of torch's registry, are not ours to free in a child. So a fork
-waits while a thread of ours imports or opens something, or starts a process (whose pipes a child would hold open, while the thread waits for their end and
-the child for the thread's lock). That takes milliseconds; compiling, which takes long, lets forks pass. Our own locks are new in a child.
+Python's own locks of modules being imported, and those of the dynamic linker and of torch's
+registry, are not ours to free in a child. So a fork waits while a thread of ours imports or opens
+something, or starts a process (whose pipes a child would hold open, while the thread waits for
+their end and the child for the thread's lock). That takes milliseconds; compiling, which takes
+long, lets forks pass. Our own locks are new in a child.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
-_LONGEST = 10.0  # a module of somebody else's may fork, or wait for one that does, while it is imported
+# a module of somebody else's may fork, or wait for one that does, while it is imported
+_LONGEST = 10.0
 
 _calm = threading.RLock()
 _waited = False
@@ -32,12 +36,14 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        with self._lock:  # and no other: if this very thread forks, the child has to leave the lock that it entered
+        # and no other: if this very thread forks, the child has to leave the lock that it entered
+        with self._lock:
             yield
 
 
 class kept(Generic[_T]):
-    """``functools.cached_property`` without its lock: before Python 3.12 all objects of a class share one, and a child would wait for a thread that had it."""
+    """``functools.cached_property`` without its lock: before Python 3.12 all objects of a class
+    share one, and a child would wait for a thread that had it."""
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
         self._compute, self._name, self.__doc__ = compute, compute.__name__, compute.__doc__
@@ -86,4 +92,6 @@ def _after_in_child() -> None:
         _calm = threading.RLock()
 
 
-os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(
+    before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)

@@ -9,11 +9,13 @@ from typing import Any
 from .errors import FlexopsError
 
 _READERS = ("tomllib", "tomli", "pip._vendor.tomli")
-"""The standard library's (from 3.11), its backport, and pip's copy of the backport: all that a bare Python 3.10 has."""
+"""The standard library's (from 3.11), its backport, and pip's copy of the backport: all that a bare
+Python 3.10 has."""
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The document in this file. Raises ``FlexopsError`` where no reader can be had, ``ValueError`` (of a subclass) for text that is not TOML."""
+    """The document in this file. Raises ``FlexopsError`` where no reader can be had, ``ValueError``
+    (of a subclass) for text that is not TOML."""
     for name in _READERS:
         try:
             reader = import_module(name)
@@ -22,4 +24,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, "rb") as file:
             document: dict[str, Any] = reader.load(file)
             return document
-    raise FlexopsError("this Python cannot read TOML", found=f"none of {', '.join(_READERS)}", required="Python >= 3.11, or tomli", fix="pip install tomli")
+    raise FlexopsError(
+        "this Python cannot read TOML",
+        found=f"none of {', '.join(_READERS)}",
+        required="Python >= 3.11, or tomli",
+        fix="pip install tomli",
+    )

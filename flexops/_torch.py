@@ -1,8 +1,10 @@
-"""What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else (``tests/unit/test_promises.py`` looks), each with its
-reason; where a torch may come to be without it, with what does without it.
+"""What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else
+(``tests/unit/test_promises.py`` looks), each with its reason; where a torch may come to be without
+it, with what does without it.
 
-Operators' tests ran with torch 2.4, 2.7, 2.10, 2.11 and 2.13, and their results were compared with 2.14 and 2.15, too (docs/targets.md). All that is here is
-in 2.13; of it, 2.4 has only ``_any_requires_grad`` not, and no ``donated_buffer``.
+Operators' tests ran with torch 2.4, 2.7, 2.10, 2.11 and 2.13, and their results were compared with
+2.14 and 2.15, too (docs/targets.md). All that is here is in 2.13; of it, 2.4 has only
+``_any_requires_grad`` not, and no ``donated_buffer``.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # documented, of a module that is not
+
+# documented, of a module that is not
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, of a module that is not
+
+# documented, of a module that is not
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -27,49 +33,78 @@ _C: Any = torch._C
 is_grad_enabled = torch.is_grad_enabled  # public, but a call looks it up: here that costs less
 
 _FLAG = "_is_compiling_flag"
-is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling if hasattr(torch.compiler, _FLAG) else torch.compiler.is_compiling
-compiler: Any = torch.compiler if hasattr(torch.compiler, _FLAG) else SimpleNamespace(_is_compiling_flag=False)
-"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function tells, in a third of its time."""
+is_compiling: Callable[[], bool] = (
+    torch.compiler.is_dynamo_compiling
+    if hasattr(torch.compiler, _FLAG)
+    else torch.compiler.is_compiling
+)
+compiler: Any = (
+    torch.compiler if hasattr(torch.compiler, _FLAG) else SimpleNamespace(_is_compiling_flag=False)
+)
+"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function tells, in a third of
+its time."""
 
-forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+forward_mode: Any = (
+    forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+)
 """Inside a level of forward-mode differentiation, its ``_current_level`` is 0 or more."""
 
 
 def _guard_by_keys() -> AbstractContextManager[None]:
-    guard: AbstractContextManager[None] = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality))
+    guard: AbstractContextManager[None] = _C._ExcludeDispatchKeyGuard(
+        _C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality)
+    )
     return guard
 
 
-below_autograd: Callable[[], AbstractContextManager[None]] = getattr(_C, "_AutoDispatchBelowAutograd", _guard_by_keys)
+below_autograd: Callable[[], AbstractContextManager[None]] = getattr(
+    _C, "_AutoDispatchBelowAutograd", _guard_by_keys
+)
 """Inside, the dispatcher passes autograd over."""
 
 below_versions: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowADInplaceOrView
-"""Inside, the dispatcher passes over autograd, and what counts the times that a tensor was written."""
+"""Inside, the dispatcher passes over autograd, and what counts the times that a tensor was
+written."""
 
 after_versions: Any = _C._after_ADInplaceOrView_keyset
 """The dispatch keys that come after that."""
 
-not_compiled: Callable[..., Any] = getattr(getattr(torch, "_compile", None), "_disable_dynamo", torch.compiler.disable)
-"""Decorates what ``torch.compile`` leaves as it is; unlike the public one, without importing the compiler."""
+not_compiled: Callable[..., Any] = getattr(
+    getattr(torch, "_compile", None), "_disable_dynamo", torch.compiler.disable
+)
+"""Decorates what ``torch.compile`` leaves as it is; unlike the public one, without importing the
+compiler."""
 
 
 compiles_written_lists = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
-"""Whether ``torch.compile`` takes ops that write lists of tensors: torch 2.4's stops with an error of its own, where a break in the graph would do."""
+"""Whether ``torch.compile`` takes ops that write lists of tensors: torch 2.4's stops with an error
+of its own, where a break in the graph would do."""
 
 
 def _any_requires_grad(*args: Any) -> bool:
-    return any(_any_requires_grad(*arg) if isinstance(arg, list) else isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    return any(
+        (
+            _any_requires_grad(*arg)
+            if isinstance(arg, list)
+            else isinstance(arg, torch.Tensor) and arg.requires_grad
+        )
+        for arg in args
+    )
 
 
-any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _any_requires_grad)  # torch's own is half a microsecond faster
+# torch's own is half a microsecond faster
+any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _any_requires_grad)
 
 is_transforming: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: True)
-"""Whether inside of a transform of ``torch.func``; where that cannot be asked, every call takes the way of such a one, which is right, and slower."""
+"""Whether inside of a transform of ``torch.func``; where that cannot be asked, every call takes the
+way of such a one, which is right, and slower."""
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply``, less the Python that torch has for functorch's sake."""
-    found: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+    found: Callable[..., Any] = getattr(
+        super(torch.autograd.Function, function), "apply", function.apply
+    )
     return found
 
 
@@ -87,44 +122,60 @@ parse_schema: Callable[[str], Any] = _C.parse_schema
 
 
 def forget(library: torch.library.Library) -> None:
-    """Take back what the library defined: else an operator of somebody's cannot be defined anew in the same process, as notebooks do."""
+    """Take back what the library defined: else an operator of somebody's cannot be defined anew in
+    the same process, as notebooks do."""
     library._destroy()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
-    """``torch.library.register_fake``, which looks through all modules and reads a source file for each operator: a third of what our import took."""
+    """``torch.library.register_fake``, which looks through all modules and reads a source file for
+    each operator: a third of what our import took."""
     qualified = f"{library.ns}::{name}"
     try:
         entry = torch._library.simple_registry.singleton.find(qualified)
-        handle = entry.fake_impl.register(fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True)
+        handle = entry.fake_impl.register(
+            fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True
+        )
         library._registration_handles.append(handle)
     except (AttributeError, TypeError):  # another torch
         torch.library.register_fake(qualified, fake, lib=library)
 
 
-has_kernel: Callable[[str, str], bool] = getattr(_C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True)
-"""Whether an op, named with its namespace, has a kernel of its own for a dispatch key: a library that was loaded has one for each of its ops."""
+has_kernel: Callable[[str, str], bool] = getattr(
+    _C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True
+)
+"""Whether an op, named with its namespace, has a kernel of its own for a dispatch key: a library
+that was loaded has one for each of its ops."""
 
 count_of_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
-"""How many dispatch modes are active; where that cannot be asked, calls go by the dispatcher, which knows."""
+"""How many dispatch modes are active; where that cannot be asked, calls go by the dispatcher, which
+knows."""
 
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
 """The number of torch's current GPU."""
 
-current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+current_stream: Callable[[int], int] = getattr(
+    _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 """The handle of torch's current stream on a GPU."""
 
 
-def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty_strided(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
-empty_strided_cuda: Callable[..., torch.Tensor] = getattr(_C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
-"""A tensor on the current GPU, by what the compiler's own code allocates with: two thirds of the time."""
+empty_strided_cuda: Callable[..., torch.Tensor] = getattr(
+    _C._dynamo.guards, "_empty_strided_cuda", _empty_strided
+)
+"""A tensor on the current GPU, by what the compiler's own code allocates with: two thirds of the
+time."""
 
 
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let ``torch.utils.flop_counter`` know what ops cost, once somebody imports it: each formula takes the op's arguments, and gives a number."""
+    """Let ``torch.utils.flop_counter`` know what ops cost, once somebody imports it: each formula
+    takes the op's arguments, and gives a number."""
 
     def tell() -> None:
         try:
@@ -132,7 +183,8 @@ def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
 
             for op, formula in formulas.items():
                 register_flop_formula(op, get_raw=True)(formula)
-                flop_registry.setdefault(op, formula)  # torch 2.4 registers an op's overloads, and looks for the op
+                # torch 2.4 registers an op's overloads, and looks for the op
+                flop_registry.setdefault(op, formula)
         except (ImportError, TypeError):  # an older torch, whose counter cannot be told
             return
 
@@ -143,7 +195,8 @@ def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
 
 
 class _Afterwards:
-    """Does something after a module's first import. torch's counter of operations is imported by few, and imports all of Triton."""
+    """Does something after a module's first import. torch's counter of operations is imported by
+    few, and imports all of Triton."""
 
     def __init__(self, module: str, act: Callable[[], None]) -> None:
         self._module, self._act = module, act
@@ -166,19 +219,35 @@ class _Afterwards:
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
     """In which torch would multiply matrices of x's dtype: autocast's, inside of it."""
-    device = x.device.type  # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so, but not every compiler traces it
-    return torch.get_autocast_dtype(device) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x.dtype
+    # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so,
+    # but not every compiler traces it
+    device = x.device.type
+    return (
+        torch.get_autocast_dtype(device)
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+        else x.dtype
+    )
 
 
 def is_unheard(module: torch.nn.Module) -> bool:
     """Whether nobody listens to the module's calls."""
-    return not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+    return (
+        not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+    )
 
 
 def hears_of_parameters_only(module: torch.nn.Module) -> bool:
-    """Whether only those listen who gather a module's parameters: FSDP and DeepSpeed, whom results do not concern."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-    return all(str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")) for hook in hooks)
+    """Whether only those listen who gather a module's parameters: FSDP and DeepSpeed, whom results
+    do not concern."""
+    hooks = [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
+    return all(
+        str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
+        for hook in hooks
+    )
 
 
 def remove_pre_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
@@ -189,13 +258,18 @@ def remove_pre_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def pybind_abi() -> dict[str, str]:
-    """What torches up to 2.8 name the ABI of their own bindings; an extension that names another could not take their tensors."""
-    values = {name: getattr(_C, f"_{name}", None) for name in ("PYBIND11_COMPILER_TYPE", "PYBIND11_STDLIB", "PYBIND11_BUILD_ABI")}
+    """What torches up to 2.8 name the ABI of their own bindings; an extension that names another
+    could not take their tensors."""
+    values = {
+        name: getattr(_C, f"_{name}", None)
+        for name in ("PYBIND11_COMPILER_TYPE", "PYBIND11_STDLIB", "PYBIND11_BUILD_ABI")
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 
 def store_of_ranks() -> Any:
-    """The key-value store that the processes of a ``torch.distributed`` job share; raises where there is none."""
+    """The key-value store that the processes of a ``torch.distributed`` job share; raises where
+    there is none."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -218,7 +292,8 @@ def compile_modes() -> list[str]:
 
 
 def keep_saved_memory() -> None:
-    """Compiled backward passes leave what was saved for them as it is, so that they can be repeated (an option since torch 2.6)."""
+    """Compiled backward passes leave what was saved for them as it is, so that they can be repeated
+    (an option since torch 2.6)."""
     import torch._functorch.config as options
 
     if hasattr(options, "donated_buffer"):

@@ -1,7 +1,9 @@
-"""Compute capabilities, and the lists of architectures that people write (``TORCH_CUDA_ARCH_LIST`` and ``--arch``).
+"""Compute capabilities, and the lists of architectures that people write (``TORCH_CUDA_ARCH_LIST``
+and ``--arch``).
 
-Two words are kept apart. A *capability* is what a GPU has: ``9.0``. An *architecture* is what is compiled for one: machine code (SASS), PTX
-that a driver compiles later, or both. What a piece of a list means:
+Two words are kept apart. A *capability* is what a GPU has: ``9.0``. An *architecture* is what is
+compiled for one: machine code (SASS), PTX that a driver compiles later, or both. What a piece of a
+list means:
 
 ====================================  =================================================================
 ``8.9``, ``9.0a``, ``10.0f``          machine code for that capability (``a``: exactly it, ``f``: its family)
@@ -43,13 +45,17 @@ NAMES: dict[str, str] = {
 }
 """Names as torch's ``cpp_extension`` knows them, and what they stand for there."""
 
-ACCEPTED = "9.0, 9.0a, 10.0f, 9.0+PTX, sm_90, compute_90 (PTX), a name such as Hopper, native, all or all-major; separated by ; , or space"
+ACCEPTED = (
+    "9.0, 9.0a, 10.0f, 9.0+PTX, sm_90, compute_90 (PTX), a name such as Hopper, native, all or"
+    " all-major; separated by ; , or space"
+)
 
 _NVCC_PREFIXES = ("sm_", "sm", "compute_", "compute")
 
 
 class ComputeCapability(NamedTuple):
-    """A GPU's compute capability, with nvcc's optional suffix: ``a`` (exactly this capability) or ``f`` (its family). Ordered as numbers."""
+    """A GPU's compute capability, with nvcc's optional suffix: ``a`` (exactly this capability) or
+    ``f`` (its family). Ordered as numbers."""
 
     major: int
     minor: int
@@ -59,7 +65,8 @@ class ComputeCapability(NamedTuple):
     def parse(cls, text: str) -> ComputeCapability:
         """``"9.0a"``, ``"sm_90a"``, ``"compute_90a"``; raises ``ArchitectureError``.
 
-        No regular expression here and in ``parse_arch_list``: a warm start on a GPU parses, and to compile one would take a tenth of it.
+        No regular expression here and in ``parse_arch_list``: a warm start on a GPU parses, and to
+        compile one would take a tenth of it.
         """
         number = text.strip().lower()
         suffix = number[-1:] if number.endswith(("a", "f")) else ""
@@ -67,7 +74,13 @@ class ComputeCapability(NamedTuple):
         prefix = next((prefix for prefix in _NVCC_PREFIXES if number.startswith(prefix)), "")
         digits = number.removeprefix(prefix)
         major, point, minor = (digits[:-1], ".", digits[-1:]) if prefix else digits.partition(".")
-        if not (point and major.isdecimal() and minor.isdecimal() and len(major) <= 2 and len(minor) == 1):
+        if not (
+            point
+            and major.isdecimal()
+            and minor.isdecimal()
+            and len(major) <= 2
+            and len(minor) == 1
+        ):
             raise _not_understood(text)
         return cls(int(major), int(minor), cast(Suffix, suffix))
 
@@ -114,7 +127,9 @@ class Architecture(NamedTuple):
 Native = Callable[[], Sequence[ComputeCapability]]
 
 
-def parse_arch_list(text: str, *, native: Native | None = None, supported: Sequence[ComputeCapability] | None = None) -> tuple[Architecture, ...]:
+def parse_arch_list(
+    text: str, *, native: Native | None = None, supported: Sequence[ComputeCapability] | None = None
+) -> tuple[Architecture, ...]:
     """Understand a list of architectures as people write it.
 
     Args:
@@ -126,16 +141,23 @@ def parse_arch_list(text: str, *, native: Native | None = None, supported: Seque
         The architectures, each capability once, in ascending order.
 
     Raises:
-        ArchitectureError: names the piece that is not understood, or says why a word has no meaning here; also for a list without any piece.
+        ArchitectureError: names the piece that is not understood, or says why a word has no meaning
+            here; also for a list without any piece.
     """
     pieces = text.replace(";", " ").replace(",", " ").split()
     if not pieces:
-        raise ArchitectureError("the architecture list is empty", found=repr(text), required=ACCEPTED, fix='export TORCH_CUDA_ARCH_LIST="9.0"')
+        raise ArchitectureError(
+            "the architecture list is empty",
+            found=repr(text),
+            required=ACCEPTED,
+            fix='export TORCH_CUDA_ARCH_LIST="9.0"',
+        )
     return merge(found for piece in pieces for found in _piece(piece, native, supported))
 
 
 def format_arch_list(architectures: Iterable[Architecture]) -> str:
-    """The list as ``TORCH_CUDA_ARCH_LIST`` has it, ``"8.0;9.0+PTX"``; ``parse_arch_list`` reads it back."""
+    """The list as ``TORCH_CUDA_ARCH_LIST`` has it, ``"8.0;9.0+PTX"``; ``parse_arch_list`` reads it
+    back."""
     return ";".join(map(str, architectures))
 
 
@@ -144,12 +166,15 @@ def merge(architectures: Iterable[Architecture]) -> tuple[Architecture, ...]:
     merged: dict[ComputeCapability, Architecture] = {}
     for one in architectures:
         other = merged.get(one.capability, one)
-        merged[one.capability] = Architecture(one.capability, ptx=one.ptx or other.ptx, sass=one.sass or other.sass)
+        merged[one.capability] = Architecture(
+            one.capability, ptx=one.ptx or other.ptx, sass=one.sass or other.sass
+        )
     return tuple(sorted(merged.values()))
 
 
 def gencodes(architectures: Iterable[Architecture]) -> list[str]:
-    """nvcc's ``-gencode`` flags for these architectures. This is the only place that spells them."""
+    """nvcc's ``-gencode`` flags for these architectures. This is the only place that spells
+    them."""
     flags = []
     for one in architectures:
         virtual = one.capability.compute
@@ -163,10 +188,15 @@ def gencodes(architectures: Iterable[Architecture]) -> list[str]:
 def runs_on(compiled: Iterable[Architecture | str], device: ComputeCapability) -> bool:
     """Whether a library compiled for these architectures has code that ``device`` can run.
 
-    Machine code runs on the same major and an equal or higher minor; with ``f`` likewise (that is its family), with ``a`` on exactly its
-    capability. PTX runs on anything equal or newer; PTX with a suffix where machine code with that suffix would.
+    Machine code runs on the same major and an equal or higher minor; with ``f`` likewise (that is
+    its family), with ``a`` on exactly its capability. PTX runs on anything equal or newer; PTX with
+    a suffix where machine code with that suffix would.
     """
-    architectures = (part for one in compiled for part in (parse_arch_list(one) if isinstance(one, str) else (one,)))
+    architectures = (
+        part
+        for one in compiled
+        for part in (parse_arch_list(one) if isinstance(one, str) else (one,))
+    )
     return any(_runs(one, device) for one in architectures)
 
 
@@ -174,12 +204,18 @@ def _runs(one: Architecture, device: ComputeCapability) -> bool:
     built, here = one.capability, (device.major, device.minor)
     if built.suffix == "a":
         return (built.major, built.minor) == here
-    if (one.sass or built.suffix == "f") and built.major == device.major and built.minor <= device.minor:
+    if (
+        (one.sass or built.suffix == "f")
+        and built.major == device.major
+        and built.minor <= device.minor
+    ):
         return True
     return one.ptx and not built.suffix and (built.major, built.minor) <= here
 
 
-def _piece(piece: str, native: Native | None, supported: Sequence[ComputeCapability] | None) -> Iterable[Architecture]:
+def _piece(
+    piece: str, native: Native | None, supported: Sequence[ComputeCapability] | None
+) -> Iterable[Architecture]:
     lowered = piece.lower()
     if lowered == "native":
         return _native(native)
@@ -216,7 +252,10 @@ def _native(native: Native | None) -> Iterable[Architecture]:
             "the architecture list says native, but no GPU was found here",
             found="no NVIDIA GPU",
             required="a GPU, or the capability to compile for",
-            fix='export TORCH_CUDA_ARCH_LIST="9.0"   # the capability of the GPU that this will run on',
+            fix=(
+                'export TORCH_CUDA_ARCH_LIST="9.0"   # the capability of the GPU that this will'
+                " run on"
+            ),
         )
     return [Architecture(capability) for capability in capabilities]
 
@@ -225,7 +264,8 @@ def _all(word: str, supported: Sequence[ComputeCapability] | None) -> Iterable[A
     plain = sorted({capability for capability in supported or () if not capability.suffix})
     if not plain:
         raise ArchitectureError(
-            f"the architecture list says {word}, but there is no CUDA toolkit that could say what that is",
+            f"the architecture list says {word}, but there is no CUDA toolkit that could say what"
+            " that is",
             found="no toolkit",
             required="a CUDA toolkit, or capabilities by number",
             fix='export TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"',
@@ -240,5 +280,8 @@ def _all(word: str, supported: Sequence[ComputeCapability] | None) -> Iterable[A
 
 def _not_understood(piece: str) -> ArchitectureError:
     return ArchitectureError(
-        f"the architecture {piece!r} is not understood", found=piece, required=ACCEPTED, fix='export TORCH_CUDA_ARCH_LIST="9.0"   # one capability, for example'
+        f"the architecture {piece!r} is not understood",
+        found=piece,
+        required=ACCEPTED,
+        fix='export TORCH_CUDA_ARCH_LIST="9.0"   # one capability, for example',
     )

@@ -1,6 +1,8 @@
-"""``python -m flexops.demo``: the operators at work in a minute: a model trained next to torch's own optimizer, and a weight matrix in 4 bits.
+"""``python -m flexops.demo``: the operators at work in a minute: a model trained next to torch's
+own optimizer, and a weight matrix in 4 bits.
 
-Exits 1 if the losses part by more than ``TOLERANCE``, or a quantized weight is further off than half a step.
+Exits 1 if the losses part by more than ``TOLERANCE``, or a quantized weight is further off than
+half a step.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from .ops.quant import dequantize, quantize
 
 STEPS = 60
 TOLERANCE = 1e-3
-"""Relative. Both optimizers do the same arithmetic in float32; the order of roundings differs, and training carries that on."""
+"""Relative. Both optimizers do the same arithmetic in float32; the order of roundings differs, and
+training carries that on."""
 
 
 def main() -> int:
     """Returns the exit code: 0 if everything agrees."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)  # of a model this small they mostly wait for each other, on a busy machine for seconds
+    # of a model this small they mostly wait for each other, on a busy machine for seconds
+    torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"torch {torch.__version__} on {name}")
     agree = _train(device)
@@ -39,7 +43,10 @@ def _train(device: str) -> bool:
     ours = _losses(optim.AdamW, device)
     theirs = _losses(torch.optim.AdamW, device)
     for step in (0, STEPS // 2, STEPS - 1):
-        print(f"  step {step + 1:>3}   loss {ours[step]:.6f} with flexops.optim.AdamW, {theirs[step]:.6f} with torch.optim.AdamW")
+        print(
+            f"  step {step + 1:>3}   loss {ours[step]:.6f} with flexops.optim.AdamW,"
+            f" {theirs[step]:.6f} with torch.optim.AdamW"
+        )
     apart = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     print(f"  losses differ by at most {apart:.1e} (allowed: {TOLERANCE:.0e}, relative)")
     return apart <= TOLERANCE and ours[-1] < ours[0]
@@ -47,7 +54,9 @@ def _train(device: str) -> bool:
 
 def _losses(kind: type[torch.optim.Optimizer], device: str) -> list[float]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).to(device)
+    model = nn.Sequential(
+        nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)
+    ).to(device)
     x = torch.randn(256, 32, device=device)
     y = torch.sin(x @ torch.randn(32, 8, device=device) / 6)
     optimizer = kind(model.parameters(), lr=1e-3, weight_decay=0.01)  # type: ignore[call-arg]
@@ -69,7 +78,10 @@ def _quantize(device: str) -> bool:
     half_step = (groups.amax(-1) - groups.amin(-1)) / 15 / 2
     worst = (error.view_as(groups).amax(-1) / half_step).max().item()
     relative = float(error.norm() / weight.norm())
-    print(f"a {tuple(weight.shape)} weight matrix in 4 bits: {weight.nbytes / 2**20:.0f} -> {packed.nbytes / 2**20:.1f} MiB")
+    print(
+        f"a {tuple(weight.shape)} weight matrix in 4 bits: {weight.nbytes / 2**20:.0f} ->"
+        f" {packed.nbytes / 2**20:.1f} MiB"
+    )
     print(f"  relative error {relative:.3f} (root mean square), at most {worst:.3f} of half a step")
     return worst <= 1.001
 

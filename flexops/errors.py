@@ -1,7 +1,7 @@
 """The one family of errors that flexops raises.
 
-Every error says what went wrong, what was found, what was required and the command (or setting) that mends it. ``exit_code`` is what the
-command line exits with.
+Every error says what went wrong, what was found, what was required and the command (or setting)
+that mends it. ``exit_code`` is what the command line exits with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class FlexopsError(Exception):
 
 
 class SettingsError(FlexopsError):
-    """An environment variable, or an argument of the command line, has a value that is not understood."""
+    """An environment variable, or an argument of the command line, has a value that is not
+    understood."""
 
     exit_code = 2
 
@@ -61,9 +62,18 @@ class ToolchainError(FlexopsError):
 
 
 class LoggedError(FlexopsError):
-    """An error that another program told in full. ``log`` is the path of its output, if that was kept."""
+    """An error that another program told in full. ``log`` is the path of its output, if that was
+    kept."""
 
-    def __init__(self, what: str, *, found: str = "", required: str = "", fix: str = "", log: Path | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        found: str = "",
+        required: str = "",
+        fix: str = "",
+        log: Path | None = None,
+    ) -> None:
         super().__init__(what, found=found, required=required, fix=fix)
         self.log = log
 
@@ -78,23 +88,27 @@ class CompileError(LoggedError):
 
 
 class CacheError(FlexopsError):
-    """The build cache cannot be used as asked: not ours, not writable, full, or not a flexops cache."""
+    """The build cache cannot be used as asked: not ours, not writable, full, or not a flexops
+    cache."""
 
     exit_code = 7
 
 
 class RemoteError(CacheError):
-    """The remote cache cannot be used as asked: not reached, forbidden, or its client is not installed."""
+    """The remote cache cannot be used as asked: not reached, forbidden, or its client is not
+    installed."""
 
 
 class NativeUnavailableError(FlexopsError):
-    """No native kernel can be had for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference out."""
+    """No native kernel can be had for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference
+    out."""
 
     exit_code = 8
 
 
 class TorchUnavailableError(FlexopsError, ImportError):
-    """``import torch`` failed, so the operators cannot be used; the command line and doctor still work."""
+    """``import torch`` failed, so the operators cannot be used; the command line and doctor still
+    work."""
 
     exit_code = 9
 
@@ -106,12 +120,14 @@ class ChannelError(LoggedError):
 
 
 class ImageError(LoggedError):
-    """An image cannot be built, run or checked: no engine, no space, no base image, or a step that fails."""
+    """An image cannot be built, run or checked: no engine, no space, no base image, or a step that
+    fails."""
 
     exit_code = 10
 
 
 class PatchError(FlexopsError):
-    """``flexops.patch`` was given what is no model, or an architecture or config that cannot be made into one."""
+    """``flexops.patch`` was given what is no model, or an architecture or config that cannot be
+    made into one."""
 
     exit_code = 12

@@ -1,4 +1,5 @@
-"""Modules over flexops' operators, with torch's constructors and state dicts: ``flexops.nn.RMSNorm`` for ``torch.nn.RMSNorm``, and so on."""
+"""Modules over flexops' operators, with torch's constructors and state dicts:
+``flexops.nn.RMSNorm`` for ``torch.nn.RMSNorm``, and so on."""
 
 from __future__ import annotations
 
@@ -13,43 +14,71 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm import layer_norm, rms_norm
 from .ops.rope import rotary_embedding
 
-__all__ = ["GEGLU", "BiasGELU", "BiasSiLU", "LayerNorm", "LinearCrossEntropyLoss", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+__all__ = [
+    "GEGLU",
+    "BiasGELU",
+    "BiasSiLU",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLU",
+]
 
 
 def _last_dimension(name: str, shape: int | Sequence[int]) -> None:
     if not isinstance(shape, int) and len(shape) != 1:
-        raise ValueError(f"flexops.nn.{name}: normalized_shape must be one number, the last dimension's size, got {tuple(shape)}; torch.nn.{name} takes more")
+        raise ValueError(
+            f"flexops.nn.{name}: normalized_shape must be one number, the last dimension's size,"
+            f" got {tuple(shape)}; torch.nn.{name} takes more"
+        )
 
 
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last dimension, by :func:`flexops.layer_norm`."""
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         _last_dimension("LayerNorm", normalized_shape)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` over the last dimension, by :func:`flexops.rms_norm`. ``eps=None`` is float32's, which is torch's for float32 and lower."""
+    """``torch.nn.RMSNorm`` over the last dimension, by :func:`flexops.rms_norm`. ``eps=None`` is
+    float32's, which is torch's for float32 and lower."""
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float | None = None, elementwise_affine: bool = True, device: Any = None, dtype: Any = None
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         _last_dimension("RMSNorm", normalized_shape)
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, torch.finfo(torch.float32).eps if self.eps is None else self.eps)
+        return rms_norm(
+            x, self.weight, torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        )
 
 
 class SwiGLU(nn.Module):
-    """``silu(gate) * up``: of two tensors, or of one that holds both; see :func:`flexops.swiglu`. It has no parameters: put it between your linear layers."""
+    """``silu(gate) * up``: of two tensors, or of one that holds both; see :func:`flexops.swiglu`.
+    It has no parameters: put it between your linear layers."""
 
     def __init__(self, interleaved: bool = False) -> None:
         super().__init__()
@@ -85,7 +114,9 @@ class _Biased(nn.Module):
 class BiasGELU(_Biased):
     """``gelu(x + bias)`` behind a linear layer without a bias."""
 
-    def __init__(self, features: int, approximate: Any = "none", device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, features: int, approximate: Any = "none", device: Any = None, dtype: Any = None
+    ) -> None:
         super().__init__(features, device, dtype)
         self.approximate = approximate
 
@@ -101,7 +132,8 @@ class BiasSiLU(_Biased):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding with its tables: ``query, key = rotary(query, key)``, both ``[batch, heads, length, head_dim]``.
+    """Rotary position embedding with its tables: ``query, key = rotary(query, key)``, both
+    ``[batch, heads, length, head_dim]``.
 
     Args:
         dim: how many elements of a head are rotated.
@@ -115,45 +147,88 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, dim: int, max_positions: int = 4096, base: float = 10000.0, interleaved: bool = False, device: Any = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        max_positions: int = 4096,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        device: Any = None,
+    ) -> None:
         super().__init__()
-        self.dim, self.max_positions, self.base, self.interleaved = dim, max_positions, base, interleaved
+        self.dim, self.max_positions, self.base, self.interleaved = (
+            dim,
+            max_positions,
+            base,
+            interleaved,
+        )
         frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float64, device=device), frequencies)
+        angles = torch.outer(
+            torch.arange(max_positions, dtype=torch.float64, device=device), frequencies
+        )
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return rotary_embedding(query, key, self.cos, self.sin, positions, interleaved=self.interleaved)
+    def forward(
+        self, query: Tensor, key: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rotary_embedding(
+            query, key, self.cos, self.sin, positions, interleaved=self.interleaved
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:  # .half() and the like are for the model; positions beyond 256 have no bfloat16 cosine
+        # .half() and the like are for the model; positions beyond 256 have no bfloat16 cosine
+        if self.cos.dtype != torch.float32:
             self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
         return self
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, max_positions={self.max_positions}, base={self.base}, interleaved={self.interleaved}"
+        return (
+            f"{self.dim}, max_positions={self.max_positions}, base={self.base},"
+            f" interleaved={self.interleaved}"
+        )
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """``torch.nn.CrossEntropyLoss`` of ``linear(x, weight, bias)``, which is never there at once; see :func:`flexops.linear_cross_entropy`.
+    """``torch.nn.CrossEntropyLoss`` of ``linear(x, weight, bias)``, which is never there at once;
+    see :func:`flexops.linear_cross_entropy`.
 
     ``loss(hidden, head.weight, target)``: the weight stays the head's own.
     """
 
     def __init__(
-        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, chunk_size: int | None = None
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.ignore_index, self.reduction, self.label_smoothing, self.z_loss, self.chunk_size = ignore_index, reduction, label_smoothing, z_loss, chunk_size
+        self.ignore_index, self.reduction, self.label_smoothing, self.z_loss, self.chunk_size = (
+            ignore_index,
+            reduction,
+            label_smoothing,
+            z_loss,
+            chunk_size,
+        )
 
-    def forward(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         return linear_cross_entropy(
-            x, weight, target, bias, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, z_loss=self.z_loss,
-            reduction=self.reduction, chunk_size=self.chunk_size,
-        )  # fmt: skip
+            x,
+            weight,
+            target,
+            bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            reduction=self.reduction,
+            chunk_size=self.chunk_size,
+        )
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"

@@ -1,7 +1,8 @@
 """Every environment variable that flexops reads, read in one place.
 
-The variables that the PyTorch world already knows keep their meaning: ``TORCH_CUDA_ARCH_LIST``, ``PYTORCH_ROCM_ARCH``, ``MAX_JOBS``,
-``NVCC_THREADS``, ``CUDA_HOME``/``CUDA_PATH``, ``ROCM_HOME``/``ROCM_PATH``, ``TORCH_EXTENSIONS_DIR``, ``CXX``, ``CC``.
+The variables that the PyTorch world already knows keep their meaning: ``TORCH_CUDA_ARCH_LIST``,
+``PYTORCH_ROCM_ARCH``, ``MAX_JOBS``, ``NVCC_THREADS``, ``CUDA_HOME``/``CUDA_PATH``,
+``ROCM_HOME``/``ROCM_PATH``, ``TORCH_EXTENSIONS_DIR``, ``CXX``, ``CC``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ AotDevice = Literal["cpu", "cuda"]
 Machine = Literal["x86_64", "aarch64"]
 
 _COMPILER_VARIABLES = (
-    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX", "SOURCE_DATE_EPOCH"),
+    *(
+        "CPATH",
+        "C_INCLUDE_PATH",
+        "CPLUS_INCLUDE_PATH",
+        "LIBRARY_PATH",
+        "LD_RUN_PATH",
+        "COMPILER_PATH",
+        "GCC_EXEC_PREFIX",
+        "SOURCE_DATE_EPOCH",
+    ),
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CCC_OVERRIDE_OPTIONS"),
-    *("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_CLANG_PATH", "HIP_DEVICE_LIB_PATH"),
+    *(
+        "HIPCC_COMPILE_FLAGS_APPEND",
+        "HIPCC_LINK_FLAGS_APPEND",
+        "HIP_CLANG_PATH",
+        "HIP_DEVICE_LIB_PATH",
+    ),
 )
 _DEFAULT_CACHE_BYTES = 5 * 2**30
 _DEFAULT_TIMEOUT = 3600
@@ -67,54 +82,75 @@ class SecretUrl:
 
 
 class Settings(NamedTuple):
-    """The user's wishes, as the environment states them. Nothing here is probed. (A NamedTuple, as in ``toolchain/model.py``.)
+    """The user's wishes, as the environment states them. Nothing here is probed. (A NamedTuple, as
+    in ``toolchain/model.py``.)
 
     Attributes:
-        cache_dir: root of the build cache: ``FLEXOPS_CACHE_DIR``, else ``TORCH_EXTENSIONS_DIR/flexops``, else ``XDG_CACHE_HOME/flexops``,
-            else ``~/.cache/flexops``.
+        cache_dir: root of the build cache: ``FLEXOPS_CACHE_DIR``, else
+            ``TORCH_EXTENSIONS_DIR/flexops``, else ``XDG_CACHE_HOME/flexops``, else
+            ``~/.cache/flexops``.
         cache_max_bytes: ``FLEXOPS_CACHE_MAX_SIZE`` (bytes, or with K, M, G, T), default 5G.
-        cache_shared: ``FLEXOPS_CACHE_SHARED``: 1 trusts a cache directory that belongs to someone else (a team's shared directory).
-        cache_signing_key: ``FLEXOPS_CACHE_SIGNING_KEY``: an SSH key that signs what is put into the cache.
-        cache_trusted_keys: ``FLEXOPS_CACHE_TRUSTED_KEYS``: an ``allowed_signers`` file; nothing that these keys have not signed is opened.
-        cache_copies: where verified copies of a shared cache's signed entries are kept: ``XDG_CACHE_HOME/flexops-verified``, else
-            ``~/.cache/flexops-verified``; None without ``cache_trusted_keys``.
-        cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az, https, oci, file); empty for none.
+        cache_shared: ``FLEXOPS_CACHE_SHARED``: 1 trusts a cache directory that belongs to someone
+            else (a team's shared directory).
+        cache_signing_key: ``FLEXOPS_CACHE_SIGNING_KEY``: an SSH key that signs what is put into the
+            cache.
+        cache_trusted_keys: ``FLEXOPS_CACHE_TRUSTED_KEYS``: an ``allowed_signers`` file; nothing
+            that these keys have not signed is opened.
+        cache_copies: where verified copies of a shared cache's signed entries are kept:
+            ``XDG_CACHE_HOME/flexops-verified``, else ``~/.cache/flexops-verified``; None without
+            ``cache_trusted_keys``.
+        cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az,
+            https, oci, file); empty for none.
         cache_remote_write: ``FLEXOPS_CACHE_REMOTE_WRITE``: 1 puts there what is compiled here.
-        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may take
-            (default 10), and that look-ups in vain may take together.
+        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may
+            take (default 10), and that look-ups in vain may take together.
         cache_remote_http: ``FLEXOPS_CACHE_REMOTE_HTTP``: 1 allows HTTP without encryption to other
             machines, too.
-        compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another machine's that compiles the same (default 60); 0: never.
-        record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for ``flexops warm``; None for none.
-        fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native kernel? allow, warn (default) or forbid.
+        compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another
+            machine's that compiles the same (default 60); 0: never.
+        record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for
+            ``flexops warm``; None for none.
+        fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native
+            kernel? allow, warn (default) or forbid.
         jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
         log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
         aot: ``FLEXOPS_AOT``: ops that an install compiles in: nothing, ``all`` or names.
-        aot_dir: ``FLEXOPS_AOT_DIR``: the folder that is searched for flexops' own libraries compiled
-            ahead of time, such as what ``flexops build --out`` wrote; None for the package's own.
-        aot_devices: ``FLEXOPS_AOT_DEVICES``: device types that it compiles them for, such as ``cpu`` or ``cpu,cuda``; unset means cpu, and cuda where
-            there is a toolkit that matches torch. A package says it, so that what it holds does not hang on the machine that builds it.
-        wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets libraries for every torch with the stable ABI,
-            compiled by zig; empty for this machine's own compiler and torch.
-        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in ``flexops.load``: nvcc, nvrtc, or auto (default: nvrtc what it
-            takes, nvcc the rest where one matches torch).
-        pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in the background, for the next kernel), 1 (before
-            the first kernel compiles) or 0 (never: an image layer, say, should not carry their 800 MB).
-        launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``; unset means whichever is found.
+        aot_dir: ``FLEXOPS_AOT_DIR``: the folder that is searched for flexops' own libraries
+            compiled ahead of time, such as what ``flexops build --out`` wrote; None for the
+            package's own.
+        aot_devices: ``FLEXOPS_AOT_DEVICES``: device types that it compiles them for, such as
+            ``cpu`` or ``cpu,cuda``; unset means cpu, and cuda where there is a toolkit that matches
+            torch. A package says it, so that what it holds does not hang on the machine that builds
+            it.
+        wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets
+            libraries for every torch with the stable ABI, compiled by zig; empty for this machine's
+            own compiler and torch.
+        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in
+            ``flexops.load``: nvcc, nvrtc, or auto (default: nvrtc what it takes, nvcc the rest
+            where one matches torch).
+        pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in
+            the background, for the next kernel), 1 (before the first kernel compiles) or 0 (never:
+            an image layer, say, should not carry their 800 MB).
+        launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``;
+            unset means whichever is found.
         arch_list: ``TORCH_CUDA_ARCH_LIST``, unparsed; None when unset or empty.
         rocm_arch_list: ``PYTORCH_ROCM_ARCH``, unparsed.
         max_jobs: ``MAX_JOBS``, an upper bound on parallel compile jobs.
         nvcc_threads: ``NVCC_THREADS``, threads within one nvcc.
-        cpu_isa: ``FLEXOPS_CPU_ISA``: the most that CPU kernels may use: baseline, avx2 or avx512 (default: what this CPU has). The kernels read
-            it themselves, once (csrc/common/cpu.h).
-        compile_timeout: ``FLEXOPS_COMPILE_TIMEOUT``: seconds after which a compiler is stopped (default 3600); 0 for never.
-        compiler_environment: (name, value) of the variables that are set and that compilers and linkers read by themselves, such as ``CPATH``.
+        cpu_isa: ``FLEXOPS_CPU_ISA``: the most that CPU kernels may use: baseline, avx2 or avx512
+            (default: what this CPU has). The kernels read it themselves, once (csrc/common/cpu.h).
+        compile_timeout: ``FLEXOPS_COMPILE_TIMEOUT``: seconds after which a compiler is stopped
+            (default 3600); 0 for never.
+        compiler_environment: (name, value) of the variables that are set and that compilers and
+            linkers read by themselves, such as ``CPATH``.
         search_path: ``PATH``, in its order.
         conda_prefix: ``CONDA_PREFIX``, the active conda environment.
         virtual_env: ``VIRTUAL_ENV``, the active virtual environment.
-        cuda_visible_devices: ``CUDA_VISIBLE_DEVICES``, unparsed; None when unset (set and empty hides every GPU).
+        cuda_visible_devices: ``CUDA_VISIBLE_DEVICES``, unparsed; None when unset (set and empty
+            hides every GPU).
         cuda_device_order: ``CUDA_DEVICE_ORDER``, which the numbers in the former refer to.
-        image: ``FLEXOPS_IMAGE_TARGET``: the row whose image this runs in, which the image says; empty elsewhere.
+        image: ``FLEXOPS_IMAGE_TARGET``: the row whose image this runs in, which the image says;
+            empty elsewhere.
     """
 
     cache_dir: Path
@@ -163,9 +199,15 @@ class Settings(NamedTuple):
         get = environ.get
         return cls(
             cache_dir=_cache_dir(environ),
-            cache_max_bytes=parse_size("FLEXOPS_CACHE_MAX_SIZE", size) if (size := get("FLEXOPS_CACHE_MAX_SIZE")) else _DEFAULT_CACHE_BYTES,
+            cache_max_bytes=(
+                parse_size("FLEXOPS_CACHE_MAX_SIZE", size)
+                if (size := get("FLEXOPS_CACHE_MAX_SIZE"))
+                else _DEFAULT_CACHE_BYTES
+            ),
             cache_shared=_choice(environ, "FLEXOPS_CACHE_SHARED", "0", ("0", "1")) == "1",
-            fallback=cast(Fallback, _choice(environ, "FLEXOPS_FALLBACK", "warn", get_args(Fallback))),
+            fallback=cast(
+                Fallback, _choice(environ, "FLEXOPS_FALLBACK", "warn", get_args(Fallback))
+            ),
             jit=_choice(environ, "FLEXOPS_JIT", "1", ("0", "1")) == "1",
             log=cast(LogLevel, _choice(environ, "FLEXOPS_LOG", "info", get_args(LogLevel))),
             aot=tuple(name for name in _words(get("FLEXOPS_AOT", "")) if name not in ("0", "none")),
@@ -188,16 +230,23 @@ class Settings(NamedTuple):
             aot_devices=_devices(get("FLEXOPS_AOT_DEVICES", "")),
             wheel=cast(Machine, _choice(environ, "FLEXOPS_WHEEL", "", ("", *get_args(Machine)))),
             compile_timeout=_whole(environ, "FLEXOPS_COMPILE_TIMEOUT", 0, _DEFAULT_TIMEOUT),
-            compiler_environment=tuple((name, value) for name in _COMPILER_VARIABLES if (value := get(name))),
-            device_compiler=cast(DeviceCompiler, _choice(environ, "FLEXOPS_DEVICE_COMPILER", "auto", get_args(DeviceCompiler))),
+            compiler_environment=tuple(
+                (name, value) for name in _COMPILER_VARIABLES if (value := get(name))
+            ),
+            device_compiler=cast(
+                DeviceCompiler,
+                _choice(environ, "FLEXOPS_DEVICE_COMPILER", "auto", get_args(DeviceCompiler)),
+            ),
             pch=cast(Precompile, _choice(environ, "FLEXOPS_PCH", "auto", get_args(Precompile))),
             cache_signing_key=_path(environ, "FLEXOPS_CACHE_SIGNING_KEY"),
             cache_trusted_keys=_path(environ, "FLEXOPS_CACHE_TRUSTED_KEYS"),
             cache_copies=_copies_dir(environ) if get("FLEXOPS_CACHE_TRUSTED_KEYS") else None,
             cache_remote=_remote(get("FLEXOPS_CACHE_REMOTE", ""), plain := _plain(environ)),
-            cache_remote_write=_choice(environ, "FLEXOPS_CACHE_REMOTE_WRITE", "0", ("0", "1")) == "1",
+            cache_remote_write=_choice(environ, "FLEXOPS_CACHE_REMOTE_WRITE", "0", ("0", "1"))
+            == "1",
             cache_remote_timeout=_seconds(
-                "FLEXOPS_CACHE_REMOTE_TIMEOUT", get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""),
+                "FLEXOPS_CACHE_REMOTE_TIMEOUT",
+                get("FLEXOPS_CACHE_REMOTE_TIMEOUT", ""),
                 _DEFAULT_REMOTE_TIMEOUT,
             ),
             cache_remote_http=plain,
@@ -222,25 +271,37 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
         return base / "flexops"
     try:
         return Path.home().absolute() / ".cache" / "flexops"
-    except (RuntimeError, FileNotFoundError):  # no HOME, and a user id that the system has no name for, as containers have them
+    except (
+        RuntimeError,
+        FileNotFoundError,
+    ):  # no HOME, and a user id that the system has no name for, as containers have them
         return Path(environ.get("TMPDIR") or "/tmp") / f"flexops-{os.getuid()}"
 
 
 def _copies_dir(environ: Mapping[str, str]) -> Path:
-    """Beside the cache that this user would have, had none been named: that one may be others' too."""
-    return _cache_dir({"XDG_CACHE_HOME": environ.get("XDG_CACHE_HOME", "")}).with_name("flexops-verified")
+    """Beside the cache that this user would have, had none been named: that one may be others'
+    too."""
+    return _cache_dir({"XDG_CACHE_HOME": environ.get("XDG_CACHE_HOME", "")}).with_name(
+        "flexops-verified"
+    )
 
 
 def _devices(text: str) -> tuple[AotDevice, ...]:
     names = _words(text)
     if wrong := set(names) - set(get_args(AotDevice)):
         required, fix = "cpu | cuda | cpu,cuda", "unset FLEXOPS_AOT_DEVICES"
-        raise SettingsError("FLEXOPS_AOT_DEVICES is not understood", found=", ".join(sorted(wrong)), required=required, fix=fix)
+        raise SettingsError(
+            "FLEXOPS_AOT_DEVICES is not understood",
+            found=", ".join(sorted(wrong)),
+            required=required,
+            fix=fix,
+        )
     return tuple(device for device in get_args(AotDevice) if device in names)
 
 
 def _words(text: str) -> list[str]:
-    """The pieces between blanks, commas and semicolons. Without a regular expression: to compile one takes a tenth of a warm start."""
+    """The pieces between blanks, commas and semicolons. Without a regular expression: to compile
+    one takes a tenth of a warm start."""
     return text.replace(",", " ").replace(";", " ").split()
 
 
@@ -255,18 +316,35 @@ def _path(environ: Mapping[str, str], *names: str) -> Path | None:
             raise ValueError
         return Path(text).expanduser().absolute()
     except ValueError:  # also of what no file system could spell
-        raise SettingsError(f"{name} is no path", found=repr(text), required=required, fix=fix) from None
+        raise SettingsError(
+            f"{name} is no path", found=repr(text), required=required, fix=fix
+        ) from None
     except RuntimeError:
-        raise SettingsError(f"{name} names a home directory that this system does not know", found=text, required=required, fix=fix) from None
+        raise SettingsError(
+            f"{name} names a home directory that this system does not know",
+            found=text,
+            required=required,
+            fix=fix,
+        ) from None
     except FileNotFoundError:
         found = f"{text}, and no working directory (it has been removed)"
-        raise SettingsError(f"{name} is relative to a directory that is gone", found=found, required=required, fix=fix) from None
+        raise SettingsError(
+            f"{name} is relative to a directory that is gone",
+            found=found,
+            required=required,
+            fix=fix,
+        ) from None
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, allowed: tuple[str, ...]) -> str:
     value = environ.get(name, "").strip().lower() or default
     if value not in allowed:
-        raise SettingsError(f"{name} is not understood", found=value, required=" | ".join(allowed), fix=f"export {name}={default}")
+        raise SettingsError(
+            f"{name} is not understood",
+            found=value,
+            required=" | ".join(allowed),
+            fix=f"export {name}={default}",
+        )
     return value
 
 
@@ -274,9 +352,16 @@ def _whole(environ: Mapping[str, str], name: str, least: int, default: T) -> int
     text = environ.get(name, "").strip()
     if not text:
         return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least):
+    if not (
+        text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) >= least
+    ):
         required = f"{least}, {least + 1}, {least + 2}, ... of at most {_MOST_DIGITS} digits"
-        raise SettingsError(f"{name} is not a {'positive ' if least else ''}whole number", found=_shortened(text), required=required, fix=f"unset {name}")
+        raise SettingsError(
+            f"{name} is not a {'positive ' if least else ''}whole number",
+            found=_shortened(text),
+            required=required,
+            fix=f"unset {name}",
+        )
     return int(text)
 
 
@@ -306,10 +391,14 @@ def _remote(text: str, plain: bool) -> SecretUrl:
         raise SettingsError(what, found=_shortened(found), required=required, fix=fix)
     if scheme in ("http", "https") and "@" in rest[len(place) :]:
         raise SettingsError(
-            "FLEXOPS_CACHE_REMOTE has an @ behind its first / ? or #", found=redacted(text),
+            "FLEXOPS_CACHE_REMOTE has an @ behind its first / ? or #",
+            found=redacted(text),
             required="in user and password: %2F for /, %3F for ?, %23 for #; in a path: %40 for @",
-            fix="python -c \"import getpass, urllib.parse as u; print(u.quote(getpass.getpass(), ''))\"",
-        )  # fmt: skip
+            fix=(
+                'python -c "import getpass, urllib.parse as u; print(u.quote(getpass.getpass(),'
+                " ''))\""
+            ),
+        )
     return SecretUrl(text)
 
 
@@ -325,15 +414,27 @@ def _seconds(name: str, text: str, default: float) -> float:
         return default
     match = re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text.strip(), re.ASCII)
     if match is None or float(text) <= 0:
-        raise SettingsError(f"{name} is no number of seconds", found=_shortened(text), required="such as 1 or 0.5", fix=f"unset {name}")
+        raise SettingsError(
+            f"{name} is no number of seconds",
+            found=_shortened(text),
+            required="such as 1 or 0.5",
+            fix=f"unset {name}",
+        )
     return float(text)
 
 
 def parse_size(name: str, text: str) -> int:
     """Bytes from ``"5G"``, ``"500M"``, ``"1048576"``; raises ``SettingsError`` naming ``name``."""
-    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    match = re.fullmatch(
+        r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII
+    )
     if match is None:
-        raise SettingsError(f"{name} is not a size", found=_shortened(text), required="bytes, or a number with K, M, G or T", fix=f"{name}=5G")
+        raise SettingsError(
+            f"{name} is not a size",
+            found=_shortened(text),
+            required="bytes, or a number with K, M, G or T",
+            fix=f"{name}=5G",
+        )
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 

@@ -1,7 +1,9 @@
-"""Whose files these are. Code is opened only from where nobody but this user and root could have put it, nor can swap it after it was looked at.
+"""Whose files these are. Code is opened only from where nobody but this user and root could have
+put it, nor can swap it after it was looked at.
 
-That is told by owners and write bits: of the file, of the directories that hold it, and of every directory on the way there, because whoever
-may rename one of those decides what is found under the path. So what was verified is what is opened, although both go by path.
+That is told by owners and write bits: of the file, of the directories that hold it, and of every
+directory on the way there, because whoever may rename one of those decides what is found under the
+path. So what was verified is what is opened, although both go by path.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _NOBODY = 65534  # what the kernel shows for owners that a user namespace does n
 
 
 def problem(status: os.stat_result) -> str:
-    """What lets somebody else change a file or directory, such as ``"belongs to user id 7, ..."``; "" if nothing does.
+    """What lets somebody else change a file or directory, such as ``"belongs to user id 7, ..."``;
+    "" if nothing does.
 
     A sticky bit does not help: it lets everybody add files.
     """
@@ -28,10 +31,12 @@ def problem(status: os.stat_result) -> str:
 
 
 def path_problem(path: str, *, passage: bool = False) -> str:
-    """Who else could change a directory, or put another one in its place; "" if nobody could, or it is not there.
+    """Who else could change a directory, or put another one in its place; "" if nobody could, or it
+    is not there.
 
     Args:
-        passage: the directory may itself be one to which others may add files, as those on the way to it.
+        passage: the directory may itself be one to which others may add files, as those on the way
+            to it.
 
     Raises:
         OSError: something on the way to it cannot be looked at.
@@ -39,7 +44,11 @@ def path_problem(path: str, *, passage: bool = False) -> str:
     try:
         for place, status, last in _passed(path):
             if wrong := problem(status) if last and not passage else _passage_problem(status):
-                return f"{place} {wrong}" if last else f"{place} {wrong}, who could put another directory in the place of {path}"
+                return (
+                    f"{place} {wrong}"
+                    if last
+                    else f"{place} {wrong}, who could put another directory in the place of {path}"
+                )
     except FileNotFoundError:
         pass  # what is there of the way is fine
     return ""
@@ -57,20 +66,34 @@ def make_directory(path: str, mode: int = 0o755) -> None:
 
 
 def _passage_problem(status: os.stat_result) -> str:
-    """The same of a directory or link on the way. Here a sticky bit does help, and the group that a user is alone in does no harm.
+    """The same of a directory or link on the way. Here a sticky bit does help, and the group that a
+    user is alone in does no harm.
 
-    Nor does who owns flexops itself, such as the host's user whose checkout root works on in a container: that is whose code runs anyway.
+    Nor does who owns flexops itself, such as the host's user whose checkout root works on in a
+    container: that is whose code runs anyway.
     """
-    if status.st_uid not in (os.geteuid(), 0) and not _is_unmapped(status.st_uid) and status.st_uid != os.stat(__file__).st_uid:
+    if (
+        status.st_uid not in (os.geteuid(), 0)
+        and not _is_unmapped(status.st_uid)
+        and status.st_uid != os.stat(__file__).st_uid
+    ):
         return f"belongs to user id {status.st_uid}"
-    writers = "" if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX else _writers(status)
+    writers = (
+        "" if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX else _writers(status)
+    )
     if not writers or (writers == "its group" and _is_private(status.st_gid, status.st_uid)):
         return ""
     return f"can be written by {writers} (mode {stat.filemode(status.st_mode)})"
 
 
 def _writers(status: os.stat_result) -> str:
-    return "everybody" if status.st_mode & stat.S_IWOTH else "its group" if status.st_mode & stat.S_IWGRP else ""
+    return (
+        "everybody"
+        if status.st_mode & stat.S_IWOTH
+        else "its group"
+        if status.st_mode & stat.S_IWGRP
+        else ""
+    )
 
 
 def _passed(path: str) -> Iterator[tuple[str, os.stat_result, bool]]:
@@ -103,7 +126,8 @@ def _parts(path: str) -> list[str]:
 
 
 def _is_private(group: int, owner: int) -> bool:
-    """Whether a group has its owner as the only member, as many systems give one to every user (and make files that it may write to)."""
+    """Whether a group has its owner as the only member, as many systems give one to every user (and
+    make files that it may write to)."""
     import grp
     import pwd
 
@@ -119,7 +143,8 @@ def _is_private(group: int, owner: int) -> bool:
 
 
 def _is_unmapped(user: int) -> bool:
-    """Whether that is how a user namespace shows files of the host's root, say, who is nobody in it."""
+    """Whether that is how a user namespace shows files of the host's root, say, who is nobody in
+    it."""
     if user != _NOBODY:
         return False
     try:

@@ -1,7 +1,8 @@
 """Runs a command again whenever a source changes: ``flexops watch``.
 
-pytest, and Python programs, run in a process that has imported torch already, and what else the last run imported (``watching_child.py``): after an edit
-of device code there is then a result in about a second. Everything else is started as usual.
+pytest, and Python programs, run in a process that has imported torch already, and what else the
+last run imported (``watching_child.py``): after an edit of device code there is then a result in
+about a second. Everything else is started as usual.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ State = dict[str, tuple[int, int]]
 
 
 class Run(NamedTuple):
-    """One run of the command: its exit status, its seconds, and the metric's number if it printed one."""
+    """One run of the command: its exit status, its seconds, and the metric's number if it printed
+    one."""
 
     status: int
     seconds: float
@@ -47,8 +49,16 @@ def _sources(paths: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
         try:
             if path.is_dir():
                 with os.scandir(path) as scan:
-                    inner = [Path(one.path) for one in scan if one.name not in _SKIPPED and not one.name.startswith(".") and not one.is_symlink()]
-                yield from _sources([one for one in inner if one.suffix in SUFFIXES or one.is_dir()])
+                    inner = [
+                        Path(one.path)
+                        for one in scan
+                        if one.name not in _SKIPPED
+                        and not one.name.startswith(".")
+                        and not one.is_symlink()
+                    ]
+                yield from _sources(
+                    [one for one in inner if one.suffix in SUFFIXES or one.is_dir()]
+                )
             else:
                 yield str(path), path.stat()
         except OSError:  # an editor replaces a file in two steps
@@ -57,7 +67,9 @@ def _sources(paths: Sequence[Path]) -> Iterator[tuple[str, os.stat_result]]:
 
 def changed(before: State, after: State) -> list[str]:
     """The files that came, went or are others."""
-    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    return sorted(
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
 
 
 def line(run: Run, last: Run | None, files: Sequence[str]) -> str:
@@ -69,7 +81,9 @@ def line(run: Run, last: Run | None, files: Sequence[str]) -> str:
     if run.metric is not None:
         compared = f" ({run.metric / last.metric - 1:+.1%})" if last and last.metric else ""
         parts.append(f"{run.metric:g}{compared}")
-    shown = ", ".join(Path(file).name for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    shown = ", ".join(Path(file).name for file in files[:3]) + (
+        f" and {len(files) - 3} more" if len(files) > 3 else ""
+    )
     return "; ".join(parts) + (f"   [{shown}]" if shown else "")
 
 
@@ -82,21 +96,38 @@ class Runner:
 
     def __init__(self, command: Sequence[str], *, metric: str = "") -> None:
         if not command:
-            raise FlexopsError("there is nothing to run", required="a command behind --", fix="flexops watch csrc/scale -- pytest -k scale")
+            raise FlexopsError(
+                "there is nothing to run",
+                required="a command behind --",
+                fix="flexops watch csrc/scale -- pytest -k scale",
+            )
         self.command = list(command)
         try:
             self._metric = re.compile(metric) if metric else None
         except re.error as error:
-            raise FlexopsError("--metric is no regular expression", found=f"{metric}: {error}", required=r"such as '([\d.]+) GB/s'") from None
+            raise FlexopsError(
+                "--metric is no regular expression",
+                found=f"{metric}: {error}",
+                required=r"such as '([\d.]+) GB/s'",
+            ) from None
         if self._metric and self._metric.groups != 1:
-            raise FlexopsError("--metric has no one group for the number", found=metric, required=r"such as '([\d.]+) GB/s'")
+            raise FlexopsError(
+                "--metric has no one group for the number",
+                found=metric,
+                required=r"such as '([\d.]+) GB/s'",
+            )
         self._warm: subprocess.Popen[bytes] | None = None
         self._modules = tempfile.TemporaryFile()  # noqa: SIM115  what the last run imported
         self._flexops: State = {}
 
     @property
     def is_python(self) -> bool:
-        return Path(self.command[0]).name in ("pytest", "py.test", "python", "python3") and self.command[1:2] != ["-c"]
+        return Path(self.command[0]).name in (
+            "pytest",
+            "py.test",
+            "python",
+            "python3",
+        ) and self.command[1:2] != ["-c"]
 
     def run(self, paths: Sequence[Path], before: State) -> Run | None:
         """The result; None if a source changed meanwhile, and the run was stopped."""
@@ -120,7 +151,9 @@ class Runner:
         """Have torch imported before the next run needs it."""
         if self.is_python and (self._warm is None or self._warm.poll() is not None):
             modules, self._flexops = self._modules.fileno(), snapshot([_PACKAGE])
-            self._warm = _popen([sys.executable, str(_CHILD), str(modules)], subprocess.PIPE, inherited=(modules,))
+            self._warm = _popen(
+                [sys.executable, str(_CHILD), str(modules)], subprocess.PIPE, inherited=(modules,)
+            )
 
     def stop(self) -> None:
         """End what runs, and whatever it started."""
@@ -132,7 +165,8 @@ class Runner:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self.is_python:
-            if self._warm and changed(self._flexops, snapshot([_PACKAGE])):  # it has the code of before
+            # it has the code of before
+            if self._warm and changed(self._flexops, snapshot([_PACKAGE])):
                 self.stop()
             self.warm_up()
             assert self._warm is not None
@@ -143,7 +177,11 @@ class Runner:
             try:
                 self._warm = _popen(self.command, subprocess.DEVNULL)
             except OSError as error:
-                raise FlexopsError(f"{self.command[0]} cannot be run", found=error.strerror or str(error), required="a program") from None
+                raise FlexopsError(
+                    f"{self.command[0]} cannot be run",
+                    found=error.strerror or str(error),
+                    required="a program",
+                ) from None
         return self._warm
 
     def _status(self, process: subprocess.Popen[bytes], said: bytearray) -> int | None:
@@ -167,6 +205,16 @@ class Runner:
             return None
 
 
-def _popen(command: Sequence[str], stdin: int, inherited: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def _popen(
+    command: Sequence[str], stdin: int, inherited: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, bufsize=0, stdin=stdin, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited)
+    return subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=stdin,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=inherited,
+    )

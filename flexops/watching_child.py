@@ -1,9 +1,11 @@
-"""Waits for one command with torch imported already, and becomes it. Run as a script, by ``flexops watch``; so nothing here may be imported relatively.
+"""Waits for one command with torch imported already, and becomes it. Run as a script, by ``flexops
+watch``; so nothing here may be imported relatively.
 
     python watching_child.py 5        reads one line from standard input: ["pytest", "-k", "scale"]
 
-Each run has a process of its own, started while the last one's result is being read: nothing is left of a run in the next but the names of the installed
-modules that it imported, in the file with that descriptor. The next one imports them before it has the command.
+Each run has a process of its own, started while the last one's result is being read: nothing is
+left of a run in the next but the names of the installed modules that it imported, in the file with
+that descriptor. The next one imports them before it has the command.
 """
 
 import atexit
@@ -25,7 +27,8 @@ def main() -> None:
     with contextlib.suppress(Exception):
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
-            torch.empty(1, device="cuda")  # makes the GPU's context, which takes half a second, while somebody edits
+            # makes the GPU's context, which takes half a second, while somebody edits
+            torch.empty(1, device="cuda")
     line = sys.stdin.readline()
     if not line:
         return
@@ -39,7 +42,8 @@ def main() -> None:
     if program in ("pytest", "py.test"):
         import pytest
 
-        sys.exit(pytest.main([*rest, "-W", "ignore::pytest.PytestAssertRewriteWarning"]))  # its plugins are there already, with plain asserts
+        # its plugins are there already, with plain asserts
+        sys.exit(pytest.main([*rest, "-W", "ignore::pytest.PytestAssertRewriteWarning"]))
     if rest[:1] == ["-m"]:
         sys.argv = rest[1:]
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -51,14 +55,26 @@ def main() -> None:
 def installed() -> "list[str]":
     """The modules that nobody edits, in the order of their imports."""
     flexops = os.path.dirname(os.path.abspath(__file__))  # an edit of which ends this process
-    folders = (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"), flexops)
+    folders = (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        sysconfig.get_path("stdlib"),
+        flexops,
+    )
     places = tuple(f"{folder}{os.sep}" for folder in folders)
-    found = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
-    return [name for name, spec in found if spec and name == spec.name and str(spec.origin).startswith(places)]
+    found = [
+        (name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())
+    ]
+    return [
+        name
+        for name, spec in found
+        if spec and name == spec.name and str(spec.origin).startswith(places)
+    ]
 
 
 def leave(parent: int) -> None:
-    """The last thing at the end: Python would take torch's modules apart, for which a result would wait half a second."""
+    """The last thing at the end: Python would take torch's modules apart, for which a result would
+    wait half a second."""
     if os.getpid() != parent:  # a fork of the program's
         return
     with contextlib.suppress(Exception):
@@ -78,7 +94,8 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as done:
-        status = done.code if isinstance(done.code, int) else int(done.code is not None)  # a text is printed, and a failure
+        # a text is printed, and a failure
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
         raise
     except BaseException:
         atexit.unregister(leave)

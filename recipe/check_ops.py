@@ -1,4 +1,5 @@
-"""What the package promises where there is no compiler: every library in it opens and is the one in use. A GPU is not needed."""
+"""What the package promises where there is no compiler: every library in it opens and is the one in
+use. A GPU is not needed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from flexops.build.load import loader
 shipped = sorted(path.name for path in layout.aot_root().iterdir())
 for name in shipped:
     loader.ensure(*name.rsplit("-", 1))
-opened = {f"{status.op}-{status.device}": status for status in flexops.status() if status.backend == "aot"}
+opened = {
+    f"{status.op}-{status.device}": status for status in flexops.status() if status.backend == "aot"
+}
 assert sorted(opened) == shipped, (shipped, flexops.status())
 assert any(name.endswith("-cpu") for name in shipped), shipped
 

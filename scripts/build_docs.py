@@ -1,4 +1,5 @@
-"""Renders docs/troubleshooting.md from the tables that diagnose, and builds the documentation site, strictly: a broken link or docstring is an error.
+"""Renders docs/troubleshooting.md from the tables that diagnose, and builds the documentation site,
+strictly: a broken link or docstring is an error.
 
     bash scripts/ci/build_site.sh             # into site/, with an environment of its own
     python scripts/build_docs.py              # into site/, where torch, flexops' requirements and docs/requirements.txt are installed
@@ -49,21 +50,45 @@ def troubleshooting() -> str:
     loads = [(f"`{_pattern(rule.pattern)}`", rule.cause, rule.fix) for rule in tables.LOAD_RULES]
     parts = [
         HEAD,
-        "## A build fails\n\nThe message begins with the first real error, its cause and its mend. They are told by what the compilers said, in this order:\n",
+        (
+            "## A build fails\n\nThe message begins with the first real error, its cause and its"
+            " mend. They are told by what the compilers said, in this order:\n"
+        ),
         _table(("what the compilers say", "cause", "mend"), builds),
         "\n## A library does not load\n",
         _table(("what the dynamic linker says", "cause", "mend"), loads),
-        "\n## What doctor finds\n\nThe names are those in its report (and in `flexops doctor --json`). A finding may have several causes.\n",
+        (
+            "\n## What doctor finds\n\nThe names are those in its report (and in `flexops doctor"
+            " --json`). A finding may have several causes.\n"
+        ),
         _table(("check", "found", "required", "mend"), sorted(set(_findings()))),
     ]
     return "\n".join(parts) + "\n"
 
 
 def _pattern(pattern: str) -> str:
-    """A regular expression as people read it: alternatives by commas, and what is between parts as dots."""
-    plain = re.sub(r"\(\?:|\(\\S\+\)|\(\\w\[[^]]*\]\*\)|\\S\+|\\w\+|\\d\+|'?\[\^'\]\+'?|\.\*|\.command\.line\.", " … ", pattern)
-    plain = re.sub(r"\[(\w)(\w)\]", lambda found: found[1].lower(), plain.replace("?", "").replace("\\", "").replace("^", ""))
-    return re.sub(r"\s*…\s*(…\s*)*", " … ", plain.replace("|", ", ").replace("command.line", "command-line")).replace("(", "").replace(")", "").strip()
+    """A regular expression as people read it: alternatives by commas, and what is between parts as
+    dots."""
+    plain = re.sub(
+        r"\(\?:|\(\\S\+\)|\(\\w\[[^]]*\]\*\)|\\S\+|\\w\+|\\d\+|'?\[\^'\]\+'?|\.\*|\.command\.line\.",
+        " … ",
+        pattern,
+    )
+    plain = re.sub(
+        r"\[(\w)(\w)\]",
+        lambda found: found[1].lower(),
+        plain.replace("?", "").replace("\\", "").replace("^", ""),
+    )
+    return (
+        re.sub(
+            r"\s*…\s*(…\s*)*",
+            " … ",
+            plain.replace("|", ", ").replace("command.line", "command-line"),
+        )
+        .replace("(", "")
+        .replace(")", "")
+        .strip()
+    )
 
 
 def _findings() -> Iterator[tuple[str, str, str, str]]:
@@ -72,19 +97,24 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _judges(node.func) and len(node.args) == 4:
                 id, found, required, fix = map(_text, node.args)
-                if (found, required, fix).count("…") < 2:  # else only this machine's doctor can say it
+                # else only this machine's doctor can say it
+                if (found, required, fix).count("…") < 2:
                     yield f"`{id}`".replace("`…`", "`build`, `op`"), found, required, fix
 
 
 def _judges(function: ast.expr) -> bool:
-    return isinstance(function, ast.IfExp) or (isinstance(function, ast.Name) and function.id in ("warn", "fail"))
+    return isinstance(function, ast.IfExp) or (
+        isinstance(function, ast.Name) and function.id in ("warn", "fail")
+    )
 
 
 def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
     if isinstance(node, ast.BoolOp):  # `fact.fix or "flexops build"`
         return _text(node.values[-1])
     return "…"
@@ -92,7 +122,13 @@ def _text(node: ast.expr) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) + " |"
+            for line in lines
+        )
+        + "\n"
+    )
 
 
 def build(out: Path) -> int:
@@ -100,22 +136,49 @@ def build(out: Path) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         fix = "bash scripts/ci/build_site.sh   # makes an environment for it"
-        sys.exit(f"the site cannot be built by {sys.executable}\n  found: no {', '.join(missing)}\n  fix: {fix}")
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-j", "auto", "-q", "-W", "--keep-going", "-d", str(out.parent / f".{out.name}-doctrees")]
+        sys.exit(
+            f"the site cannot be built by {sys.executable}\n  found: no {', '.join(missing)}\n "
+            f" fix: {fix}"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-b",
+        "html",
+        "-j",
+        "auto",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-d",
+        str(out.parent / f".{out.name}-doctrees"),
+    ]
     return subprocess.run([*command, str(ROOT / "docs"), str(out)], check=False).returncode
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", action="store_true", help="write docs/troubleshooting.md, and build nothing")
-    parser.add_argument("--check", action="store_true", help="fail if docs/troubleshooting.md is not up to date, and build nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="write docs/troubleshooting.md, and build nothing"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if docs/troubleshooting.md is not up to date, and build nothing",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "site", help="default: site/")
     asked = parser.parse_args()
     wanted = troubleshooting()
     if asked.render:
         TROUBLESHOOTING.write_text(wanted, encoding="utf-8")
     elif not TROUBLESHOOTING.is_file() or TROUBLESHOOTING.read_text(encoding="utf-8") != wanted:
-        sys.exit("docs/troubleshooting.md does not follow the tables\n  fix: python scripts/build_docs.py --render")
+        sys.exit(
+            "docs/troubleshooting.md does not follow the tables\n  fix: python"
+            " scripts/build_docs.py --render"
+        )
     elif not asked.check:
         sys.exit(build(asked.out.resolve()))
 

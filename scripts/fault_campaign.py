@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Looks for what must never happen, by chance and in numbers: hangs, wrong results, tracebacks, and code of others that runs.
+"""Looks for what must never happen, by chance and in numbers: hangs, wrong results, tracebacks, and
+code of others that runs.
 
     python scripts/fault_campaign.py [--rounds N] [--only NAME]... [--json] [--seed N]
 
-With N rounds there are N builds killed, N bits flipped, 1000 N texts read, and so on (``campaign/``). It needs a C++ compiler and ninja, neither torch nor a
-GPU; as root it also mounts small file systems and becomes other users. It kills its own processes only. Exits 1 if anything was found.
-docs/reliability.md has figures.
+With N rounds there are N builds killed, N bits flipped, 1000 N texts read, and so on
+(``campaign/``). It needs a C++ compiler and ninja, neither torch nor a GPU; as root it also mounts
+small file systems and becomes other users. It kills its own processes only. Exits 1 if anything was
+found. docs/reliability.md has figures.
 """
 
 # ruff: noqa: E402 - what is imported comes from this checkout, and without torch
@@ -36,14 +38,34 @@ PARTS = {**building.PARTS, **poisoning.PARTS, **reading.PARTS}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1000, help="of the parts that count one by one (default 1000)")
-    parser.add_argument("--only", action="append", choices=sorted(PARTS), help="a part to run (repeatable); all if none")
+    parser.add_argument(
+        "--rounds", type=int, default=1000, help="of the parts that count one by one (default 1000)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=sorted(PARTS),
+        help="a part to run (repeatable); all if none",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="repeats a campaign, as far as chance allows")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(2**32),
+        help="repeats a campaign, as far as chance allows",
+    )
     asked = parser.parse_args()
-    tallies = [tally for name in asked.only or PARTS for tally in [campaign(name, asked.rounds, asked.seed, quiet=asked.json)]]
+    tallies = [
+        tally
+        for name in asked.only or PARTS
+        for tally in [campaign(name, asked.rounds, asked.seed, quiet=asked.json)]
+    ]
     if asked.json:
-        print(json.dumps({"seed": asked.seed, "parts": [tally.as_dict() for tally in tallies]}, indent=1))
+        print(
+            json.dumps(
+                {"seed": asked.seed, "parts": [tally.as_dict() for tally in tallies]}, indent=1
+            )
+        )
     return int(any(tally.faults for tally in tallies))
 
 
@@ -56,7 +78,14 @@ def campaign(name: str, rounds: int, seed: int, quiet: bool = False) -> Tally:
     os.environ["FLEXOPS_CACHE_DIR"] = str(folder / "tools")
     began = time.monotonic()
     try:
-        part(World(folder / "work", max(1, round(rounds * share)), random.Random(f"{seed} {name}"), _made(folder / "work", tally)))
+        part(
+            World(
+                folder / "work",
+                max(1, round(rounds * share)),
+                random.Random(f"{seed} {name}"),
+                _made(folder / "work", tally),
+            )
+        )
     except Unavailable as reason:
         tally.skipped = str(reason)
     finally:
@@ -81,7 +110,10 @@ def _tell(told: dict[str, Any], seed: int) -> None:
         say(f"{told['name']:<9} not run: {told['skipped']}")
         return
     counts = ", ".join(f"{told[kind]} {kind}" for kind in KINDS)
-    say(f"{told['name']:<9} {told['rounds']:>8} rounds in {told['seconds']:.0f} s: {counts}   (seed {seed})")
+    say(
+        f"{told['name']:<9} {told['rounds']:>8} rounds in {told['seconds']:.0f} s: {counts}   (seed"
+        f" {seed})"
+    )
     for what, count in sorted(told["seen"].items()):
         say(f"            {count:>7}  {what}")
     for fault in told["told"][:20]:

@@ -1,7 +1,8 @@
 """Small plans and real processes for the tests of the builder.
 
-``tiny_plan`` compiles two lines of C++ with the real compiler and ninja, so that a whole build takes a tenth of a second. ``SQUARE`` is a whole op
-(the one that doctor builds) that is not in the catalogue; ``run_child`` runs one of the scripts in ``tests/build/children`` with it.
+``tiny_plan`` compiles two lines of C++ with the real compiler and ninja, so that a whole build
+takes a tenth of a second. ``SQUARE`` is a whole op (the one that doctor builds) that is not in the
+catalogue; ``run_child`` runs one of the scripts in ``tests/build/children`` with it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,19 @@ GIB = 2**30
 SQUARE = small_op()
 
 ROOM = Resources(cpus=2, memory_bytes=16 * GIB)
-TORCH = TorchBuild("2.14.1+cu130", cuda="13.0", hip=None, git_version="abc", cxx11_abi=True, root=Path("/py/torch"))
-OLD_TORCH = TorchBuild("2.4.1+cu121", cuda="12.1", hip=None, git_version="abc", cxx11_abi=False, root=Path("/py/torch"))
+TORCH = TorchBuild(
+    "2.14.1+cu130", cuda="13.0", hip=None, git_version="abc", cxx11_abi=True, root=Path("/py/torch")
+)
+OLD_TORCH = TorchBuild(
+    "2.4.1+cu121", cuda="12.1", hip=None, git_version="abc", cxx11_abi=False, root=Path("/py/torch")
+)
 HOST = HostCompiler(Path("/usr/bin/g++"), Version((12, 2)), "gcc 12.2.0 x86_64-linux-gnu", "gcc")
 CUDA = CudaToolkit(
-    Path("/cuda"), Version((13, 0, 88)), Tool(Path("/cuda/bin/nvcc"), Version((13, 0, 88)), "nvcc 13.0.88"), (Path("/cuda/include"),), (Path("/cuda/lib64"),)
+    Path("/cuda"),
+    Version((13, 0, 88)),
+    Tool(Path("/cuda/bin/nvcc"), Version((13, 0, 88)), "nvcc 13.0.88"),
+    (Path("/cuda/include"),),
+    (Path("/cuda/lib64"),),
 )
 NINJA = Tool(Path("/usr/bin/ninja"), Version((1, 11)), "ninja 1.11")
 CCACHE = Tool(Path("/usr/bin/ccache"), Version((4, 8)), "ccache 4.8")
@@ -64,8 +73,17 @@ def ninja_path() -> str:
     return str(found.path) if found else "ninja"
 
 
-def tiny_plan(folder: Path, *, name: str = "tiny-cpu", compiler: str = "g++", source: str = "", header: str = "", **changes: Any) -> BuildPlan:
-    """A plan of one compile and one link, whose ``answer()`` the header decides. Writes its two sources unless they are there."""
+def tiny_plan(
+    folder: Path,
+    *,
+    name: str = "tiny-cpu",
+    compiler: str = "g++",
+    source: str = "",
+    header: str = "",
+    **changes: Any,
+) -> BuildPlan:
+    """A plan of one compile and one link, whose ``answer()`` the header decides. Writes its two
+    sources unless they are there."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "tiny.h": (header, "inline int answer_of_header() { return 42; }\n"),
@@ -102,25 +120,40 @@ def tiny_plan(folder: Path, *, name: str = "tiny-cpu", compiler: str = "g++", so
     return plan._replace(**changes)
 
 
-def made_up_entry(cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "", **fields: Any) -> Entry:
+def made_up_entry(
+    cache: BuildCache, plan: BuildPlan, content: bytes = b"library", header: str = "", **fields: Any
+) -> Entry:
     """Publish a made-up library for a ``tiny_plan``, as a build that reached its header would."""
-    headers = {"<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))}
+    headers = {
+        "<tiny>/tiny.h": header or cache_key.file_digest(plan.sources[0].with_name("tiny.h"))
+    }
     base = cache_key.base_key(plan, cache_key.source_digests(plan))
     with cache.workspace() as workspace:
         built = workspace / plan.name
         built.mkdir()
         (built / plan.library).write_bytes(content)
         manifest = Manifest(
-            name=plan.name, key=cache_key.full_key(base, headers), base=base, device="cpu", library=plan.library, size=len(content),
-            crc32=file_crc32(built / plan.library), torch_abi=plan.torch_abi, **fields,
-        )  # fmt: skip
+            name=plan.name,
+            key=cache_key.full_key(base, headers),
+            base=base,
+            device="cpu",
+            library=plan.library,
+            size=len(content),
+            crc32=file_crc32(built / plan.library),
+            torch_abi=plan.torch_abi,
+            **fields,
+        )
         return cache.publish(built, manifest, headers)
 
 
 def answer(library: Path) -> int:
     """Open a library made from a ``tiny_plan``, in a process of its own, and ask it."""
     code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).answer())"
-    return int(subprocess.run([sys.executable, "-c", code, str(library)], check=True, capture_output=True, text=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", code, str(library)], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 def copy_csrc(folder: Path) -> Path:
@@ -132,14 +165,14 @@ def copy_csrc(folder: Path) -> Path:
 
 
 def watched_compiler(folder: Path, real: str) -> Path:
-    """A compiler that appends ``compile`` or ``link`` to ``<folder>/runs`` and, while ``<folder>/hang-<kind>`` exists, waits before it works.
+    """A compiler that appends ``compile`` or ``link`` to ``<folder>/runs`` and, while
+    ``<folder>/hang-<kind>`` exists, waits before it works.
 
     What it waits for it says by making ``<folder>/waiting-<kind>``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "c++"
-    script.write_text(
-        f"""#!/bin/sh
+    script.write_text(f"""#!/bin/sh
 kind=
 for word in "$@"; do case "$word" in -c) kind=compile;; -shared) kind=link;; esac; done
 if [ -n "$kind" ]; then
@@ -150,8 +183,7 @@ if [ -n "$kind" ]; then
   fi
 fi
 exec '{real}' "$@"
-"""
-    )
+""")
     script.chmod(script.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     return script
 
@@ -164,17 +196,37 @@ def runs(folder: Path) -> list[str]:
 
 def child_environment(**variables: str | None) -> dict[str, str]:
     """This process's environment with flexops on the path and these variables; None unsets."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))), "FLEXOPS_LOG": "quiet"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+        ),
+        "FLEXOPS_LOG": "quiet",
+    }
     environment |= {name: value for name, value in variables.items() if value is not None}
     for name in [name for name, value in variables.items() if value is None]:
         environment.pop(name, None)
     return environment
 
 
-def start_child(script: str, request: Mapping[str, Any], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+def start_child(
+    script: str, request: Mapping[str, Any], environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[str]:
     """Start one of ``tests/build/children`` with a request; ``finish_child`` reads its answer."""
-    command = [*options.pop("prefix", ()), sys.executable, str(CHILDREN / script), json.dumps(request)]
-    return subprocess.Popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    command = [
+        *options.pop("prefix", ()),
+        sys.executable,
+        str(CHILDREN / script),
+        json.dumps(request),
+    ]
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def finish_child(process: subprocess.Popen[str], timeout: float = 120) -> dict[str, Any]:
@@ -192,7 +244,9 @@ def finish_child(process: subprocess.Popen[str], timeout: float = 120) -> dict[s
     return {**answer_, "stderr": errors}
 
 
-def run_child(script: str, request: Mapping[str, Any], environment: Mapping[str, str], **options: Any) -> dict[str, Any]:
+def run_child(
+    script: str, request: Mapping[str, Any], environment: Mapping[str, str], **options: Any
+) -> dict[str, Any]:
     """Start one of ``tests/build/children`` and wait for its answer."""
     timeout = float(options.pop("timeout", 120))
     return finish_child(start_child(script, request, environment, **options), timeout)

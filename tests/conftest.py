@@ -1,7 +1,9 @@
-"""What all tests share: a build cache of their own, a clean environment, and one way to say that this machine lacks something.
+"""What all tests share: a build cache of their own, a clean environment, and one way to say that
+this machine lacks something.
 
-A test never skips by itself. It asks ``require(...)`` or a fixture below for what it needs. Missing, that is a skip which names the way to get it,
-and a failure where ``FLEXOPS_TEST_REQUIRE=1`` (CI sets it): there the suite's essential parts must run.
+A test never skips by itself. It asks ``require(...)`` or a fixture below for what it needs.
+Missing, that is a skip which names the way to get it, and a failure where
+``FLEXOPS_TEST_REQUIRE=1`` (CI sets it): there the suite's essential parts must run.
 """
 
 from __future__ import annotations
@@ -21,22 +23,35 @@ import setuptools  # noqa: F401  first of all: it refuses to load once a test ha
 
 Require = Callable[..., None]
 
-_CLEARED = ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "NVCC_THREADS", "TORCH_EXTENSIONS_DIR", "COLUMNS", "LINES")
-"""The last two are what readline, which pytest imports, sets for child processes: pytest-xdist's workers are such."""
+_CLEARED = (
+    "TORCH_CUDA_ARCH_LIST",
+    "PYTORCH_ROCM_ARCH",
+    "MAX_JOBS",
+    "NVCC_THREADS",
+    "TORCH_EXTENSIONS_DIR",
+    "COLUMNS",
+    "LINES",
+)
+"""The last two are what readline, which pytest imports, sets for child processes: pytest-xdist's
+workers are such."""
 _KEPT_PREFIX = "FLEXOPS_TEST_"
 _missing: dict[str, str] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything reads the settings: only what the tests set counts, and nothing of the user's cache is used or changed."""
+    """Before anything reads the settings: only what the tests set counts, and nothing of the user's
+    cache is used or changed."""
     for name in list(os.environ):
         if name in _CLEARED or (name.startswith("FLEXOPS_") and not name.startswith(_KEPT_PREFIX)):
             del os.environ[name]
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job starts like that, and its children inherit it
+    # a shell's background job starts like that, and its children inherit it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    kept = os.environ.get("FLEXOPS_TEST_CACHE")  # for working on one test: what it compiles is found again in the next run
+    # for working on one test: what it compiles is found again in the next run
+    kept = os.environ.get("FLEXOPS_TEST_CACHE")
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
-    os.environ["FLEXOPS_CACHE_DIR"] = os.environ["FLEXOPS_TEST_CACHE"] = cache  # the latter for pytest-xdist's workers, which have the cache in common
+    # the latter for pytest-xdist's workers, which have the cache in common
+    os.environ["FLEXOPS_CACHE_DIR"] = os.environ["FLEXOPS_TEST_CACHE"] = cache
     if _is_checkout():  # what setup compiled into its flexops/_aot is not searched
         os.environ["FLEXOPS_AOT_DIR"] = os.path.join(cache, "no-aot")
     if not kept:
@@ -44,22 +59,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _is_checkout() -> bool:
-    """Whether flexops is imported from a checkout: an installed package holds its sources itself."""
+    """Whether flexops is imported from a checkout: an installed package holds its sources
+    itself."""
     found = importlib.util.find_spec("flexops")
     return bool(found and found.origin) and not (Path(found.origin).parent / "_csrc").is_dir()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With ``-n``, a file's tests stay in one process, and so do those of a folder that builds something large for all of its files."""
+    """With ``-n``, a file's tests stay in one process, and so do those of a folder that builds
+    something large for all of its files."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return next((folder for folder in ("tests/conda", "tests/image") if path.startswith(f"{folder}/")), path)
+            return next(
+                (
+                    folder
+                    for folder in ("tests/conda", "tests/image")
+                    if path.startswith(f"{folder}/")
+                ),
+                path,
+            )
 
-    config.option.loadscopereorder = False  # in the alphabet's order, whose last files are short ones, both processes end at about the same time
+    # in the alphabet's order, whose last files are short ones, both processes end at about the same
+    # time
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
@@ -74,7 +100,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run wherever there is one; they are never essential, because most machines have none."""
+    """Tests marked ``gpu`` run wherever there is one; they are never essential, because most
+    machines have none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpu():
         _missing["a GPU"] = "bash scripts/run_tests.sh -m gpu, on a machine with one"
@@ -107,9 +134,11 @@ def _gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def require() -> Require:
-    """``require(thing, "what it is", "how to get it")``: skips the test if there is no such thing, or fails it where CI demands it.
+    """``require(thing, "what it is", "how to get it")``: skips the test if there is no such thing,
+    or fails it where CI demands it.
 
-    A fourth argument says why this very machine cannot have it, whatever is installed on it: then CI skips the test too.
+    A fourth argument says why this very machine cannot have it, whatever is installed on it: then
+    CI skips the test too.
     """
     return _require
 
@@ -120,7 +149,10 @@ def obedient(require: Require) -> tuple[str, ...]:
     if os.geteuid() != 0:
         return ()
     prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
-    works = bool(shutil.which("setpriv")) and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+    works = (
+        bool(shutil.which("setpriv"))
+        and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+    )
     require(works, "setpriv", "apt-get install util-linux")
     return prefix
 
@@ -131,7 +163,12 @@ def nvcc_toolkit() -> object:
     from flexops import settings, toolchain
 
     found = toolchain.discover(settings.current(), device="cuda").cuda
-    _require(found, "an nvcc", 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", or run scripts/run_tests.sh, which does')
+    _require(
+        found,
+        "an nvcc",
+        'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", or run scripts/run_tests.sh, which'
+        " does",
+    )
     return found
 
 
@@ -147,14 +184,22 @@ def host_compiler() -> object:
 
 @pytest.fixture(scope="session")
 def native_kernels(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``native_kernels(family, device)``: compiled kernels are what calls reach; if not, the test fails with the reason, or lacks a compiler."""
+    """``native_kernels(family, device)``: compiled kernels are what calls reach; if not, the test
+    fails with the reason, or lacks a compiler."""
     import flexops
     from flexops.build.load import loader
 
     def ensure(family: str, device: str) -> None:
         if not loader.ensure(family, device):
             request.getfixturevalue("nvcc_toolkit" if device == "cuda" else "host_compiler")
-            pytest.fail(next(one.reason for one in flexops.status() if (one.op, one.device) == (family, device)), pytrace=False)
+            pytest.fail(
+                next(
+                    one.reason
+                    for one in flexops.status()
+                    if (one.op, one.device) == (family, device)
+                ),
+                pytrace=False,
+            )
 
     return ensure
 
@@ -165,8 +210,17 @@ def transformers_models() -> None:
     import torch
     from transformers.utils import is_torch_available
 
-    excuse = "transformers 5 takes torch from 2.5 on" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5) else ""
-    _require(is_torch_available(), excuse or "a transformers that takes this torch", "bash scripts/run_tests.sh, which installs both", excuse)
+    excuse = (
+        "transformers 5 takes torch from 2.5 on"
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5)
+        else ""
+    )
+    _require(
+        is_torch_available(),
+        excuse or "a transformers that takes this torch",
+        "bash scripts/run_tests.sh, which installs both",
+        excuse,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +228,12 @@ def two_gpus() -> None:
     """A second GPU."""
     import torch
 
-    _require(torch.cuda.device_count() > 1, "a second GPU", "bash scripts/run_tests.sh -m gpu, on a machine with two", excuse="most machines have one")
+    _require(
+        torch.cuda.device_count() > 1,
+        "a second GPU",
+        "bash scripts/run_tests.sh -m gpu, on a machine with two",
+        excuse="most machines have one",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +243,12 @@ def require_gpu_memory() -> Callable[[int], None]:
 
     def ensure(needed: int) -> None:
         what = f"{needed / 2**30:.0f} GiB of free GPU memory"
-        _require(torch.cuda.mem_get_info()[0] >= needed, what, "run the tests on a larger GPU, or one that nobody else uses", excuse="most have less")
+        _require(
+            torch.cuda.mem_get_info()[0] >= needed,
+            what,
+            "run the tests on a larger GPU, or one that nobody else uses",
+            excuse="most have less",
+        )
 
     return ensure
 
@@ -199,7 +263,8 @@ def ccache() -> Path:
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty build cache for this test alone, also for the processes that it starts; ``settings.current()`` sees it."""
+    """An empty build cache for this test alone, also for the processes that it starts;
+    ``settings.current()`` sees it."""
     from flexops import settings
 
     directory = tmp_path / "flexops-cache"

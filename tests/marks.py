@@ -11,4 +11,10 @@ def first_of(*cases: Any) -> list[Any]:
     """Parameters of a test or fixture: the first as it is, the others marked ``extra``."""
     first, *others = cases
     extra = pytest.mark.extra
-    return [first, *(pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=extra) for one in others)]
+    return [
+        first,
+        *(
+            pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=extra)
+            for one in others
+        ),
+    ]

@@ -1,4 +1,5 @@
-"""Processes that have ``tests/build/stand_in``'s libraries: a CUDA driver of our own, to which the CPU's tensors are on a GPU."""
+"""Processes that have ``tests/build/stand_in``'s libraries: a CUDA driver of our own, to which the
+CPU's tensors are on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ class Answer(NamedTuple):
 
     @property
     def launches(self) -> list[Launch]:
-        pattern = r"launch (\S+) grid (\d+) (\d+) (\d+) block (\d+) (\d+) shared (\d+) cluster (\d+) gpu (\d+) status (\d+)"
+        pattern = (
+            r"launch (\S+) grid (\d+) (\d+) (\d+) block (\d+) (\d+) shared (\d+) cluster (\d+) gpu"
+            r" (\d+) status (\d+)"
+        )
         found = (re.fullmatch(pattern, line) for line in self.log)
         numbers = ((one[1], [int(part) for part in one.groups()[1:]]) for one in found if one)
         return [Launch(symbol, (n[0], n[1], n[2]), n[3] * n[4], *n[5:]) for symbol, n in numbers]
@@ -50,8 +54,23 @@ class Answer(NamedTuple):
 
 def build(folder: Path, compiler: HostCompiler) -> Path:
     """Compile the libraries into a folder."""
-    for source, library in (("libcuda.c", "libcuda.so.1"), ("libtorch_cuda.c", "libtorch_cuda.so"), ("libnvidia-ml.c", "libnvidia-ml.so.1")):
-        command = [str(compiler.path), "-x", "c", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
+    for source, library in (
+        ("libcuda.c", "libcuda.so.1"),
+        ("libtorch_cuda.c", "libtorch_cuda.so"),
+        ("libnvidia-ml.c", "libnvidia-ml.so.1"),
+    ):
+        command = [
+            str(compiler.path),
+            "-x",
+            "c",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{library}",
+            "-o",
+            str(folder / library),
+            str(SOURCES / source),
+        ]
         subprocess.run(command, check=True)
     return folder
 
@@ -60,13 +79,28 @@ def environment(folder: Path, **variables: str | None) -> dict[str, str]:
     """Of a process with the libraries; the driver's log is a new file, STAND_IN_LOG."""
     log = folder / f"log{next(_numbers)}"
     log.write_text("")
-    known = {"LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(folder / "libtorch_cuda.so"), "STAND_IN_LOG": str(log)}
-    return child_environment(**{**known, "FLEXOPS_CACHE_DIR": str(settings.current().cache_dir), **variables})
+    known = {
+        "LD_LIBRARY_PATH": str(folder),
+        "LD_PRELOAD": str(folder / "libtorch_cuda.so"),
+        "STAND_IN_LOG": str(log),
+    }
+    return child_environment(
+        **{**known, "FLEXOPS_CACHE_DIR": str(settings.current().cache_dir), **variables}
+    )
 
 
 def run(folder: Path, program: str, *, prefix: tuple[str, ...] = (), **variables: str) -> Answer:
     """Run a program (see ``stand_in/launch.py``) with the libraries."""
-    command, known = [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})], environment(folder, **variables)
-    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=300, check=False)
+    command, known = (
+        [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})],
+        environment(folder, **variables),
+    )
+    done = subprocess.run(
+        command, env=known, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
-    return Answer(json.loads(done.stdout.splitlines()[-1]), Path(known["STAND_IN_LOG"]).read_text().splitlines(), done.stderr)
+    return Answer(
+        json.loads(done.stdout.splitlines()[-1]),
+        Path(known["STAND_IN_LOG"]).read_text().splitlines(),
+        done.stderr,
+    )

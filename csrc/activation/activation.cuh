@@ -1,14 +1,17 @@
 // The activations' kernels. Formulas: flexops/ops/activation.py.
 //
-// Memory decides, so arithmetic has to stay below it: a bfloat16 gelu has some 28 instructions an element, three of them of the slow kind
-// (exponential, reciprocal), before it is in the way. The three activations are two shapes of that:
+// Memory decides, so arithmetic has to stay below it: a bfloat16 gelu has some 28 instructions an
+// element, three of them of the slow kind (exponential, reciprocal), before it is in the way. The
+// three activations are two shapes of that:
 //   silu, gelu(tanh)   x * sigmoid(t), t = x (a + b x^2), because (1 + tanh(u)) / 2 = sigmoid(2 u)
-//   gelu(erf)          x * Phi(x) with Phi(-|x|) = exp(p(|x|)), p a polynomial fitted for the least error of the result
-// fp32 results take the accurate exponential and division and a longer polynomial; 16-bit ones are rounded so much that the approximate
-// instructions, exact to about 2^-22, change nothing. Relative to the result, both keep digits for negative x that 1 + tanh(u) and
-// 1 + erf(x) cancel away.
+//   gelu(erf)          x * Phi(x) with Phi(-|x|) = exp(p(|x|)), p a polynomial fitted for the least
+//   error of the result
+// fp32 results take the accurate exponential and division and a longer polynomial; 16-bit ones are
+// rounded so much that the approximate instructions, exact to about 2^-22, change nothing. Relative
+// to the result, both keep digits for negative x that 1 + tanh(u) and 1 + erf(x) cancel away.
 //
-// A thread works on 16 bytes of several rows, in the same columns: a bias is read once, and sums over columns stay in registers.
+// A thread works on 16 bytes of several rows, in the same columns: a bias is read once, and sums
+// over columns stay in registers.
 #pragma once
 
 #include "common/device.cuh"
@@ -20,8 +23,9 @@ namespace flexops::activation {
 
 // Tuned on one H200.
 //
-// Not Cache::streaming, though each byte is touched once: where the second-level cache is full of what other kernels left there, lines that
-// are to be evicted first have little room in it, and that costs 5 %.
+// Not Cache::streaming, though each byte is touched once: where the second-level cache is full of
+// what other kernels left there, lines that are to be evicted first have little room in it, and
+// that costs 5 %.
 inline constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 inline constexpr int kThreads = 64;
 inline constexpr int kRows = 2, kBackwardRows = 1;  // of a thread: loads in flight
@@ -31,7 +35,8 @@ inline constexpr int kSumRows = 4;       // of a thread, at once
 inline constexpr int kSumBlocks = 4;     // a multiprocessor
 inline constexpr int kTotalColumns = 32, kTotalThreads = 256;
 
-// ---- arithmetic -----------------------------------------------------------------------------------------------------
+// ---- arithmetic
+// --------------------------------------------------------------------------------
 
 /// Which activation; the coefficients of t are those of silu or gelu(tanh).
 struct Function {
@@ -40,7 +45,8 @@ struct Function {
 };
 
 inline constexpr float kLog2E = 1.44269504f;
-inline constexpr float kFar = 100.0f;  // x^2 from where on sigmoid(t) is 0 or 1; keeps b * x^2 finite
+inline constexpr float kFar =
+    100.0f;  // x^2 from where on sigmoid(t) is 0 or 1; keeps b * x^2 finite
 
 /// exp(x) if accurate; else 2^x, whose arguments the caller has scaled.
 template <bool kAccurate>
@@ -62,8 +68,9 @@ FLEXOPS_DEVICE float quotient(float x, float by) {
 #endif
 }
 
-/// Phi(-z), z >= 0: the normal distribution's tail. Relative error of the fit 2e-8 (accurate) or 1.2e-5 for z <= 6, less where Phi(z) is
-/// what counts; further out, where it is below 1e-9, it falls to 0 as it should, less exactly.
+/// Phi(-z), z >= 0: the normal distribution's tail. Relative error of the fit 2e-8 (accurate)
+/// or 1.2e-5 for z <= 6, less where Phi(z) is what counts; further out, where it is below 1e-9, it
+/// falls to 0 as it should, less exactly.
 template <bool kAccurate>
 FLEXOPS_DEVICE float tail(float z) {
   float p;
@@ -96,7 +103,8 @@ template <bool kErf, bool kAccurate>
 FLEXOPS_DEVICE float activate(float x, const Function& f) {
   if constexpr (kErf) {
     const float q = tail<kAccurate>(fabsf(x));
-    if constexpr (kAccurate) return x >= 0.0f ? fmaf(-fminf(x, 20.0f), q, x) : x * q;  // the minimum is for infinity
+    if constexpr (kAccurate)
+      return x >= 0.0f ? fmaf(-fminf(x, 20.0f), q, x) : x * q;  // the minimum is for infinity
     return x * (x >= 0.0f ? 1.0f - q : q);
   } else {
     const float t = -kScale<kAccurate> * f.b;
@@ -115,14 +123,17 @@ FLEXOPS_DEVICE float differentiate(float x, const Function& f, float& value) {
     return fmaf(x, density, phi);
   } else {
     const float square = fminf(x * x, kFar);
-    const float e = power<kAccurate>(-fabsf(x) * (kScale<kAccurate> * fmaf(f.b, square, f.a)));  // at most 1
-    const float small = quotient<kAccurate>(e, 1.0f + e), large = 1.0f - small, sigmoid = x >= 0.0f ? large : small;
+    const float e =
+        power<kAccurate>(-fabsf(x) * (kScale<kAccurate> * fmaf(f.b, square, f.a)));  // at most 1
+    const float small = quotient<kAccurate>(e, 1.0f + e), large = 1.0f - small,
+                sigmoid = x >= 0.0f ? large : small;
     value = x * sigmoid;
     return fmaf(x * (large * small), fmaf(3.0f * f.b, square, f.a), sigmoid);
   }
 }
 
-/// The same for N numbers at once. Which activation it is, is told at run time: a branch for N of them, and one kernel to compile, not two.
+/// The same for N numbers at once. Which activation it is, is told at run time: a branch for N of
+/// them, and one kernel to compile, not two.
 template <bool kAccurate, int N>
 FLEXOPS_DEVICE void activate_all(float (&x)[N], const Function& f) {
   if (f.erf) {
@@ -148,10 +159,12 @@ FLEXOPS_DEVICE void differentiate_all(float (&x)[N], const Function& f, float (&
 template <typename T>
 inline constexpr bool kIsAccurate = sizeof(T) != 2;
 
-// ---- where a thread works -------------------------------------------------------------------------------------------
+// ---- where a thread works
+// --------------------------------------------------------------------------------
 
-/// Where a thread works. By rows: in the same columns of `take` neighbouring rows. Flat: a tensor without gaps is a matrix of one vector a
-/// row, and a thread's rows are a block's threads apart. So that element `column` of row(u) is at row(u) * stride + column in both.
+/// Where a thread works. By rows: in the same columns of `take` neighbouring rows. Flat: a tensor
+/// without gaps is a matrix of one vector a row, and a thread's rows are a block's threads apart.
+/// So that element `column` of row(u) is at row(u) * stride + column in both.
 struct Walk {
   u32 first, step, column;
 
@@ -166,6 +179,8 @@ FLEXOPS_DEVICE Walk walk_of(const P& p) {
   return {row, 1, vector * N};
 }
 
-FLEXOPS_DEVICE i64 place(u32 row, u32 stride, u32 column) { return static_cast<i64>(static_cast<u64>(row) * stride + column); }
+FLEXOPS_DEVICE i64 place(u32 row, u32 stride, u32 column) {
+  return static_cast<i64>(static_cast<u64>(row) * stride + column);
+}
 
 }  // namespace flexops::activation

@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT B
   Vec<T, N> x[kRows];
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    if (u < p.take && w.row(u) < p.rows) x[u] = load<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column));
+    if (u < p.take && w.row(u) < p.rows)
+      x[u] = load<T, N, kLoad>(p.x, place(w.row(u), p.x_stride, w.column));
   }
   Bias<N> raw;
   raw.load(p.bias, w.column, p.bias_type);
@@ -54,7 +55,8 @@ __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT B
     float value[N];
     widen(value, x[u]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = activate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
+    for (int i = 0; i < N; ++i)
+      value[i] = activate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
     store<T, kStore>(p.out, place(w.row(u), p.columns, w.column), value);
   }
 }
@@ -106,14 +108,18 @@ struct Summed {
   ElementType bias_type;
 };
 
-/// The gradients of x and bias. A block has `chunk` vectors of `lanes` rows, and goes down the rows; all blocks together are on
-/// neighbouring rows. What a thread adds up stays in registers; the block's lanes are added in order, its sums are row `slice` of p.sums.
+/// The gradients of x and bias. A block has `chunk` vectors of `lanes` rows, and goes down the
+/// rows; all blocks together are on neighbouring rows. What a thread adds up stays in registers;
+/// the block's lanes are added in order, its sums are row `slice` of p.sums.
 template <typename T, bool kErf, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CONSTANT Summed p) {
   __shared__ float shared[kSumThreads * N];
-  const int slice = static_cast<int>(blockIdx.x) / p.chunks, chunk = static_cast<int>(blockIdx.x) - slice * p.chunks;
-  const int lane = static_cast<int>(threadIdx.x) / p.chunk, within = static_cast<int>(threadIdx.x) - lane * p.chunk;
-  const i64 vector = static_cast<i64>(chunk) * p.chunk + within, column = vector * N, step = p.slices * p.lanes;
+  const int slice = static_cast<int>(blockIdx.x) / p.chunks,
+            chunk = static_cast<int>(blockIdx.x) - slice * p.chunks;
+  const int lane = static_cast<int>(threadIdx.x) / p.chunk,
+            within = static_cast<int>(threadIdx.x) - lane * p.chunk;
+  const i64 vector = static_cast<i64>(chunk) * p.chunk + within, column = vector * N,
+            step = p.slices * p.lanes;
   const bool inside = lane < p.lanes && vector < p.vectors;
   float sum[N] = {};
   if (inside) {
@@ -142,7 +148,8 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             float unused;
-            value[i] = outer[i] * differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
+            value[i] = outer[i] *
+                       differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
             sum[i] += value[i];
           }
           store<T, kStore>(p.out, here * p.columns + column, value);
@@ -171,7 +178,8 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
 }
 
 /// Adds up p.sums, a block for 32 columns.
-__global__ void __launch_bounds__(kTotalThreads) bias_gradient(const FLEXOPS_GRID_CONSTANT Summed p) {
+__global__ void __launch_bounds__(kTotalThreads)
+    bias_gradient(const FLEXOPS_GRID_CONSTANT Summed p) {
   constexpr int kLanes = kTotalThreads / kTotalColumns;
   __shared__ float shared[kLanes][kTotalColumns];
   const int within = threadIdx.x % kTotalColumns, lane = threadIdx.x / kTotalColumns;

@@ -11,29 +11,35 @@ using namespace activation;
 constexpr int64_t kDirectRows = 8;  // up to so many a block adds up a column alone
 
 // [erf]
-const Kernels<Biased> kBiased[2] = {{FLEXOPS_EACH_TYPE(kernel, biased, false), FLEXOPS_EACH_TYPE(rare_kernel, biased, false, 1)},
-                                    {FLEXOPS_EACH_TYPE(kernel, biased, true), FLEXOPS_EACH_TYPE(rare_kernel, biased, true, 1)}};
-const Kernels<Summed> kBiasedSums[2] = {
-    {FLEXOPS_EACH_COMMON_TYPE(biased_sums, false), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, false, 1)},
-    {FLEXOPS_EACH_COMMON_TYPE(biased_sums, true), FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, true, 1)}};
-const Kernels<Biased> kBiasedBackward = {FLEXOPS_EACH_COMMON_TYPE(biased_backward), FLEXOPS_EACH_TYPE(rare_kernel, biased_backward, 1)};
+const Kernels<Biased> kBiased[2] = {
+    {FLEXOPS_EACH_TYPE(kernel, biased, false), FLEXOPS_EACH_TYPE(rare_kernel, biased, false, 1)},
+    {FLEXOPS_EACH_TYPE(kernel, biased, true), FLEXOPS_EACH_TYPE(rare_kernel, biased, true, 1)}};
+const Kernels<Summed> kBiasedSums[2] = {{FLEXOPS_EACH_COMMON_TYPE(biased_sums, false),
+                                         FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, false, 1)},
+                                        {FLEXOPS_EACH_COMMON_TYPE(biased_sums, true),
+                                         FLEXOPS_EACH_TYPE(rare_kernel, biased_sums, true, 1)}};
+const Kernels<Biased> kBiasedBackward = {FLEXOPS_EACH_COMMON_TYPE(biased_backward),
+                                         FLEXOPS_EACH_TYPE(rare_kernel, biased_backward, 1)};
 
 bool takes_vectors(const BiasedActivation& c) {
   const int64_t n = 16 / element_size(c.type);
-  return aligned(c.x) && aligned(c.grad) && aligned(c.out) && aligned(c.bias) && c.columns % n == 0 && c.x_stride % n == 0 &&
-         c.grad_stride % n == 0;
+  return aligned(c.x) && aligned(c.grad) && aligned(c.out) && aligned(c.bias) &&
+         c.columns % n == 0 && c.x_stride % n == 0 && c.grad_stride % n == 0;
 }
 
 bool is_flat(const BiasedActivation& c) {
-  return !c.bias && (c.rows == 1 || (c.x_stride == c.columns && (!c.grad || c.grad_stride == c.columns)));
+  return !c.bias &&
+         (c.rows == 1 || (c.x_stride == c.columns && (!c.grad || c.grad_stride == c.columns)));
 }
 
 void launch_biased(const BiasedActivation& c, bool vectors, bool flat, void* stream) {
-  const int64_t size = element_size(c.type), n = vectors ? 16 / size : 1, rows = flat ? c.rows * c.columns / n : c.rows;
+  const int64_t size = element_size(c.type), n = vectors ? 16 / size : 1,
+                rows = flat ? c.rows * c.columns / n : c.rows;
   Biased p;
   p.x = c.x, p.bias = c.bias, p.grad = c.grad, p.out = c.out;
   p.columns = static_cast<u32>(flat ? n : c.columns);
-  p.x_stride = flat ? p.columns : static_cast<u32>(c.x_stride), p.grad_stride = flat ? p.columns : static_cast<u32>(c.grad_stride);
+  p.x_stride = flat ? p.columns : static_cast<u32>(c.x_stride),
+  p.grad_stride = flat ? p.columns : static_cast<u32>(c.grad_stride);
   p.flat = flat;
   p.function = function_of(c.activation);
   p.bias_type = c.bias_type;
@@ -61,8 +67,8 @@ void launch_flat(BiasedActivation c, void* stream) {
   }
 }
 
-/// Cuts the columns into chunks that fill a block, with several rows of each if they are few; and the rows into as many slices as there is
-/// room for on the GPU.
+/// Cuts the columns into chunks that fill a block, with several rows of each if they are few; and
+/// the rows into as many slices as there is room for on the GPU.
 Summed plan_sums(const BiasedActivation& c) {
   Summed p;
   p.x = c.x, p.bias = c.bias, p.grad = c.grad, p.out = c.out;
@@ -86,13 +92,17 @@ Summed plan_sums(const BiasedActivation& c) {
 /// The bias's gradient of the rows of sums; none gives zeros.
 void add_sums(Summed p, const BiasedActivation& c, void* stream) {
   p.bias_grad = c.bias_grad;
-  launch(kernel<bias_gradient>, {blocks(ceil_div(p.columns, kTotalColumns)), {kTotalThreads}, stream}, p);
+  launch(kernel<bias_gradient>,
+         {blocks(ceil_div(p.columns, kTotalColumns)), {kTotalThreads}, stream}, p);
 }
 
 void launch_sums(const BiasedActivation& c, void* stream) {
   Summed p = plan_sums(c);
   const auto& kernel = kBiasedSums[p.function.erf].of(takes_vectors(c), c.type);
-  launch(kernel, {blocks(p.slices * p.chunks), blocks(ceil_div(int64_t{p.chunk} * p.lanes, 64) * 64), stream}, p);
+  launch(
+      kernel,
+      {blocks(p.slices * p.chunks), blocks(ceil_div(int64_t{p.chunk} * p.lanes, 64) * 64), stream},
+      p);
   if (p.sums) add_sums(p, c, stream);
 }
 
@@ -116,8 +126,12 @@ const char* run(const BiasedActivation& c, void* stream) {
 
 }  // namespace
 
-int64_t bias_slices_cuda(const BiasedActivation& c) { return c.rows * c.columns == 0 ? 1 : plan_sums(c).slices; }
+int64_t bias_slices_cuda(const BiasedActivation& c) {
+  return c.rows * c.columns == 0 ? 1 : plan_sums(c).slices;
+}
 
-const char* biased_activation_cuda(const BiasedActivation& call, void* stream) { return run(call, stream); }
+const char* biased_activation_cuda(const BiasedActivation& call, void* stream) {
+  return run(call, stream);
+}
 
 }  // namespace flexops

@@ -31,7 +31,8 @@ struct Inputs {
     widen(gates, gate);
     widen(ups, up);
   }
-  static FLEXOPS_DEVICE void store(const Gated& p, u32 row, u32 column, const float (&gates)[W], const float (&ups)[W]) {
+  static FLEXOPS_DEVICE void store(const Gated& p, u32 row, u32 column, const float (&gates)[W],
+                                   const float (&ups)[W]) {
     flexops::store<T, kStore>(p.gate_grad, place(row, p.out_stride, column), gates);
     flexops::store<T, kStore>(p.up_grad, place(row, p.out_stride, column), ups);
   }
@@ -44,7 +45,8 @@ struct Inputs<T, true, N> {
 
   FLEXOPS_DEVICE void load(const Gated& p, u32 row, u32 column) {
 #pragma unroll
-    for (int i = 0; i < 2 * W / kAccess; ++i) both[i] = flexops::load<T, kAccess, kLoad>(p.gate, place(row, p.gate_stride, 2 * column) + i);
+    for (int i = 0; i < 2 * W / kAccess; ++i)
+      both[i] = flexops::load<T, kAccess, kLoad>(p.gate, place(row, p.gate_stride, 2 * column) + i);
   }
   FLEXOPS_DEVICE void widen_to(float (&gates)[W], float (&ups)[W]) const {
     float value[2 * W];
@@ -56,7 +58,8 @@ struct Inputs<T, true, N> {
 #pragma unroll
     for (int i = 0; i < W; ++i) gates[i] = value[2 * i], ups[i] = value[2 * i + 1];
   }
-  static FLEXOPS_DEVICE void store(const Gated& p, u32 row, u32 column, const float (&gates)[W], const float (&ups)[W]) {
+  static FLEXOPS_DEVICE void store(const Gated& p, u32 row, u32 column, const float (&gates)[W],
+                                   const float (&ups)[W]) {
     const i64 at = place(row, p.out_stride, 2 * column);
     if constexpr (W == 1) {
       flexops::store<T, kStore>(p.gate_grad, at, gates);

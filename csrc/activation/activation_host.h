@@ -1,4 +1,5 @@
-// From the activations' arguments to the launchers' (what is declared of them: flexops/build/describe/declared.py).
+// From the activations' arguments to the launchers' (what is declared of them:
+// flexops/build/describe/declared.py).
 #pragma once
 
 #include "common/host.h"
@@ -14,10 +15,12 @@ inline int64_t activation_grain(int64_t elements) {
   return elements < kGrain ? kGrain / (elements > 0 ? elements : 1) : 1;
 }
 
-// ---- act(x + bias) --------------------------------------------------------------------------------------------------
+// ---- act(x + bias)
+// --------------------------------------------------------------------------------
 
 /// What forward and backward share.
-inline BiasedActivation make_biased(Host& host, Activation activation, const TensorView& x, const TensorView& bias, const TensorView& out) {
+inline BiasedActivation make_biased(Host& host, Activation activation, const TensorView& x,
+                                    const TensorView& bias, const TensorView& out) {
   FLEXOPS_CHECK(x.dim >= 1, host.op, ": x must have at least one dimension");
   BiasedActivation c = {};
   c.activation = activation;
@@ -28,20 +31,25 @@ inline BiasedActivation make_biased(Host& host, Activation activation, const Ten
   return c;
 }
 
-inline void biased(Host& host, Activation activation, const TensorView& x, const TensorView& bias, const TensorView& out) {
+inline void biased(Host& host, Activation activation, const TensorView& x, const TensorView& bias,
+                   const TensorView& out) {
   const BiasedActivation c = make_biased(host, activation, x, bias, out);
   if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
-  parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end); });
+  parallel_for(
+      0, c.rows * activation_tiles(c.columns),
+      activation_grain(least(c.columns, kActivationColumns)),
+      [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end); });
 }
 
 /// `bias_grad` is false if nobody wants it.
-inline void biased_backward(Host& host, Activation activation, const TensorView& grad, const TensorView& x, const TensorView& bias,
-                            const TensorView& out, const TensorView& bias_grad) {
+inline void biased_backward(Host& host, Activation activation, const TensorView& grad,
+                            const TensorView& x, const TensorView& bias, const TensorView& out,
+                            const TensorView& bias_grad) {
   FLEXOPS_CHECK(bias || !bias_grad, host.op, ": bias_gradient must be false without a bias");
   BiasedActivation c = make_biased(host, activation, x, bias, out);
   c.grad = grad.data, c.grad_stride = grad.row_stride();
-  c.slice_rows = bias_grad ? least(64, (c.rows + 63) / 64 * 8) : 1;  // enough slices for many threads, few enough to add up
+  c.slice_rows = bias_grad ? least(64, (c.rows + 63) / 64 * 8)
+                           : 1;  // enough slices for many threads, few enough to add up
   const int64_t slices = c.rows ? (c.rows + c.slice_rows - 1) / c.slice_rows : 0;
   if (bias_grad) {
     c.bias_grad = bias_grad.data;
@@ -50,24 +58,32 @@ inline void biased_backward(Host& host, Activation activation, const TensorView&
   }
   if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
   const int64_t tiles = activation_tiles(c.columns);
-  parallel_for(0, slices * tiles, activation_grain(least(c.columns, kActivationColumns) * c.slice_rows),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_backward_cpu)(c, begin, end); });
+  parallel_for(0, slices * tiles,
+               activation_grain(least(c.columns, kActivationColumns) * c.slice_rows),
+               [&](int64_t begin, int64_t end) {
+                 FLEXOPS_ISA_CALL(biased_activation_backward_cpu)(c, begin, end);
+               });
   if (bias_grad && c.slices != 1) {
-    parallel_for(0, tiles, activation_grain(least(c.columns, kActivationColumns) * c.slices),
-                 [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(bias_gradient_cpu)(c, begin, end); });
+    parallel_for(
+        0, tiles, activation_grain(least(c.columns, kActivationColumns) * c.slices),
+        [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(bias_gradient_cpu)(c, begin, end); });
   }
 }
 
-// ---- act(gate) * up -------------------------------------------------------------------------------------------------
+// ---- act(gate) * up
+// --------------------------------------------------------------------------------
 
-inline void* second_half(const TensorView& packed) { return packed.as<char>() + packed.columns() / 2 * dtype_size(packed.dtype); }
+inline void* second_half(const TensorView& packed) {
+  return packed.as<char>() + packed.columns() / 2 * dtype_size(packed.dtype);
+}
 
 /// What forward and backward share; columns are the result's.
-inline GatedActivation make_gated(Host& host, Activation activation, const TensorView& gate, const TensorView& up, bool interleaved,
-                                  const TensorView& out) {
+inline GatedActivation make_gated(Host& host, Activation activation, const TensorView& gate,
+                                  const TensorView& up, bool interleaved, const TensorView& out) {
   FLEXOPS_CHECK(gate.dim >= 1, host.op, ": gate must have at least one dimension");
   FLEXOPS_CHECK(!up || !interleaved, host.op, ": interleaved must be false if up is given");
-  FLEXOPS_CHECK(up || gate.columns() % 2 == 0, host.op, ": gate must have an even last dimension if up is not given, got ", gate.columns());
+  FLEXOPS_CHECK(up || gate.columns() % 2 == 0, host.op,
+                ": gate must have an even last dimension if up is not given, got ", gate.columns());
   GatedActivation c = {};
   c.activation = activation;
   c.type = element_type(gate), c.pairs = interleaved;
@@ -82,64 +98,84 @@ inline GatedActivation make_gated(Host& host, Activation activation, const Tenso
   return c;
 }
 
-inline void gated(Host& host, Activation activation, const TensorView& gate, const TensorView& up, bool interleaved,
-                  const TensorView& out) {
+inline void gated(Host& host, Activation activation, const TensorView& gate, const TensorView& up,
+                  bool interleaved, const TensorView& out) {
   const GatedActivation c = make_gated(host, activation, gate, up, interleaved, out);
   if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
-  parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_cpu)(c, begin, end); });
+  parallel_for(
+      0, c.rows * activation_tiles(c.columns),
+      activation_grain(least(c.columns, kActivationColumns)),
+      [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_cpu)(c, begin, end); });
 }
 
-/// The gradients of gate and up, and `again` what the forward pass gave, if that is wanted. `gate_grad` may be `grad`.
-inline void gated_backward(Host& host, Activation activation, const TensorView& grad, const TensorView& gate, const TensorView& up,
-                           bool interleaved, const TensorView& gate_grad, const TensorView& up_grad, const TensorView& again = {}) {
+/// The gradients of gate and up, and `again` what the forward pass gave, if that is wanted.
+/// `gate_grad` may be `grad`.
+inline void gated_backward(Host& host, Activation activation, const TensorView& grad,
+                           const TensorView& gate, const TensorView& up, bool interleaved,
+                           const TensorView& gate_grad, const TensorView& up_grad,
+                           const TensorView& again = {}) {
   GatedActivation c = make_gated(host, activation, gate, up, interleaved, again);
-  FLEXOPS_CHECK(grad.dim == gate.dim && grad.columns() == c.columns && grad.numel == c.rows * c.columns, host.op,
-                ": grad must have the result's shape, got ", shape_text(grad));
+  FLEXOPS_CHECK(
+      grad.dim == gate.dim && grad.columns() == c.columns && grad.numel == c.rows * c.columns,
+      host.op, ": grad must have the result's shape, got ", shape_text(grad));
   c.grad = grad.data, c.grad_stride = grad.row_stride();
   c.gate_grad = gate_grad.data, c.out_stride = gate.columns();
   c.up_grad = up ? up_grad.data : interleaved ? nullptr : second_half(gate_grad);
   if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
-  parallel_for(0, c.rows * activation_tiles(c.columns), activation_grain(least(c.columns, kActivationColumns)),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end); });
+  parallel_for(0, c.rows * activation_tiles(c.columns),
+               activation_grain(least(c.columns, kActivationColumns)),
+               [&](int64_t begin, int64_t end) {
+                 FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end);
+               });
 }
 
-// ---- the operators --------------------------------------------------------------------------------------------------
+// ---- the operators
+// --------------------------------------------------------------------------------
 
-inline void bias_gelu_host(Host& host, const TensorView& x, const TensorView& bias, bool tanh, const TensorView& out) {
+inline void bias_gelu_host(Host& host, const TensorView& x, const TensorView& bias, bool tanh,
+                           const TensorView& out) {
   biased(host, gelu_of(tanh), x, bias, out);
 }
-inline void bias_silu_host(Host& host, const TensorView& x, const TensorView& bias, const TensorView& out) {
+inline void bias_silu_host(Host& host, const TensorView& x, const TensorView& bias,
+                           const TensorView& out) {
   biased(host, Activation::silu, x, bias, out);
 }
-inline void bias_gelu_backward_host(Host& host, const TensorView& grad, const TensorView& x, const TensorView& bias, bool tanh, bool,
+inline void bias_gelu_backward_host(Host& host, const TensorView& grad, const TensorView& x,
+                                    const TensorView& bias, bool tanh, bool,
                                     const TensorView& x_grad, const TensorView& bias_grad) {
   biased_backward(host, gelu_of(tanh), grad, x, bias, x_grad, bias_grad);
 }
-inline void bias_silu_backward_host(Host& host, const TensorView& grad, const TensorView& x, const TensorView& bias, bool,
-                                    const TensorView& x_grad, const TensorView& bias_grad) {
+inline void bias_silu_backward_host(Host& host, const TensorView& grad, const TensorView& x,
+                                    const TensorView& bias, bool, const TensorView& x_grad,
+                                    const TensorView& bias_grad) {
   biased_backward(host, Activation::silu, grad, x, bias, x_grad, bias_grad);
 }
-inline void swiglu_host(Host& host, const TensorView& gate, const TensorView& up, bool interleaved, const TensorView& out) {
+inline void swiglu_host(Host& host, const TensorView& gate, const TensorView& up, bool interleaved,
+                        const TensorView& out) {
   gated(host, Activation::silu, gate, up, interleaved, out);
 }
-inline void geglu_host(Host& host, const TensorView& gate, const TensorView& up, bool tanh, bool interleaved, const TensorView& out) {
+inline void geglu_host(Host& host, const TensorView& gate, const TensorView& up, bool tanh,
+                       bool interleaved, const TensorView& out) {
   gated(host, gelu_of(tanh), gate, up, interleaved, out);
 }
-inline void swiglu_backward_host(Host& host, const TensorView& grad, const TensorView& gate, const TensorView& up, bool interleaved,
+inline void swiglu_backward_host(Host& host, const TensorView& grad, const TensorView& gate,
+                                 const TensorView& up, bool interleaved,
                                  const TensorView& gate_grad, const TensorView& up_grad) {
   gated_backward(host, Activation::silu, grad, gate, up, interleaved, gate_grad, up_grad);
 }
-inline void geglu_backward_host(Host& host, const TensorView& grad, const TensorView& gate, const TensorView& up, bool tanh,
-                                bool interleaved, const TensorView& gate_grad, const TensorView& up_grad) {
+inline void geglu_backward_host(Host& host, const TensorView& grad, const TensorView& gate,
+                                const TensorView& up, bool tanh, bool interleaved,
+                                const TensorView& gate_grad, const TensorView& up_grad) {
   gated_backward(host, gelu_of(tanh), grad, gate, up, interleaved, gate_grad, up_grad);
 }
-inline void gated_backward__host(Host& host, const TensorView& grad, const TensorView& gate, const TensorView& up, int64_t activation, bool,
+inline void gated_backward__host(Host& host, const TensorView& grad, const TensorView& gate,
+                                 const TensorView& up, int64_t activation, bool,
                                  const TensorView& up_grad, const TensorView& out) {
-  FLEXOPS_CHECK(0 <= activation && activation <= 2, host.op, ": activation must be 0 (silu), 1 (gelu) or 2 (gelu by tanh), got ",
-                activation);
+  FLEXOPS_CHECK(0 <= activation && activation <= 2, host.op,
+                ": activation must be 0 (silu), 1 (gelu) or 2 (gelu by tanh), got ", activation);
   FLEXOPS_CHECK(grad.is_contiguous(), host.op, ": grad must be contiguous, since it is written");
-  gated_backward(host, activation == 0 ? Activation::silu : gelu_of(activation == 2), grad, gate, up, false, grad, up_grad, out);
+  gated_backward(host, activation == 0 ? Activation::silu : gelu_of(activation == 2), grad, gate,
+                 up, false, grad, up_grad, out);
 }
 
 }  // namespace flexops

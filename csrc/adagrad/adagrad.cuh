@@ -1,4 +1,5 @@
-// Adagrad's kernel: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 12 and writes 8 bytes an element.
+// Adagrad's kernel: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 12 and
+// writes 8 bytes an element.
 #pragma once
 
 #include "common/multi_tensor.cuh"
@@ -35,15 +36,16 @@ struct Rule {
     float lr, sign, grad_scale;
   };
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch,
+                                        int tensor) {
     const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
     const float decayed = lr / (1.0f + (*launch.row[tensor].extra[kStep] - 1.0f) * s.lr_decay);
     return {decayed, s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
   }
 
   /// The formula, as in torch's fused Adagrad.
-  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f, const multi::Pointers<Rule>&, float*,
-                                    bool) {
+  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f,
+                                    const multi::Pointers<Rule>&, float*, bool) {
     float &param = e.at[kParam], &grad = e.at[kGrad], &sum = e.at[kSum];
     if (s.grad_scale) grad /= f.grad_scale;
     float g = grad * f.sign;

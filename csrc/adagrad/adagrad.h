@@ -6,15 +6,18 @@
 
 namespace flexops {
 
-/// What a row's arrays are. The sum of squares is float32; the gradient is written only if there is a grad_scale.
+/// What a row's arrays are. The sum of squares is float32; the gradient is written only if there is
+/// a grad_scale.
 enum AdagradArray { kAdagradParam, kAdagradGrad, kAdagradSum };
 
 struct AdagradOptions : StepOptions {
   double lr_decay, eps;
 };
 
-/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-FLEXOPS_CUDA_DECLARE(const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream))
+/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or
+/// CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* adagrad_cuda(const TensorRow* rows, int64_t count,
+                                              const AdagradOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct AdagradStep {
@@ -26,6 +29,7 @@ struct AdagradStep {
 };
 
 /// Elements [begin, end) of one tensor.
-FLEXOPS_ISA_DECLARE(void adagrad_cpu(const TensorRow& row, const AdagradStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void adagrad_cpu(const TensorRow& row, const AdagradStep& step, int64_t begin,
+                                     int64_t end))
 
 }  // namespace flexops

@@ -25,9 +25,11 @@ adagrad::Shared make_shared(const AdagradOptions& o) {
 
 }  // namespace
 
-const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options, void* stream) {
-  multi::step_rows(rows, count, multi::data_of<adagrad::Rule<Data::mixed>>, make_shared(options), stream,
-                   kernel<adagrad::adagrad_kernel<Data::f32>>, kernel<adagrad::adagrad_kernel<Data::bf16>>,
+const char* adagrad_cuda(const TensorRow* rows, int64_t count, const AdagradOptions& options,
+                         void* stream) {
+  multi::step_rows(rows, count, multi::data_of<adagrad::Rule<Data::mixed>>, make_shared(options),
+                   stream, kernel<adagrad::adagrad_kernel<Data::f32>>,
+                   kernel<adagrad::adagrad_kernel<Data::bf16>>,
                    rare_kernel<adagrad::adagrad_kernel<Data::mixed>>);
   return last_error();
 }

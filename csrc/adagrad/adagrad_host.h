@@ -18,9 +18,11 @@ inline AdagradStep make_adagrad_step(const AdagradOptions& o, const float* count
   return s;
 }
 
-inline void adagrad__host(Host& host, TensorRow* rows, int64_t count, double lr, double lr_decay, double weight_decay, double eps,
-                          bool maximize, const float* lr_tensor, const float* grad_scale, const float* found_inf) {
-  const AdagradOptions options = {{lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, lr_decay, eps};
+inline void adagrad__host(Host& host, TensorRow* rows, int64_t count, double lr, double lr_decay,
+                          double weight_decay, double eps, bool maximize, const float* lr_tensor,
+                          const float* grad_scale, const float* found_inf) {
+  const AdagradOptions options = {
+      {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, lr_decay, eps};
   if (FLEXOPS_DEVICE_CUDA) return host.check(adagrad_cuda(rows, count, options, host.stream()));
   step_rows(rows, count, options, make_adagrad_step, FLEXOPS_ISA_CALL(adagrad_cpu));
 }

@@ -1,4 +1,5 @@
-// Adam's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 16 and writes 12 bytes an element.
+// Adam's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 16 and
+// writes 12 bytes an element.
 #pragma once
 
 #include "adam/adam_numbers.cuh"
@@ -22,14 +23,18 @@ struct FactorsOf<true> {
 
 template <Mode mode>
 struct Rule {
-  static constexpr bool mixed = mode == Mode::mixed, copies = mixed || mode == Mode::bf16_copy, random = multi::is_random(mode);
+  static constexpr bool mixed = mode == Mode::mixed, copies = mixed || mode == Mode::bf16_copy,
+                        random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
   static constexpr multi::Data kData = multi::data_of(mode);
   // Tuned on one H200.
   static constexpr int kThreads = 128, kIterations = 1, kApart = 2;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
-  static constexpr int kMinBlocks = mode == Mode::f32 || mode == Mode::bf16_copy ? 8 : mode == Mode::bf16 ? 7 : mixed ? 5 : 6;
+  static constexpr int kMinBlocks = mode == Mode::f32 || mode == Mode::bf16_copy ? 8
+                                    : mode == Mode::bf16                         ? 7
+                                    : mixed                                      ? 5
+                                                                                 : 6;
   static constexpr int kArrays = copies ? 6 : 4, kExtras = 1, kSums = 0, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b011111, kWrites = 0b111101,
                        kTyped = mode == Mode::bf16_grad          ? 0b000010
@@ -43,7 +48,8 @@ struct Rule {
   using Shared = Numbers;
   using Factors = typename FactorsOf<random>::type;
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch,
+                                        int tensor) {
     Factors f;
     const float step = *launch.row[tensor].extra[kStep];
     f.find(s, step);
@@ -52,9 +58,10 @@ struct Rule {
   }
 
   /// The formula, as in torch's fused Adam.
-  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f, const multi::Pointers<Rule>& p, float*,
-                                    bool) {
-    float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg], &exp_avg_sq = e.at[kExpAvgSq];
+  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f,
+                                    const multi::Pointers<Rule>& p, float*, bool) {
+    float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg],
+          &exp_avg_sq = e.at[kExpAvgSq];
     if (s.grad_scale) grad /= f.grad_scale;
     float g = grad * f.sign;
     if (f.l2 != 0.0f) g += param * f.l2;

@@ -6,19 +6,23 @@
 
 namespace flexops {
 
-/// What a row's arrays are. max_exp_avg_sq is nullptr without amsgrad; copy, where the new parameter is written in a
-/// second dtype, may be. The gradient is written only if there is a grad_scale.
+/// What a row's arrays are. max_exp_avg_sq is nullptr without amsgrad; copy, where the new
+/// parameter is written in a second dtype, may be. The gradient is written only if there is a
+/// grad_scale.
 enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpAvgSq, kAdamCopy };
 
 struct AdamOptions : StepOptions {
   double beta1, beta2, eps;
   bool decoupled;
-  bool stochastic = false;             // averages in bfloat16 are rounded stochastically
-  const float* grad_factor = nullptr;  // nullptr, or what the step multiplies gradients by, after grad_scale
+  bool stochastic = false;  // averages in bfloat16 are rounded stochastically
+  const float* grad_factor =
+      nullptr;  // nullptr, or what the step multiplies gradients by, after grad_scale
 };
 
-/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-FLEXOPS_CUDA_DECLARE(const char* adam_cuda(const TensorRow* rows, int64_t count, const AdamOptions& options, void* stream))
+/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or
+/// CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* adam_cuda(const TensorRow* rows, int64_t count,
+                                           const AdamOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
 struct AdamStep {
@@ -35,6 +39,7 @@ struct AdamStep {
 };
 
 /// Elements [begin, end) of one tensor.
-FLEXOPS_ISA_DECLARE(void adam_cpu(const TensorRow& row, const AdamStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void adam_cpu(const TensorRow& row, const AdamStep& step, int64_t begin,
+                                  int64_t end))
 
 }  // namespace flexops

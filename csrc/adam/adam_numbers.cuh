@@ -10,7 +10,8 @@ struct Numbers {
   const float *grad_scale, *found_inf;
   const float *lr_tensor, *grad_factor;
   float lr;
-  float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding, without double arithmetic
+  float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding,
+                               // without double arithmetic
   float beta1, beta2, one_minus_beta1, one_minus_beta2;
   float eps;
   float weight_decay;

@@ -1,8 +1,10 @@
-// Adam with 8-bit states: a warp steps a block of 256 elements, whose averages share a scale each. 16 bytes an element move, half of
-// Adam's, so that arithmetic counts, too: no conversions between integers and floats (a quarter of the speed of an addition), approximate
-// roots and quotients (what they lack is far below what 8 bits lack), and random numbers by one hash for both averages.
+// Adam with 8-bit states: a warp steps a block of 256 elements, whose averages share a scale each.
+// 16 bytes an element move, half of Adam's, so that arithmetic counts, too: no conversions between
+// integers and floats (a quarter of the speed of an addition), approximate roots and quotients
+// (what they lack is far below what 8 bits lack), and random numbers by one hash for both averages.
 //
-// exp_avg = scale * sign(c) (c / 127)^2, exp_avg_sq = scale * (c / 255)^4, rounded up or down at random, so that it is right on average.
+// exp_avg = scale * sign(c) (c / 127)^2, exp_avg_sq = scale * (c / 255)^4, rounded up or down at
+// random, so that it is right on average.
 #pragma once
 
 #include "adam/adam_numbers.cuh"
@@ -18,7 +20,8 @@ inline constexpr int kBlock = 256;                                    // element
 inline constexpr int kVectors = kBlock / kWarpSize / multi::kVector;  // of a lane
 inline constexpr int kLaneElements = kVectors * multi::kVector;
 inline constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;
-inline constexpr float kLess = 1.0f - 1.0f / (1 << 23);  // so that rounding never makes a power larger than the most
+inline constexpr float kLess =
+    1.0f - 1.0f / (1 << 23);  // so that rounding never makes a power larger than the most
 
 template <Data data>
 struct Rule {
@@ -26,7 +29,8 @@ struct Rule {
   enum { kStep };
   static constexpr Data kData = data;
   static constexpr int kThreads = 128, kUnroll = 2;
-  static constexpr int kIterations = data == Data::f32 ? 1 : 2, kMinBlocks = data == Data::bf16 ? 8 : 7;
+  static constexpr int kIterations = data == Data::f32 ? 1 : 2,
+                       kMinBlocks = data == Data::bf16 ? 8 : 7;
   static constexpr int kArrays = 6, kExtras = 1, kSums = 0, kUnscaled = kGrad;
   static constexpr u32 kTyped = 0b11, kOptional = 0;
   static constexpr bool kReverse = false;
@@ -61,7 +65,8 @@ FLEXOPS_DEVICE u32 hash(u32 x) {
   return x ^ x >> 15;
 }
 
-/// The random word of an element: its place and the step's hash are mixed by half of that, which is enough to tell neighbours apart.
+/// The random word of an element: its place and the step's hash are mixed by half of that, which is
+/// enough to tell neighbours apart.
 FLEXOPS_DEVICE u32 random_word(u32 seed, u32 place) {
   const u32 x = (seed + place) * 0x21f0aaadu;
   return (x ^ x >> 16) * 0x735a2d97u;
@@ -82,7 +87,8 @@ struct Factors : adam::Factors {
   }
 };
 
-inline constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: x + kMagic has x, as an integer, in its low bits
+inline constexpr float kMagic =
+    12582912.0f;  // 1.5 * 2^23: x + kMagic has x, as an integer, in its low bits
 
 /// Byte i of four, less `zero`, as a float.
 template <int zero>
@@ -103,24 +109,28 @@ FLEXOPS_DEVICE float floor_with_magic(float x) {
 #endif
 }
 
-// The codes of an element, in the low bytes of two words. factor: the largest power over the block's scale; random: of 16 bits. With c the
-// lower of two codes, p(c) its power and r random in [0, 1), the code is the upper one if power - p(c) > r (p(c + 1) - p(c)).
+// The codes of an element, in the low bytes of two words. factor: the largest power over the
+// block's scale; random: of 16 bits. With c the lower of two codes, p(c) its power and r random in
+// [0, 1), the code is the upper one if power - p(c) > r (p(c + 1) - p(c)).
 inline constexpr float kBit = 1.0f / 65536.0f;
 
 FLEXOPS_DEVICE u32 encode1(float exp_avg, float factor, float random) {
-  const float power = fabsf(exp_avg) * factor, low = floor_with_magic(approximate_sqrt(power)) - kMagic;
-  const float gap = low * (2.0f * kBit) + kBit, code = power - low * low > random * gap ? low + 1.0f : low;
+  const float power = fabsf(exp_avg) * factor,
+              low = floor_with_magic(approximate_sqrt(power)) - kMagic;
+  const float gap = low * (2.0f * kBit) + kBit,
+              code = power - low * low > random * gap ? low + 1.0f : low;
   return bit_cast<u32>(copysignf(code, exp_avg) + kMagic);
 }
 FLEXOPS_DEVICE u32 encode2(float exp_avg_sq, float factor, float random) {
-  const float power = fmaxf(exp_avg_sq * factor, 1.0f), magic = floor_with_magic(approximate_sqrt(approximate_sqrt(power)));
+  const float power = fmaxf(exp_avg_sq * factor, 1.0f),
+              magic = floor_with_magic(approximate_sqrt(approximate_sqrt(power)));
   const float low = magic - kMagic, low2 = low * low;
   const float gap = ((low * (4.0f * kBit) + 6.0f * kBit) * low + 4.0f * kBit) * low + kBit;
   return bit_cast<u32>(magic) + (power - low2 * low2 > random * gap ? 1 : 0);
 }
 
-/// A lane's fragment of a block: kVectors vectors that lie kVector * kWarpSize apart or, if the block is not whole or not
-/// aligned, single elements that lie kWarpSize apart.
+/// A lane's fragment of a block: kVectors vectors that lie kVector * kWarpSize apart or, if the
+/// block is not whole or not aligned, single elements that lie kWarpSize apart.
 template <Data data, bool whole>
 struct Fragment {
   using R = Rule<data>;
@@ -129,7 +139,8 @@ struct Fragment {
 
   static FLEXOPS_DEVICE int place(int i) {
     const int lane = threadIdx.x % kWarpSize;
-    return whole ? (i / multi::kVector * kWarpSize + lane) * multi::kVector + i % multi::kVector : i * kWarpSize + lane;
+    return whole ? (i / multi::kVector * kWarpSize + lane) * multi::kVector + i % multi::kVector
+                 : i * kWarpSize + lane;
   }
 
   FLEXOPS_DEVICE void read(const multi::Pointers<R>& p, i64 at, int count) {
@@ -140,17 +151,20 @@ struct Fragment {
   }
 
   /// 16-bit elements stay as they are until widen() (see multi_tensor.cuh).
-  static FLEXOPS_DEVICE void read_real(float (&out)[kLaneElements], const multi::Pointers<R>& p, int k, i64 at, int count) {
+  static FLEXOPS_DEVICE void read_real(float (&out)[kLaneElements], const multi::Pointers<R>& p,
+                                       int k, i64 at, int count) {
     if constexpr (whole) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const i64 from = at + place(v * multi::kVector);
         if (p.is_float(k)) {
-          const auto four = load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(p.array[k] + from * 4));
+          const auto four =
+              load<Cache::normal>(reinterpret_cast<const Vec<float, 4>*>(p.array[k] + from * 4));
 #pragma unroll
           for (int i = 0; i < 4; ++i) out[v * 4 + i] = four.at[i];
         } else {
-          const auto two = load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(p.array[k] + from * 2));
+          const auto two =
+              load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(p.array[k] + from * 2));
           out[v * 4] = two.at[0];
           out[v * 4 + 1] = two.at[1];
         }
@@ -164,13 +178,15 @@ struct Fragment {
         if (p.is_float(k)) {
           out[i] = reinterpret_cast<const float*>(base)[at + place(i)];
         } else {
-          out[i] = bit_cast<float>(static_cast<u32>(reinterpret_cast<const u16*>(base)[at + place(i)]));
+          out[i] =
+              bit_cast<float>(static_cast<u32>(reinterpret_cast<const u16*>(base)[at + place(i)]));
         }
       }
     }
   }
 
-  static FLEXOPS_DEVICE void widen(float (&inout)[kLaneElements], const multi::Pointers<R>& p, int k) {
+  static FLEXOPS_DEVICE void widen(float (&inout)[kLaneElements], const multi::Pointers<R>& p,
+                                   int k) {
     if (p.is_float(k)) return;
     if (p.is_bf16(k)) {
       widen_halves<bf16>(inout);
@@ -182,10 +198,12 @@ struct Fragment {
   static FLEXOPS_DEVICE void widen_halves(float (&inout)[kLaneElements]) {
 #pragma unroll
     for (int i = kLaneElements - 1; i >= 0; --i)
-      inout[i] = whole ? half_of<T>(bit_cast<u32>(inout[i / 4 * 4 + i % 4 / 2]), i % 2) : half_of<T>(bit_cast<u32>(inout[i]), 0);
+      inout[i] = whole ? half_of<T>(bit_cast<u32>(inout[i / 4 * 4 + i % 4 / 2]), i % 2)
+                       : half_of<T>(bit_cast<u32>(inout[i]), 0);
   }
 
-  static FLEXOPS_DEVICE void write_real(const multi::Pointers<R>& p, int k, i64 at, int count, const float (&in)[kLaneElements]) {
+  static FLEXOPS_DEVICE void write_real(const multi::Pointers<R>& p, int k, i64 at, int count,
+                                        const float (&in)[kLaneElements]) {
     if (p.is_float(k)) {
       write_as<float>(p.array[k], at, count, in);
     } else if (p.is_bf16(k)) {
@@ -195,10 +213,12 @@ struct Fragment {
     }
   }
   template <typename T>
-  static FLEXOPS_DEVICE void write_as(char* base, i64 at, int count, const float (&in)[kLaneElements]) {
+  static FLEXOPS_DEVICE void write_as(char* base, i64 at, int count,
+                                      const float (&in)[kLaneElements]) {
     if constexpr (whole) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) store<T>(base, at + place(v * 4), {in[v * 4], in[v * 4 + 1], in[v * 4 + 2], in[v * 4 + 3]});
+      for (int v = 0; v < kVectors; ++v)
+        store<T>(base, at + place(v * 4), {in[v * 4], in[v * 4 + 1], in[v * 4 + 2], in[v * 4 + 3]});
     } else {
 #pragma unroll
       for (int i = 0; i < kLaneElements; ++i) {
@@ -216,7 +236,8 @@ struct Fragment {
         out[v] = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (place(v * 4 + i) < count) out[v] |= static_cast<u32>(static_cast<u8>(codes[place(v * 4 + i)])) << (8 * i);
+          if (place(v * 4 + i) < count)
+            out[v] |= static_cast<u32>(static_cast<u8>(codes[place(v * 4 + i)])) << (8 * i);
         }
       }
     }
@@ -230,7 +251,8 @@ struct Fragment {
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (place(v * 4 + i) < count) codes[place(v * 4 + i)] = static_cast<char>(in[v] >> (8 * i));
+          if (place(v * 4 + i) < count)
+            codes[place(v * 4 + i)] = static_cast<char>(in[v] >> (8 * i));
         }
       }
     }
@@ -238,13 +260,15 @@ struct Fragment {
 };
 
 FLEXOPS_DEVICE float scale_factor(float scale, float most) {
-  return scale > 0.0f && scale < bit_cast<float>(0x7f800000u) ? fminf(most * kLess / scale, 3e38f) : 0.0f;
+  return scale > 0.0f && scale < bit_cast<float>(0x7f800000u) ? fminf(most * kLess / scale, 3e38f)
+                                                              : 0.0f;
 }
 
-/// A warp's step of `count` elements from `at` on, a multiple of the block. Makes the factors, if they are not there yet, once its loads
-/// are on their way.
+/// A warp's step of `count` elements from `at` on, a multiple of the block. Makes the factors, if
+/// they are not there yet, once its loads are on their way.
 template <Data data, bool whole>
-FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi::Pointers<Rule<data>>& p, const float* step, Factors& f,
+FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s,
+                               const multi::Pointers<Rule<data>>& p, const float* step, Factors& f,
                                i64 at, int count) {
   using R = Rule<data>;
   Fragment<data, whole> x;
@@ -257,15 +281,18 @@ FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi
   x.widen(x.grad, p, R::kGrad);
   const float sign = f.sign * f.unscale, kept1 = unit1 * s.beta1, kept2 = unit2 * s.beta2;
   float exp_avg[kLaneElements], exp_avg_sq[kLaneElements];
-  u32 most1 = 0, most2 = 0;  // bits of numbers that are not negative are in their order, with NaN on top
+  u32 most1 = 0,
+      most2 = 0;  // bits of numbers that are not negative are in their order, with NaN on top
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    const float root1 = byte_to_float<128>(x.codes1[i / 4] ^ 0x80808080u, i % 4), root2 = byte_to_float<0>(x.codes2[i / 4], i % 4);
+    const float root1 = byte_to_float<128>(x.codes1[i / 4] ^ 0x80808080u, i % 4),
+                root2 = byte_to_float<0>(x.codes2[i / 4], i % 4);
     const float g = x.grad[i] * sign + x.param[i] * f.l2, square2 = root2 * root2;
     exp_avg[i] = root1 * fabsf(root1) * kept1 + g * s.one_minus_beta1;
     exp_avg_sq[i] = square2 * square2 * kept2 + g * s.one_minus_beta2 * g;
     x.param[i] -= x.param[i] * f.decay;
-    x.param[i] -= f.step_size * exp_avg[i] * approximate_inverse(approximate_sqrt(exp_avg_sq[i]) * f.inverse_bias2 + f.eps);
+    x.param[i] -= f.step_size * exp_avg[i] *
+                  approximate_inverse(approximate_sqrt(exp_avg_sq[i]) * f.inverse_bias2 + f.eps);
     if (whole || Fragment<data, whole>::place(i) < count) {
       most1 = Max{}(most1, bit_cast<u32>(exp_avg[i]) & 0x7fffffffu);
       most2 = Max{}(most2, bit_cast<u32>(exp_avg_sq[i]) & 0x7fffffffu);
@@ -277,8 +304,10 @@ FLEXOPS_DEVICE void step_block(const typename Rule<data>::Shared& s, const multi
     for (int i = 0; i < kLaneElements; ++i) x.grad[i] *= f.unscale;
     x.write_real(p, R::kGrad, at, count, x.grad);
   }
-  const float new_scale1 = bit_cast<float>(warp_reduce(most1, Max{})), new_scale2 = bit_cast<float>(warp_reduce(most2, Max{}));
-  const float factor1 = scale_factor(new_scale1, kMost1), factor2 = scale_factor(new_scale2, kMost2);
+  const float new_scale1 = bit_cast<float>(warp_reduce(most1, Max{})),
+              new_scale2 = bit_cast<float>(warp_reduce(most2, Max{}));
+  const float factor1 = scale_factor(new_scale1, kMost1),
+              factor2 = scale_factor(new_scale2, kMost2);
   const u32 seed = f.seed + static_cast<u32>(at) + static_cast<u32>(at >> 32) * 0x9e3779b9u;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -311,11 +340,13 @@ __global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
   if (s.found_inf && *s.found_inf != 0.0f) return;
   const int t = multi::find_tensor(launch, blockIdx.x);
   const multi::Pointers<R> p(launch.row[t]);
-  const i64 begin = static_cast<i64>(blockIdx.x - launch.first_chunk[t]) * kChunk, left = p.numel - begin;
+  const i64 begin = static_cast<i64>(blockIdx.x - launch.first_chunk[t]) * kChunk,
+            left = p.numel - begin;
   const int size = static_cast<int>(left < kChunk ? left : kChunk);
   const float* step = launch.row[t].extra[R::kStep];
   Factors f;
-  for (int at = static_cast<int>(threadIdx.x) / kWarpSize * kBlock; at < size; at += R::kThreads / kWarpSize * kBlock) {
+  for (int at = static_cast<int>(threadIdx.x) / kWarpSize * kBlock; at < size;
+       at += R::kThreads / kWarpSize * kBlock) {
     if (size - at >= kBlock && (p.flags & multi::kAligned)) {
       step_block<data, true>(s, p, step, f, begin + at, kBlock);
     } else {

@@ -1,4 +1,5 @@
-// Adam with 8-bit states on the CPU: compiled once per ISA level (common/cpu.h). The same codes and random numbers as adam8bit.cuh.
+// Adam with 8-bit states on the CPU: compiled once per ISA level (common/cpu.h). The same codes and
+// random numbers as adam8bit.cuh.
 
 #include "adam8bit/adam8bit.h"
 #include "common/multi_tensor_cpu.h"
@@ -11,7 +12,9 @@ constexpr int kBlock = static_cast<int>(kAdam8bitBlock);
 static_assert(kBlock == kRowBlock && kBlock % kLanes == 0);
 constexpr float kMost1 = 127.0f * 127.0f, kMost2 = 255.0f * 255.0f * 255.0f * 255.0f;
 
-inline Floats absolute(Floats x) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & 0x7fffffff); }
+inline Floats absolute(Floats x) {
+  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & 0x7fffffff);
+}
 /// The lesser; `b` for a NaN.
 inline Floats lesser(Floats a, float b) { return a < b ? a : Floats{} + b; }
 
@@ -29,29 +32,38 @@ inline Words random_word(Words x) {
 // Codes to floats and back. (The compiler's own conversion of vectors goes element by element.)
 #if defined(__AVX512F__)
 inline Floats load_codes(const int8_t* from) {
-  return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  return _mm512_maskz_cvtepi32_ps(
+      0xffff,
+      _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 inline Floats load_codes(const uint8_t* from) {
-  return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  return _mm512_maskz_cvtepi32_ps(
+      0xffff,
+      _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 template <typename Code>
 inline void store_codes(Code* to, Floats value) {
-  const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_maskz_cvttps_epi32(0xffff, value));
+  const __m128i bytes =
+      _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_maskz_cvttps_epi32(0xffff, value));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 #elif defined(__AVX2__)
 inline Floats load_codes(const int8_t* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 inline Floats load_codes(const uint8_t* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 template <typename Code>
 inline void store_codes(Code* to, Floats value) {
-  const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1,
-                                       -1, -1, -1, -1, -1);  // each word's lowest byte, in both halves
+  const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       -1);  // each word's lowest byte, in both halves
   const __m256i bytes = _mm256_shuffle_epi8(_mm256_cvttps_epi32(value), low);
-  const __m128i packed = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  const __m128i packed =
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), packed);
 }
 #else
@@ -80,7 +92,8 @@ inline Floats encode1(Floats exp_avg, float factor, Floats random) {
 }
 /// Of the root of exp_avg_sq, which is at hand, by the root of the factor.
 inline Floats encode2(Floats root, float factor, Floats random) {
-  const Floats scaled = lesser(root * factor, 255.0f * 255.0f), square = scaled > 1.0f ? scaled : Floats{} + 1.0f;
+  const Floats scaled = lesser(root * factor, 255.0f * 255.0f),
+               square = scaled > 1.0f ? scaled : Floats{} + 1.0f;
   const Floats low = lower(square_root(square)), low2 = low * low;
   const Floats gap = ((low * 4.0f + 6.0f) * low + 4.0f) * low + 1.0f;
   return square * square - low2 * low2 > random * gap ? low + 1.0f : low;
@@ -90,7 +103,8 @@ inline Floats encode2(Floats root, float factor, Floats random) {
 inline float largest(const float* x) {
   Ints most = {};
   for (int i = 0; i < kBlock; i += kLanes) {
-    const Ints bits = reinterpret_cast<Ints>(absolute(load_floats(x + i)));  // in the order of the numbers, with NaN on top
+    const Ints bits = reinterpret_cast<Ints>(
+        absolute(load_floats(x + i)));  // in the order of the numbers, with NaN on top
     most = bits > most ? bits : most;
   }
   int32_t out = 0;
@@ -103,7 +117,8 @@ inline float scale_factor(float scale, float most) {
   return factor < 3e38f ? factor : 3e38f;
 }
 
-/// One block: where parameters, gradients and codes lie (in the tensors, or in a Buffer), and what is computed from them.
+/// One block: where parameters, gradients and codes lie (in the tensors, or in a Buffer), and what
+/// is computed from them.
 struct Block {
   float *param, *grad;
   int8_t* codes1;
@@ -119,14 +134,17 @@ struct Buffer {
 };
 
 inline void step_floats(Block& b, const Adam8bitStep& s, float scale1, float scale2) {
-  const float unit1 = scale1 * (1.0f / kMost1), unit2 = scale2 * (1.0f / kMost2), eps = s.eps > 1e-30f ? s.eps : 1e-30f;
+  const float unit1 = scale1 * (1.0f / kMost1), unit2 = scale2 * (1.0f / kMost2),
+              eps = s.eps > 1e-30f ? s.eps : 1e-30f;
   for (int i = 0; i < kBlock; i += kLanes) {
-    const Floats root1 = load_codes(b.codes1 + i), root2 = load_codes(b.codes2 + i), square2 = root2 * root2;
+    const Floats root1 = load_codes(b.codes1 + i), root2 = load_codes(b.codes2 + i),
+                 square2 = root2 * root2;
     Floats p = load_floats(b.param + i), g = load_floats(b.grad + i) * s.sign;
     if (s.l2 != 0.0f) g = g + p * s.l2;
     if (s.decay != 0.0f) p = p - p * s.decay;
     const Floats m = root1 * absolute(root1) * unit1 * s.beta1 + g * s.one_minus_beta1;
-    const Floats v = square2 * square2 * unit2 * s.beta2 + (g * g) * s.one_minus_beta2, root = square_root(v);
+    const Floats v = square2 * square2 * unit2 * s.beta2 + (g * g) * s.one_minus_beta2,
+                 root = square_root(v);
     p = p - (m * s.step_size) / (root * s.inverse_bias2 + eps);
     store_floats(b.param + i, p);
     store_floats(b.exp_avg + i, m);
@@ -141,7 +159,9 @@ inline void encode(Block& b, float factor1, float factor2, uint32_t seed) {
   for (int i = 0; i < kLanes; ++i) place[i] = static_cast<uint32_t>(i);
   for (int i = 0; i < kBlock; i += kLanes) {
     const Words random = random_word(place + (seed + static_cast<uint32_t>(i)));
-    const auto unit = [](Words bits) { return __builtin_convertvector(reinterpret_cast<Ints>(bits), Floats) * 0x1p-16f; };
+    const auto unit = [](Words bits) {
+      return __builtin_convertvector(reinterpret_cast<Ints>(bits), Floats) * 0x1p-16f;
+    };
     store_codes(b.codes1 + i, encode1(load_floats(b.exp_avg + i), factor1, unit(random & 0xffffu)));
     store_codes(b.codes2 + i, encode2(load_floats(b.root + i), root_factor, unit(random >> 16)));
   }
@@ -161,7 +181,8 @@ inline void put(const TensorRow& row, int k, int64_t at, const float* from, int6
 void adam8bit_cpu(const TensorRow& row, const Adam8bitStep& step, int64_t begin, int64_t end) {
   const Adam8bitStep s = step;
   const uint32_t step_seed = hash(s.step);
-  const bool wide = row.type[kAdam8bitParam] == ElementType::f32 && row.type[kAdam8bitGrad] == ElementType::f32;
+  const bool wide =
+      row.type[kAdam8bitParam] == ElementType::f32 && row.type[kAdam8bitGrad] == ElementType::f32;
   Block b;
   Buffer buffer;
   for (int64_t at = begin; at < end; at += kBlock) {
@@ -173,11 +194,13 @@ void adam8bit_cpu(const TensorRow& row, const Adam8bitStep& step, int64_t begin,
     float& scale1 = static_cast<float*>(row.array[kAdam8bitExpAvgScale])[at / kBlock];
     float& scale2 = static_cast<float*>(row.array[kAdam8bitExpAvgSqScale])[at / kBlock];
     if (in_place) {
-      b.param = static_cast<float*>(row.array[kAdam8bitParam]) + at, b.grad = static_cast<float*>(row.array[kAdam8bitGrad]) + at;
+      b.param = static_cast<float*>(row.array[kAdam8bitParam]) + at,
+      b.grad = static_cast<float*>(row.array[kAdam8bitGrad]) + at;
       b.codes1 = codes1, b.codes2 = codes2;
     } else {
       if (count < kBlock) memset(&buffer, 0, sizeof buffer);
-      b.param = buffer.param, b.grad = buffer.grad, b.codes1 = buffer.codes1, b.codes2 = buffer.codes2;
+      b.param = buffer.param, b.grad = buffer.grad, b.codes1 = buffer.codes1,
+      b.codes2 = buffer.codes2;
       fetch(row, kAdam8bitParam, at, b.param, count);
       fetch(row, kAdam8bitGrad, at, b.grad, count);
       memcpy(b.codes1, codes1, size);

@@ -1,13 +1,15 @@
-// dQ alone on Hopper (sm_90a), for gradients that are the same bits every time: each query's is summed by one block of threads.
+// dQ alone on Hopper (sm_90a), for gradients that are the same bits every time: each query's is
+// summed by one block of threads.
 //
 //   P = 2^(S - LSE)   dP = dO V^T   dS = P (dP - delta)   dQ = scale dS K
 //
-// A block of threads has kM queries of one head and goes over all blocks of kN keys that they see, in order. It computes S and dP once more
-// than is needed where dQ is added up in memory (attention_backward_hopper.cuh): 7 products instead of 5, without the atomics.
+// A block of threads has kM queries of one head and goes over all blocks of kN keys that they see,
+// in order. It computes S and dP once more than is needed where dQ is added up in memory
+// (attention_backward_hopper.cuh): 7 products instead of 5, without the atomics.
 //
-//   Shared memory: Q's and dO's tile; rings of kStages blocks of keys and of kStagesV blocks of values.
-//   Registers of a consumer warpgroup, which has 64 queries: dQ (kDim / 2), S and dP (kN / 2 each), then dS in T. A query's exponent and
-//   delta stay in registers.
+//   Shared memory: Q's and dO's tile; rings of kStages blocks of keys and of kStagesV blocks of
+//   values. Registers of a consumer warpgroup, which has 64 queries: dQ (kDim / 2), S and dP (kN /
+//   2 each), then dS in T. A query's exponent and delta stay in registers.
 //
 //   Consumer, for block n of keys, what the tensor cores do | and the other units beside it:
 //     dP(n)                    |  P(n) = 2^(S(n) - LSE)
@@ -22,14 +24,17 @@ namespace flexops::attention {
 
 template <int kDim_, int kDimV_, int kN_, int kStages_, int kStagesV_>
 struct QueryGradient {
-  static constexpr int kDim = kDim_, kDimV = kDimV_, kN = kN_, kStages = kStages_, kStagesV = kStagesV_, kGroups = 2, kM = 64 * kGroups;
+  static constexpr int kDim = kDim_, kDimV = kDimV_, kN = kN_, kStages = kStages_,
+                       kStagesV = kStagesV_, kGroups = 2, kM = 64 * kGroups;
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
   using Q = hopper::Tile<kM, kDim>;
   using Do = hopper::Tile<kM, kDimV>;
   using K = hopper::Tile<kN, kDim>;
   using V = hopper::Tile<kN, kDimV>;
-  static constexpr int kQ = 0, kDo = kQ + Q::kBytes, kK = kDo + Do::kBytes, kV = kK + kStages * K::kBytes;
-  static constexpr int kBarriers = kV + kStagesV * V::kBytes, kBytes = kBarriers + 8 * (1 + 2 * kStages + 2 * kStagesV);
+  static constexpr int kQ = 0, kDo = kQ + Q::kBytes, kK = kDo + Do::kBytes,
+                       kV = kK + kStages * K::kBytes;
+  static constexpr int kBarriers = kV + kStagesV * V::kBytes,
+                       kBytes = kBarriers + 8 * (1 + 2 * kStages + 2 * kStagesV);
   static_assert(kBytes <= 227 * 1024, "a multiprocessor's shared memory");
 
   u32 memory;
@@ -39,7 +44,9 @@ struct QueryGradient {
   FLEXOPS_DEVICE u32 k_full(int stage) const { return barrier(1 + stage); }
   FLEXOPS_DEVICE u32 k_empty(int stage) const { return barrier(1 + kStages + stage); }
   FLEXOPS_DEVICE u32 v_full(int stage) const { return barrier(1 + 2 * kStages + stage); }
-  FLEXOPS_DEVICE u32 v_empty(int stage) const { return barrier(1 + 2 * kStages + kStagesV + stage); }
+  FLEXOPS_DEVICE u32 v_empty(int stage) const {
+    return barrier(1 + 2 * kStages + kStagesV + stage);
+  }
   FLEXOPS_DEVICE u32 q() const { return memory + kQ; }
   FLEXOPS_DEVICE u32 d_o() const { return memory + kDo; }
   FLEXOPS_DEVICE u32 k(int stage) const { return memory + kK + stage * K::kBytes; }
@@ -56,8 +63,8 @@ struct QueryGradient {
 };
 
 template <class Shape>
-FLEXOPS_DEVICE void query_gradient_produce(const BackwardHopperParams& p, const Shape& shape, const Sequence& s, int m,
-                                           const Blocks& blocks) {
+FLEXOPS_DEVICE void query_gradient_produce(const BackwardHopperParams& p, const Shape& shape,
+                                           const Sequence& s, int m, const Blocks& blocks) {
   using namespace hopper;
   Turn<Shape::kStages> turn;
   Turn<Shape::kStagesV> turn_v;
@@ -73,13 +80,15 @@ FLEXOPS_DEVICE void query_gradient_produce(const BackwardHopperParams& p, const 
     Shape::K::load(shape.k(turn.stage), p.k, shape.k_full(turn.stage), key, s.head_k, s.coordinate);
     wait(shape.v_empty(turn_v.stage), turn_v.parity ^ 1);
     expect(shape.v_full(turn_v.stage), Shape::V::kBytes);
-    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), key, s.head_k, s.coordinate);
+    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), key, s.head_k,
+                   s.coordinate);
     turn.next(), turn_v.next();
   }
 }
 
 template <class T, class Modifier, class Shape>
-FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape shape, const Sequence& s, int m, const Blocks& blocks,
+FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape shape,
+                                           const Sequence& s, int m, const Blocks& blocks,
                                            int group, int thread) {
   using namespace hopper;
   using Q = typename Shape::Q;
@@ -109,7 +118,8 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < K::kColumns / 16; ++step)
-      wgmma<T, false, false>(scores, Q::rows(shape.q(), group * 64, step), K::rows(shape.k(stage), 0, step), step > 0);
+      wgmma<T, false, false>(scores, Q::rows(shape.q(), group * 64, step),
+                             K::rows(shape.k(stage), 0, step), step > 0);
     wgmma_commit();
   };
   if (!blocks.none()) {
@@ -120,13 +130,15 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
     wgmma_wait<0>(scores);
 #pragma unroll 1
     for (int n = blocks.begin; n < blocks.end; ++n) {
-      obscure(shape.memory);  // descriptors are computed where they are used: there are more of them than registers
+      obscure(shape.memory);  // descriptors are computed where they are used: there are more of
+                              // them than registers
       const int key = n * kN + lane_column();
       wait(shape.v_full(turn_v.stage), turn_v.parity);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < V::kColumns / 16; ++step)
-        wgmma<T, false, false>(dp, Do::rows(shape.d_o(), group * 64, step), V::rows(shape.v(turn_v.stage), 0, step), step > 0);
+        wgmma<T, false, false>(dp, Do::rows(shape.d_o(), group * 64, step),
+                               V::rows(shape.v(turn_v.stage), 0, step), step > 0);
       wgmma_commit();
 
       if constexpr (!Modifier::kPlain) {
@@ -135,7 +147,8 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
       }
       if (is_partial(problem, s, first_row, 64, n * kN, kN)) mask(scores, problem, s, row, key);
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale, -exponent[i / 2 % 2]));
+      for (int i = 0; i < kN / 2; ++i)
+        scores[i] = exp2_approx(fmaf(scores[i], scale, -exponent[i / 2 % 2]));
       if constexpr (Modifier::kPlain) {
         wgmma_wait<0>(dp);
 #pragma unroll
@@ -149,7 +162,8 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
 
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kN / 16; ++step) wgmma<T, true>(dq, ds + 4 * step, K::columns(shape.k(turn.stage), 0, step), true);
+      for (int step = 0; step < kN / 16; ++step)
+        wgmma<T, true>(dq, ds + 4 * step, K::columns(shape.k(turn.stage), 0, step), true);
       wgmma_commit();
       Turn<Shape::kStages> next = turn;
       next.next();
@@ -169,9 +183,11 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
   store_query_gradient<T>(p.call.dq, s, row, dq, problem.head_dim, 0);
 }
 
-/// grid: tiles * batch * heads_q blocks, those with the most keys (a causal mask's last rows) first.
+/// grid: tiles * batch * heads_q blocks, those with the most keys (a causal mask's last rows)
+/// first.
 template <class T, int kDim, int kDimV, int kN, int kStages, int kStagesV, class Modifier>
-__global__ void __launch_bounds__(384, 1) backward_queries_hopper(const FLEXOPS_GRID_CONSTANT BackwardHopperParams p) {
+__global__ void __launch_bounds__(384, 1)
+    backward_queries_hopper(const FLEXOPS_GRID_CONSTANT BackwardHopperParams p) {
   using Shape = QueryGradient<kDim, kDimV, kN, kStages, kStagesV>;
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
@@ -179,7 +195,8 @@ __global__ void __launch_bounds__(384, 1) backward_queries_hopper(const FLEXOPS_
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
   const Sequence s(problem, number.batch, number.head);
   const int m = p.call.tiles - 1 - number.tile;
-  const Blocks seen = visible_keys<Shape::kM, Shape::kN>(problem, s, m), blocks = {shuffle(seen.begin, 0), shuffle(seen.end, 0)};
+  const Blocks seen = visible_keys<Shape::kM, Shape::kN>(problem, s, m),
+               blocks = {shuffle(seen.begin, 0), shuffle(seen.end, 0)};
   if (m * Shape::kM >= s.length_q) return;
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
@@ -192,7 +209,8 @@ __global__ void __launch_bounds__(384, 1) backward_queries_hopper(const FLEXOPS_
     if (threadIdx.x == 0 && !blocks.none()) query_gradient_produce(p, shape, s, m, blocks);
   } else {
     hopper::take_registers<240>();
-    query_gradient_consume<T, Modifier>(p, shape, s, m, blocks, warpgroup - 1, static_cast<int>(threadIdx.x) % hopper::kWarpgroup);
+    query_gradient_consume<T, Modifier>(p, shape, s, m, blocks, warpgroup - 1,
+                                        static_cast<int>(threadIdx.x) % hopper::kWarpgroup);
   }
 }
 

@@ -1,11 +1,14 @@
-// Before and after attention's backward kernels: what they need of each query, and dQ from what they have added up.
+// Before and after attention's backward kernels: what they need of each query, and dQ from what
+// they have added up.
 //
 //   before:  delta = rowsum(dO O) - dLSE;  exponent = log2(e) LSE;  zeros for the sums of dQ
 //   after:   dQ = scale (sums of dQ), in its type and order
-//   sums:    dK and dV of a key head, from those of the query heads that share it, where each had blocks of its own
+//   sums:    dK and dV of a key head, from those of the query heads that share it, where each had
+//   blocks of its own
 //
-// Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not straddle sequences, and rows that are
-// not there have an exponent of +inf, which makes their weights zero.
+// Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not
+// straddle sequences, and rows that are not there have an exponent of +inf, which makes their
+// weights zero.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -16,10 +19,12 @@ namespace flexops::attention {
 
 constexpr int kRowTile = 128;  // a multiple of every kM
 
-/// Which rows of [heads_q, padded_rows] are a sequence's. The launcher: padded_rows = batch * (length_q rounded up to kRowTile), or, if
-/// packed, (tokens + batch * kRowTile) rounded up to kRowTile.
+/// Which rows of [heads_q, padded_rows] are a sequence's. The launcher: padded_rows = batch *
+/// (length_q rounded up to kRowTile), or, if packed, (tokens + batch * kRowTile) rounded up to
+/// kRowTile.
 FLEXOPS_DEVICE i64 padded_row(const Problem& p, const Sequence& s) {
-  const int row = p.cumulative_q ? (s.first_q + s.batch * kRowTile) / kRowTile : s.batch * ceil_div(p.length_q, kRowTile);
+  const int row = p.cumulative_q ? (s.first_q + s.batch * kRowTile) / kRowTile
+                                 : s.batch * ceil_div(p.length_q, kRowTile);
   return static_cast<i64>(row) * kRowTile;
 }
 
@@ -29,8 +34,9 @@ struct BackwardRowsParams {
   const float *lse, *d_lse;  // d_lse: null if there is none
   i64 lse_batch, lse_head;   // of both
   float *exponent, *delta;   // [heads_q, padded_rows]
-  float* dq_sums;            // [heads_q, padded_rows, kDim], within tiles of rows in the order of fragments; null if there are none
-  Tensor dq;                 // "after" writes it
+  float* dq_sums;  // [heads_q, padded_rows, kDim], within tiles of rows in the order of fragments;
+                   // null if there are none
+  Tensor dq;       // "after" writes it
   i64 padded_rows;
 };
 
@@ -38,13 +44,15 @@ constexpr int kRowThreads = 256;
 
 /// grid: (tiles of kRowTile rows, heads_q, batch).
 template <class T, int kDim>
-__global__ void __launch_bounds__(kRowThreads) backward_before(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
+__global__ void __launch_bounds__(kRowThreads)
+    backward_before(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
   constexpr int kLanes = 8;  // share a row
   const Sequence s(p.problem, blockIdx.z, blockIdx.y);
   const int first = blockIdx.x * kRowTile, lane = static_cast<int>(threadIdx.x) % kLanes;
   if (first >= s.length_q) return;
   const i64 padded = s.head * p.padded_rows + padded_row(p.problem, s) + first;
-  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < kRowTile; row += kRowThreads / kLanes) {
+  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < kRowTile;
+       row += kRowThreads / kLanes) {
     const bool inside = first + row < s.length_q;
     const i64 at = s.first_q + first + row;
     float sum = 0;
@@ -69,17 +77,22 @@ __global__ void __launch_bounds__(kRowThreads) backward_before(const FLEXOPS_GRI
   }
   if (!p.dq_sums) return;
   auto* zeros = reinterpret_cast<float4*>(p.dq_sums + padded * kDim);
-  for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads) zeros[i] = float4{0, 0, 0, 0};
+  for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads)
+    zeros[i] = float4{0, 0, 0, 0};
 }
 
 /// grid: (tiles of 64 rows, heads_q, batch); half of the columns for 128 threads each.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
+__global__ void __launch_bounds__(kRowThreads)
+    backward_after(const FLEXOPS_GRID_CONSTANT BackwardRowsParams p) {
   constexpr int kColumns = kDim / 2;
   const Sequence s(p.problem, blockIdx.z, blockIdx.y);
-  const int first = blockIdx.x * 64, half = static_cast<int>(threadIdx.x) / 128, thread = static_cast<int>(threadIdx.x) % 128;
+  const int first = blockIdx.x * 64, half = static_cast<int>(threadIdx.x) / 128,
+            thread = static_cast<int>(threadIdx.x) % 128;
   if (first >= s.length_q) return;
-  const float* sums = p.dq_sums + (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim + half * (64 * kColumns) + thread * 4;
+  const float* sums = p.dq_sums +
+                      (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim +
+                      half * (64 * kColumns) + thread * 4;
   float dq[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -87,7 +100,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_after(const FLEXOPS_GRID
     dq[4 * i] = four.x * p.problem.scale, dq[4 * i + 1] = four.y * p.problem.scale;
     dq[4 * i + 2] = four.z * p.problem.scale, dq[4 * i + 3] = four.w * p.problem.scale;
   }
-  store_query_gradient<T>(p.dq, s, first + thread / 32 * 16 + lane_row(), dq, p.problem.head_dim, half * kColumns);
+  store_query_gradient<T>(p.dq, s, first + thread / 32 * 16 + lane_row(), dq, p.problem.head_dim,
+                          half * kColumns);
 }
 
 struct HeadSumsParams {
@@ -102,7 +116,8 @@ __global__ void __launch_bounds__(64) backward_sums(const FLEXOPS_GRID_CONSTANT 
   const i64 row = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
-    const int columns = p.columns[which], column = 8 * static_cast<int>(threadIdx.x) - which * p.columns[0];
+    const int columns = p.columns[which],
+              column = 8 * static_cast<int>(threadIdx.x) - which * p.columns[0];
     if (column < 0 || column >= columns) continue;
     float sum[8] = {};
     for (int i = 0; i < p.group; ++i) {

@@ -1,23 +1,27 @@
-// Attention on the CPU: O = softmax(score(scale Q K^T)) V, and its gradients, without the matrix of scores in memory; compiled once per ISA
-// level (common/cpu.h). What it computes: flexops/ops/attention.py; after Dao, "FlashAttention-2" (2023).
+// Attention on the CPU: O = softmax(score(scale Q K^T)) V, and its gradients, without the matrix of
+// scores in memory; compiled once per ISA level (common/cpu.h). What it computes:
+// flexops/ops/attention.py; after Dao, "FlashAttention-2" (2023).
 //
 //   attention_products_cpu.cpp   the product of two small matrices: all that takes long
-//   attention_cpu.h              what both directions share: tiles on their way from memory, scores and their mask
-//   attention_cpu.cpp            forward
-//   attention_backward_cpu.cpp   backward
+//   attention_cpu.h              what both directions share: tiles on their way from memory, scores
+//   and their mask attention_cpu.cpp            forward attention_backward_cpu.cpp   backward
 //
-// A tile is kTile queries of a head, a block kKeys keys. Scores are transposed, a row a key, so that the lanes of a register are
-// neighbouring queries: softmax's maxima and sums need no reduction across lanes, and each of the five products
+// A tile is kTile queries of a head, a block kKeys keys. Scores are transposed, a row a key, so
+// that the lanes of a register are neighbouring queries: softmax's maxima and sums need no
+// reduction across lanes, and each of the five products
 //
 //   forward    S^T = K Q^T       O^T += V^T P^T
-//   backward   S^T = K Q^T       dP^T = V dO^T       dV += P^T dO       dK += dS^T Q       dQ^T += K^T dS^T
+//   backward   S^T = K Q^T       dP^T = V dO^T       dV += P^T dO       dK += dS^T Q       dQ^T +=
+//   K^T dS^T
 //
-// is out[row][column] (+)= sum over steps of left[row, step] right[step][column], where `left` is read a number at a time, from anywhere,
-// and `right` in whole registers. So K and V serve as they lie, in either direction; only Q and dO are transposed, once per tile.
+// is out[row][column] (+)= sum over steps of left[row, step] right[step][column], where `left` is
+// read a number at a time, from anywhere, and `right` in whole registers. So K and V serve as they
+// lie, in either direction; only Q and dO are transposed, once per tile.
 //
-// A tile's matrices (16 KiB each for 64 columns) are in the first-level cache or come from the second. 16-bit tensors are widened on their
-// way in. Where the processor has AVX512-BF16, bfloat16 stays so: a word then holds two numbers of neighbouring steps, and takes one
-// instruction (kPairs).
+// A tile's matrices (16 KiB each for 64 columns) are in the first-level cache or come from the
+// second. 16-bit tensors are widened on their way in. Where the processor has AVX512-BF16, bfloat16
+// stays so: a word then holds two numbers of neighbouring steps, and takes one instruction
+// (kPairs).
 #pragma once
 
 #include "attention/attention.h"
@@ -26,7 +30,9 @@
 namespace flexops::FLEXOPS_ISA {
 
 constexpr int64_t kTile = kAttentionRows, kKeys = kAttentionKeys;
-constexpr int64_t kStride = kTile + 16;  // of a tile's transposed matrices: rows 256 bytes apart would share few sets of the cache
+constexpr int64_t kStride =
+    kTile +
+    16;  // of a tile's transposed matrices: rows 256 bytes apart would share few sets of the cache
 constexpr float kAttentionInfinity = __builtin_inff();
 
 inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -40,8 +46,9 @@ inline int64_t words_of(int64_t count) {
 /// Whether bfloat16 is multiplied as it is.
 bool multiplies_bf16();
 
-/// out[row][column] = sum of left[row * left_row + step * left_step] * right[step * right_step + column] (+ out[row][column], if `add`).
-/// `columns` is a multiple of kLanes. A step is a word: a float, or a pair of bfloat16 numbers.
+/// out[row][column] = sum of left[row * left_row + step * left_step] * right[step * right_step +
+/// column] (+ out[row][column], if `add`). `columns` is a multiple of kLanes. A step is a word: a
+/// float, or a pair of bfloat16 numbers.
 struct Product {
   const float* left;
   int64_t left_row, left_step;
@@ -55,14 +62,16 @@ struct Product {
 template <bool kPairs>
 void multiply(const Product& product);
 
-// ---- memory ------------------------------------------------------------------------------------------------------------
+// ---- memory
+// --------------------------------------------------------------------------------
 
 /// One piece of memory, and parts of it that begin at lines of the cache.
 class Scratch {
  public:
   explicit Scratch(int64_t floats)
       : memory_(static_cast<char*>(malloc(static_cast<size_t>(floats) * 4 + 64))),
-        next_(reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_) + 63) & ~uintptr_t{63})) {}
+        next_(reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_) + 63) &
+                                       ~uintptr_t{63})) {}
   ~Scratch() { free(memory_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -91,14 +100,21 @@ struct AttentionSequence {
   }
 
   /// Where row `row` begins, in elements.
-  int64_t row_q(const AttentionTensor& x, int64_t row) const { return batch * x.batch + (first_q + row) * x.row + head * x.head; }
-  int64_t row_k(const AttentionTensor& x, int64_t row) const { return batch * x.batch + (first_k + row) * x.row + head_k * x.head; }
+  int64_t row_q(const AttentionTensor& x, int64_t row) const {
+    return batch * x.batch + (first_q + row) * x.row + head * x.head;
+  }
+  int64_t row_k(const AttentionTensor& x, int64_t row) const {
+    return batch * x.batch + (first_k + row) * x.row + head_k * x.head;
+  }
 
  private:
   /// Whatever the cumulative lengths say, within the tensor, and no longer than the longest.
-  void place(const int32_t* cumulative, int64_t rows, int64_t longest, int64_t& first, int64_t& length) const {
+  void place(const int32_t* cumulative, int64_t rows, int64_t longest, int64_t& first,
+             int64_t& length) const {
     first = cumulative ? least(most(cumulative[batch], 0), rows) : 0;
-    length = cumulative ? least(least(most(cumulative[batch + 1] - first, 0), rows - first), longest) : longest;
+    length = cumulative
+                 ? least(least(most(cumulative[batch + 1] - first, 0), rows - first), longest)
+                 : longest;
   }
 };
 
@@ -110,31 +126,39 @@ struct KeyRange {
   int64_t begin, end;
   KeyRange(const Attention& p, const AttentionSequence& s, int64_t first, int64_t count)
       : begin(p.window_left < 0 ? 0 : most(0, first + s.offset - p.window_left)),
-        end(p.window_right < 0 ? s.length_k : least(s.length_k, first + count + s.offset + p.window_right)) {}
+        end(p.window_right < 0 ? s.length_k
+                               : least(s.length_k, first + count + s.offset + p.window_right)) {}
 };
 
 /// [rows][columns] words become [columns][to_row] words.
-void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row);
+void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to,
+               int64_t to_row);
 
-/// `rows` rows of `columns` elements as words [rows][stride], zeros behind them: neighbouring steps are neighbours.
+/// `rows` rows of `columns` elements as words [rows][stride], zeros behind them: neighbouring steps
+/// are neighbours.
 template <bool kPairs>
-void load_rows(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to, int64_t stride);
+void load_rows(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+               ElementType type, float* to, int64_t stride);
 
-/// The same as words [words_of(rows)][stride], where rows are the steps; zeros beside and below them.
+/// The same as words [words_of(rows)][stride], where rows are the steps; zeros beside and below
+/// them.
 template <bool kPairs>
-void load_steps(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to, int64_t stride);
+void load_steps(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                ElementType type, float* to, int64_t stride);
 
-/// The same transposed: words [words_of(columns)][kStride], a column for each row of memory and zeros in what is left of whole registers.
-/// `buffer` has room for the rows.
+/// The same transposed: words [words_of(columns)][kStride], a column for each row of memory and
+/// zeros in what is left of whole registers. `buffer` has room for the rows.
 template <bool kPairs>
-void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
-                     float* buffer);
+void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                     ElementType type, float* to, float* buffer);
 
-/// A tile's way back: `columns` rows of [kStride] become rows of memory, the queries', which are `rows`.
-void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, ElementType type,
-                      float* buffer);
+/// A tile's way back: `columns` rows of [kStride] become rows of memory, the queries', which are
+/// `rows`.
+void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset,
+                      int64_t row, ElementType type, float* buffer);
 
-// ---- scores ------------------------------------------------------------------------------------------------------------
+// ---- scores
+// --------------------------------------------------------------------------------
 
 /// What makes scores of products. Plain: nothing but the scale, which softmax applies.
 class Scores {
@@ -145,8 +169,9 @@ class Scores {
   float factor() const { return plain_ ? p_.scale : 1.0f; }
   bool plain() const { return plain_; }
 
-  /// Products [keys][kStride] become scores, those that a query does not see -infinity. `slopes`, unless null: d score / (scale d product),
-  /// not written if there is no soft cap. `buffer` has room for two tiles.
+  /// Products [keys][kStride] become scores, those that a query does not see -infinity. `slopes`,
+  /// unless null: d score / (scale d product), not written if there is no soft cap. `buffer` has
+  /// room for two tiles.
   void apply(float* s, float* slopes, int64_t key, int64_t keys, float* buffer) const;
   bool has_slopes() const { return p_.softcap > 0.0f; }
 

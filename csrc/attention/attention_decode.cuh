@@ -1,15 +1,16 @@
 // Attention forward of few queries and many keys, as in generation, on sm_80 and newer.
 //
-// The 16 rows of a product are queries of all the heads that share a key head: row i is query i / group of head i % group of these. Keys
-// are split: a block of threads has one of `splits` parts of what its rows see, and within it each warp every kWarps-th block of kN keys,
-// with a softmax of its own. What bounds all this is memory, so a warp has a ring of kStages blocks that cp.async fills, and waits for no
-// other warp until the end.
+// The 16 rows of a product are queries of all the heads that share a key head: row i is query i /
+// group of head i % group of these. Keys are split: a block of threads has one of `splits` parts of
+// what its rows see, and within it each warp every kWarps-th block of kN keys, with a softmax of
+// its own. What bounds all this is memory, so a warp has a ring of kStages blocks that cp.async
+// fills, and waits for no other warp until the end.
 //
-//   Shared memory: kWarps kStages blocks of kN keys and their values; at the end, each warp's O, maxima and sums.
-//   Registers of a thread: Q (kDim / 4), S (kN / 2), O (kDimV / 2).
+//   Shared memory: kWarps kStages blocks of kN keys and their values; at the end, each warp's O,
+//   maxima and sums. Registers of a thread: Q (kDim / 4), S (kN / 2), O (kDimV / 2).
 //
-// Then the warps' rows are put together. With one split that is the output; else it is a part of it, which decode_combine adds to the
-// others.
+// Then the warps' rows are put together. With one split that is the output; else it is a part of
+// it, which decode_combine adds to the others.
 #pragma once
 
 #include "attention/attention_mma.cuh"
@@ -25,17 +26,22 @@ struct DecodeParams {
 
 template <class T, int kDim, int kDimV, int kWarps_, int kN>
 struct Decode {
-  static constexpr int kM = 16, kWarps = kWarps_, kThreads = 32 * kWarps, kMost = 96 * 1024;  // bytes: what sm_86 and sm_89 have, too
+  static constexpr int kM = 16, kWarps = kWarps_, kThreads = 32 * kWarps,
+                       kMost = 96 * 1024;  // bytes: what sm_86 and sm_89 have, too
   using K = Panels<kN, kDim>;
   using V = Panels<kN, kDimV>;
-  static constexpr int kStages = kMost / (kWarps * (K::kBytes + V::kBytes)), kBytes = kStages * kWarps * (K::kBytes + V::kBytes);
-  // At the end, in floats: rows of O, four more of each than there are columns, so that a quad's rows lie in different banks.
-  static constexpr int kRow = kDimV + 4, kMaxima = kWarps * kM * kRow, kSums = kMaxima + kWarps * kM;
-  static_assert(kStages >= 2 && (kSums + kWarps * kM) * 4 <= kBytes, "room for the pipeline, and for the end");
+  static constexpr int kStages = kMost / (kWarps * (K::kBytes + V::kBytes)),
+                       kBytes = kStages * kWarps * (K::kBytes + V::kBytes);
+  // At the end, in floats: rows of O, four more of each than there are columns, so that a quad's
+  // rows lie in different banks.
+  static constexpr int kRow = kDimV + 4, kMaxima = kWarps * kM * kRow,
+                       kSums = kMaxima + kWarps * kM;
+  static_assert(kStages >= 2 && (kSums + kWarps * kM) * 4 <= kBytes,
+                "room for the pipeline, and for the end");
 };
 
-/// Starts a warp's copies of a tile's rows, of which `rows` are there, and `columns` of each row (a multiple of 8); the others become
-/// zeros.
+/// Starts a warp's copies of a tile's rows, of which `rows` are there, and `columns` of each row (a
+/// multiple of 8); the others become zeros.
 template <class Tile, class T>
 FLEXOPS_DEVICE void load_rows_by_warp(u32 tile, const T* from, i64 stride, int rows, int columns) {
   constexpr int kVectors = Tile::kColumns / 8, kTotal = Tile::kRows * kVectors;
@@ -44,14 +50,17 @@ FLEXOPS_DEVICE void load_rows_by_warp(u32 tile, const T* from, i64 stride, int r
   for (int i = 0; i < kTotal / 32; ++i) {
     const int at = 32 * i + lane_id(), row = at / kVectors, vector = at % kVectors;
     const bool there = row < rows && 8 * vector < columns;
-    async_copy16(Tile::place(tile, row, vector), there ? from + row * stride + 8 * vector : from, there);
+    async_copy16(Tile::place(tile, row, vector), there ? from + row * stride + 8 * vector : from,
+                 there);
   }
 }
 
-/// What parts of a row have in common: their exponents' maximum, and a sink's, and the sum relative to it.
+/// What parts of a row have in common: their exponents' maximum, and a sink's, and the sum relative
+/// to it.
 struct Total {
   float shift, sum;
-  FLEXOPS_DEVICE Total(float most, const float* sink) : shift(sink ? fmaxf(most, *sink * kLog2E) : most), sum(0) {
+  FLEXOPS_DEVICE Total(float most, const float* sink)
+      : shift(sink ? fmaxf(most, *sink * kLog2E) : most), sum(0) {
     if (shift == -infinity()) shift = 0;
     if (sink) sum = exp2_approx(*sink * kLog2E - shift);
   }
@@ -61,21 +70,29 @@ struct Total {
 
 /// 8 columns of a query's output.
 template <class T>
-FLEXOPS_DEVICE void store_columns(const ForwardParams& p, const Sequence& s, int query, int column, const float (&o)[8]) {
-  const uint4 packed = {pack2<T>(o[0], o[1]), pack2<T>(o[2], o[3]), pack2<T>(o[4], o[5]), pack2<T>(o[6], o[7])};
+FLEXOPS_DEVICE void store_columns(const ForwardParams& p, const Sequence& s, int query, int column,
+                                  const float (&o)[8]) {
+  const uint4 packed = {pack2<T>(o[0], o[1]), pack2<T>(o[2], o[3]), pack2<T>(o[4], o[5]),
+                        pack2<T>(o[6], o[7])};
   *reinterpret_cast<uint4*>(s.rows_q<T>(p.o, query) + column) = packed;
 }
-FLEXOPS_DEVICE void store_log_sum(const ForwardParams& p, const Sequence& s, int query, float log2_sum) {
-  if (p.lse) p.lse[s.coordinate * p.lse_batch + s.head * p.lse_head + s.first_q + query] = log2_sum * kLn2;
+FLEXOPS_DEVICE void store_log_sum(const ForwardParams& p, const Sequence& s, int query,
+                                  float log2_sum) {
+  if (p.lse)
+    p.lse[s.coordinate * p.lse_batch + s.head * p.lse_head + s.first_q + query] = log2_sum * kLn2;
 }
 FLEXOPS_DEVICE i64 part_row(const DecodeParams& p, int split, const Sequence& s, int query) {
   const Problem& problem = p.call.problem;
-  return ((static_cast<i64>(split) * problem.batch + s.batch) * problem.heads_q + s.head) * problem.length_q + query;
+  return ((static_cast<i64>(split) * problem.batch + s.batch) * problem.heads_q + s.head) *
+             problem.length_q +
+         query;
 }
 
-/// grid: tiles * splits * batch * heads_k blocks; tiles that have the same keys are neighbours, and meet in the L2 cache.
+/// grid: tiles * splits * batch * heads_k blocks; tiles that have the same keys are neighbours, and
+/// meet in the L2 cache.
 template <class T, int kDim, int kDimV, int kWarps, int kN, class Modifier>
-__global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
+__global__ void __launch_bounds__(32 * kWarps, 2)
+    decode(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   using K = typename Shape::K;
   using V = typename Shape::V;
@@ -83,7 +100,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   __align__(1024) extern __shared__ u8 memory[];
 
   const Problem& problem = p.call.problem;
-  const int tile = static_cast<int>(blockIdx.x) % p.call.tiles, part = static_cast<int>(blockIdx.x) / p.call.tiles;
+  const int tile = static_cast<int>(blockIdx.x) % p.call.tiles,
+            part = static_cast<int>(blockIdx.x) / p.call.tiles;
   const int split = part % p.splits, both = part / p.splits, group = problem.group;
   const Sequence s(problem, both / problem.heads_k, both % problem.heads_k * group);
   const int first = tile * kM, rows_there = s.length_q * group;
@@ -92,16 +110,19 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   // The keys that any of the rows sees, and of these the part.
   const int lowest = max(0, first / group + s.offset - problem.window_left) / kN;
   const int last = (min(first + kM, rows_there) - 1) / group;
-  const int highest = ceil_div(max(0, min(s.length_k, last + s.offset + problem.window_right + 1)), kN);
-  const int each = ceil_div(max(0, highest - lowest), p.splits), begin = lowest + split * each, end = min(begin + each, highest);
+  const int highest =
+      ceil_div(max(0, min(s.length_k, last + s.offset + problem.window_right + 1)), kN);
+  const int each = ceil_div(max(0, highest - lowest), p.splits), begin = lowest + split * each,
+            end = min(begin + each, highest);
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const u32 ring = static_cast<u32>(__cvta_generic_to_shared(memory)) + warp * kStages * kStage;
   const auto load = [&](int n, int stage) {
     if (n < end) {
-      load_rows_by_warp<K>(ring + stage * kStage, s.rows_k<const T>(p.call.k, n * kN), p.call.k.row, s.length_k - n * kN, problem.head_dim);
-      load_rows_by_warp<V>(ring + stage * kStage + K::kBytes, s.rows_k<const T>(p.call.v, n * kN), p.call.v.row, s.length_k - n * kN,
-                           problem.head_dim_v);
+      load_rows_by_warp<K>(ring + stage * kStage, s.rows_k<const T>(p.call.k, n * kN), p.call.k.row,
+                           s.length_k - n * kN, problem.head_dim);
+      load_rows_by_warp<V>(ring + stage * kStage + K::kBytes, s.rows_k<const T>(p.call.v, n * kN),
+                           p.call.v.row, s.length_k - n * kN, problem.head_dim_v);
     }
     async_commit();
   };
@@ -109,8 +130,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i);
 
   // This lane's two rows.
-  const int row[2] = {first + lane_row(), first + lane_row() + 8}, query[2] = {row[0] / group, row[1] / group};
-  const Sequence of_row[2] = {Sequence(problem, s.batch, s.head + row[0] % group), Sequence(problem, s.batch, s.head + row[1] % group)};
+  const int row[2] = {first + lane_row(), first + lane_row() + 8},
+            query[2] = {row[0] / group, row[1] / group};
+  const Sequence of_row[2] = {Sequence(problem, s.batch, s.head + row[0] % group),
+                              Sequence(problem, s.batch, s.head + row[1] % group)};
   const Modifier modifier[2] = {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])};
   const Visible visible[2] = {Visible(problem, s, query[0]), Visible(problem, s, query[1])};
   u32 q[kDim / 16][4];
@@ -118,7 +141,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   for (int i = 0; i < kDim / 4; ++i) {
     const int r = i % 2, column = i / 2 * 8 + lane_column();
     const bool there = row[r] < rows_there && column < problem.head_dim;
-    q[i / 4][i % 4] = there ? *reinterpret_cast<const u32*>(of_row[r].rows_q<const T>(p.call.q, query[r]) + column) : 0;
+    q[i / 4][i % 4] =
+        there
+            ? *reinterpret_cast<const u32*>(of_row[r].rows_q<const T>(p.call.q, query[r]) + column)
+            : 0;
   }
 
   const float scale = exponent_scale<Modifier>(problem);
@@ -155,7 +181,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
     scale_rows(out, correction);
 #pragma unroll
     for (int step = 0; step < kN / 16; ++step) {
-      const u32 left[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
+      const u32 left[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+                           weights[4 * step + 3]};
 #pragma unroll
       for (int j = 0; j < kDimV / 16; ++j) {
         u32 right[4];
@@ -175,10 +202,12 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
   for (int r = 0; r < 2; ++r) {
     const int at = warp * kM + lane_row() + 8 * r;
     const float sum = quad_sum(rows.sum[r]);
-    if (lane_id() % 4 == 0) maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
+    if (lane_id() % 4 == 0)
+      maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
 #pragma unroll
     for (int j = 0; j < kDimV / 8; ++j)
-      *reinterpret_cast<float2*>(parts + at * Shape::kRow + 8 * j + lane_column()) = float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+      *reinterpret_cast<float2*>(parts + at * Shape::kRow + 8 * j + lane_column()) =
+          float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
   }
   __syncthreads();
   constexpr int kVectors = kDimV / 8;
@@ -194,7 +223,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
       const float weight = exp2_approx(maxima[w * kM + at] - total.shift);
       total.sum = fmaf(weight, sums[w * kM + at], total.sum);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) o[j] = fmaf(weight, parts[(w * kM + at) * Shape::kRow + column + j], o[j]);
+      for (int j = 0; j < 8; ++j)
+        o[j] = fmaf(weight, parts[(w * kM + at) * Shape::kRow + column + j], o[j]);
     }
     const float factor = total.factor();
 #pragma unroll
@@ -214,15 +244,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2) decode(const FLEXOPS_GRID_CONS
 
 constexpr int kMostSplits = 128;  // a lane of decode_combine's four warps for each
 
-/// A block of threads for each query and head: its splits' rows, weighed by their sums. Warp w has splits w, w + 4, ... Grid: batch *
-/// heads_q * length_q blocks of 128.
+/// A block of threads for each query and head: its splits' rows, weighed by their sums. Warp w has
+/// splits w, w + 4, ... Grid: batch * heads_q * length_q blocks of 128.
 template <class T>
 __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
   constexpr int kWarps = 4, kColumns = 256;
   __shared__ float maxima[kWarps], sums[kWarps], rows[kWarps][kColumns];
   const Problem& problem = p.call.problem;
-  const int query = static_cast<int>(blockIdx.x) % problem.length_q, both = static_cast<int>(blockIdx.x) / problem.length_q;
-  const int warp = static_cast<int>(threadIdx.x) / 32, column = lane_id() * 8, mine = warp + kWarps * lane_id();
+  const int query = static_cast<int>(blockIdx.x) % problem.length_q,
+            both = static_cast<int>(blockIdx.x) / problem.length_q;
+  const int warp = static_cast<int>(threadIdx.x) / 32, column = lane_id() * 8,
+            mine = warp + kWarps * lane_id();
   const Sequence s(problem, both / problem.heads_q, both % problem.heads_q);
   if (query >= s.length_q) return;
   const i64 first = part_row(p, 0, s, query), step = part_row(p, 1, s, query) - first;
@@ -242,10 +274,13 @@ __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTAN
   for (int split = warp; split < p.splits; split += kWarps) {
     const float factor = shuffle(weight, split / kWarps);
     if (column >= problem.head_dim_v) continue;
-    const float4* const vectors = reinterpret_cast<const float4*>(p.parts + (first + split * step) * problem.head_dim_v + column);
+    const float4* const vectors = reinterpret_cast<const float4*>(
+        p.parts + (first + split * step) * problem.head_dim_v + column);
     const float4 low = vectors[0], high = vectors[1];
-    o[0] = fmaf(factor, low.x, o[0]), o[1] = fmaf(factor, low.y, o[1]), o[2] = fmaf(factor, low.z, o[2]), o[3] = fmaf(factor, low.w, o[3]);
-    o[4] = fmaf(factor, high.x, o[4]), o[5] = fmaf(factor, high.y, o[5]), o[6] = fmaf(factor, high.z, o[6]);
+    o[0] = fmaf(factor, low.x, o[0]), o[1] = fmaf(factor, low.y, o[1]),
+    o[2] = fmaf(factor, low.z, o[2]), o[3] = fmaf(factor, low.w, o[3]);
+    o[4] = fmaf(factor, high.x, o[4]), o[5] = fmaf(factor, high.y, o[5]),
+    o[6] = fmaf(factor, high.z, o[6]);
     o[7] = fmaf(factor, high.w, o[7]);
   }
 #pragma unroll
@@ -258,7 +293,9 @@ __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTAN
   total.sum += sums[0] + sums[1] + sums[2] + sums[3];
   const float factor = total.factor();
 #pragma unroll
-  for (int j = 0; j < 8; ++j) o[j] = factor * (rows[0][column + j] + rows[1][column + j] + rows[2][column + j] + rows[3][column + j]);
+  for (int j = 0; j < 8; ++j)
+    o[j] = factor *
+           (rows[0][column + j] + rows[1][column + j] + rows[2][column + j] + rows[3][column + j]);
   store_columns<T>(p.call, s, query, column, o);
   if (column == 0) store_log_sum(p.call, s, query, total.log2_sum());
 }

@@ -1,23 +1,27 @@
 // Attention forward on Hopper (sm_90a).
 //
-// A block of threads is one per multiprocessor and stays there (persistent). It has a producer warpgroup, of which one thread works, and
-// kGroups consumer warpgroups, each with 64 of the tile's kM = 64 kGroups queries.
+// A block of threads is one per multiprocessor and stays there (persistent). It has a producer
+// warpgroup, of which one thread works, and kGroups consumer warpgroups, each with 64 of the tile's
+// kM = 64 kGroups queries.
 //
-//   Shared memory: Q's tile; a ring of kStages blocks of kN keys, and one of their values; barriers "full" (the copy engine has delivered)
-//   and "empty" (every consumer warp is done) for each of them; the numbers of the next tiles.
-//   Registers: a producer's thread keeps kProducerRegisters. A consumer's has S (64 x kN, in float32: kN / 2 registers), P (S in T, the
-//   second product's left operand: kN / 4) and O (64 x kDimV: kDimV / 2).
+//   Shared memory: Q's tile; a ring of kStages blocks of kN keys, and one of their values; barriers
+//   "full" (the copy engine has delivered) and "empty" (every consumer warp is done) for each of
+//   them; the numbers of the next tiles. Registers: a producer's thread keeps kProducerRegisters. A
+//   consumer's has S (64 x kN, in float32: kN / 2 registers), P (S in T, the second product's left
+//   operand: kN / 4) and O (64 x kDimV: kDimV / 2).
 //
 //   Consumer, for block n from the last one to the first:
 //     starts S' = Q K(n)^T and O += P V(n + 1), one after the other without a wait;
 //     P' = softmax(mask(S')), O *= correction.
 //
-// Warpgroups start their products in turn (named barriers, "ping-pong"), so that the softmax of one runs beside the products of the others.
-// (In the source softmax stands before the wait for O, beside the same warpgroup's second product; ptxas moves the wait up. Made to obey
-// by a branch it was 2 to 5 % slower on an H200.)
+// Warpgroups start their products in turn (named barriers, "ping-pong"), so that the softmax of one
+// runs beside the products of the others. (In the source softmax stands before the wait for O,
+// beside the same warpgroup's second product; ptxas moves the wait up. Made to obey by a branch it
+// was 2 to 5 % slower on an H200.)
 //
-// Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2 cache holds keys and values of; the
-// producer takes the next one's number from a counter and loads its Q while consumers end the one before.
+// Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2
+// cache holds keys and values of; the producer takes the next one's number from a counter and loads
+// its Q while consumers end the one before.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -26,20 +30,25 @@
 namespace flexops::attention {
 
 struct ForwardHopperParams {
-  hopper::TensorMap q, k, v;  // 4 dimensions, from the inner: head_dim, length, heads, batch; boxes of Tile::kPanel x rows
+  hopper::TensorMap q, k, v;  // 4 dimensions, from the inner: head_dim, length, heads, batch; boxes
+                              // of Tile::kPanel x rows
   ForwardParams call;
-  int* counter;  // zero at the launch; null if there are at most two tiles for each block of threads
+  int*
+      counter;  // zero at the launch; null if there are at most two tiles for each block of threads
 };
 
 template <class T, int kDim, int kDimV, int kGroups, int kN>
 struct ForwardHopper {
-  static constexpr int kM = 64 * kGroups, kStages = 2, kThreads = (kGroups + 1) * hopper::kWarpgroup;
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24, kConsumerRegisters = kGroups == 3 ? 160 : 240;
+  static constexpr int kM = 64 * kGroups, kStages = 2,
+                       kThreads = (kGroups + 1) * hopper::kWarpgroup;
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24,
+                       kConsumerRegisters = kGroups == 3 ? 160 : 240;
   using Q = hopper::Tile<kM, kDim>;
   using K = hopper::Tile<kN, kDim>;
   using V = hopper::Tile<kN, kDimV>;
   // Shared memory, in bytes.
-  static constexpr int kQ = 0, kK = kQ + Q::kBytes, kV = kK + kStages * K::kBytes, kBarriers = kV + kStages * V::kBytes;
+  static constexpr int kQ = 0, kK = kQ + Q::kBytes, kV = kK + kStages * K::kBytes,
+                       kBarriers = kV + kStages * V::kBytes;
   static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages + 4) + 8;
   static_assert(kBytes <= 227 * 1024, "a multiprocessor's shared memory");
 
@@ -63,7 +72,9 @@ struct ForwardHopper {
     using hopper::init;
     constexpr int kConsumers = 4 * kGroups;  // warps
     init(q_full(), 1), init(q_empty(), kConsumers);
-    for (int i = 0; i < kStages; ++i) init(k_full(i), 1), init(v_full(i), 1), init(k_empty(i), kConsumers), init(v_empty(i), kConsumers);
+    for (int i = 0; i < kStages; ++i)
+      init(k_full(i), 1), init(v_full(i), 1), init(k_empty(i), kConsumers),
+          init(v_empty(i), kConsumers);
     for (int i = 0; i < 2; ++i) init(tile_full(i), 1), init(tile_empty(i), kConsumers);
     hopper::fence_init();
   }
@@ -81,13 +92,15 @@ FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& s
   const auto load_k = [&](const Sequence& s, int n) {
     wait(shape.k_empty(turn_k.stage), turn_k.parity ^ 1);
     expect(shape.k_full(turn_k.stage), Shape::K::kBytes);
-    Shape::K::load(shape.k(turn_k.stage), p.k, shape.k_full(turn_k.stage), s.first_k + n * kN, s.head_k, s.coordinate);
+    Shape::K::load(shape.k(turn_k.stage), p.k, shape.k_full(turn_k.stage), s.first_k + n * kN,
+                   s.head_k, s.coordinate);
     turn_k.next();
   };
   const auto load_v = [&](const Sequence& s, int n) {
     wait(shape.v_empty(turn_v.stage), turn_v.parity ^ 1);
     expect(shape.v_full(turn_v.stage), Shape::V::kBytes);
-    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), s.first_k + n * kN, s.head_k, s.coordinate);
+    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), s.first_k + n * kN,
+                   s.head_k, s.coordinate);
     turn_v.next();
   };
   for (int tile = blockIdx.x;; turn.next()) {
@@ -97,7 +110,9 @@ FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& s
     if (tile >= tiles) return;
     const int blocks = static_cast<int>(gridDim.x);
     // Without a counter who had the first tile, the longest, has the last one: the shortest.
-    const int next = p.counter ? blocks + atomicAdd(p.counter, 1) : tile < blocks ? 2 * blocks - 1 - tile : tiles;
+    const int next = p.counter       ? blocks + atomicAdd(p.counter, 1)
+                     : tile < blocks ? 2 * blocks - 1 - tile
+                                     : tiles;
     const TileNumber number(tile, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
     const Sequence s(problem, number.batch, number.head);
     const int m = p.call.tiles - 1 - number.tile;
@@ -146,7 +161,8 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
     const Modifier modifier(problem, s);
     const int m = p.call.tiles - 1 - number.tile;
     const Blocks blocks = visible_keys<kM, kN>(problem, s, m);
-    const int first_row = m * kM + group * 64, row = first_row + static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16 + lane_row();
+    const int first_row = m * kM + group * 64,
+              row = first_row + static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16 + lane_row();
 
     float scores[kN / 2], out[V::kColumns / 2] = {}, correction[2];
     u32 weights[kN / 4];
@@ -155,13 +171,15 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < Q::kColumns / 16; ++step)
-        wgmma<T, false, false>(scores, Q::rows(shape.q(), group * 64, step), K::rows(shape.k(turn_k.stage), 0, step), step > 0);
+        wgmma<T, false, false>(scores, Q::rows(shape.q(), group * 64, step),
+                               K::rows(shape.k(turn_k.stage), 0, step), step > 0);
       wgmma_commit();
     };
     const auto start_out = [&] {
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kN / 16; ++step) wgmma<T, true>(out, weights + 4 * step, V::columns(shape.v(turn_v.stage), 0, step), true);
+      for (int step = 0; step < kN / 16; ++step)
+        wgmma<T, true>(out, weights + 4 * step, V::columns(shape.v(turn_v.stage), 0, step), true);
       wgmma_commit();
     };
     const auto end_scores = [&](int n) {
@@ -171,7 +189,8 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
       }
       turn_k.next();
       modify(scores, modifier, row, n * kN + lane_column());
-      if (is_partial(problem, s, first_row, 64, n * kN, kN)) mask(scores, problem, s, row, n * kN + lane_column());
+      if (is_partial(problem, s, first_row, 64, n * kN, kN))
+        mask(scores, problem, s, row, n * kN + lane_column());
       rows.update(scores, scale, correction);
     };
     const auto end_out = [&] {
@@ -202,7 +221,8 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
         wgmma_wait<0>(out);
         end_out();
         pack<T>(weights, scores);
-        if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f)) scale_rows(out, correction);  // later, maxima seldom change
+        if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f))
+          scale_rows(out, correction);  // later, maxima seldom change
       }
       wait(shape.v_full(turn_v.stage), turn_v.parity);
       start_out();
@@ -215,10 +235,12 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
 }
 
 template <class T, int kDim, int kDimV, int kGroups, int kN, class Modifier>
-__global__ void __launch_bounds__((kGroups + 1) * 128, 1) forward_hopper(const FLEXOPS_GRID_CONSTANT ForwardHopperParams p) {
+__global__ void __launch_bounds__((kGroups + 1) * 128, 1)
+    forward_hopper(const FLEXOPS_GRID_CONSTANT ForwardHopperParams p) {
   using Shape = ForwardHopper<T, kDim, kDimV, kGroups, kN>;
   __align__(1024) extern __shared__ u8 memory[];
-  const Shape shape(shuffle(hopper::shared_address(memory), 0));  // by way of a shuffle it is not computed over and over
+  const Shape shape(shuffle(hopper::shared_address(memory),
+                            0));  // by way of a shuffle it is not computed over and over
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v);
     shape.init_barriers();

@@ -1,6 +1,6 @@
-// What attention's launchers share: the kernels of a tiling, by type and score modifier, and what they are told of a call. Each direction's
-// launcher chooses among its tilings; the kernels' pages say what the tiles are, and which ones are taken was measured
-// (docs/benchmarks/README.md).
+// What attention's launchers share: the kernels of a tiling, by type and score modifier, and what
+// they are told of a call. Each direction's launcher chooses among its tilings; the kernels' pages
+// say what the tiles are, and which ones are taken was measured (docs/benchmarks/README.md).
 #pragma once
 
 #include "attention/attention.cuh"
@@ -10,23 +10,30 @@
 
 namespace flexops::attention {
 
-// ---- which kernels there are ------------------------------------------------------------------------------------------------------------
+// ---- which kernels there are
+// --------------------------------------------------------------------------------
 
 template <class Params>
 struct PerType {
   KernelOf<Params> f16, bf16;
-  const KernelOf<Params>& of(const Attention& a) const { return a.type == ElementType::bf16 ? bf16 : f16; }
+  const KernelOf<Params>& of(const Attention& a) const {
+    return a.type == ElementType::bf16 ? bf16 : f16;
+  }
 };
-#define FLEXOPS_PER_TYPE(which, name, ...) {which<attention::name<f16, ##__VA_ARGS__>>, which<attention::name<bf16, ##__VA_ARGS__>>}
+#define FLEXOPS_PER_TYPE(which, name, ...) \
+  {which<attention::name<f16, ##__VA_ARGS__>>, which<attention::name<bf16, ##__VA_ARGS__>>}
 /// Where float16 is rare, as it is in training.
-#define FLEXOPS_PER_COMMON_TYPE(name, ...) {rare_kernel<attention::name<f16, ##__VA_ARGS__>>, kernel<attention::name<bf16, ##__VA_ARGS__>>}
+#define FLEXOPS_PER_COMMON_TYPE(name, ...) \
+  {rare_kernel<attention::name<f16, ##__VA_ARGS__>>, kernel<attention::name<bf16, ##__VA_ARGS__>>}
 
 enum ModifierKind { kPlain, kSoftcap, kAlibi, kBias, kAny, kDefined, kModifiers };
 
 inline ModifierKind modifier_of(const Attention& a) {
   if (a.score_mod) return kDefined;
   const int features = (a.softcap > 0) + (a.alibi != nullptr) + (a.bias != nullptr);
-  if (features == 0) return a.scale > 0 ? kPlain : kAny;  // a plain maximum is the product's, which has to be the score's
+  if (features == 0)
+    return a.scale > 0 ? kPlain
+                       : kAny;  // a plain maximum is the product's, which has to be the score's
   return features > 1 ? kAny : a.softcap > 0 ? kSoftcap : a.alibi ? kAlibi : kBias;
 }
 
@@ -37,7 +44,8 @@ struct Variants {
   KernelOf<Params> of(const Attention& a) const {
     const ModifierKind modifier = modifier_of(a);
     const KernelOf<Params>& found = kernels[modifier].of(a);
-    return modifier == kDefined ? KernelOf<Params>{detail::with_text(found.kernel, a.score_mod)} : found;
+    return modifier == kDefined ? KernelOf<Params>{detail::with_text(found.kernel, a.score_mod)}
+                                : found;
   }
 };
 #define FLEXOPS_VARIANTS_BESIDE(plain, name, ...)                                            \
@@ -50,8 +58,10 @@ struct Variants {
           FLEXOPS_PER_TYPE(rare_kernel, name, __VA_ARGS__, Defined)                          \
     }                                                                                        \
   }
-#define FLEXOPS_VARIANTS(name, ...) FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_TYPE(kernel, name, __VA_ARGS__, Plain), name, __VA_ARGS__)
-#define FLEXOPS_COMMON_VARIANTS(name, ...) FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_COMMON_TYPE(name, __VA_ARGS__, Plain), name, __VA_ARGS__)
+#define FLEXOPS_VARIANTS(name, ...) \
+  FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_TYPE(kernel, name, __VA_ARGS__, Plain), name, __VA_ARGS__)
+#define FLEXOPS_COMMON_VARIANTS(name, ...) \
+  FLEXOPS_VARIANTS_BESIDE(FLEXOPS_PER_COMMON_TYPE(name, __VA_ARGS__, Plain), name, __VA_ARGS__)
 
 /// `dim` and `dim_v`: the most columns that it takes.
 template <class Params>
@@ -70,30 +80,41 @@ const Tiling<Params>& first_fitting(const Tiling<Params> (&tilings)[kCount], con
 }
 
 template <class Params>
-void launch_tiles(const Tiling<Params>& tiling, const Attention& a, int64_t grid, void* stream, const Params& p) {
-  launch(tiling.variants.of(a), {blocks(grid), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
+void launch_tiles(const Tiling<Params>& tiling, const Attention& a, int64_t grid, void* stream,
+                  const Params& p) {
+  launch(tiling.variants.of(a),
+         {blocks(grid), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
 }
 
 constexpr const char* kTooMany = "attention has more tiles than a grid";
-inline bool fits_grid(int64_t tiles, int64_t batch, int64_t heads) { return tiles * batch * heads < int64_t{1} << 31; }
+inline bool fits_grid(int64_t tiles, int64_t batch, int64_t heads) {
+  return tiles * batch * heads < int64_t{1} << 31;
+}
 
-// ---- which of them run here -------------------------------------------------------------------------------------------------------------
+// ---- which of them run here
+// --------------------------------------------------------------------------------
 
 /// Tests' choice: false leaves Hopper's own kernels out.
 inline bool hopper_allowed = true;
 
-/// Whether the kernels of attention_*_hopper.cuh run here. Their machine code is Hopper's alone, and the copy engine cannot be told of
-/// tensors without rows.
-inline bool takes_hopper(const Attention& a) { return hopper_allowed && gpu_facts().capability == 90 && a.rows_q > 0 && a.rows_k > 0; }
+/// Whether the kernels of attention_*_hopper.cuh run here. Their machine code is Hopper's alone,
+/// and the copy engine cannot be told of tensors without rows.
+inline bool takes_hopper(const Attention& a) {
+  return hopper_allowed && gpu_facts().capability == 90 && a.rows_q > 0 && a.rows_k > 0;
+}
 inline bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
 
-// ---- what kernels are told --------------------------------------------------------------------------------------------------------------
+// ---- what kernels are told
+// --------------------------------------------------------------------------------
 
-inline int as_window(int64_t keys) { return keys < 0 || keys > kUnlimited ? kUnlimited : static_cast<int>(keys); }
+inline int as_window(int64_t keys) {
+  return keys < 0 || keys > kUnlimited ? kUnlimited : static_cast<int>(keys);
+}
 
 inline Problem make_problem(const Attention& a) {
   Problem p = {};
-  p.batch = static_cast<int>(a.batch), p.heads_q = static_cast<int>(a.heads_q), p.heads_k = static_cast<int>(a.heads_k);
+  p.batch = static_cast<int>(a.batch), p.heads_q = static_cast<int>(a.heads_q),
+  p.heads_k = static_cast<int>(a.heads_k);
   p.group = static_cast<int>(a.heads_q / a.heads_k);
   p.length_q = static_cast<int>(a.length_q), p.length_k = static_cast<int>(a.length_k);
   p.cumulative_q = a.cumulative_q, p.cumulative_k = a.cumulative_k;
@@ -101,36 +122,48 @@ inline Problem make_problem(const Attention& a) {
   p.window_left = as_window(a.window_left), p.window_right = as_window(a.window_right);
   p.scale = a.scale, p.softcap = a.softcap;
   p.bias = a.bias, p.bias_type = a.bias_type;
-  p.bias_batch = a.bias_strides[0], p.bias_head = a.bias_strides[1], p.bias_row = a.bias_strides[2], p.bias_column = a.bias_strides[3];
+  p.bias_batch = a.bias_strides[0], p.bias_head = a.bias_strides[1], p.bias_row = a.bias_strides[2],
+  p.bias_column = a.bias_strides[3];
   p.alibi = a.alibi, p.alibi_batch = a.alibi_strides[0], p.alibi_head = a.alibi_strides[1];
   return p;
 }
 
 inline Tensor make_tensor(const AttentionTensor& t) { return {t.data, t.batch, t.row, t.head}; }
 
-/// How many heads' tiles are handed out together, a multiple of `group`: as many as the L2 cache has room for.
+/// How many heads' tiles are handed out together, a multiple of `group`: as many as the L2 cache
+/// has room for.
 inline int section_of(int64_t heads, int64_t bytes_of_head, int64_t group) {
-  constexpr int64_t kSectionBytes = 32 << 20;  // of the L2 cache: of the heads that are worked on at the same time
+  constexpr int64_t kSectionBytes =
+      32 << 20;  // of the L2 cache: of the heads that are worked on at the same time
   const int64_t fitting = bytes_of_head > 0 ? kSectionBytes / bytes_of_head / group * group : heads;
   return static_cast<int>(least(heads, fitting > group ? fitting : group));
 }
 
-/// The copy engine's description of a tensor, of which it loads `rows` rows of a panel of columns at once. What lies outside is zeros.
-inline hopper::TensorMap make_map(const AttentionTensor& t, const Attention& a, int64_t columns, int64_t rows_there, int64_t heads,
-                                  int tile_columns, int tile_rows) {
+/// The copy engine's description of a tensor, of which it loads `rows` rows of a panel of columns
+/// at once. What lies outside is zeros.
+inline hopper::TensorMap make_map(const AttentionTensor& t, const Attention& a, int64_t columns,
+                                  int64_t rows_there, int64_t heads, int tile_columns,
+                                  int tile_rows) {
   hopper::TensorMap map = {};
   const int64_t sizes_there[4] = {columns, rows_there, heads, a.packed() ? 1 : a.batch};
   const int64_t strides_there[3] = {t.row, t.head, t.batch};
   uint64_t sizes[4], strides[3];
   for (int d = 0; d < 4; ++d) sizes[d] = static_cast<uint64_t>(sizes_there[d]);
-  // The strides of dimensions with one entry mean nothing, to torch, but have to be multiples of 16 bytes.
-  for (int d = 0; d < 3; ++d) strides[d] = static_cast<uint64_t>(sizes_there[d + 1] > 1 ? strides_there[d] : ceil_div(columns, 8) * 8) * 2;
+  // The strides of dimensions with one entry mean nothing, to torch, but have to be multiples of 16
+  // bytes.
+  for (int d = 0; d < 3; ++d)
+    strides[d] = static_cast<uint64_t>(sizes_there[d + 1] > 1 ? strides_there[d]
+                                                              : ceil_div(columns, 8) * 8) *
+                 2;
   const bool wide = tile_columns % 64 == 0;
-  const unsigned box[4] = {wide ? 64u : 32u, static_cast<unsigned>(tile_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle64 = 2, kSwizzle128 = 3, kPromote256 = 3;  // CU_TENSOR_MAP_...
+  const unsigned box[4] = {wide ? 64u : 32u, static_cast<unsigned>(tile_rows), 1, 1},
+                 steps[4] = {1, 1, 1, 1};
+  constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle64 = 2, kSwizzle128 = 3,
+                kPromote256 = 3;  // CU_TENSOR_MAP_...
   detail::note(detail::in_context([&] {
-    return detail::Driver::get().cuTensorMapEncodeTiled(&map, a.type == ElementType::bf16 ? kBfloat16 : kFloat16, 4, t.data, sizes, strides,
-                                                        box, steps, 0, wide ? kSwizzle128 : kSwizzle64, kPromote256, 0);
+    return detail::Driver::get().cuTensorMapEncodeTiled(
+        &map, a.type == ElementType::bf16 ? kBfloat16 : kFloat16, 4, t.data, sizes, strides, box,
+        steps, 0, wide ? kSwizzle128 : kSwizzle64, kPromote256, 0);
   }));
   return map;
 }
@@ -146,7 +179,8 @@ Params make_maps(const Call& c, const Tiling<Params>& tiling) {
   return p;
 }
 
-// ---- between the forward launchers ------------------------------------------------------------------------------------------------------
+// ---- between the forward launchers
+// --------------------------------------------------------------------------------
 
 /// Of a kernel whose tiles have so many rows and columns.
 template <class Tiling>
@@ -158,7 +192,8 @@ ForwardParams make_forward(const AttentionForward& c, const Tiling& tiling) {
   p.lse = c.lse, p.lse_batch = c.lse_batch, p.lse_head = c.lse_head, p.sinks = a.sinks;
   p.tiles = static_cast<int>(ceil_div(a.length_q, tiling.rows));
   const int64_t group = a.heads_q / a.heads_k;
-  p.section = section_of(a.batch * a.heads_q, a.length_k * (tiling.dim + tiling.dim_v) * 2 / group, group);
+  p.section =
+      section_of(a.batch * a.heads_q, a.length_k * (tiling.dim + tiling.dim_v) * 2 / group, group);
   return p;
 }
 

@@ -1,4 +1,5 @@
-// What attention's kernels for sm_80 and newer are made of: products by mma.sync, tiles loaded by cp.async.
+// What attention's kernels for sm_80 and newer are made of: products by mma.sync, tiles loaded by
+// cp.async.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -10,13 +11,14 @@ namespace flexops::attention {
 /// acc[16 x 8] += left[16 x 16] right[16 x 8].
 template <class T>
 FLEXOPS_DEVICE void mma(float* acc, const u32 (&left)[4], u32 right0, u32 right1);
-#define FLEXOPS_DEFINE_MMA(T, type)                                                                   \
-  template <>                                                                                         \
-  FLEXOPS_DEVICE void mma<T>(float* acc, const u32(&left)[4], u32 right0, u32 right1) {               \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                               \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"               \
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                             \
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1)); \
+#define FLEXOPS_DEFINE_MMA(T, type)                                                     \
+  template <>                                                                           \
+  FLEXOPS_DEVICE void mma<T>(float* acc, const u32(&left)[4], u32 right0, u32 right1) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])               \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), \
+                   "r"(right1));                                                        \
   }
 FLEXOPS_DEFINE_MMA(bf16, "bf16")
 FLEXOPS_DEFINE_MMA(f16, "f16")
@@ -27,13 +29,16 @@ template <class T>
 FLEXOPS_DEVICE void mma_pair(float* acc, const u32 (&left)[4], const u32 (&right)[4]) {
   mma<T>(acc, left, right[0], right[1]), mma<T>(acc + 4, left, right[2], right[3]);
 }
-/// Starts copies of a tile's rows, of which `rows` are there, and `columns` of each row (a multiple of 8); the others become zeros.
+/// Starts copies of a tile's rows, of which `rows` are there, and `columns` of each row (a multiple
+/// of 8); the others become zeros.
 template <class Tile, int kThreads, class T>
 FLEXOPS_DEVICE void load_rows(u32 tile, const T* from, i64 stride, int rows, int columns) {
-  constexpr int kVectors = Tile::kColumns / 8, kTotal = Tile::kRows * kVectors, kStep = kThreads / kVectors;  // rows of one pass
+  constexpr int kVectors = Tile::kColumns / 8, kTotal = Tile::kRows * kVectors,
+                kStep = kThreads / kVectors;  // rows of one pass
   const int vector = static_cast<int>(threadIdx.x) % kVectors;
   int row = static_cast<int>(threadIdx.x) / kVectors;
-  if (kThreads % kVectors != 0 && row >= kStep) return;  // 96 columns: some threads have nothing to do
+  if (kThreads % kVectors != 0 && row >= kStep)
+    return;  // 96 columns: some threads have nothing to do
   const T* at = from + row * stride + 8 * vector;
   if (8 * vector >= columns) rows = 0;
 #pragma unroll

@@ -1,6 +1,7 @@
-// The products of attention_cpu.h: a part of `out` stays in registers while a column of `left` after the other is multiplied with a row of
-// `right`. Of 32 registers 6 x 4 are sums, of 16 (AVX2, SSE) 6 x 2; on a core with two units for products both take longer for the products
-// than for the loads.
+// The products of attention_cpu.h: a part of `out` stays in registers while a column of `left`
+// after the other is multiplied with a row of `right`. Of 32 registers 6 x 4 are sums, of 16 (AVX2,
+// SSE) 6 x 2; on a core with two units for products both take longer for the products than for the
+// loads.
 
 #include "attention/attention_cpu.h"
 
@@ -28,7 +29,9 @@ static inline __attribute__((always_inline)) Floats broadcast(const float* word)
 
 /// sum += left * right, `left` being one number or pair for all lanes.
 template <bool kPairs>
-static inline __attribute__((always_inline)) FLEXOPS_PAIRS void multiply_add(Floats& sum, Floats left, Floats right) {
+static inline __attribute__((always_inline)) FLEXOPS_PAIRS void multiply_add(Floats& sum,
+                                                                             Floats left,
+                                                                             Floats right) {
 #if defined(__AVX512F__)
   if constexpr (kPairs) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
@@ -88,7 +91,8 @@ static void multiply_columns(const Product& x, int64_t column) {
 template <bool kPairs>
 void multiply(const Product& x) {
   int64_t column = 0;
-  for (; column + kVectors * kLanes <= x.columns; column += kVectors * kLanes) multiply_columns<kPairs, kVectors>(x, column);
+  for (; column + kVectors * kLanes <= x.columns; column += kVectors * kLanes)
+    multiply_columns<kPairs, kVectors>(x, column);
   const int64_t left = (x.columns - column) / kLanes;
   if (left == 1) multiply_columns<kPairs, 1>(x, column);
   if constexpr (kVectors > 2) {
@@ -102,7 +106,8 @@ template void multiply<false>(const Product&);
 template void multiply<true>(const Product&);
 
 bool multiplies_bf16() {
-  uint32_t a = 7, b = 0, c = 1, d = 0;  // leaf 7, subleaf 1: EAX bit 5 (that the system keeps the registers, the level has asked)
+  uint32_t a = 7, b = 0, c = 1, d = 0;  // leaf 7, subleaf 1: EAX bit 5 (that the system keeps the
+                                        // registers, the level has asked)
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   return (a >> 5 & 1) != 0;
 }

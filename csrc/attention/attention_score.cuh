@@ -1,13 +1,14 @@
-// Score modifiers of people's own (flexops/ops/_score_mod.py): FLEXOPS_SCORE, defined before this is compiled, is a function's body that
-// computes the score from score, b, h, q and k, and what it looks up in `words`: of each table its first
-// word and its sizes, then all their elements.
+// Score modifiers of people's own (flexops/ops/_score_mod.py): FLEXOPS_SCORE, defined before this
+// is compiled, is a function's body that computes the score from score, b, h, q and k, and what it
+// looks up in `words`: of each table its first word and its sizes, then all their elements.
 #pragma once
 
 #include "attention/attention.cuh"
 
 namespace flexops::attention {
 
-/// A number and its derivative by the score that came in. Where the derivative is not used, the compiler drops it.
+/// A number and its derivative by the score that came in. Where the derivative is not used, the
+/// compiler drops it.
 struct Dual {
   float value, slope;
   FLEXOPS_DEVICE Dual(float v) : value(v), slope(0) {}
@@ -40,12 +41,13 @@ FLEXOPS_DEVICE int place(const int* sizes, int offset, int index, Rest... rest) 
 /// An element of the table whose first word and sizes are at `head`.
 template <class... Index>
 FLEXOPS_DEVICE int at(const int* words, int head, Index... index) {
-  if constexpr (sizeof...(index) > 0) return __ldg(words + __ldg(words + head) + place(words + head + 1, 0, index...));
+  if constexpr (sizeof...(index) > 0)
+    return __ldg(words + __ldg(words + head) + place(words + head + 1, 0, index...));
   return __ldg(words + __ldg(words + head));
 }
 
-// Functions are the hardware's own approximations (some 2^-21): a modifier is unrolled for each score that a thread holds, and the exact
-// ones would take a minute to compile.
+// Functions are the hardware's own approximations (some 2^-21): a modifier is unrolled for each
+// score that a thread holds, and the exact ones would take a minute to compile.
 FLEXOPS_DEVICE float exponential(float x) { return exp2_approx(x * kLog2E); }
 FLEXOPS_DEVICE float logarithm(float x) {
   float out;
@@ -64,22 +66,29 @@ FLEXOPS_DEVICE float nearest(float x) {
 }
 /// Sine and, a quarter of a turn on, cosine.
 FLEXOPS_DEVICE float sine(float x, float quarters) {
-  constexpr float kTurn = 6.283185307179586f, kRest = -1.7484555e-7f;  // 2 pi, and what its rounding left out
+  constexpr float kTurn = 6.283185307179586f,
+                  kRest = -1.7484555e-7f;  // 2 pi, and what its rounding left out
   const float turns = nearest(x / kTurn);
   float out;
-  asm("sin.approx.f32 %0, %1;" : "=f"(out) : "f"(fmaf(-turns, kRest, fmaf(-turns, kTurn, x)) + quarters * (kTurn / 4)));
+  asm("sin.approx.f32 %0, %1;"
+      : "=f"(out)
+      : "f"(fmaf(-turns, kRest, fmaf(-turns, kTurn, x)) + quarters * (kTurn / 4)));
   return out;
 }
 
 FLEXOPS_DEVICE Dual add(Dual a, Dual b) { return {a.value + b.value, a.slope + b.slope}; }
 FLEXOPS_DEVICE Dual sub(Dual a, Dual b) { return {a.value - b.value, a.slope - b.slope}; }
-FLEXOPS_DEVICE Dual mul(Dual a, Dual b) { return {a.value * b.value, a.slope * b.value + a.value * b.slope}; }
+FLEXOPS_DEVICE Dual mul(Dual a, Dual b) {
+  return {a.value * b.value, a.slope * b.value + a.value * b.slope};
+}
 FLEXOPS_DEVICE Dual div(Dual a, Dual b) {
   const float quotient = __fdividef(a.value, b.value);
   return {quotient, __fdividef(a.slope - quotient * b.slope, b.value)};
 }
 FLEXOPS_DEVICE Dual neg(Dual a) { return {-a.value, -a.slope}; }
-FLEXOPS_DEVICE Dual abs(Dual a) { return {fabsf(a.value), a.value > 0 ? a.slope : a.value < 0 ? -a.slope : 0.0f}; }
+FLEXOPS_DEVICE Dual abs(Dual a) {
+  return {fabsf(a.value), a.value > 0 ? a.slope : a.value < 0 ? -a.slope : 0.0f};
+}
 FLEXOPS_DEVICE Dual minimum(Dual a, Dual b) { return a.value <= b.value ? a : b; }
 FLEXOPS_DEVICE Dual maximum(Dual a, Dual b) { return a.value >= b.value ? a : b; }
 FLEXOPS_DEVICE Dual exp(Dual a) {
@@ -119,11 +128,14 @@ FLEXOPS_DEVICE Dual where(bool condition, Dual a, Dual b) { return condition ? a
 #if !defined(FLEXOPS_SCORE)
 #define FLEXOPS_SCORE return score;
 #endif
-FLEXOPS_DEVICE Dual defined_score([[maybe_unused]] Dual score, [[maybe_unused]] int b, [[maybe_unused]] int h, [[maybe_unused]] int q,
-                                  [[maybe_unused]] int k, [[maybe_unused]] const int* words){FLEXOPS_SCORE}
+FLEXOPS_DEVICE Dual defined_score([[maybe_unused]] Dual score, [[maybe_unused]] int b,
+                                  [[maybe_unused]] int h, [[maybe_unused]] int q,
+                                  [[maybe_unused]] int k,
+                                  [[maybe_unused]] const int* words){FLEXOPS_SCORE}
 
-/// For how many of a thread's scores the code of a modifier is written out, which is then gone through again; 0: for all of them. Of a long
-/// modifier, all of them would take most of the time that a kernel takes to compile.
+/// For how many of a thread's scores the code of a modifier is written out, which is then gone
+/// through again; 0: for all of them. Of a long modifier, all of them would take most of the time
+/// that a kernel takes to compile.
 #if !defined(FLEXOPS_SCORES_AT_ONCE)
 #define FLEXOPS_SCORES_AT_ONCE 0
 #endif
@@ -136,11 +148,14 @@ struct Defined {
   const Problem& p;
   const Sequence& s;
 
-  FLEXOPS_DEVICE Defined(const Problem& problem, const Sequence& sequence) : p(problem), s(sequence) {}
+  FLEXOPS_DEVICE Defined(const Problem& problem, const Sequence& sequence)
+      : p(problem), s(sequence) {}
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {
-    // What is beyond the last row or key has a score of 0, at which a function may be infinite or NaN.
-    const Dual out = defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1), min(key, s.length_k - 1),
-                                   static_cast<const int*>(p.bias));
+    // What is beyond the last row or key has a score of 0, at which a function may be infinite or
+    // NaN.
+    const Dual out =
+        defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1),
+                      min(key, s.length_k - 1), static_cast<const int*>(p.bias));
     const bool inside = query < s.length_q && key < s.length_k;
     slope = inside ? out.slope : 0.0f;
     return inside ? out.value : 0.0f;

@@ -1,40 +1,47 @@
-// What both directions of attention on the CPU share: tiles to and from memory, scores and their mask. See attention_cpu.h.
+// What both directions of attention on the CPU share: tiles to and from memory, scores and their
+// mask. See attention_cpu.h.
 
 #include "attention/attention_cpu.h"
 
 namespace flexops::FLEXOPS_ISA {
 
-// ---- memory ------------------------------------------------------------------------------------------------------------
+// ---- memory
+// --------------------------------------------------------------------------------
 
-void transpose(const float* FLEXOPS_RESTRICT from, int64_t from_row, int64_t rows, int64_t columns, float* FLEXOPS_RESTRICT to,
-               int64_t to_row) {
+void transpose(const float* FLEXOPS_RESTRICT from, int64_t from_row, int64_t rows, int64_t columns,
+               float* FLEXOPS_RESTRICT to, int64_t to_row) {
   int64_t row = 0;
 #if defined(__x86_64__)
   for (; row + 4 <= rows; row += 4) {
     int64_t column = 0;
     for (; column + 4 <= columns; column += 4) {
       const float* a = from + row * from_row + column;
-      __m128 m[4] = {_mm_loadu_ps(a), _mm_loadu_ps(a + from_row), _mm_loadu_ps(a + 2 * from_row), _mm_loadu_ps(a + 3 * from_row)};
+      __m128 m[4] = {_mm_loadu_ps(a), _mm_loadu_ps(a + from_row), _mm_loadu_ps(a + 2 * from_row),
+                     _mm_loadu_ps(a + 3 * from_row)};
       _MM_TRANSPOSE4_PS(m[0], m[1], m[2], m[3]);
       for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + (column + i) * to_row + row, m[i]);
     }
     for (; column < columns; ++column) {
       few(column);
-      for (int64_t i = 0; i < 4; ++i) to[column * to_row + row + i] = from[(row + i) * from_row + column];
+      for (int64_t i = 0; i < 4; ++i)
+        to[column * to_row + row + i] = from[(row + i) * from_row + column];
     }
   }
 #endif
   for (; row < rows; ++row) {
     few(row);
-    for (int64_t column = 0; column < columns; ++column) to[column * to_row + row] = from[row * from_row + column];
+    for (int64_t column = 0; column < columns; ++column)
+      to[column * to_row + row] = from[row * from_row + column];
   }
 }
 
-static void clear(float* to, int64_t count) { memset(to, 0, static_cast<size_t>(count) * sizeof(float)); }
+static void clear(float* to, int64_t count) {
+  memset(to, 0, static_cast<size_t>(count) * sizeof(float));
+}
 
 template <>
-void load_rows<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
-                      int64_t stride) {
+void load_rows<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                      ElementType type, float* to, int64_t stride) {
   for (int64_t i = 0; i < rows; ++i, to += stride) {
     const float* values = widen(from, offset + i * row, columns, type, to);
     if (values != to) memcpy(to, values, static_cast<size_t>(columns) * sizeof(float));
@@ -42,36 +49,40 @@ void load_rows<false>(const void* from, int64_t offset, int64_t row, int64_t row
   }
 }
 template <>
-void load_rows<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType, float* to, int64_t stride) {
+void load_rows<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                     ElementType, float* to, int64_t stride) {
   for (int64_t i = 0; i < rows; ++i, to += stride) {
     if (stride > 0) clear(to + columns / 2, stride - columns / 2);
-    memcpy(to, static_cast<const uint16_t*>(from) + offset + i * row, static_cast<size_t>(columns) * 2);
+    memcpy(to, static_cast<const uint16_t*>(from) + offset + i * row,
+           static_cast<size_t>(columns) * 2);
   }
 }
 
 template <>
-void load_steps<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
-                       int64_t stride) {
+void load_steps<false>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                       ElementType type, float* to, int64_t stride) {
   load_rows<false>(from, offset, row, rows, columns, type, to, stride);
 }
 template <>
-void load_steps<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType, float* to,
-                      int64_t stride) {
+void load_steps<true>(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                      ElementType, float* to, int64_t stride) {
   for (int64_t i = 0; i < rows; i += 2, to += stride) {
     const uint16_t* even = static_cast<const uint16_t*>(from) + offset + i * row;
     const bool both = i + 1 < rows;
     const uint16_t* odd = both ? even + row : even;
     const uint32_t kept = both ? 0xffff0000u : 0;
     int64_t c = 0;
-    for (; c + kLanes <= columns; c += kLanes) store_floats(to + c, (Floats)(load_halves(even + c) | (load_halves(odd + c) << 16 & kept)));
-    for (; c < columns; ++c) few(c), to[c] = float_from_bits(even[c] | (static_cast<uint32_t>(odd[c]) << 16 & kept));
+    for (; c + kLanes <= columns; c += kLanes)
+      store_floats(to + c, (Floats)(load_halves(even + c) | (load_halves(odd + c) << 16 & kept)));
+    for (; c < columns; ++c)
+      few(c), to[c] = float_from_bits(even[c] | (static_cast<uint32_t>(odd[c]) << 16 & kept));
     clear(to + columns, stride - columns);
   }
 }
 
 template <bool kPairs>
-void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns, ElementType type, float* to,
-                     float* buffer) {
+void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows, int64_t columns,
+                     ElementType type, float* to, float* buffer) {
   const int64_t words = words_of<kPairs>(columns), padding = rounded_up(rows, kLanes) - rows;
   load_rows<kPairs>(from, offset, row, rows, columns, type, buffer, words);
   transpose(buffer, words, rows, words, to, kStride);
@@ -79,17 +90,22 @@ void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows
     for (int64_t i = 0; i < words; ++i) clear(to + i * kStride + rows, padding);
   }
 }
-template void load_transposed<false>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType, float*, float*);
-template void load_transposed<true>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType, float*, float*);
+template void load_transposed<false>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType,
+                                     float*, float*);
+template void load_transposed<true>(const void*, int64_t, int64_t, int64_t, int64_t, ElementType,
+                                    float*, float*);
 
-void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset, int64_t row, ElementType type,
-                      float* buffer) {
-  if (type == ElementType::f32) return transpose(from, kStride, columns, rows, static_cast<float*>(to) + offset, row);
+void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset,
+                      int64_t row, ElementType type, float* buffer) {
+  if (type == ElementType::f32)
+    return transpose(from, kStride, columns, rows, static_cast<float*>(to) + offset, row);
   transpose(from, kStride, columns, rows, buffer, columns);
-  for (int64_t i = 0; i < rows; ++i) narrow(buffer + i * columns, to, offset + i * row, columns, type);
+  for (int64_t i = 0; i < rows; ++i)
+    narrow(buffer + i * columns, to, offset + i * row, columns, type);
 }
 
-// ---- scores ------------------------------------------------------------------------------------------------------------
+// ---- scores
+// --------------------------------------------------------------------------------
 
 constexpr int64_t kUnlimited = 1 << 29;
 
@@ -104,20 +120,23 @@ Scores::Scores(const Attention& p, const AttentionSequence& s, int64_t first, in
 
 /// tanh and its derivative.
 static Floats tanh_of(Floats x, Floats& slope) {
-  const Floats size = absolute(x), e = weight_of(size * -2.0f), inverse = 1.0f / (e + 1.0f), tanh = (1.0f - e) * inverse;
+  const Floats size = absolute(x), e = weight_of(size * -2.0f), inverse = 1.0f / (e + 1.0f),
+               tanh = (1.0f - e) * inverse;
   slope = 4.0f * e * inverse * inverse;
   return x < 0.0f ? -tanh : tanh;
 }
 
 static float bias_of(const void* bias, Dtype type, int64_t at) {
   if (type == Dtype::f32) return static_cast<const float*>(bias)[at];
-  if (type == Dtype::boolean) return static_cast<const uint8_t*>(bias)[at] ? 0.0f : -kAttentionInfinity;
+  if (type == Dtype::boolean)
+    return static_cast<const uint8_t*>(bias)[at] ? 0.0f : -kAttentionInfinity;
   const uint16_t bits = static_cast<const uint16_t*>(bias)[at];
   return type == Dtype::f16 ? f16_to_float(bits) : bf16_to_float(bits);
 }
 
 /// One query's biases of neighbouring keys.
-static void load_bias(const void* bias, Dtype type, int64_t at, int64_t step, int64_t count, float* to) {
+static void load_bias(const void* bias, Dtype type, int64_t at, int64_t step, int64_t count,
+                      float* to) {
   if (type != Dtype::boolean && step == 1) {
     const float* values = widen(bias, at, count, static_cast<ElementType>(type), to);
     if (values != to) memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
@@ -128,16 +147,19 @@ static void load_bias(const void* bias, Dtype type, int64_t at, int64_t step, in
 
 void Scores::add_bias(float* s, int64_t key, int64_t keys, float* buffer) const {
   const int64_t* strides = p_.bias_strides;
-  const int64_t at = s_.batch * strides[0] + s_.head * strides[1] + first_ * strides[2] + key * strides[3];
+  const int64_t at =
+      s_.batch * strides[0] + s_.head * strides[1] + first_ * strides[2] + key * strides[3];
   if (strides[2] == 0) {  // the same for all queries
     load_bias(p_.bias, p_.bias_type, at, strides[3], keys, buffer);
     for (int64_t i = 0; i < keys; ++i) {
-      for (int64_t j = 0; j < columns_; j += kLanes) store_floats(s + i * kStride + j, load_floats(s + i * kStride + j) + buffer[i]);
+      for (int64_t j = 0; j < columns_; j += kLanes)
+        store_floats(s + i * kStride + j, load_floats(s + i * kStride + j) + buffer[i]);
     }
     return;
   }
   float* transposed = buffer + kTile * kKeys;
-  for (int64_t i = 0; i < rows_; ++i) load_bias(p_.bias, p_.bias_type, at + i * strides[2], strides[3], keys, buffer + i * kKeys);
+  for (int64_t i = 0; i < rows_; ++i)
+    load_bias(p_.bias, p_.bias_type, at + i * strides[2], strides[3], keys, buffer + i * kKeys);
   for (int64_t i = rows_; i < columns_; ++i) clear(buffer + i * kKeys, keys);
   transpose(buffer, kKeys, columns_, keys, transposed, kStride);
   for (int64_t i = 0; i < keys; ++i) {
@@ -154,15 +176,19 @@ static Ints lane_numbers() {
 }
 
 void Scores::mask(float* s, int64_t key, int64_t keys) const {
-  const auto left = static_cast<int32_t>(p_.window_left < 0 ? kUnlimited : least(p_.window_left, kUnlimited));
-  const auto right = static_cast<int32_t>(p_.window_right < 0 ? kUnlimited : least(p_.window_right, kUnlimited));
+  const auto left =
+      static_cast<int32_t>(p_.window_left < 0 ? kUnlimited : least(p_.window_left, kUnlimited));
+  const auto right =
+      static_cast<int32_t>(p_.window_right < 0 ? kUnlimited : least(p_.window_right, kUnlimited));
   const Ints lanes = lane_numbers();
   for (int64_t j = 0; j < columns_; j += kLanes) {
-    const Ints position = lanes + static_cast<int32_t>(first_ + s_.offset + j), lowest = position - left, highest = position + right;
+    const Ints position = lanes + static_cast<int32_t>(first_ + s_.offset + j),
+               lowest = position - left, highest = position + right;
     for (int64_t i = 0; i < keys; ++i) {
       const Ints at = Ints{} + static_cast<int32_t>(key + i);
       float* score = s + i * kStride + j;
-      store_floats(score, ((at >= lowest) & (at <= highest)) != 0 ? load_floats(score) : floats_of(-kAttentionInfinity));
+      store_floats(score, ((at >= lowest) & (at <= highest)) != 0 ? load_floats(score)
+                                                                  : floats_of(-kAttentionInfinity));
     }
   }
 }

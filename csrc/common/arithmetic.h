@@ -3,7 +3,8 @@
 
 #include <stdint.h>
 
-// CPU kernels are compiled several times with different -m flags: what they share is inlined, or the linker keeps one of them for all.
+// CPU kernels are compiled several times with different -m flags: what they share is inlined, or
+// the linker keeps one of them for all.
 #define FLEXOPS_INLINE [[gnu::always_inline]] inline
 
 namespace flexops {

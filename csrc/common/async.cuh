@@ -1,10 +1,12 @@
-// Copies from global to shared memory that a thread starts and does not wait for. A thread's copies form groups, in order:
+// Copies from global to shared memory that a thread starts and does not wait for. A thread's copies
+// form groups, in order:
 //
 //   async_copy16(&slot[0], pointer, valid);  async_commit();     // as often as slots are free
-//   async_wait(1);                                                // until at most one group is under way
+//   async_wait(1);                                                // until at most one group is
+//   under way
 //
-// What a thread has waited for is in its own sight; others see it after a __syncthreads(). Without such copies (HIP, sm_75) they are plain
-// ones, done when the call returns.
+// What a thread has waited for is in its own sight; others see it after a __syncthreads(). Without
+// such copies (HIP, sm_75) they are plain ones, done when the call returns.
 #pragma once
 
 #include "common/device.cuh"
@@ -20,7 +22,9 @@ namespace flexops {
 #if !FLEXOPS_HIP
 /// To an address in shared memory, on sm_80 and newer; the rest as below.
 FLEXOPS_DEVICE void async_copy16(u32 shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
 }
 #endif
 /// 16 bytes, both ends aligned to that; zeros, and nothing is read, if not valid.

@@ -1,7 +1,9 @@
-// binding.h over torch's stable ABI: one library serves every torch from 2.11 on. Include binding.h, not this.
+// binding.h over torch's stable ABI: one library serves every torch from 2.11 on. Include
+// binding.h, not this.
 //
-// Only the C functions are used, which are the stable ABI. torch's C++ layer over them (torch/csrc/stable/library.h) doubles the time a
-// binding takes to compile, and its Tensor allocates a control block each, which a multi-tensor op with thousands of arguments feels.
+// Only the C functions are used, which are the stable ABI. torch's C++ layer over them
+// (torch/csrc/stable/library.h) doubles the time a binding takes to compile, and its Tensor
+// allocates a control block each, which a multi-tensor op with thousands of arguments feels.
 #pragma once
 
 #include <cstring>
@@ -23,13 +25,17 @@ namespace detail {
   } while (0)
 
 namespace detail {
-/// torch's number of each Dtype, in the order of the enum; asked once, because they may differ between torch versions.
+/// torch's number of each Dtype, in the order of the enum; asked once, because they may differ
+/// between torch versions.
 struct DtypeTable {
   int32_t codes[static_cast<int>(Dtype::other)];
   DtypeTable()
-      : codes{aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),      aoti_torch_dtype_float64(),
-              aoti_torch_dtype_uint8(),   aoti_torch_dtype_int8(),    aoti_torch_dtype_int16(),         aoti_torch_dtype_int32(),
-              aoti_torch_dtype_int64(),   aoti_torch_dtype_bool(),    aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2()} {}
+      : codes{aoti_torch_dtype_float32(),       aoti_torch_dtype_float16(),
+              aoti_torch_dtype_bfloat16(),      aoti_torch_dtype_float64(),
+              aoti_torch_dtype_uint8(),         aoti_torch_dtype_int8(),
+              aoti_torch_dtype_int16(),         aoti_torch_dtype_int32(),
+              aoti_torch_dtype_int64(),         aoti_torch_dtype_bool(),
+              aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2()} {}
   static const DtypeTable& get() {
     static const DtypeTable table;
     return table;
@@ -37,7 +43,8 @@ struct DtypeTable {
 };
 }  // namespace detail
 
-/// A counted reference to a tensor. A default-constructed one is undefined, and only assignment and destruction may touch it.
+/// A counted reference to a tensor. A default-constructed one is undefined, and only assignment and
+/// destruction may touch it.
 class Tensor {
  public:
   Tensor() = default;
@@ -116,21 +123,27 @@ class Tensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-/// An uninitialised tensor on the device of `like`; its strides must describe memory without gaps or overlaps.
-inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim, Dtype dtype, const Tensor& like) {
+/// An uninitialised tensor on the device of `like`; its strides must describe memory without gaps
+/// or overlaps.
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim, Dtype dtype,
+                            const Tensor& like) {
   int32_t type;
   FLEXOPS_TORCH(aoti_torch_get_device_type(like.handle(), &type));
   AtenTensorHandle out;
-  FLEXOPS_TORCH(aoti_torch_empty_strided(dim, sizes, strides, detail::DtypeTable::get().codes[static_cast<int>(dtype)], type,
-                                         like.device_index(), &out));
+  FLEXOPS_TORCH(aoti_torch_empty_strided(dim, sizes, strides,
+                                         detail::DtypeTable::get().codes[static_cast<int>(dtype)],
+                                         type, like.device_index(), &out));
   Tensor result(out);
-  if (!FLEXOPS_DEVICE_CUDA) detail::prefer_huge_pages(result.data(), result.numel() * dtype_size(dtype));
+  if (!FLEXOPS_DEVICE_CUDA)
+    detail::prefer_huge_pages(result.data(), result.numel() * dtype_size(dtype));
   return result;
 }
 
 /// A contiguous one.
-[[gnu::noinline]] inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
-  FLEXOPS_CHECK(dim <= kMostDims, "flexops: a result would have more than ", kMostDims, " dimensions");
+[[gnu::noinline]] inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype,
+                                      const Tensor& like) {
+  FLEXOPS_CHECK(dim <= kMostDims, "flexops: a result would have more than ", kMostDims,
+                " dimensions");
   int64_t strides[kMostDims], stride = 1;
   for (int64_t d = dim - 1; d >= 0; --d) {
     strides[d] = stride;
@@ -152,14 +165,16 @@ inline Tensor contiguous(const Tensor& tensor) {
   return out;
 }
 
-/// Calls body(begin, end) on pieces of [begin, end), on torch's threads; on all of it at once where there are no more than `grain` items,
-/// which are not worth waking threads for. Once they are awake, pieces of an eighth of that are. The body must not throw.
+/// Calls body(begin, end) on pieces of [begin, end), on torch's threads; on all of it at once where
+/// there are no more than `grain` items, which are not worth waking threads for. Once they are
+/// awake, pieces of an eighth of that are. The body must not throw.
 template <typename F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& body) {
   if (begin >= end) return;
   if (end - begin <= grain) return body(begin, end);
   FLEXOPS_TORCH(torch_parallel_for(
-      begin, end, (grain + 7) / 8, [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); },
+      begin, end, (grain + 7) / 8,
+      [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); },
       const_cast<void*>(static_cast<const void*>(&body))));
 }
 
@@ -190,7 +205,8 @@ namespace detail {
 // Arguments come as 64-bit words that own what they point to: each must be taken exactly once.
 template <typename T>
 struct Take {  // int64_t, double, bool and handles: the value is in the word's first bytes
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(StableIValue) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(StableIValue) &&
+                __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
   static T from(StableIValue word) {
     T out;
     memcpy(&out, &word, sizeof(T));
@@ -226,7 +242,8 @@ struct Take<std::optional<T>> {
     auto* boxed = Take<StableIValue*>::from(word);
     if (boxed == nullptr) return std::nullopt;
     StableIValue inner = *boxed;
-    delete boxed;  // made by torch with new: what its own headers do for a TORCH_TARGET_VERSION before 2.13
+    delete boxed;  // made by torch with new: what its own headers do for a TORCH_TARGET_VERSION
+                   // before 2.13
     return Take<T>::from(inner);
   }
 };
@@ -248,7 +265,8 @@ struct Boxed;
 template <typename R, typename... A, R (*function)(A...)>
 struct Boxed<function> {
   static void call(StableIValue* stack, uint64_t arguments, uint64_t) {
-    FLEXOPS_CHECK(arguments == sizeof...(A), "flexops: the schema has ", arguments, " arguments, the kernel ", sizeof...(A));
+    FLEXOPS_CHECK(arguments == sizeof...(A), "flexops: the schema has ", arguments,
+                  " arguments, the kernel ", sizeof...(A));
     call(stack, std::index_sequence_for<A...>{});
   }
   template <size_t... I>
@@ -282,8 +300,9 @@ class Library {
 }  // namespace detail
 }  // namespace flexops
 
-#define FLEXOPS_REGISTER(m)                                                                                                            \
-  static void flexops_register(::flexops::detail::Library& m);                                                                         \
-  static const ::flexops::detail::Library flexops_library(FLEXOPS_DEVICE_CUDA ? "CUDA" : "CPU", __FILE__, __LINE__, flexops_register); \
+#define FLEXOPS_REGISTER(m)                                                                      \
+  static void flexops_register(::flexops::detail::Library& m);                                   \
+  static const ::flexops::detail::Library flexops_library(FLEXOPS_DEVICE_CUDA ? "CUDA" : "CPU",  \
+                                                          __FILE__, __LINE__, flexops_register); \
   static void flexops_register(::flexops::detail::Library& m)
 #define FLEXOPS_IMPL(m, name, function) m.impl(name, &::flexops::detail::Boxed<&function>::call)

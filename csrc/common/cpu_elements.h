@@ -1,4 +1,5 @@
-// Elements of float32, float16 or bfloat16 as floats, in CPU kernels; for *_cpu.cpp files, once per ISA level (cpu.h).
+// Elements of float32, float16 or bfloat16 as floats, in CPU kernels; for *_cpu.cpp files, once per
+// ISA level (cpu.h).
 //
 //   with_floats(x.dtype, [&](auto type) {      // the body is compiled for each of the three
 //     using T = decltype(type);
@@ -34,10 +35,12 @@ inline void with_floats(Dtype dtype, const F& body) {
   return body(float{});
 }
 
-// ---- the same by ElementType: a register of floats, or a block of them, at a time ----------------------------------------
+// ---- the same by ElementType: a register of floats, or a block of them, at a time
+// ----------------------------------------
 
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
-inline const float* widen(const void* from, int64_t offset, int64_t count, ElementType type, float* buffer) {
+inline const float* widen(const void* from, int64_t offset, int64_t count, ElementType type,
+                          float* buffer) {
   if (type == ElementType::f32) return static_cast<const float*>(from) + offset;
   const uint16_t* bits = static_cast<const uint16_t*>(from) + offset;
   if (type == ElementType::bf16) {
@@ -51,7 +54,8 @@ inline const float* widen(const void* from, int64_t offset, int64_t count, Eleme
 /// A register of neighbouring elements as floats, and one of them.
 template <ElementType type>
 inline Floats load_elements(const void* from, int64_t index) {
-  if constexpr (type == ElementType::f32) return load_floats(static_cast<const float*>(from) + index);
+  if constexpr (type == ElementType::f32)
+    return load_floats(static_cast<const float*>(from) + index);
   const uint16_t* bits = static_cast<const uint16_t*>(from) + index;
   return type == ElementType::f16 ? load_f16(bits) : load_bf16(bits);
 }
@@ -78,7 +82,8 @@ inline void store_element(void* to, int64_t index, float value) {
   if constexpr (type == ElementType::f32) {
     static_cast<float*>(to)[index] = value;
   } else {
-    static_cast<uint16_t*>(to)[index] = type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
+    static_cast<uint16_t*>(to)[index] =
+        type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
   }
 }
 
@@ -92,11 +97,13 @@ inline void store(void* to, int64_t at, float value, ElementType type) {
   if (type == ElementType::f32) {
     static_cast<float*>(to)[at] = value;
   } else {
-    static_cast<uint16_t*>(to)[at] = type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
+    static_cast<uint16_t*>(to)[at] =
+        type == ElementType::f16 ? float_to_f16(value) : float_to_bf16(value);
   }
 }
 
-/// Where floats that become elements may be put together: in place, or in `buffer`. narrow then finishes it.
+/// Where floats that become elements may be put together: in place, or in `buffer`. narrow then
+/// finishes it.
 inline float* place_in_row(void* to, int64_t offset, ElementType type, float* buffer) {
   return type == ElementType::f32 ? static_cast<float*>(to) + offset : buffer;
 }
@@ -106,7 +113,8 @@ inline void narrow(const float* from, void* to, int64_t offset, int64_t count, E
   if (type == ElementType::f32 && from != place) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes)
-      store_floats(place + i, load_floats(from + i));  // a memcpy starts too slowly for a few numbers
+      store_floats(place + i,
+                   load_floats(from + i));  // a memcpy starts too slowly for a few numbers
     for (; i < count; ++i) few(i), place[i] = from[i];
   }
   if (type == ElementType::bf16) float_to_bf16(from, static_cast<uint16_t*>(to) + offset, count);
@@ -114,7 +122,8 @@ inline void narrow(const float* from, void* to, int64_t offset, int64_t count, E
 }
 
 inline void clear_row(void* to, int64_t offset, int64_t count, ElementType type) {
-  memset(static_cast<char*>(to) + offset * element_size(type), 0, static_cast<size_t>(count * element_size(type)));
+  memset(static_cast<char*>(to) + offset * element_size(type), 0,
+         static_cast<size_t>(count * element_size(type)));
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -53,21 +53,26 @@ struct Exponential {
   Floats part, power;
 
   explicit Exponential(Floats z) {
-    constexpr float kRound = 12582912.0f + kBias;  // adding 1.5 * 2^23 rounds to an integer, in the sum's low bits
+    constexpr float kRound =
+        12582912.0f + kBias;  // adding 1.5 * 2^23 rounds to an integer, in the sum's low bits
     const Floats sum = z * 1.44269504f + kRound, n = sum - kRound;
     power = bits_as_floats(floats_as_bits(sum) << 23);
     const Floats r = (z - n * 0.693359375f) - n * -2.12194440e-4f;  // the first product is exact
-    // Cephes' expf; its coefficients in pairs, so that the processor need not wait for one product after the other.
-    const Floats square = r * r, high = r * 1.9875691500e-4f + 1.3981999507e-3f, middle = r * 8.3334519073e-3f + 4.1665795894e-2f;
+    // Cephes' expf; its coefficients in pairs, so that the processor need not wait for one product
+    // after the other.
+    const Floats square = r * r, high = r * 1.9875691500e-4f + 1.3981999507e-3f,
+                 middle = r * 8.3334519073e-3f + 4.1665795894e-2f;
     const Floats low = r * 1.6666665459e-1f + 5.0000001201e-1f;
     part = ((high * square + middle) * square + low) * square + r + 1.0f;
   }
 };
 }  // namespace detail
 
-/// exp(x), to about 1 unit in the last place; 0 below -87 (where it is 2e-38), infinity from 88.7 on; NaN gives 0.
+/// exp(x), to about 1 unit in the last place; 0 below -87 (where it is 2e-38), infinity from 88.7
+/// on; NaN gives 0.
 inline Floats exponential(Floats x) {
-  const detail::Exponential<126> e(lesser(greater(x, floats_of(-87.3f)), floats_of(kMostExponent)));  // the least one's power is 0
+  const detail::Exponential<126> e(lesser(greater(x, floats_of(-87.3f)),
+                                          floats_of(kMostExponent)));  // the least one's power is 0
   const Floats value = e.part * e.power * 2.0f;  // in two steps, because 2^128 is no float
   return x >= kMostExponent ? floats_of(__builtin_inff()) : value;
 }

@@ -1,8 +1,9 @@
 // The intrinsics that CPU kernels use; for cpu_math.h.
 #pragma once
 
-// GCC 12 spends half a second and more with <immintrin.h>, mostly on AVX-512's extensions and whatever the level. So it gets the parts that
-// are used, which want to be told that it is that header that includes them.
+// GCC 12 spends half a second and more with <immintrin.h>, mostly on AVX-512's extensions and
+// whatever the level. So it gets the parts that are used, which want to be told that it is that
+// header that includes them.
 #if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__)
 #define _IMMINTRIN_H_INCLUDED
 // clang-format off: each needs those before it

@@ -1,4 +1,5 @@
-// Rows of fp32, fp16 or bf16 in CPU kernels, a block of floats at a time; see cpu_math.h. For kernels that reduce rows.
+// Rows of fp32, fp16 or bf16 in CPU kernels, a block of floats at a time; see cpu_math.h. For
+// kernels that reduce rows.
 #pragma once
 
 #include "common/cpu_elements.h"
@@ -8,14 +9,17 @@ namespace flexops::FLEXOPS_ISA {
 
 constexpr int64_t kRowBlock = 1024;
 
-/// Elements of a row before the first that is at a multiple of 64 bytes, if that is something to whole registers of floats: unaligned, each
-/// of them is in two lines of the cache, which long rows feel.
+/// Elements of a row before the first that is at a multiple of 64 bytes, if that is something to
+/// whole registers of floats: unaligned, each of them is in two lines of the cache, which long rows
+/// feel.
 inline int64_t unaligned_of(const void* row, int64_t offset, int64_t length, ElementType type) {
   if (type != ElementType::f32 || length < kRowBlock) return 0;
-  return static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(row) / 4 + static_cast<uintptr_t>(offset)) & 15u);
+  return static_cast<int64_t>(
+      -(reinterpret_cast<uintptr_t>(row) / 4 + static_cast<uintptr_t>(offset)) & 15u);
 }
 
-/// Calls f(at, count) for the blocks of [0, length): one of `first` elements, unless that is 0, and then of kRowBlock.
+/// Calls f(at, count) for the blocks of [0, length): one of `first` elements, unless that is 0, and
+/// then of kRowBlock.
 template <typename F>
 inline void for_row_blocks(int64_t length, int64_t first, const F& f) {
   int64_t at = 0;
@@ -51,7 +55,8 @@ inline float greatest_lane(Floats value) {
   store_floats(lanes, value);
   return fold_lanes<kLanes>(lanes, [](auto a, auto b) { return a < b ? b : a; });
 }
-/// exp(x) for what is at most 0, but for rounding: as `exponential`, without the care for what is large. 0 below -87, NaN for NaN.
+/// exp(x) for what is at most 0, but for rounding: as `exponential`, without the care for what is
+/// large. 0 below -87, NaN for NaN.
 inline Floats power(Floats x) {
   constexpr float kLeast = -87.0f;
   const Floats z = x < kLeast ? floats_of(kLeast) : x;
@@ -85,7 +90,8 @@ inline float sum_powers(const float* values, float* powers, int64_t count, float
   Floats a = {}, b = {};
   int64_t i = 0;
   for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const Floats first = power(load_floats(values + i) - base), second = power(load_floats(values + i + kLanes) - base);
+    const Floats first = power(load_floats(values + i) - base),
+                 second = power(load_floats(values + i + kLanes) - base);
     if (kStore) store_floats(powers + i, first), store_floats(powers + i + kLanes, second);
     a += first, b += second;
   }

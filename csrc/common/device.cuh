@@ -1,5 +1,6 @@
-// The one place that tells compilers apart: NVRTC and nvcc for CUDA's device code, hipcc, and a plain C++ compiler for launchers (the host
-// pass). Device headers include no host or toolkit header: NVRTC has none at hand.
+// The one place that tells compilers apart: NVRTC and nvcc for CUDA's device code, hipcc, and a
+// plain C++ compiler for launchers (the host pass). Device headers include no host or toolkit
+// header: NVRTC has none at hand.
 #pragma once
 
 #if defined(__HIPCC__) || defined(__HIP_PLATFORM_AMD__)
@@ -14,17 +15,18 @@
 
 #define FLEXOPS_DEVICE __device__ __forceinline__
 
-/// Marks a kernel's only parameter, a struct passed by value: read in place from constant memory, never copied to local memory. GPUs
-/// before 7.0 have no such marker: there what is indexed or has its address taken may be copied.
+/// Marks a kernel's only parameter, a struct passed by value: read in place from constant memory,
+/// never copied to local memory. GPUs before 7.0 have no such marker: there what is indexed or has
+/// its address taken may be copied.
 #if !FLEXOPS_HIP && defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700)
 #define FLEXOPS_GRID_CONSTANT __grid_constant__
 #else
 #define FLEXOPS_GRID_CONSTANT
 #endif
 
-/// The most bytes of parameters that a kernel may take. CUDA allows 32764 (from 12.1 and sm_70 on), but ptxas 13.0 wraps the offset of an
-/// indexed read that lies 32 KiB or more into the constant bank, of which the parameters have what follows the first 0x210 (sm_90) or 0x380
-/// (sm_100) bytes.
+/// The most bytes of parameters that a kernel may take. CUDA allows 32764 (from 12.1 and sm_70 on),
+/// but ptxas 13.0 wraps the offset of an indexed read that lies 32 KiB or more into the constant
+/// bank, of which the parameters have what follows the first 0x210 (sm_90) or 0x380 (sm_100) bytes.
 #if !FLEXOPS_HIP
 #define FLEXOPS_KERNEL_PARAMETER_BYTES (32768 - 1024)
 #else
@@ -41,7 +43,8 @@ using i8 = signed char;
 using i32 = int;
 using i64 = long long;
 
-static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "the widths that device code counts on");
+static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8,
+              "the widths that device code counts on");
 
 /// Lanes of a warp (wavefront): 32 on NVIDIA; 64 on AMD's gfx9, 32 on its others.
 #if FLEXOPS_HIP && defined(__AMDGCN_WAVEFRONT_SIZE__)
@@ -92,8 +95,9 @@ FLEXOPS_DEVICE void obscure(u32& word) {
 #endif
 }
 
-/// A barrier among `threads` threads of the block (whole warps of 32) that call it with the same `id`, from 1 to 15. HIP has none: there it
-/// is one for the whole block, so all of the block's threads must call it equally often.
+/// A barrier among `threads` threads of the block (whole warps of 32) that call it with the same
+/// `id`, from 1 to 15. HIP has none: there it is one for the whole block, so all of the block's
+/// threads must call it equally often.
 FLEXOPS_DEVICE void barrier(int id, int threads) {
 #if FLEXOPS_HIP
   (void)id, (void)threads;

@@ -1,4 +1,5 @@
-// Division by a number that is known when a kernel is launched: a multiplication and a shift, where a division takes some 30 instructions.
+// Division by a number that is known when a kernel is launched: a multiplication and a shift, where
+// a division takes some 30 instructions.
 //
 //   launcher:  params.columns = make_divisor(columns);
 //   kernel:    u32 column, row = divide(index, p.columns, column);     // index < 2^31
@@ -27,7 +28,8 @@ FLEXOPS_DEVICE u32 divide(u32 value, const Divisor& d, u32& remainder) {
 inline Divisor make_divisor(i64 by) {
   int shift = 0;
   while ((i64{1} << shift) < by) ++shift;
-  const u64 magic = ((u64{1} << 32) * ((u64{1} << shift) - static_cast<u64>(by))) / static_cast<u64>(by) + 1;
+  const u64 magic =
+      ((u64{1} << 32) * ((u64{1} << shift) - static_cast<u64>(by))) / static_cast<u64>(by) + 1;
   return {static_cast<u32>(by), static_cast<u32>(magic), shift};
 }
 #endif

@@ -1,7 +1,9 @@
-// bf16 and fp16 on the device, as bits: no cuda_bf16.h (NVRTC has it not at hand) and no hip_bf16.h (ROCm 5.2 has none).
+// bf16 and fp16 on the device, as bits: no cuda_bf16.h (NVRTC has it not at hand) and no hip_bf16.h
+// (ROCm 5.2 has none).
 //
 //   float x = to_float(value);          // from f16, bf16, float
-//   bf16 y = from_float<bf16>(x);       // rounds to nearest even; NaN stays NaN, overflow becomes infinity
+//   bf16 y = from_float<bf16>(x);       // rounds to nearest even; NaN stays NaN, overflow becomes
+//   infinity
 #pragma once
 
 #include "common/device.cuh"
@@ -16,7 +18,9 @@ struct f16 {
 };
 
 FLEXOPS_DEVICE float to_float(float value) { return value; }
-FLEXOPS_DEVICE float to_float(bf16 value) { return bit_cast<float>(static_cast<u32>(value.bits) << 16); }
+FLEXOPS_DEVICE float to_float(bf16 value) {
+  return bit_cast<float>(static_cast<u32>(value.bits) << 16);
+}
 FLEXOPS_DEVICE float to_float(f16 value) {
 #if FLEXOPS_HIP
   return static_cast<float>(bit_cast<_Float16>(value.bits));
@@ -107,7 +111,8 @@ FLEXOPS_DEFINE_MIN2(max2, f16, "max.NaN.f16x2")
 #define FLEXOPS_HAS_MIN2 0
 #endif
 
-// ---- numbers --------------------------------------------------------------------------------------------------------------------------
+// ---- numbers
+// --------------------------------------------------------------------------------
 
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }

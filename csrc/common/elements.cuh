@@ -1,12 +1,14 @@
-// Elements of float, f16 or bf16: the one vocabulary of kernels for what they read, compute with and write.
+// Elements of float, f16 or bf16: the one vocabulary of kernels for what they read, compute with
+// and write.
 //
-//   auto raw = load<bf16, 8>(pointer, index);       // one access of 16 bytes; nothing is converted yet, so that many can be under way
-//   float value[8];  widen(value, raw);             // to float32
-//   store<bf16>(out, index, value);                 // rounded to nearest even, in one access
-//   Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
+//   auto raw = load<bf16, 8>(pointer, index);       // one access of 16 bytes; nothing is converted
+//   yet, so that many can be under way float value[8];  widen(value, raw);             // to
+//   float32 store<bf16>(out, index, value);                 // rounded to nearest even, in one
+//   access Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
 //
-// Of a type that is told at run time, one at a time: load_any, store_any, round_any. For what is done once a row or a column (sums,
-// scales), and for kernels of types that differ, which are 27 kinds where three are told apart.
+// Of a type that is told at run time, one at a time: load_any, store_any, round_any. For what is
+// done once a row or a column (sums, scales), and for kernels of types that differ, which are 27
+// kinds where three are told apart.
 #pragma once
 
 #include "common/device.cuh"
@@ -89,9 +91,10 @@ FLEXOPS_DEVICE float round_any(float value, ElementType type) {
   return value;
 }
 
-/// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are loaded. Its type is told at run time,
-/// which costs a branch that all threads take alike; known types would be three kernels for each. If N is more than 1, its address and
-/// `index` are multiples of 16 bytes and of N.
+/// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are
+/// loaded. Its type is told at run time, which costs a branch that all threads take alike; known
+/// types would be three kernels for each. If N is more than 1, its address and `index` are
+/// multiples of 16 bytes and of N.
 template <int N>
 struct Broadcast {
   Vec < u32, N<4 ? N : 4> words[N < 4 ? 1 : N / 4];
@@ -103,7 +106,8 @@ struct Broadcast {
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) words[i] = flexops::load<u32, 4>(from, index + 4 * i);
     } else {
-      const auto halves = flexops::load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(static_cast<const u16*>(from) + index));
+      const auto halves = flexops::load<Cache::normal>(
+          reinterpret_cast<const Vec<u32, N / 2>*>(static_cast<const u16*>(from) + index));
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) words[0].at[i] = halves.at[i];
     }

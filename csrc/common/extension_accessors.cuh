@@ -1,5 +1,6 @@
-// torch's own accessors (PackedTensorAccessor32 and their like), for device code that NVRTC compiles: ATen/core/TensorAccessor.h as it is.
-// What it includes of the host's is declared here as far as it is named there, for functions that device code cannot call.
+// torch's own accessors (PackedTensorAccessor32 and their like), for device code that NVRTC
+// compiles: ATen/core/TensorAccessor.h as it is. What it includes of the host's is declared here as
+// far as it is named there, for functions that device code cannot call.
 #pragma once
 
 #if __has_include(<torch/headeronly/macros/Macros.h>)
@@ -7,7 +8,8 @@
 #else
 #include <c10/macros/Macros.h>
 #endif
-#undef C10_HOST  // of functions that are left as they are: NVRTC takes none that is for the host alone
+#undef C10_HOST  // of functions that are left as they are: NVRTC takes none that is for the host
+                 // alone
 #define C10_HOST
 #define TORCH_CHECK_INDEX(...)
 #define STD_TORCH_CHECK(...)

@@ -1,6 +1,8 @@
-// What device code of somebody's own `.cu` finds without its host headers, where NVRTC compiles it (flexops/build/describe/cuda_source.py):
-// the types, traits and limits of the standard library that kernels use, defined as the standard defines them, and what torch's own small
-// headers (Half, BFloat16) include. It stands in for <cmath>, <limits>, <type_traits> and their like, which NVRTC has not.
+// What device code of somebody's own `.cu` finds without its host headers, where NVRTC compiles it
+// (flexops/build/describe/cuda_source.py): the types, traits and limits of the standard library
+// that kernels use, defined as the standard defines them, and what torch's own small headers (Half,
+// BFloat16) include. It stands in for <cmath>, <limits>, <type_traits> and their like, which NVRTC
+// has not.
 #pragma once
 
 #include "common/integers.cuh"
@@ -173,9 +175,10 @@ FLEXOPS_IS(is_floating_point, float);
 FLEXOPS_IS(is_floating_point, double);
 #undef FLEXOPS_IS
 template <class T, class U>
-struct is_mixed : integral_constant<bool, (is_integral<T>::value || is_floating_point<T>::value) &&
-                                              (is_integral<U>::value || is_floating_point<U>::value) &&
-                                              !(is_same<T, U>::value && is_floating_point<T>::value)> {};
+struct is_mixed
+    : integral_constant<bool, (is_integral<T>::value || is_floating_point<T>::value) &&
+                                  (is_integral<U>::value || is_floating_point<U>::value) &&
+                                  !(is_same<T, U>::value && is_floating_point<T>::value)> {};
 }  // namespace flexops_detail
 template <class T>
 struct is_integral : flexops_detail::is_integral<remove_cv_t<T>> {};
@@ -190,13 +193,16 @@ struct is_trivially_copyable : integral_constant<bool, __is_trivially_copyable(T
 template <class T>
 inline constexpr bool is_trivially_copyable_v = is_trivially_copyable<T>::value;
 template <class T, class... A>
-struct is_trivially_constructible : integral_constant<bool, __is_trivially_constructible(T, A...)> {};
+struct is_trivially_constructible : integral_constant<bool, __is_trivially_constructible(T, A...)> {
+};
 template <class T, class... A>
 inline constexpr bool is_trivially_constructible_v = is_trivially_constructible<T, A...>::value;
 template <class T>
-struct is_trivially_default_constructible : integral_constant<bool, __is_trivially_constructible(T)> {};
+struct is_trivially_default_constructible
+    : integral_constant<bool, __is_trivially_constructible(T)> {};
 template <class T>
-inline constexpr bool is_trivially_default_constructible_v = is_trivially_default_constructible<T>::value;
+inline constexpr bool is_trivially_default_constructible_v =
+    is_trivially_default_constructible<T>::value;
 
 template <class T>
 __host__ __device__ constexpr const T& min(const T& a, const T& b) {
@@ -221,24 +227,29 @@ struct numeric_limits {
 };
 template <class T>
 struct numeric_limits<const T> : numeric_limits<T> {};
-#define FLEXOPS_LIMITS(T, least, lowest_, most, epsilon_, digits_, digits10_, is_signed_, is_integer_, infinity_, nan_)    \
-  template <>                                                                                                              \
-  struct numeric_limits<T> {                                                                                               \
-    static constexpr bool is_specialized = true, is_signed = is_signed_, is_integer = is_integer_, is_exact = is_integer_; \
-    static constexpr bool has_infinity = !is_integer_, has_quiet_NaN = !is_integer_;                                       \
-    static constexpr bool has_signaling_NaN = !is_integer_, has_denorm_loss = false, is_iec559 = !is_integer_;             \
-    static constexpr bool is_bounded = true, is_modulo = is_integer_ && !is_signed_, tinyness_before = false;              \
-    static constexpr bool traps = is_integer_;                                                                             \
-    static constexpr float_denorm_style has_denorm = is_integer_ ? denorm_absent : denorm_present;                         \
-    static constexpr float_round_style round_style = is_integer_ ? round_toward_zero : round_to_nearest;                   \
-    static constexpr int max_digits10 = is_integer_ ? 0 : digits_ == 24 ? 9 : 17;                                          \
-    static constexpr int digits = digits_, digits10 = digits10_, radix = 2;                                                \
-    __host__ __device__ static constexpr T min() { return least; }                                                         \
-    __host__ __device__ static constexpr T lowest() { return lowest_; }                                                    \
-    __host__ __device__ static constexpr T max() { return most; }                                                          \
-    __host__ __device__ static constexpr T epsilon() { return epsilon_; }                                                  \
-    __host__ __device__ static constexpr T infinity() { return infinity_; }                                                \
-    __host__ __device__ static constexpr T quiet_NaN() { return nan_; }                                                    \
+#define FLEXOPS_LIMITS(T, least, lowest_, most, epsilon_, digits_, digits10_, is_signed_,          \
+                       is_integer_, infinity_, nan_)                                               \
+  template <>                                                                                      \
+  struct numeric_limits<T> {                                                                       \
+    static constexpr bool is_specialized = true, is_signed = is_signed_, is_integer = is_integer_, \
+                          is_exact = is_integer_;                                                  \
+    static constexpr bool has_infinity = !is_integer_, has_quiet_NaN = !is_integer_;               \
+    static constexpr bool has_signaling_NaN = !is_integer_, has_denorm_loss = false,               \
+                          is_iec559 = !is_integer_;                                                \
+    static constexpr bool is_bounded = true, is_modulo = is_integer_ && !is_signed_,               \
+                          tinyness_before = false;                                                 \
+    static constexpr bool traps = is_integer_;                                                     \
+    static constexpr float_denorm_style has_denorm = is_integer_ ? denorm_absent : denorm_present; \
+    static constexpr float_round_style round_style =                                               \
+        is_integer_ ? round_toward_zero : round_to_nearest;                                        \
+    static constexpr int max_digits10 = is_integer_ ? 0 : digits_ == 24 ? 9 : 17;                  \
+    static constexpr int digits = digits_, digits10 = digits10_, radix = 2;                        \
+    __host__ __device__ static constexpr T min() { return least; }                                 \
+    __host__ __device__ static constexpr T lowest() { return lowest_; }                            \
+    __host__ __device__ static constexpr T max() { return most; }                                  \
+    __host__ __device__ static constexpr T epsilon() { return epsilon_; }                          \
+    __host__ __device__ static constexpr T infinity() { return infinity_; }                        \
+    __host__ __device__ static constexpr T quiet_NaN() { return nan_; }                            \
   }
 FLEXOPS_LIMITS(bool, false, false, true, false, 1, 0, false, true, false, false);
 FLEXOPS_LIMITS(char, -128, -128, 127, 0, 7, 2, true, true, 0, 0);
@@ -252,41 +263,46 @@ FLEXOPS_LIMITS(long, LONG_MIN, LONG_MIN, LONG_MAX, 0, 63, 18, true, true, 0, 0);
 FLEXOPS_LIMITS(unsigned long, 0, 0, ~0UL, 0, 64, 19, false, true, 0, 0);
 FLEXOPS_LIMITS(long long, -LLONG_MAX - 1, -LLONG_MAX - 1, LLONG_MAX, 0, 63, 18, true, true, 0, 0);
 FLEXOPS_LIMITS(unsigned long long, 0, 0, ~0ULL, 0, 64, 19, false, true, 0, 0);
-FLEXOPS_LIMITS(float, FLT_MIN, -FLT_MAX, FLT_MAX, FLT_EPSILON, 24, 6, true, false, __builtin_bit_cast(float, 0x7f800000),
-               __builtin_bit_cast(float, 0x7fc00000));
-FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, false, __builtin_bit_cast(double, 0x7ff0000000000000),
+FLEXOPS_LIMITS(float, FLT_MIN, -FLT_MAX, FLT_MAX, FLT_EPSILON, 24, 6, true, false,
+               __builtin_bit_cast(float, 0x7f800000), __builtin_bit_cast(float, 0x7fc00000));
+FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, false,
+               __builtin_bit_cast(double, 0x7ff0000000000000),
                __builtin_bit_cast(double, 0x7ff8000000000000));
 #undef FLEXOPS_LIMITS
 }  // namespace std
 
-// What <cmath> says of whole numbers and of two types at once: they are computed as double. NVRTC has the functions of two floats and of
-// two doubles alone; and its pow(x, int), which is another function than C++'s, and less exact in float.
-#define FLEXOPS_UNARY(f)                                                                            \
-  template <class T>                                                                                \
-  __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, double> f(T x) { \
-    return f(static_cast<double>(x));                                                               \
-  }                                                                                                 \
-  namespace std {                                                                                   \
-  using ::f;                                                                                        \
+// What <cmath> says of whole numbers and of two types at once: they are computed as double. NVRTC
+// has the functions of two floats and of two doubles alone; and its pow(x, int), which is another
+// function than C++'s, and less exact in float.
+#define FLEXOPS_UNARY(f)                                                                      \
+  template <class T>                                                                          \
+  __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, double> f( \
+      T x) {                                                                                  \
+    return f(static_cast<double>(x));                                                         \
+  }                                                                                           \
+  namespace std {                                                                             \
+  using ::f;                                                                                  \
   }
-#define FLEXOPS_BINARY(f)                                                                                \
-  template <class T, class U>                                                                            \
-  __host__ __device__ std::enable_if_t<std::flexops_detail::is_mixed<T, U>::value, double> f(T x, U y) { \
-    return f(static_cast<double>(x), static_cast<double>(y));                                            \
-  }                                                                                                      \
-  namespace std {                                                                                        \
-  using ::f;                                                                                             \
+#define FLEXOPS_BINARY(f)                                                                     \
+  template <class T, class U>                                                                 \
+  __host__ __device__ std::enable_if_t<std::flexops_detail::is_mixed<T, U>::value, double> f( \
+      T x, U y) {                                                                             \
+    return f(static_cast<double>(x), static_cast<double>(y));                                 \
+  }                                                                                           \
+  namespace std {                                                                             \
+  using ::f;                                                                                  \
   }
 // In C++ these are bool; NVRTC's are int.
-#define FLEXOPS_PREDICATE(f)                                                                                \
-  __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }                       \
-  __host__ __device__ __forceinline__ bool flexops_##f(double x) { return f(x) != 0; }                      \
-  template <class T>                                                                                        \
-  __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, bool> flexops_##f(T x) { \
-    return f(static_cast<double>(x)) != 0;                                                                  \
-  }                                                                                                         \
-  namespace std {                                                                                           \
-  using ::flexops_##f;                                                                                      \
+#define FLEXOPS_PREDICATE(f)                                                             \
+  __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }    \
+  __host__ __device__ __forceinline__ bool flexops_##f(double x) { return f(x) != 0; }   \
+  template <class T>                                                                     \
+  __host__ __device__ std::enable_if_t<std::flexops_detail::is_integral<T>::value, bool> \
+  flexops_##f(T x) {                                                                     \
+    return f(static_cast<double>(x)) != 0;                                               \
+  }                                                                                      \
+  namespace std {                                                                        \
+  using ::flexops_##f;                                                                   \
   }
 FLEXOPS_PREDICATE(isnan)
 FLEXOPS_PREDICATE(isinf)

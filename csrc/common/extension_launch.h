@@ -1,5 +1,6 @@
-// What the host's half of somebody's own `.cu` calls where NVRTC compiles the device's (flexops/build/describe/cuda_source.py): a kernel's
-// body is launch<Stub>(arguments...), and `k<<<grid, block, bytes, stream>>>(x)` is `(Configured(grid, block, bytes, stream), k(x))`, as
+// What the host's half of somebody's own `.cu` calls where NVRTC compiles the device's
+// (flexops/build/describe/cuda_source.py): a kernel's body is launch<Stub>(arguments...), and
+// `k<<<grid, block, bytes, stream>>>(x)` is `(Configured(grid, block, bytes, stream), k(x))`, as
 // nvcc has it.
 #pragma once
 
@@ -34,7 +35,8 @@ struct Configuration {
 };
 inline thread_local Configuration next;
 
-/// A type that is local to a kernel: its name has the kernel's in it, mangled, and the number of its source.
+/// A type that is local to a kernel: its name has the kernel's in it, mangled, and the number of
+/// its source.
 template <class Stub>
 const char* name() {
   return typeid(Stub).name();
@@ -43,13 +45,16 @@ template <class Stub>
 inline flexops::Kernel instance = {name<Stub>, {}, 0, 0};
 
 [[noreturn, gnu::cold]] inline void fail(const char* kernel, const char* what) {
-  throw std::runtime_error(std::string("a kernel could not be launched: ") + what + " (" + kernel + ")");
+  throw std::runtime_error(std::string("a kernel could not be launched: ") + what + " (" + kernel +
+                           ")");
 }
 
-/// Lives as long as the launch's expression does: what computes its arguments may launch kernels, too.
+/// Lives as long as the launch's expression does: what computes its arguments may launch kernels,
+/// too.
 class Configured {
  public:
-  explicit Configured(dim3 grid, dim3 block, size_t shared_bytes = 0, cudaStream_t stream = nullptr) {
+  explicit Configured(dim3 grid, dim3 block, size_t shared_bytes = 0,
+                      cudaStream_t stream = nullptr) {
     next = {grid, block, shared_bytes, stream, true};
   }
   Configured(const Configured&) = delete;
@@ -57,7 +62,8 @@ class Configured {
     const bool launched = !next.set;
     next = before;
     if (!launched && std::uncaught_exceptions() == exceptions)
-      fail("<<<grid, block>>>", "what it calls is no kernel that flexops has read: it ran on the host");
+      fail("<<<grid, block>>>",
+           "what it calls is no kernel that flexops has read: it ran on the host");
   }
 
  private:
@@ -69,7 +75,8 @@ template <class Stub, typename... A>
 void launch(const A&... arguments) {
   if (!next.set) fail(name<Stub>(), "a kernel is called by <<<grid, block>>>");
   next.set = false;
-  void* pointers[] = {const_cast<void*>(static_cast<const volatile void*>(std::addressof(arguments)))..., nullptr};
+  void* pointers[] = {
+      const_cast<void*>(static_cast<const volatile void*>(std::addressof(arguments)))..., nullptr};
   const flexops::LaunchConfig config = {{next.grid.x, next.grid.y, next.grid.z},
                                         {next.block.x, next.block.y, next.block.z},
                                         next.stream,
@@ -78,13 +85,14 @@ void launch(const A&... arguments) {
   if (const char* error = flexops::last_error()) fail(name<Stub>(), error);
 }
 
-/// cudaFuncSetAttribute of a kernel. Each launch is given the shared memory that it asks for, if the GPU has so much; how a
-/// multiprocessor's memory is divided is left to the driver.
+/// cudaFuncSetAttribute of a kernel. Each launch is given the shared memory that it asks for, if
+/// the GPU has so much; how a multiprocessor's memory is divided is left to the driver.
 template <typename F>
 cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   int most = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, flexops::current_gpu());
+  const cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                                   flexops::current_gpu());
   return error != cudaSuccess ? error : value <= most ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -94,18 +102,27 @@ cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
 template <typename T>
 T __ldg(const T*);
 
-// nvcc gives host code these, too, of these types; of two floating point numbers the one that is no NaN.
-#define FLEXOPS_MIN_MAX(A, B, R)                                                                                               \
-  inline R min(const A a, const B b) { return static_cast<R>(b) < static_cast<R>(a) ? static_cast<R>(b) : static_cast<R>(a); } \
-  inline R max(const A a, const B b) { return static_cast<R>(a) < static_cast<R>(b) ? static_cast<R>(b) : static_cast<R>(a); }
+// nvcc gives host code these, too, of these types; of two floating point numbers the one that is no
+// NaN.
+#define FLEXOPS_MIN_MAX(A, B, R)                                                          \
+  inline R min(const A a, const B b) {                                                    \
+    return static_cast<R>(b) < static_cast<R>(a) ? static_cast<R>(b) : static_cast<R>(a); \
+  }                                                                                       \
+  inline R max(const A a, const B b) {                                                    \
+    return static_cast<R>(a) < static_cast<R>(b) ? static_cast<R>(b) : static_cast<R>(a); \
+  }
 #define FLEXOPS_MIN_MAX_WHOLE(T)                      \
   FLEXOPS_MIN_MAX(T, T, T)                            \
   FLEXOPS_MIN_MAX(unsigned T, unsigned T, unsigned T) \
   FLEXOPS_MIN_MAX(T, unsigned T, unsigned T)          \
   FLEXOPS_MIN_MAX(unsigned T, T, unsigned T)
-#define FLEXOPS_MIN_MAX_REAL(A, B, R, f)                                                                 \
-  inline R min(const A a, const B b) { return __builtin_fmin##f(static_cast<R>(a), static_cast<R>(b)); } \
-  inline R max(const A a, const B b) { return __builtin_fmax##f(static_cast<R>(a), static_cast<R>(b)); }
+#define FLEXOPS_MIN_MAX_REAL(A, B, R, f)                            \
+  inline R min(const A a, const B b) {                              \
+    return __builtin_fmin##f(static_cast<R>(a), static_cast<R>(b)); \
+  }                                                                 \
+  inline R max(const A a, const B b) {                              \
+    return __builtin_fmax##f(static_cast<R>(a), static_cast<R>(b)); \
+  }
 FLEXOPS_MIN_MAX_WHOLE(int)
 FLEXOPS_MIN_MAX_WHOLE(long)
 FLEXOPS_MIN_MAX_WHOLE(long long)
@@ -129,7 +146,8 @@ inline float yn(int n, float x) { return ynf(n, x); }
 
 #undef __global__
 #define __global__ __attribute__((visibility("hidden")))
-// What stands at kernels and says nothing to the host: CUDA's and torch's headers keep these for nvcc.
+// What stands at kernels and says nothing to the host: CUDA's and torch's headers keep these for
+// nvcc.
 #ifndef __launch_bounds__
 #define __launch_bounds__(...)
 #endif

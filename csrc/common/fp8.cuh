@@ -1,13 +1,15 @@
-// 8-bit floating-point numbers on the device, as bits: no cuda_fp8.h, so they exist wherever the rest does. The OCP formats, which torch
-// calls float8_e4m3fn and float8_e5m2 (not AMD's fnuz ones).
+// 8-bit floating-point numbers on the device, as bits: no cuda_fp8.h, so they exist wherever the
+// rest does. The OCP formats, which torch calls float8_e4m3fn and float8_e5m2 (not AMD's fnuz
+// ones).
 //
-//   e4m3 y = from_float<e4m3>(x);              // to nearest even; beyond the largest, infinities included: the largest. NaN: 0x7f
-//   float x = to_float(y);
-//   u32 word = pack4<e4m3>(a, b, c, d);        // the same for four neighbours, the first in the low byte; on sm_89 and later two
-//   instructions unpack4<e4m3>(out, word);                  // float out[4] float most = kLargest<e4m3>;               // 448; e5m2: 57344;
-//   i8: 127
+//   e4m3 y = from_float<e4m3>(x);              // to nearest even; beyond the largest, infinities
+//   included: the largest. NaN: 0x7f float x = to_float(y); u32 word = pack4<e4m3>(a, b, c, d); //
+//   the same for four neighbours, the first in the low byte; on sm_89 and later two instructions
+//   unpack4<e4m3>(out, word);                  // float out[4] float most = kLargest<e4m3>; // 448;
+//   e5m2: 57344; i8: 127
 //
-// pack4, unpack4 and kLargest know i8 as well: rounded to nearest even, clamped to [-127, 127]; NaN becomes any of these.
+// pack4, unpack4 and kLargest know i8 as well: rounded to nearest even, clamped to [-127, 127]; NaN
+// becomes any of these.
 #pragma once
 
 #include "common/device.cuh"
@@ -64,16 +66,21 @@ FLEXOPS_DEVICE u32 fp8_bits(float value) {
   if (magnitude > F::kLargestBits) magnitude = F::kLargestBits;
   if (magnitude < F::kLeastNormal) {  // the float adder rounds
     const float adder = F::kSubnormal;
-    return sign | (bit_cast<u32>(__fadd_rn(bit_cast<float>(magnitude), adder)) - bit_cast<u32>(adder));
+    return sign |
+           (bit_cast<u32>(__fadd_rn(bit_cast<float>(magnitude), adder)) - bit_cast<u32>(adder));
   }
   const u32 half = (1u << (F::kShift - 1)) - 1;
-  return sign | (magnitude - (F::kRebias << 23) + half + (magnitude >> F::kShift & 1u)) >> F::kShift;
+  return sign |
+         (magnitude - (F::kRebias << 23) + half + (magnitude >> F::kShift & 1u)) >> F::kShift;
 }
 
-FLEXOPS_DEVICE float to_float(e5m2 value) { return to_float(f16{static_cast<u16>(value.bits << 8)}); }
+FLEXOPS_DEVICE float to_float(e5m2 value) {
+  return to_float(f16{static_cast<u16>(value.bits << 8)});
+}
 FLEXOPS_DEVICE float to_float(e4m3 value) {
   const u32 magnitude = value.bits & 0x7fu, sign = static_cast<u32>(value.bits & 0x80u) << 24;
-  const u32 small = magnitude < 8u ? 1u : 0u;  // subnormal: made normal, and what that adds taken off again
+  const u32 small =
+      magnitude < 8u ? 1u : 0u;  // subnormal: made normal, and what that adds taken off again
   const float base = small ? 0.015625f : 0.0f;
   const float out = bit_cast<float>((magnitude << 20) + ((120u + small) << 23)) - base;
   return bit_cast<float>(magnitude == 0x7fu ? 0x7fc00000u : sign | bit_cast<u32>(out));
@@ -115,7 +122,8 @@ FLEXOPS_DEVICE u32 pack4(float a, float b, float c, float d) {
 }
 /// The nearest whole number, as two's complement in the low byte, with rubbish above it.
 FLEXOPS_DEVICE u32 i8_bits(float value) {
-  return bit_cast<u32>(__fadd_rn(fminf(fmaxf(value, -127.0f), 127.0f), 12582912.0f));  // adding 1.5 * 2^23 rounds
+  return bit_cast<u32>(
+      __fadd_rn(fminf(fmaxf(value, -127.0f), 127.0f), 12582912.0f));  // adding 1.5 * 2^23 rounds
 }
 template <>
 FLEXOPS_DEVICE u32 pack4<i8>(float a, float b, float c, float d) {
@@ -124,8 +132,8 @@ FLEXOPS_DEVICE u32 pack4<i8>(float a, float b, float c, float d) {
 /// pack4<i8> for numbers that round to no more than 127 and no less than -127.
 FLEXOPS_DEVICE u32 pack4_within(float a, float b, float c, float d) {
   constexpr float kRound = 12582912.0f;
-  return pack_bytes(bit_cast<u32>(__fadd_rn(a, kRound)), bit_cast<u32>(__fadd_rn(b, kRound)), bit_cast<u32>(__fadd_rn(c, kRound)),
-                    bit_cast<u32>(__fadd_rn(d, kRound)));
+  return pack_bytes(bit_cast<u32>(__fadd_rn(a, kRound)), bit_cast<u32>(__fadd_rn(b, kRound)),
+                    bit_cast<u32>(__fadd_rn(c, kRound)), bit_cast<u32>(__fadd_rn(d, kRound)));
 }
 template <>
 FLEXOPS_DEVICE i8 from_float<i8>(float value) {
@@ -143,7 +151,8 @@ template <>
 FLEXOPS_DEVICE void unpack4<i8>(float (&out)[4], u32 word) {
   const u32 positive = word ^ 0x80808080u;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = __fsub_rn(bit_cast<float>((positive >> (8 * i) & 255u) | 0x4b000000u), 8388736.0f);
+  for (int i = 0; i < 4; ++i)
+    out[i] = __fsub_rn(bit_cast<float>((positive >> (8 * i) & 255u) | 0x4b000000u), 8388736.0f);
 }
 /// An e5m2 number is the upper half of the f16 of the same value.
 template <>

@@ -7,7 +7,9 @@
 
 namespace flexops {
 
-inline TensorView view_of(const std::optional<Tensor>& tensor) { return tensor ? view_of(*tensor) : TensorView{}; }
+inline TensorView view_of(const std::optional<Tensor>& tensor) {
+  return tensor ? view_of(*tensor) : TensorView{};
+}
 
 inline Text shape_text(const TensorView& tensor) { return sizes_text(tensor.sizes, tensor.dim); }
 
@@ -17,14 +19,17 @@ inline bool same_shape(const TensorView& a, const TensorView& b) {
   return same;
 }
 
-[[gnu::noinline]] inline void check_dtype(const char* op, const char* name, Dtype dtype, const char* other_name, Dtype other) {
-  FLEXOPS_CHECK(dtype == other, op, ": ", name, " must be ", dtype_name(other), ", as ", other_name, ", got ", dtype_name(dtype));
+[[gnu::noinline]] inline void check_dtype(const char* op, const char* name, Dtype dtype,
+                                          const char* other_name, Dtype other) {
+  FLEXOPS_CHECK(dtype == other, op, ": ", name, " must be ", dtype_name(other), ", as ", other_name,
+                ", got ", dtype_name(dtype));
 }
 
-[[gnu::noinline]] inline void check_shape(const char* op, const char* name, const TensorView& tensor, const char* other_name,
+[[gnu::noinline]] inline void check_shape(const char* op, const char* name,
+                                          const TensorView& tensor, const char* other_name,
                                           const TensorView& other) {
-  FLEXOPS_CHECK(same_shape(tensor, other), op, ": ", name, " must have ", other_name, "'s shape ", shape_text(other), ", got ",
-                shape_text(tensor));
+  FLEXOPS_CHECK(same_shape(tensor, other), op, ": ", name, " must have ", other_name, "'s shape ",
+                shape_text(other), ", got ", shape_text(tensor));
 }
 
 /// Views of a list's tensors.
@@ -40,9 +45,11 @@ class ViewList {
   std::vector<TensorView> views_;
 };
 
-/// Replaces a tensor by a contiguous copy, unless it lies as the launcher takes it: contiguous, or in even rows if `rows`. `aligned`: on a
-/// GPU its rows also lie at multiples of 16 bytes, or as far from them as those of a contiguous tensor that begins at one.
-[[gnu::noinline]] inline void take(Tensor& tensor, TensorView& view, bool rows = false, bool aligned = false) {
+/// Replaces a tensor by a contiguous copy, unless it lies as the launcher takes it: contiguous, or
+/// in even rows if `rows`. `aligned`: on a GPU its rows also lie at multiples of 16 bytes, or as
+/// far from them as those of a contiguous tensor that begins at one.
+[[gnu::noinline]] inline void take(Tensor& tensor, TensorView& view, bool rows = false,
+                                   bool aligned = false) {
   bool fits = view.is_contiguous() || (rows && view.has_even_rows());
   if (FLEXOPS_DEVICE_CUDA && aligned && fits && view.numel > 0) {
     const int64_t bytes = (view.row_stride() - view.columns()) * dtype_size(view.dtype);
@@ -52,28 +59,35 @@ class ViewList {
   tensor = contiguous_copy(tensor);
   view = view_of(tensor);
 }
-inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = false, bool aligned = false) {
+inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = false,
+                 bool aligned = false) {
   if (tensor) take(*tensor, view, rows, aligned);
 }
 
-/// Makes the view one of the shape of `to`: what the tensor is broadcast along gets stride 0. Elements of the last dimension are
-/// neighbours, or one. `strides` is where the view's are kept.
-[[gnu::noinline]] inline void broadcast(const char* op, const char* name, Tensor& tensor, TensorView& view, const char* to_name,
-                                        const TensorView& to, int64_t* strides) {
+/// Makes the view one of the shape of `to`: what the tensor is broadcast along gets stride 0.
+/// Elements of the last dimension are neighbours, or one. `strides` is where the view's are kept.
+[[gnu::noinline]] inline void broadcast(const char* op, const char* name, Tensor& tensor,
+                                        TensorView& view, const char* to_name, const TensorView& to,
+                                        int64_t* strides) {
   const int64_t missing = to.dim - view.dim;
   bool fits = missing >= 0;
-  for (int64_t d = 0; fits && d < view.dim; ++d) fits = view.sizes[d] == 1 || view.sizes[d] == to.sizes[missing + d];
-  FLEXOPS_CHECK(fits, op, ": ", name, " must be broadcastable to ", to_name, ", got shape ", shape_text(view), " for ", shape_text(to));
+  for (int64_t d = 0; fits && d < view.dim; ++d)
+    fits = view.sizes[d] == 1 || view.sizes[d] == to.sizes[missing + d];
+  FLEXOPS_CHECK(fits, op, ": ", name, " must be broadcastable to ", to_name, ", got shape ",
+                shape_text(view), " for ", shape_text(to));
   if (view.dim > 0 && view.size(-1) != 1 && view.stride(-1) > 1) take(tensor, view);
-  for (int64_t d = 0; d < to.dim; ++d) strides[d] = d < missing || view.sizes[d - missing] == 1 ? 0 : view.strides[d - missing];
+  for (int64_t d = 0; d < to.dim; ++d)
+    strides[d] = d < missing || view.sizes[d - missing] == 1 ? 0 : view.strides[d - missing];
   view.dim = to.dim, view.sizes = to.sizes, view.strides = strides, view.numel = to.numel;
 }
-inline void broadcast(const char* op, const char* name, std::optional<Tensor>& tensor, TensorView& view, const char* to_name,
-                      const TensorView& to, int64_t* strides) {
+inline void broadcast(const char* op, const char* name, std::optional<Tensor>& tensor,
+                      TensorView& view, const char* to_name, const TensorView& to,
+                      int64_t* strides) {
   if (tensor) broadcast(op, name, *tensor, view, to_name, to, strides);
 }
 
-/// What is written, as the launcher takes it: contiguous; finish() brings it back to where it belongs.
+/// What is written, as the launcher takes it: contiguous; finish() brings it back to where it
+/// belongs.
 struct Written {
   Tensor& target;
   Tensor tensor;
@@ -92,10 +106,12 @@ const T* pointer_to(const std::optional<T>& value) {
 }
 
 /// A tensor's dimension, counted from the last one if it is negative.
-[[gnu::noinline]] inline int64_t size_of(const char* op, const char* name, const TensorView& tensor, int64_t d) {
+[[gnu::noinline]] inline int64_t size_of(const char* op, const char* name, const TensorView& tensor,
+                                         int64_t d) {
   const int64_t at = d < 0 ? d + tensor.dim : d, least = d < 0 ? -d : d + 1;
   FLEXOPS_CHECK(at >= 0 && at < tensor.dim, op, ": ", name, " must have at least ",
-                least == 1 ? Text{"one dimension"} : Text{least, " dimensions, got shape ", shape_text(tensor)});
+                least == 1 ? Text{"one dimension"}
+                           : Text{least, " dimensions, got shape ", shape_text(tensor)});
   return tensor.sizes[at];
 }
 
@@ -110,11 +126,13 @@ class Shape {
   }
   /// Dimensions [from, to) of a tensor, each counted from the last one if it is negative.
   [[gnu::noinline]] Shape& add(const TensorView& tensor, int64_t from, int64_t to) {
-    for (int64_t d = counted(tensor, from), end = counted(tensor, to); d < end; ++d) add(tensor.sizes[d]);
+    for (int64_t d = counted(tensor, from), end = counted(tensor, to); d < end; ++d)
+      add(tensor.sizes[d]);
     return *this;
   }
   [[gnu::noinline]] void check(const char* name, const TensorView& tensor) const {
-    FLEXOPS_CHECK(same_shape(view(), tensor), op_, ": ", name, " must have shape ", shape_text(view()), ", got ", shape_text(tensor));
+    FLEXOPS_CHECK(same_shape(view(), tensor), op_, ": ", name, " must have shape ",
+                  shape_text(view()), ", got ", shape_text(tensor));
   }
   Tensor make(Dtype dtype, const Tensor& like) const { return empty(sizes_, dim_, dtype, like); }
 

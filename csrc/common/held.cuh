@@ -1,14 +1,18 @@
-// The vectors of a row that a thread holds in registers: vector k is that of elements [first + k * step, + kVector). Code for each of them
-// is much to compile; what few threads have to do is done to one after the other, and long work by halves.
+// The vectors of a row that a thread holds in registers: vector k is that of elements [first + k *
+// step, + kVector). Code for each of them is much to compile; what few threads have to do is done
+// to one after the other, and long work by halves.
 #pragma once
 
 #include "common/rows.cuh"
 
 namespace flexops::rows {
 
-FLEXOPS_DEVICE u32 choose(u32 keep, u32 value, u32 other) { return (value & keep) | (other & ~keep); }
+FLEXOPS_DEVICE u32 choose(u32 keep, u32 value, u32 other) {
+  return (value & keep) | (other & ~keep);
+}
 
-/// The first vector, which becomes the last one: V times that, in a loop that is not unrolled, leave all as they were.
+/// The first vector, which becomes the last one: V times that, in a loop that is not unrolled,
+/// leave all as they were.
 template <int V>
 FLEXOPS_DEVICE Packed next(Packed (&vectors)[V]) {
   const Packed first = vectors[0];
@@ -18,15 +22,19 @@ FLEXOPS_DEVICE Packed next(Packed (&vectors)[V]) {
   return first;
 }
 
-/// Whether all of the elements [at, at + kVector) are in a row of `length`, or none of them behind its begin is.
+/// Whether all of the elements [at, at + kVector) are in a row of `length`, or none of them behind
+/// its begin is.
 template <typename T>
 FLEXOPS_DEVICE bool is_whole(int at, int length) {
   return (at >= 0 && at + kPerVector<T> <= length) || at >= length;
 }
 
-FLEXOPS_DEVICE bool is_inside(int at, int length) { return static_cast<u32>(at) < static_cast<u32>(length); }
+FLEXOPS_DEVICE bool is_inside(int at, int length) {
+  return static_cast<u32>(at) < static_cast<u32>(length);
+}
 
-/// Where a row begins or ends within the elements [at, at + kVector), those outside of it become `other`'s.
+/// Where a row begins or ends within the elements [at, at + kVector), those outside of it become
+/// `other`'s.
 template <typename T>
 FLEXOPS_DEVICE void limit(Packed& values, int at, int length, u32 other) {
   constexpr int N = kPerVector<T>;

@@ -1,10 +1,11 @@
-// Hopper's own instructions (sm_90a): barriers in shared memory, the tensor copy engine, products of a warpgroup (128 threads, four warps
-// from a multiple of four on) by wgmma. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Operations".
+// Hopper's own instructions (sm_90a): barriers in shared memory, the tensor copy engine, products
+// of a warpgroup (128 threads, four warps from a multiple of four on) by wgmma. PTX ISA,
+// "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Operations".
 //
-//   Producer (one thread):   wait(empty, phase); expect(full, bytes); load_tile(to, map, full, column, row, head, batch);
-//   Consumer (a warpgroup):  wait(full, phase);
-//                            wgmma_fence(); wgmma<T, N>(acc, a, b, accumulate); ... wgmma_commit(); wgmma_wait<0>(acc);
-//                            arrive(empty);
+//   Producer (one thread):   wait(empty, phase); expect(full, bytes); load_tile(to, map, full,
+//   column, row, head, batch); Consumer (a warpgroup):  wait(full, phase);
+//                            wgmma_fence(); wgmma<T, N>(acc, a, b, accumulate); ... wgmma_commit();
+//                            wgmma_wait<0>(acc); arrive(empty);
 #pragma once
 
 #include "common/device.cuh"
@@ -20,7 +21,9 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-FLEXOPS_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+FLEXOPS_DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
 // ---- Barriers. Each use of one is a phase; `parity` is that of the phase waited for. ----
 
@@ -28,15 +31,21 @@ FLEXOPS_DEVICE void init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 /// After the last init, before other threads or the copy engine see the barriers.
-FLEXOPS_DEVICE void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory"); }
-FLEXOPS_DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+FLEXOPS_DEVICE void fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+FLEXOPS_DEVICE void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 /// Arrives; the phase then also waits for so many bytes.
 FLEXOPS_DEVICE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 FLEXOPS_DEVICE void wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra finished;\nbra "
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], "
+      "%1;\n@done bra finished;\nbra "
       "again;\nfinished:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
@@ -52,10 +61,14 @@ struct Turn {
   }
 };
 
-/// Tells the barrier that `threads` will meet at that this thread's warp was there, without waiting (see barrier() in device.cuh).
-FLEXOPS_DEVICE void barrier_pass(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+/// Tells the barrier that `threads` will meet at that this thread's warp was there, without waiting
+/// (see barrier() in device.cuh).
+FLEXOPS_DEVICE void barrier_pass(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
-/// Orders this thread's ordinary accesses of shared memory before those of the copy engine and the tensor cores.
+/// Orders this thread's ordinary accesses of shared memory before those of the copy engine and the
+/// tensor cores.
 FLEXOPS_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- The copy engine ----
@@ -63,18 +76,23 @@ FLEXOPS_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;
 FLEXOPS_DEVICE void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
 }
-/// The map's box from (column, row, head, batch) on; what lies outside of the tensor is zeros. `barrier` is told of its bytes.
-FLEXOPS_DEVICE void load_tile(u32 to, const TensorMap& map, u32 barrier, int column, int row, int head, int batch) {
+/// The map's box from (column, row, head, batch) on; what lies outside of the tensor is zeros.
+/// `barrier` is told of its bytes.
+FLEXOPS_DEVICE void load_tile(u32 to, const TensorMap& map, u32 barrier, int column, int row,
+                              int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2];" ::"r"(to),
       "l"(reinterpret_cast<u64>(&map)), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 /// `bytes` (a multiple of 16, both ends aligned to that) that lie in one piece.
 FLEXOPS_DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // ---- Registers. A kernel's threads start with as many; its roles hand them to one another. ----
@@ -96,7 +114,8 @@ struct Tile : Panels<kRows, kColumns> {
   using Layout = Panels<kRows, kColumns>;
   using Layout::kPanel, Layout::kPanels, Layout::kRowBytes, Layout::kPanelBytes;
 
-  /// Of the tile's part `offset` bytes on. Offsets are known when compiling (a row group aside), so that steps differ by one addition.
+  /// Of the tile's part `offset` bytes on. Offsets are known when compiling (a row group aside), so
+  /// that steps differ by one addition.
   static FLEXOPS_DEVICE u64 descriptor(u32 tile, u32 offset, u32 leading) {
     constexpr u32 kSwizzle = kPanel == 64 ? 1 : 2, kStride = 8 * kRowBytes / 16;
     const u32 low = (tile >> 4) + (offset >> 4) + (leading >> 4 << 16);
@@ -104,24 +123,31 @@ struct Tile : Panels<kRows, kColumns> {
   }
   /// Rows from `row` (a multiple of 8) on, whose columns [16 step, 16 step + 16) are summed over.
   static FLEXOPS_DEVICE u64 rows(u32 tile, int row, int step) {
-    return descriptor(tile, row * kRowBytes + step / (kPanel / 16) * kPanelBytes + step % (kPanel / 16) * 32, 16);
+    return descriptor(
+        tile, row * kRowBytes + step / (kPanel / 16) * kPanelBytes + step % (kPanel / 16) * 32, 16);
   }
-  /// Columns from `column` (a multiple of 8; of kPanel, if they go past a panel) on, whose rows [16 step, 16 step + 16) are summed over:
-  /// the transposed operand.
+  /// Columns from `column` (a multiple of 8; of kPanel, if they go past a panel) on, whose rows [16
+  /// step, 16 step + 16) are summed over: the transposed operand.
   static FLEXOPS_DEVICE u64 columns(u32 tile, int column, int step) {
-    return descriptor(tile, column / kPanel * kPanelBytes + column % kPanel * 2 + step * 16 * kRowBytes, kPanelBytes);
+    return descriptor(tile,
+                      column / kPanel * kPanelBytes + column % kPanel * 2 + step * 16 * kRowBytes,
+                      kPanelBytes);
   }
   /// The copy engine's loads of the tile's panels.
-  static FLEXOPS_DEVICE void load(u32 to, const TensorMap& map, u32 barrier, int row, int head, int batch) {
+  static FLEXOPS_DEVICE void load(u32 to, const TensorMap& map, u32 barrier, int row, int head,
+                                  int batch) {
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) load_tile(to + panel * kPanelBytes, map, barrier, panel * kPanel, row, head, batch);
+    for (int panel = 0; panel < kPanels; ++panel)
+      load_tile(to + panel * kPanelBytes, map, barrier, panel * kPanel, row, head, batch);
   }
 };
 
 // ---- wgmma ----
 
 FLEXOPS_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-FLEXOPS_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+FLEXOPS_DEVICE void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 /// Keeps uses of registers on their side of it.
 template <int N>
 FLEXOPS_DEVICE void pin(float (&registers)[N]) {
@@ -140,13 +166,15 @@ FLEXOPS_DEVICE void wgmma_wait(float (&... done)[N]) {
   (pin(done), ...);
 }
 
-/// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its tile) or in registers, B in shared
-/// memory. A thread of warp w has rows 16 w + lane / 4 (+ 8) and columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
+/// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its
+/// tile) or in registers, B in shared memory. A thread of warp w has rows 16 w + lane / 4 (+ 8) and
+/// columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
 template <class T, int kN, bool kColumnsOfA, bool kColumnsOfB>
 struct Wgmma;
 
-#define FLEXOPS_D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLEXOPS_D8(i)                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLEXOPS_D16(i) FLEXOPS_D8(i), FLEXOPS_D8(i + 8)
 #define FLEXOPS_D32(i) FLEXOPS_D16(i), FLEXOPS_D16(i + 16)
 #define FLEXOPS_D40(i) FLEXOPS_D32(i), FLEXOPS_D8(i + 32)
@@ -163,31 +191,40 @@ struct Wgmma;
 #define FLEXOPS_L48 FLEXOPS_L40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define FLEXOPS_L56 FLEXOPS_L48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define FLEXOPS_L64 FLEXOPS_L56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define FLEXOPS_L88 FLEXOPS_L64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
+#define FLEXOPS_L88                                                                            \
+  FLEXOPS_L64                                                                                  \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%" \
+  "86,%87"
 #define FLEXOPS_L96 FLEXOPS_L88 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define FLEXOPS_L128                                                                                                                      \
-  FLEXOPS_L96                                                                                                                             \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%" \
-  "123,"                                                                                                                                  \
+#define FLEXOPS_L128                                                                              \
+  FLEXOPS_L96                                                                                     \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%" \
+  "115,%116,%117,%118,%119,%120,%121,%122,%"                                                      \
+  "123,"                                                                                          \
   "%124,%125,%126,%127"
 
-#define FLEXOPS_WGMMA_BEGIN(accumulate, n, type) \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {"
+#define FLEXOPS_WGMMA_BEGIN(accumulate, n, type)                                               \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+  "k16.f32." type "." type " {"
 // i0 to i6: the numbers of the operands after the kN / 2 registers of the accumulator.
-#define FLEXOPS_DEFINE_WGMMA_OF(T, type, n, registers, i0, i1, i2, i3, i4, i5, i6)                                                         \
-  template <bool kColumnsOfA, bool kColumnsOfB>                                                                                            \
-  struct Wgmma<T, n, kColumnsOfA, kColumnsOfB> {                                                                                           \
-    static FLEXOPS_DEVICE void shared(float (&d)[registers], u64 a, u64 b, int accumulate) {                                               \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i2, n, type) FLEXOPS_L##registers "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"              \
-                   : FLEXOPS_D##registers(0)                                                                                               \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kColumnsOfA ? 1 : 0), "n"(kColumnsOfB ? 1 : 0));                                 \
-    }                                                                                                                                      \
-    static FLEXOPS_DEVICE void registers_(float (&d)[registers], const u32* a, u64 b, int accumulate) {                                    \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i5, n, type) FLEXOPS_L##registers "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, %" i6 \
-                                                                         ";\n}"                                                            \
-                   : FLEXOPS_D##registers(0)                                                                                               \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kColumnsOfB ? 1 : 0));                       \
-    }                                                                                                                                      \
+#define FLEXOPS_DEFINE_WGMMA_OF(T, type, n, registers, i0, i1, i2, i3, i4, i5, i6)           \
+  template <bool kColumnsOfA, bool kColumnsOfB>                                              \
+  struct Wgmma<T, n, kColumnsOfA, kColumnsOfB> {                                             \
+    static FLEXOPS_DEVICE void shared(float (&d)[registers], u64 a, u64 b, int accumulate) { \
+      asm volatile(FLEXOPS_WGMMA_BEGIN(i2, n, type) FLEXOPS_L##registers                     \
+                   "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"                      \
+                   : FLEXOPS_D##registers(0)                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kColumnsOfA ? 1 : 0),              \
+                     "n"(kColumnsOfB ? 1 : 0));                                              \
+    }                                                                                        \
+    static FLEXOPS_DEVICE void registers_(float (&d)[registers], const u32* a, u64 b,        \
+                                          int accumulate) {                                  \
+      asm volatile(FLEXOPS_WGMMA_BEGIN(i5, n, type) FLEXOPS_L##registers                     \
+                   "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, %" i6 ";\n}"  \
+                   : FLEXOPS_D##registers(0)                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),    \
+                     "n"(kColumnsOfB ? 1 : 0));                                              \
+    }                                                                                        \
   };
 #define FLEXOPS_DEFINE_WGMMA(...)                    \
   FLEXOPS_DEFINE_WGMMA_OF(bf16, "bf16", __VA_ARGS__) \

@@ -1,10 +1,11 @@
-// What a family's <family>_host.h sees: functions that a written binding calls instead of a launcher, with views of tensors that it has
-// checked and allocated (docs/builder.md). They call the launchers, which are declared by FLEXOPS_CUDA_DECLARE and
-// FLEXOPS_ISA_DECLARE:
+// What a family's <family>_host.h sees: functions that a written binding calls instead of a
+// launcher, with views of tensors that it has checked and allocated (docs/builder.md). They call
+// the launchers, which are declared by FLEXOPS_CUDA_DECLARE and FLEXOPS_ISA_DECLARE:
 //
 //   inline void scale_host(Host& host, const TensorView& x, double factor, const TensorView& out) {
-//     if (FLEXOPS_DEVICE_CUDA) return host.check(my_launcher(x.data, host.workspace<float>(x.rows()), out.data, host.stream()));
-//     parallel_for(0, x.rows(), 64, [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(my_kernel)(x, out, begin, end); });
+//     if (FLEXOPS_DEVICE_CUDA) return host.check(my_launcher(x.data,
+//     host.workspace<float>(x.rows()), out.data, host.stream())); parallel_for(0, x.rows(), 64,
+//     [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(my_kernel)(x, out, begin, end); });
 //   }
 #pragma once
 
@@ -15,7 +16,9 @@
 namespace flexops {
 
 /// Of a tensor that the binding has found to be one of floats.
-inline ElementType element_type(const TensorView& tensor) { return static_cast<ElementType>(tensor.dtype); }
+inline ElementType element_type(const TensorView& tensor) {
+  return static_cast<ElementType>(tensor.dtype);
+}
 
 /// Where a host function runs, beside its arguments.
 class Host {
@@ -24,9 +27,11 @@ class Host {
   [[gnu::noinline]] ~Host() {}
   Host(const Host&) = delete;
 
-  const char* const op;  // what errors begin with: FLEXOPS_CHECK(condition, host.op, ": argument must be ...")
+  const char* const
+      op;  // what errors begin with: FLEXOPS_CHECK(condition, host.op, ": argument must be ...")
 
-  /// Uninitialised memory on the tensors' device, until the operator returns (what it has queued by then may use it still).
+  /// Uninitialised memory on the tensors' device, until the operator returns (what it has queued by
+  /// then may use it still).
   template <typename T>
   T* workspace(int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));

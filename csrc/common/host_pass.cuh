@@ -1,5 +1,6 @@
-// Device code as a plain C++ compiler reads it, for launchers: it checks the code and a launcher's calls, and emits none of it. What CUDA
-// has beyond C++ is declared here and defined nowhere. By way of device.cuh.
+// Device code as a plain C++ compiler reads it, for launchers: it checks the code and a launcher's
+// calls, and emits none of it. What CUDA has beyond C++ is declared here and defined nowhere. By
+// way of device.cuh.
 #pragma once
 
 #include <math.h>
@@ -13,7 +14,8 @@
 #define __shared__
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
-// clang judges the constraints of assembly that it only reads, and these are a GPU's: asm(...) and asm volatile(...) are read as nothing.
+// clang judges the constraints of assembly that it only reads, and these are a GPU's: asm(...) and
+// asm volatile(...) are read as nothing.
 #define asm(...)
 #define volatile(...) ("")
 

@@ -8,9 +8,11 @@
 
 namespace flexops::detail {
 
-/// Asks for transparent huge pages for memory that an op is about to fill. A result of 32 MiB is fresh from the system at each call, and
-/// taking 8192 page faults for it costs six times what dequantizing costs (the same is true of torch's own ops, which are left as they
-/// are). It is a hint: where the system has them switched off (/sys/kernel/mm/transparent_hugepage/enabled), nothing changes.
+/// Asks for transparent huge pages for memory that an op is about to fill. A result of 32 MiB is
+/// fresh from the system at each call, and taking 8192 page faults for it costs six times what
+/// dequantizing costs (the same is true of torch's own ops, which are left as they are). It is a
+/// hint: where the system has them switched off (/sys/kernel/mm/transparent_hugepage/enabled),
+/// nothing changes.
 inline void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kWorthwhile = int64_t{4} << 20;  // holds a whole huge page wherever it begins

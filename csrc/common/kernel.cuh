@@ -1,5 +1,6 @@
-// What device code in a string finds without including anything (flexops.kernel): integers of fixed width, and bfloat16 and float16 that
-// become a float, and are made of one, by themselves. No header of CUDA's is needed.
+// What device code in a string finds without including anything (flexops.kernel): integers of fixed
+// width, and bfloat16 and float16 that become a float, and are made of one, by themselves. No
+// header of CUDA's is needed.
 //
 //   out[i] = x[i] * factor;   // bfloat16: widened to float, multiplied, rounded
 #pragma once
@@ -9,7 +10,8 @@
 
 namespace flexops {
 
-/// A number of 16 bits, as memory has it: it is computed with in float, and rounded to nearest even when it is stored.
+/// A number of 16 bits, as memory has it: it is computed with in float, and rounded to nearest even
+/// when it is stored.
 template <typename Bits>
 struct Number {
   u16 bits;

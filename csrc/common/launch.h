@@ -1,14 +1,14 @@
-// Launching kernels, the same for CUDA's driver and HIP's runtime. A launcher names a kernel by a C++ expression, which the host compiler
-// checks, as it checks the arguments:
+// Launching kernels, the same for CUDA's driver and HIP's runtime. A launcher names a kernel by a
+// C++ expression, which the host compiler checks, as it checks the arguments:
 //
 //   const KernelOf<Params> kKernels[] = {kernel<scale<float>>, kernel<scale<bf16>>};
 //   launch(kKernels[type], {blocks(n), {256}, stream}, params);
 //   return last_error();
 //
-// For CUDA a library holds no device code. It holds the names of the kernels that it launches, as NVRTC takes them
-// (flexops/build/compile/device_code.py reads them from its file), and asks for each at its first launch on a device:
-// flexops_set_provider() tells it whom. Only the driver is called, through the libcuda.so.1 that torch has opened; every driver since 525
-// has what is used.
+// For CUDA a library holds no device code. It holds the names of the kernels that it launches, as
+// NVRTC takes them (flexops/build/compile/device_code.py reads them from its file), and asks for
+// each at its first launch on a device: flexops_set_provider() tells it whom. Only the driver is
+// called, through the libcuda.so.1 that torch has opened; every driver since 525 has what is used.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,8 @@
 #include <stdlib.h>
 
 #include "common/arithmetic.h"
-#if FLEXOPS_EXTENSION  // people's own sources, which have CUDA's headers and runtime: extension_launch.h
+#if FLEXOPS_EXTENSION  // people's own sources, which have CUDA's headers and runtime:
+                       // extension_launch.h
 #define FLEXOPS_HIP 0
 namespace flexops {
 inline int current_gpu() {
@@ -70,8 +71,9 @@ struct KernelOf {
 };
 
 namespace detail {
-/// Has the kernel's name in it, which flexops/build/compile/device_code.py finds: "... [with auto function =
-/// flexops::rope::rotate<float>]", or, because clang leaves out the template's arguments there, a mangled one.
+/// Has the kernel's name in it, which flexops/build/compile/device_code.py finds: "... [with auto
+/// function = flexops::rope::rotate<float>]", or, because clang leaves out the template's arguments
+/// there, a mangled one.
 template <auto function>
 struct NameOf {};
 template <auto function>
@@ -117,9 +119,9 @@ struct Same {
 
 template <auto function>
 inline constexpr auto kernel = detail::typed<function>(function);
-/// A kernel that builds ahead of time leave out, because few calls launch it: it is compiled when it is first launched. Where that cannot
-/// be, last_error() tells of it and the reference stands in: nothing of the call may have been launched before that writes to its
-/// arguments.
+/// A kernel that builds ahead of time leave out, because few calls launch it: it is compiled when
+/// it is first launched. Where that cannot be, last_error() tells of it and the reference stands
+/// in: nothing of the call may have been launched before that writes to its arguments.
 template <auto function>
 #if FLEXOPS_HIP
 inline constexpr auto rare_kernel = kernel<function>;
@@ -127,15 +129,19 @@ inline constexpr auto rare_kernel = kernel<function>;
 inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
 #endif
 
-/// A kernel of each type, by ElementType: FLEXOPS_EACH_TYPE(rare_kernel, scale, true) is {rare_kernel<scale<float, true>>, ...}.
-#define FLEXOPS_EACH_TYPE(which, name, ...) \
-  {which<name<float, ##__VA_ARGS__>>, which<name<f16, ##__VA_ARGS__>>, which<name<bf16, ##__VA_ARGS__>>}
+/// A kernel of each type, by ElementType: FLEXOPS_EACH_TYPE(rare_kernel, scale, true) is
+/// {rare_kernel<scale<float, true>>, ...}.
+#define FLEXOPS_EACH_TYPE(which, name, ...)                            \
+  {which<name<float, ##__VA_ARGS__>>, which<name<f16, ##__VA_ARGS__>>, \
+   which<name<bf16, ##__VA_ARGS__>>}
 
 /// The same where float16 is rare, as it is in training.
-#define FLEXOPS_EACH_COMMON_TYPE(name, ...) \
-  {kernel<name<float, ##__VA_ARGS__>>, rare_kernel<name<f16, ##__VA_ARGS__>>, kernel<name<bf16, ##__VA_ARGS__>>}
+#define FLEXOPS_EACH_COMMON_TYPE(name, ...)                                   \
+  {kernel<name<float, ##__VA_ARGS__>>, rare_kernel<name<f16, ##__VA_ARGS__>>, \
+   kernel<name<bf16, ##__VA_ARGS__>>}
 
-// ---- the driver ------------------------------------------------------------------------------------------------------------------------
+// ---- the driver
+// --------------------------------------------------------------------------------
 
 namespace detail {
 
@@ -149,14 +155,17 @@ inline void note(hipError_t result) {
 
 inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
   if (status != hipSuccess) return;
-  note(hipLaunchKernel(kernel.function, dim3(c.grid.x, c.grid.y, c.grid.z), dim3(c.block.x, c.block.y, c.block.z), arguments,
+  note(hipLaunchKernel(kernel.function, dim3(c.grid.x, c.grid.y, c.grid.z),
+                       dim3(c.block.x, c.block.y, c.block.z), arguments,
                        static_cast<size_t>(c.shared_bytes), static_cast<hipStream_t>(c.stream)));
 }
 
 using GpuAttribute = hipDeviceAttribute_t;
-constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount, kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
+constexpr GpuAttribute kProcessors = hipDeviceAttributeMultiprocessorCount,
+                       kSharedOfBlock = hipDeviceAttributeMaxSharedMemoryPerBlock,
                        kSharedOfProcessor = hipDeviceAttributeMaxSharedMemoryPerMultiprocessor,
-                       kMajor = hipDeviceAttributeComputeCapabilityMajor, kMinor = hipDeviceAttributeComputeCapabilityMinor;
+                       kMajor = hipDeviceAttributeComputeCapabilityMajor,
+                       kMinor = hipDeviceAttributeComputeCapabilityMinor;
 
 inline int gpu_attribute(GpuAttribute which) {
   int value = 0;
@@ -181,7 +190,8 @@ constexpr int kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
-/// The driver's own text has no mend. A process that has GPU tensors and no CUDA is a child of the one that it was forked from.
+/// The driver's own text has no mend. A process that has GPU tensors and no CUDA is a child of the
+/// one that it was forked from.
 constexpr const char* kNotStarted =
     "initialization error (a process that was forked after its parent had used CUDA cannot use it: "
     "multiprocessing.set_start_method(\"spawn\"))";
@@ -196,8 +206,10 @@ struct Driver {
   int (*cuDeviceGetAttribute)(int* value, int attribute, int device);
   int (*cuDevicePrimaryCtxRetain)(void** context, int device);
   int (*cuCtxSetCurrent)(void* context);
-  int (*cuTensorMapEncodeTiled)(void* map, int type, unsigned rank, void* data, const uint64_t* sizes, const uint64_t* strides,
-                                const unsigned* box, const unsigned* steps, int interleave, int swizzle, int l2_promotion, int fill);
+  int (*cuTensorMapEncodeTiled)(void* map, int type, unsigned rank, void* data,
+                                const uint64_t* sizes, const uint64_t* strides, const unsigned* box,
+                                const unsigned* steps, int interleave, int swizzle,
+                                int l2_promotion, int fill);
   int (*cuGetErrorString)(int error, const char** text);
   bool whole = true;
 
@@ -226,7 +238,8 @@ struct Driver {
   }
 };
 
-/// Gives the CUkernel of that name for a GPU, or null and a text. Python's: it compiles what is not there yet.
+/// Gives the CUkernel of that name for a GPU, or null and a text. Python's: it compiles what is not
+/// there yet.
 using Provider = void* (*)(const char* name, int device, char* error, int error_size);
 inline Provider provider = nullptr;
 
@@ -242,33 +255,43 @@ inline bool note(int result) {
   if (result == 0) return true;
   const char* text = nullptr;
   Driver::get().cuGetErrorString(result, &text);
-  if (!text) snprintf(unknown_error, sizeof unknown_error, "error %d, which this driver has no text for", result);
+  if (!text)
+    snprintf(unknown_error, sizeof unknown_error, "error %d, which this driver has no text for",
+             result);
   if (result == kNotInitialized) text = kNotStarted;
   note(text ? text : unknown_error);
   return false;
 }
 
 [[gnu::noinline, gnu::cold]] inline void* obtain(Kernel& kernel, int device) {
-  if (!Driver::get().whole) return note("the CUDA driver (libcuda.so.1) is missing or older than 525"), nullptr;
-  if (!provider) return note("this library was opened by something other than flexops, so nobody provides its kernels"), nullptr;
+  if (!Driver::get().whole)
+    return note("the CUDA driver (libcuda.so.1) is missing or older than 525"), nullptr;
+  if (!provider)
+    return note(
+               "this library was opened by something other than flexops, so nobody provides its "
+               "kernels"),
+           nullptr;
   char name[1024];
   const char* const with_text = kernel.text ? "%s#%llu" : "%s";
-  snprintf(name, sizeof name, with_text, kernel.name(), static_cast<unsigned long long>(kernel.text));
+  snprintf(name, sizeof name, with_text, kernel.name(),
+           static_cast<unsigned long long>(kernel.text));
   void* handle = provider(name, device, provider_error, sizeof provider_error);
   if (!handle) note(provider_error);
-  if (handle && device < kMaxGpus) __atomic_store_n(&kernel.handle[device], handle, __ATOMIC_RELEASE);
+  if (handle && device < kMaxGpus)
+    __atomic_store_n(&kernel.handle[device], handle, __ATOMIC_RELEASE);
   return handle;
 }
 
 /// The kernel for the current GPU; null if there is none.
 inline void* find(Kernel& kernel) {
   const int device = current_gpu();
-  void* handle = device < kMaxGpus ? __atomic_load_n(&kernel.handle[device], __ATOMIC_ACQUIRE) : nullptr;
+  void* handle =
+      device < kMaxGpus ? __atomic_load_n(&kernel.handle[device], __ATOMIC_ACQUIRE) : nullptr;
   return __builtin_expect(handle != nullptr, 1) ? handle : obtain(kernel, device);
 }
 
-/// The kernel compiled with a text of this number (flexops/build/load/provider_texts.py). Each is made once and stays; two threads may both
-/// make it.
+/// The kernel compiled with a text of this number (flexops/build/load/provider_texts.py). Each is
+/// made once and stays; two threads may both make it.
 inline Kernel* with_text(Kernel* kernel, uint64_t text) {
   struct Made {
     Kernel kernel;
@@ -283,15 +306,18 @@ inline Kernel* with_text(Kernel* kernel, uint64_t text) {
   Made* made = static_cast<Made*>(calloc(1, sizeof(Made)));
   if (!made) return note("there is no memory for a kernel's name"), kernel;
   made->kernel.name = kernel->name, made->kernel.text = text, made->of = kernel, made->next = known;
-  while (!__atomic_compare_exchange_n(&last, &made->next, made, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+  while (!__atomic_compare_exchange_n(&last, &made->next, made, false, __ATOMIC_RELEASE,
+                                      __ATOMIC_RELAXED)) {}
   return &made->kernel;
 }
 
-/// A thread on which nothing of CUDA's runtime has run yet has no context: the runtime's own is the device's primary one.
+/// A thread on which nothing of CUDA's runtime has run yet has no context: the runtime's own is the
+/// device's primary one.
 [[gnu::noinline, gnu::cold]] inline bool enter_context() {
   void* context = nullptr;
   const Driver& driver = Driver::get();
-  return note(driver.cuDevicePrimaryCtxRetain(&context, current_gpu())) && note(driver.cuCtxSetCurrent(context));
+  return note(driver.cuDevicePrimaryCtxRetain(&context, current_gpu())) &&
+         note(driver.cuCtxSetCurrent(context));
 }
 
 /// What the driver answers to a call that needs a context, which is entered where there is none.
@@ -319,21 +345,29 @@ struct DriverConfig {
   DriverConfig& operator=(const DriverConfig&) = delete;
 };
 
-/// The GPUs on which a kernel may have `known >> 32` bytes of dynamic shared memory are the bits of `known`.
-inline bool is_allowed(uint64_t known, int64_t bytes, uint64_t gpu) { return known >> 32 >= static_cast<uint64_t>(bytes) && (known & gpu); }
+/// The GPUs on which a kernel may have `known >> 32` bytes of dynamic shared memory are the bits of
+/// `known`.
+inline bool is_allowed(uint64_t known, int64_t bytes, uint64_t gpu) {
+  return known >> 32 >= static_cast<uint64_t>(bytes) && (known & gpu);
+}
 
-/// Threads ask one after another, and never for less than another one has got: it may not have launched yet.
-[[gnu::noinline, gnu::cold]] inline int ask_for_shared(Kernel& kernel, void* handle, int64_t bytes, uint64_t gpu) {
+/// Threads ask one after another, and never for less than another one has got: it may not have
+/// launched yet.
+[[gnu::noinline, gnu::cold]] inline int ask_for_shared(Kernel& kernel, void* handle, int64_t bytes,
+                                                       uint64_t gpu) {
   static int taken = 0;
   while (__atomic_exchange_n(&taken, 1, __ATOMIC_ACQUIRE)) {}
   const uint64_t known = kernel.shared, before = known >> 32;
-  const uint64_t most = before > static_cast<uint64_t>(bytes) ? before : static_cast<uint64_t>(bytes);
+  const uint64_t most =
+      before > static_cast<uint64_t>(bytes) ? before : static_cast<uint64_t>(bytes);
   const auto ask = [&](uint64_t wanted) {
-    return Driver::get().cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(wanted), handle, current_gpu());
+    return Driver::get().cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(wanted), handle,
+                                              current_gpu());
   };
   int refused = ask(most);
   if (refused == 0 && gpu) {
-    __atomic_store_n(&kernel.shared, most << 32 | (most == before ? known & 0xffffffffu : 0) | gpu, __ATOMIC_RELEASE);
+    __atomic_store_n(&kernel.shared, most << 32 | (most == before ? known & 0xffffffffu : 0) | gpu,
+                     __ATOMIC_RELEASE);
   } else if (refused != 0 && most > static_cast<uint64_t>(bytes)) {  // another GPU has more
     refused = ask(static_cast<uint64_t>(bytes));
   }
@@ -341,12 +375,15 @@ inline bool is_allowed(uint64_t known, int64_t bytes, uint64_t gpu) { return kno
   return refused;
 }
 
-/// Lets the kernel have so much dynamic shared memory, which is asked for once, and not at each launch.
+/// Lets the kernel have so much dynamic shared memory, which is asked for once, and not at each
+/// launch.
 inline int allow_shared(Kernel& kernel, void* handle, int64_t bytes) {
   constexpr int64_t kWithoutAsking = 40000;  // of the 48 KiB, less what a kernel has beside
   if (bytes <= kWithoutAsking) return 0;
   const uint64_t gpu = current_gpu() < kMaxGpus ? uint64_t{1} << current_gpu() : 0;
-  return is_allowed(__atomic_load_n(&kernel.shared, __ATOMIC_ACQUIRE), bytes, gpu) ? 0 : ask_for_shared(kernel, handle, bytes, gpu);
+  return is_allowed(__atomic_load_n(&kernel.shared, __ATOMIC_ACQUIRE), bytes, gpu)
+             ? 0
+             : ask_for_shared(kernel, handle, bytes, gpu);
 }
 
 inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
@@ -362,7 +399,8 @@ inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
   if (__builtin_expect(result != 0, 0)) note(result);
 }
 
-/// What is refused here is no error of the launch, which takes another kernel then: nor is that this one is not compiled.
+/// What is refused here is no error of the launch, which takes another kernel then: nor is that
+/// this one is not compiled.
 inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
   const char* const before = status;
   void *handle = find(kernel), *function = nullptr;
@@ -374,13 +412,15 @@ inline int ask_clusters(Kernel& kernel, const LaunchConfig& c) {
     int refused = driver.cuKernelGetAttribute(&version, kPtxVersion, handle, current_gpu());
     if (refused == 0) refused = allow_shared(kernel, handle, c.shared_bytes);
     if (refused == 0) refused = driver.cuKernelGetFunction(&function, handle);
-    return refused ? refused : driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch);
+    return refused ? refused
+                   : driver.cuOccupancyMaxActiveClusters(&clusters, function, &config.launch);
   };
   return handle && in_context(ask) == 0 && version >= 90 ? clusters : 0;
 }
 
 using GpuAttribute = int;
-constexpr GpuAttribute kProcessors = 16, kSharedOfBlock = 97, kSharedOfProcessor = 81, kMajor = 75, kMinor = 76;  // CU_DEVICE_ATTRIBUTE_...
+constexpr GpuAttribute kProcessors = 16, kSharedOfBlock = 97, kSharedOfProcessor = 81, kMajor = 75,
+                       kMinor = 76;  // CU_DEVICE_ATTRIBUTE_...
 
 inline int gpu_attribute(GpuAttribute which) {
   int value = 0;
@@ -393,15 +433,17 @@ inline int gpu_attribute(GpuAttribute which) {
 
 }  // namespace detail
 
-/// Queues a kernel. What goes wrong is told by last_error(), and ends the call: later kernels, which need what the first would have
-/// written, are not queued.
+/// Queues a kernel. What goes wrong is told by last_error(), and ends the call: later kernels,
+/// which need what the first would have written, are not queued.
 template <typename... A>
-void launch(const KernelOf<A...>& kernel, const LaunchConfig& config, const typename detail::Same<A>::type&... arguments) {
+void launch(const KernelOf<A...>& kernel, const LaunchConfig& config,
+            const typename detail::Same<A>::type&... arguments) {
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   detail::start(*kernel.kernel, config, pointers);
 }
 
-/// Whether the kernel can be had on the current GPU, if that is not known yet; last_error() tells why not.
+/// Whether the kernel can be had on the current GPU, if that is not known yet; last_error() tells
+/// why not.
 template <typename... A>
 bool ready(const KernelOf<A...>& kernel) {
 #if FLEXOPS_HIP
@@ -425,10 +467,13 @@ inline const char* last_error() {
 /// Sets `count` words on the device to 0, as part of the stream.
 inline void set_zero(uint32_t* words, int64_t count, void* stream) {
 #if FLEXOPS_HIP
-  detail::note(hipMemsetAsync(words, 0, static_cast<size_t>(count) * 4, static_cast<hipStream_t>(stream)));
+  detail::note(
+      hipMemsetAsync(words, 0, static_cast<size_t>(count) * 4, static_cast<hipStream_t>(stream)));
 #else
-  detail::note(detail::in_context(
-      [&] { return detail::Driver::get().cuMemsetD32Async(reinterpret_cast<uint64_t>(words), 0, static_cast<size_t>(count), stream); }));
+  detail::note(detail::in_context([&] {
+    return detail::Driver::get().cuMemsetD32Async(reinterpret_cast<uint64_t>(words), 0,
+                                                  static_cast<size_t>(count), stream);
+  }));
 #endif
 }
 
@@ -453,7 +498,8 @@ inline const Gpu& gpu_facts() {
 }
 
 #if !FLEXOPS_HIP
-/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. A thread keeps its latest answers.
+/// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. A
+/// thread keeps its latest answers.
 template <typename... A>
 int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) {
   struct Answer {
@@ -467,8 +513,9 @@ int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) 
   thread_local Answer known[kKept];
   thread_local unsigned oldest = 0;
   for (const Answer& answer : known) {
-    if (answer.kernel == kernel.kernel && answer.gpu == current_gpu() && answer.cluster == config.cluster &&
-        answer.threads == config.block.x && answer.shared_bytes == config.shared_bytes)
+    if (answer.kernel == kernel.kernel && answer.gpu == current_gpu() &&
+        answer.cluster == config.cluster && answer.threads == config.block.x &&
+        answer.shared_bytes == config.shared_bytes)
       return answer.clusters;
   }
   Answer& answer = known[oldest++ % kKept];
@@ -486,7 +533,8 @@ inline Dim3 blocks(int64_t x, int64_t y = 1, int64_t z = 1) {
 
 #if !FLEXOPS_HIP
 /// Called once, by the loader; see obtain().
-extern "C" __attribute__((visibility("default"), weak)) void flexops_set_provider(flexops::detail::Provider provider) {
+extern "C" __attribute__((visibility("default"), weak)) void flexops_set_provider(
+    flexops::detail::Provider provider) {
   flexops::detail::provider = provider;
 }
 #endif

@@ -1,8 +1,10 @@
-// A function of elements, at the speed of memory: 16 bytes at a time, at any address, up to a tensor's end.
+// A function of elements, at the speed of memory: 16 bytes at a time, at any address, up to a
+// tensor's end.
 //
 //   template <typename T>
 //   __global__ void add_kernel(const T* a, const T* b, T* out, i64 count) {
-//     map_elements(out, count, [=](float a, float b) { return a + b; }, a, b);      // blocks(ceil_div(count, 256 * kMapped<T>)) of {256}
+//     map_elements(out, count, [=](float a, float b) { return a + b; }, a, b);      //
+//     blocks(ceil_div(count, 256 * kMapped<T>)) of {256}
 //   }
 //
 // For more than that, load_up_to() and store_up_to() are what it is made of.
@@ -16,8 +18,8 @@ namespace flexops {
 template <typename T>
 inline constexpr int kMapped = kPerVector<T>;
 
-/// Elements [index, index + N) of `count`, as float32: up to 16 bytes in one access where they are all there and begin at a multiple of 16
-/// bytes, else one by one. What is beyond the last is 0.
+/// Elements [index, index + N) of `count`, as float32: up to 16 bytes in one access where they are
+/// all there and begin at a multiple of 16 bytes, else one by one. What is beyond the last is 0.
 template <int N, typename T>
 FLEXOPS_DEVICE Vec<float, N> load_up_to(const T* from, i64 index, i64 count) {
   constexpr int kPart = N < kPerVector<T> ? N : kPerVector<T>;
@@ -40,7 +42,9 @@ FLEXOPS_DEVICE Vec<float, N> load_up_to(const T* from, i64 index, i64 count) {
 /// The reverse, rounded to T. Nothing is written beyond the last.
 template <typename T, int N>
 FLEXOPS_DEVICE void store_up_to(T* to, i64 index, i64 count, const Vec<float, N>& value) {
-  if (index + N <= count && is_aligned(to + index, (N < kPerVector<T> ? N : kPerVector<T>)*sizeof(T))) return store<T>(to, index, value.at);
+  if (index + N <= count &&
+      is_aligned(to + index, (N < kPerVector<T> ? N : kPerVector<T>)*sizeof(T)))
+    return store<T>(to, index, value.at);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if (index + i < count) to[index + i] = from_float<T>(value.at[i]);
@@ -49,7 +53,8 @@ FLEXOPS_DEVICE void store_up_to(T* to, i64 index, i64 count, const Vec<float, N>
 
 namespace detail {
 template <typename T, typename F, int N, typename... Rest>
-FLEXOPS_DEVICE void store_mapped(T* out, i64 first, i64 count, const F& f, const Vec<float, N>& a, const Rest&... rest) {
+FLEXOPS_DEVICE void store_mapped(T* out, i64 first, i64 count, const F& f, const Vec<float, N>& a,
+                                 const Rest&... rest) {
   Vec<float, N> value;
 #pragma unroll
   for (int i = 0; i < N; ++i) value.at[i] = f(a.at[i], rest.at[i]...);

@@ -1,21 +1,24 @@
-// Element-wise kernels over lists of tensors: many tensors per launch, their addresses in the kernel's parameters, one block per chunk of
-// one tensor. An op brings a Rule; this brings memory, which is what decides: every access is 16 bytes wide for fp32 (8 for 16-bit data), a
-// thread has all loads of kUnroll vectors in flight before the first use, and blocks are small. (On an H200 loads and stores that are
-// marked as touched once are 3 % slower than plain ones.)
+// Element-wise kernels over lists of tensors: many tensors per launch, their addresses in the
+// kernel's parameters, one block per chunk of one tensor. An op brings a Rule; this brings memory,
+// which is what decides: every access is 16 bytes wide for fp32 (8 for 16-bit data), a thread has
+// all loads of kUnroll vectors in flight before the first use, and blocks are small. (On an H200
+// loads and stores that are marked as touched once are 3 % slower than plain ones.)
 //
 //   template <Data data> struct Rule {
 //     static constexpr Data kData = data;            // what the typed arrays hold
 //     static constexpr int kThreads, kUnroll, kIterations, kMinBlocks;
-//     static constexpr int kApart;                   // as kUnroll, for tensors that are not aligned
-//     static constexpr int kArrays, kExtras, kSums;  // kExtras: small per-tensor inputs by pointer; kSums: numbers reduced over the tensor
-//     static constexpr u32 kReads, kWrites, kTyped, kOptional;   // which arrays, as bits; those that are not typed hold fp32
-//     static constexpr int kUnscaled;                // the array that is also written if shared.grad_scale is there, or -1
-//     static constexpr bool kReverse;                // last chunk first: finds in the cache what the pass before read last
-//     static constexpr Cache kLoad, kStore;
-//     struct Shared { const float *grad_scale, *found_inf; ... };   // what all tensors share; pointers null where not used
-//     struct Factors { ... };                        // what all elements of one tensor share
-//     static Factors prepare(const Shared&, const Launch<Rule>&, int tensor);
-//     static void update(Element<Rule>& x, const Shared&, const Factors&, const Pointers<Rule>&, float* sums, bool valid);
+//     static constexpr int kApart;                   // as kUnroll, for tensors that are not
+//     aligned static constexpr int kArrays, kExtras, kSums;  // kExtras: small per-tensor inputs by
+//     pointer; kSums: numbers reduced over the tensor static constexpr u32 kReads, kWrites, kTyped,
+//     kOptional;   // which arrays, as bits; those that are not typed hold fp32 static constexpr
+//     int kUnscaled;                // the array that is also written if shared.grad_scale is
+//     there, or -1 static constexpr bool kReverse;                // last chunk first: finds in the
+//     cache what the pass before read last static constexpr Cache kLoad, kStore; struct Shared {
+//     const float *grad_scale, *found_inf; ... };   // what all tensors share; pointers null where
+//     not used struct Factors { ... };                        // what all elements of one tensor
+//     share static Factors prepare(const Shared&, const Launch<Rule>&, int tensor); static void
+//     update(Element<Rule>& x, const Shared&, const Factors&, const Pointers<Rule>&, float* sums,
+//     bool valid);
 //   };
 #pragma once
 
@@ -27,15 +30,18 @@ namespace flexops::multi {
 
 inline constexpr int kVector = 4;  // elements per access
 
-/// What a rule's typed arrays hold: all of them fp32, or bf16, and no optional one is there; or each what its tensor's flags say.
+/// What a rule's typed arrays hold: all of them fp32, or bf16, and no optional one is there; or
+/// each what its tensor's flags say.
 enum class Data { f32, bf16, mixed };
 
 template <class Rule>
 inline constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
 template <class Rule>
-inline constexpr int kChunk = kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
+inline constexpr int kChunk =
+    kStride<Rule> * Rule::kUnroll * Rule::kIterations;  // elements per block
 
-/// A tensor's flags: two bits for each typed array, in order, and whether vector accesses are possible.
+/// A tensor's flags: two bits for each typed array, in order, and whether vector accesses are
+/// possible.
 inline constexpr u16 kFloat = 1, kBf16 = 2, kAligned = 0x8000;
 
 template <class Rule>
@@ -50,9 +56,11 @@ __host__ __device__ constexpr int type_shift(int k) {
   return shift;
 }
 
-/// The tensors of one launch. Tensor t owns the blocks first_chunk[t] up to first_chunk[t + 1]. Blocks are short, so that what each does
-/// first counts: what it reads of its tensor lies together, because constant memory is cached by lines, and hints spare it most of the
-/// search for the tensor. (AdamW with 8-bit states on an H200: 9 % for 1000 tensors of 2^18 elements, 15 % for 2000 of 40000.)
+/// The tensors of one launch. Tensor t owns the blocks first_chunk[t] up to first_chunk[t + 1].
+/// Blocks are short, so that what each does first counts: what it reads of its tensor lies
+/// together, because constant memory is cached by lines, and hints spare it most of the search for
+/// the tensor. (AdamW with 8-bit states on an H200: 9 % for 1000 tensors of 2^18 elements, 15 % for
+/// 2000 of 40000.)
 template <class Rule>
 struct Launch {
   using Shared = typename Rule::Shared;
@@ -63,7 +71,9 @@ struct Launch {
   };
   static constexpr int kHints = FLEXOPS_KERNEL_PARAMETER_BYTES / 128;
   static constexpr int kTensorBytes = static_cast<int>(sizeof(Row)) + 4;
-  static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - static_cast<int>(sizeof(Shared)) - 2 * kHints - 32) / kTensorBytes;
+  static constexpr int kCapacity =
+      (FLEXOPS_KERNEL_PARAMETER_BYTES - static_cast<int>(sizeof(Shared)) - 2 * kHints - 32) /
+      kTensorBytes;
   Shared shared;
   int count;
   int hint_shift;        // a hint for every 2^hint_shift blocks:
@@ -81,7 +91,8 @@ struct Steps {
   float* step[kCapacity];
 };
 
-__global__ void __launch_bounds__(Steps::kThreads) step_kernel(const FLEXOPS_GRID_CONSTANT Steps steps) {
+__global__ void __launch_bounds__(Steps::kThreads)
+    step_kernel(const FLEXOPS_GRID_CONSTANT Steps steps) {
   const int i = blockIdx.x * Steps::kThreads + threadIdx.x;
   if (i >= steps.count || (steps.found_inf && *steps.found_inf != 0.0f)) return;
   *steps.step[i] += 1.0f;
@@ -112,21 +123,28 @@ struct Pointers {
   u16 flags;
 
   FLEXOPS_DEVICE explicit Pointers(const typename Launch<Rule>::Row& row)
-      : numel(static_cast<i64>(row.numel_and_flags >> 16)), flags(static_cast<u16>(row.numel_and_flags)) {
+      : numel(static_cast<i64>(row.numel_and_flags >> 16)),
+        flags(static_cast<u16>(row.numel_and_flags)) {
 #pragma unroll
     for (int k = 0; k < Rule::kArrays; ++k) array[k] = static_cast<char*>(row.array[k]);
   }
 
-  FLEXOPS_DEVICE bool has(int k) const { return (Rule::kOptional >> k & 1) == 0 || (Rule::kData == Data::mixed && array[k]); }
+  FLEXOPS_DEVICE bool has(int k) const {
+    return (Rule::kOptional >> k & 1) == 0 || (Rule::kData == Data::mixed && array[k]);
+  }
   FLEXOPS_DEVICE bool is_float(int k) const {
-    return !is_typed<Rule>(k) || Rule::kData == Data::f32 || (Rule::kData == Data::mixed && is_flagged(k, kFloat));
+    return !is_typed<Rule>(k) || Rule::kData == Data::f32 ||
+           (Rule::kData == Data::mixed && is_flagged(k, kFloat));
   }
   FLEXOPS_DEVICE bool is_bf16(int k) const {
-    return is_typed<Rule>(k) && (Rule::kData == Data::bf16 || (Rule::kData == Data::mixed && is_flagged(k, kBf16)));
+    return is_typed<Rule>(k) &&
+           (Rule::kData == Data::bf16 || (Rule::kData == Data::mixed && is_flagged(k, kBf16)));
   }
 
  private:
-  FLEXOPS_DEVICE bool is_flagged(int k, u16 flag) const { return (flags >> type_shift<Rule>(k) & flag) != 0; }
+  FLEXOPS_DEVICE bool is_flagged(int k, u16 flag) const {
+    return (flags >> type_shift<Rule>(k) & flag) != 0;
+  }
 };
 
 /// One element of every array, as the rule sees it.
@@ -136,15 +154,16 @@ struct Element {
   u32 index;  // in its tensor, modulo 2^32
 };
 
-/// kVector elements of every array on their way from memory and back: neighbours (step 1), or `step` apart for tensors that are not
-/// aligned, where they are read one by one but each access of the warp is still of neighbours.
+/// kVector elements of every array on their way from memory and back: neighbours (step 1), or
+/// `step` apart for tensors that are not aligned, where they are read one by one but each access of
+/// the warp is still of neighbours.
 template <class Rule, int kStep>
 struct Elements {
   static constexpr bool kPacked = kStep == 1;
   float x[Rule::kArrays][kVector];
 
-  /// 16-bit elements stay as they are, two in a word if packed, until widen(): converting them here would wait for each load before the
-  /// next one is sent.
+  /// 16-bit elements stay as they are, two in a word if packed, until widen(): converting them here
+  /// would wait for each load before the next one is sent.
   FLEXOPS_DEVICE void fetch(const Pointers<Rule>& from, i64 at, i64 end) {
 #pragma unroll
     for (int k = 0; k < Rule::kArrays; ++k) {
@@ -156,20 +175,23 @@ struct Elements {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) x[k][i] = v.at[i];
         } else {
-          const auto v = bit_cast<Vec<float, kVector / 2>>(load<bf16, kVector, Rule::kLoad>(base, at));
+          const auto v =
+              bit_cast<Vec<float, kVector / 2>>(load<bf16, kVector, Rule::kLoad>(base, at));
 #pragma unroll
           for (int i = 0; i < kVector / 2; ++i) x[k][i] = v.at[i];
         }
       } else if (from.is_float(k)) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          if (at + i * kStep < end) x[k][i] = load<Rule::kLoad>(reinterpret_cast<const float*>(base) + at + i * kStep);
+          if (at + i * kStep < end)
+            x[k][i] = load<Rule::kLoad>(reinterpret_cast<const float*>(base) + at + i * kStep);
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           if (at + i * kStep < end) {
-            x[k][i] = bit_cast<float>(static_cast<u32>(load<Rule::kLoad>(reinterpret_cast<const u16*>(base) + at + i * kStep)));
+            x[k][i] = bit_cast<float>(static_cast<u32>(
+                load<Rule::kLoad>(reinterpret_cast<const u16*>(base) + at + i * kStep)));
           }
         }
       }
@@ -188,8 +210,8 @@ struct Elements {
     }
   }
 
-  FLEXOPS_DEVICE void update(const typename Rule::Shared& s, const typename Rule::Factors& f, const Pointers<Rule>& p, float* sums, i64 at,
-                             i64 end) {
+  FLEXOPS_DEVICE void update(const typename Rule::Shared& s, const typename Rule::Factors& f,
+                             const Pointers<Rule>& p, float* sums, i64 at, i64 end) {
     widen(p);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -224,7 +246,8 @@ struct Elements {
   static FLEXOPS_DEVICE void widen_halves(float (&values)[kVector]) {
 #pragma unroll
     for (int i = kVector - 1; i >= 0; --i)
-      values[i] = kPacked ? half_of<T>(bit_cast<u32>(values[i / 2]), i % 2) : half_of<T>(bit_cast<u32>(values[i]), 0);
+      values[i] = kPacked ? half_of<T>(bit_cast<u32>(values[i / 2]), i % 2)
+                          : half_of<T>(bit_cast<u32>(values[i]), 0);
   }
   template <typename T>
   static FLEXOPS_DEVICE void put_as(char* base, const float (&values)[kVector], i64 at, i64 end) {
@@ -233,7 +256,9 @@ struct Elements {
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        if (at + i * kStep < end) store<Rule::kStore>(reinterpret_cast<Vec<T, 1>*>(base) + at + i * kStep, {from_float<T>(values[i])});
+        if (at + i * kStep < end)
+          store<Rule::kStore>(reinterpret_cast<Vec<T, 1>*>(base) + at + i * kStep,
+                              {from_float<T>(values[i])});
       }
     }
   }
@@ -241,10 +266,12 @@ struct Elements {
 
 /// Elements [begin, end) of one tensor.
 template <class Rule>
-FLEXOPS_DEVICE void run_chunk(const Launch<Rule>& launch, int tensor, const Pointers<Rule>& p, i64 begin, i64 end, float* sums) {
+FLEXOPS_DEVICE void run_chunk(const Launch<Rule>& launch, int tensor, const Pointers<Rule>& p,
+                              i64 begin, i64 end, float* sums) {
   constexpr int kUnroll = Rule::kUnroll, kStep = kStride<Rule>;
   const auto& s = launch.shared;
-  const i64 whole = p.flags & kAligned ? end & ~static_cast<i64>(kVector - 1) : begin;  // up to here in vectors
+  const i64 whole =
+      p.flags & kAligned ? end & ~static_cast<i64>(kVector - 1) : begin;  // up to here in vectors
   Elements<Rule, 1> e[kUnroll];
   i64 at = begin + threadIdx.x * kVector;
   const auto fetch = [&] {
@@ -254,7 +281,8 @@ FLEXOPS_DEVICE void run_chunk(const Launch<Rule>& launch, int tensor, const Poin
     }
   };
   fetch();
-  const auto f = Rule::prepare(s, launch, tensor);  // here, so that it does not delay the first loads
+  const auto f =
+      Rule::prepare(s, launch, tensor);  // here, so that it does not delay the first loads
   while (at < whole) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) e[u].update(s, f, p, sums, at + u * kStep, whole);
@@ -277,7 +305,8 @@ FLEXOPS_DEVICE void run_chunk(const Launch<Rule>& launch, int tensor, const Poin
   }
 }
 
-/// What a kernel of the rule does. The sums of a chunk go to where the tensor's last extra points, kSums of them for each chunk.
+/// What a kernel of the rule does. The sums of a chunk go to where the tensor's last extra points,
+/// kSums of them for each chunk.
 template <class Rule>
 FLEXOPS_DEVICE void run(const Launch<Rule>& launch) {
   if (launch.shared.found_inf && *launch.shared.found_inf != 0.0f) return;
@@ -286,13 +315,16 @@ FLEXOPS_DEVICE void run(const Launch<Rule>& launch) {
   const Pointers<Rule> p(launch.row[t]);
   const i64 chunk = block - launch.first_chunk[t], begin = chunk * kChunk<Rule>;
   float sums[Rule::kSums > 0 ? Rule::kSums : 1] = {};
-  run_chunk(launch, t, p, begin, p.numel - begin > kChunk<Rule> ? begin + kChunk<Rule> : p.numel, sums);
+  run_chunk(launch, t, p, begin, p.numel - begin > kChunk<Rule> ? begin + kChunk<Rule> : p.numel,
+            sums);
   if constexpr (Rule::kSums > 0) {
     __shared__ float shared[Rule::kSums][Rule::kThreads / kWarpSize];
 #pragma unroll
     for (int j = 0; j < Rule::kSums; ++j) {
-      const float sum = block_reduce<Rule::kThreads>(sums[j], Rule::combiner(launch.shared), shared[j]);
-      if (threadIdx.x == 0) const_cast<float*>(launch.row[t].extra[Rule::kExtras - 1])[chunk * Rule::kSums + j] = sum;
+      const float sum =
+          block_reduce<Rule::kThreads>(sums[j], Rule::combiner(launch.shared), shared[j]);
+      if (threadIdx.x == 0)
+        const_cast<float*>(launch.row[t].extra[Rule::kExtras - 1])[chunk * Rule::kSums + j] = sum;
     }
   }
 }

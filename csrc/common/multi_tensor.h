@@ -1,4 +1,5 @@
-// Lists of tensors as the launchers and CPU kernels of multi-tensor ops take them: raw pointers and numbers, no torch.
+// Lists of tensors as the launchers and CPU kernels of multi-tensor ops take them: raw pointers and
+// numbers, no torch.
 #pragma once
 
 #include <stdint.h>
@@ -7,12 +8,13 @@
 
 namespace flexops {
 
-/// One tensor of each of an op's lists: a parameter, say, with its gradient and its states, in the order that the op gives them. All arrays
-/// hold `numel` elements in the same order in memory, unless the op says otherwise.
+/// One tensor of each of an op's lists: a parameter, say, with its gradient and its states, in the
+/// order that the op gives them. All arrays hold `numel` elements in the same order in memory,
+/// unless the op says otherwise.
 struct TensorRow {
   static constexpr int kMostArrays = 6;
   void* array[kMostArrays];  // nullptr where an optional one is absent
-  float* step;               // how many steps were made before this one; nullptr if the op counts none
+  float* step;  // how many steps were made before this one; nullptr if the op counts none
   int64_t numel;
   ElementType type[kMostArrays];
 

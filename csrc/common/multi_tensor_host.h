@@ -7,17 +7,21 @@
 
 namespace flexops {
 
-/// One step of every row: the rows' step counts go up, `make_step` gives from the options and the count what all elements of a row share,
-/// and `kernel` gets pieces of a row, cut at multiples of `unit` elements.
+/// One step of every row: the rows' step counts go up, `make_step` gives from the options and the
+/// count what all elements of a row share, and `kernel` gets pieces of a row, cut at multiples of
+/// `unit` elements.
 template <typename Options, typename Make, typename Kernel>
-void step_rows(const TensorRow* rows, int64_t count, const Options& options, const Make& make_step, Kernel* kernel, int64_t unit = 32) {
+void step_rows(const TensorRow* rows, int64_t count, const Options& options, const Make& make_step,
+               Kernel* kernel, int64_t unit = 32) {
   if (options.found_inf && *options.found_inf != 0) return;
   std::vector<decltype(make_step(options, nullptr))> steps(count);
   for (int64_t i = 0; i < count; ++i) {
     if (rows[i].step) *rows[i].step += 1.0f;
     steps[i] = make_step(options, rows[i].step);
   }
-  for_each_piece(rows, count, unit, [&](size_t i, int64_t begin, int64_t end) { kernel(rows[i], steps[i], begin, end); });
+  for_each_piece(rows, count, unit, [&](size_t i, int64_t begin, int64_t end) {
+    kernel(rows[i], steps[i], begin, end);
+  });
 }
 
 /// What a kernel found out about elements [begin, end) of a row.
@@ -28,8 +32,8 @@ struct Piece {
   T value;
 };
 
-/// body(row, its index, begin, end) of every piece. They are of one size whatever the number of threads, so that the order of additions is
-/// always the same.
+/// body(row, its index, begin, end) of every piece. They are of one size whatever the number of
+/// threads, so that the order of additions is always the same.
 template <typename T, typename F>
 std::vector<Piece<T>> reduce_pieces(const TensorRow* rows, int64_t count, const F& body) {
   constexpr int64_t kPiece = 32768;
@@ -38,10 +42,12 @@ std::vector<Piece<T>> reduce_pieces(const TensorRow* rows, int64_t count, const 
   for (int64_t i = 0; i < count; ++i) {
     const int64_t numel = rows[i].numel;
     for (int64_t at = 0; at < numel; at += kPiece)
-      pieces.push_back({static_cast<size_t>(i), at, at + kPiece < numel ? at + kPiece : numel, T{}});
+      pieces.push_back(
+          {static_cast<size_t>(i), at, at + kPiece < numel ? at + kPiece : numel, T{}});
   }
   parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) pieces[n].value = body(rows[pieces[n].row], pieces[n].row, pieces[n].begin, pieces[n].end);
+    for (int64_t n = begin; n < end; ++n)
+      pieces[n].value = body(rows[pieces[n].row], pieces[n].row, pieces[n].begin, pieces[n].end);
   });
   return pieces;
 }

@@ -1,4 +1,5 @@
-// The host's side of multi_tensor.cuh, for launchers: packs rows into as few launches as the kernel's parameters hold.
+// The host's side of multi_tensor.cuh, for launchers: packs rows into as few launches as the
+// kernel's parameters hold.
 #pragma once
 
 #include <stdint.h>
@@ -35,7 +36,11 @@ uint16_t make_flags(const TensorRow& row) {
   for (int k = 0; k < Rule::kArrays; ++k) {
     const bool typed = is_typed<Rule>(k), wide = !typed || row.is_f32(k);
     vectors = vectors && aligned(row.array[k], wide ? 16 : 8);
-    if (typed) flags |= (wide ? kFloat : row.type[k] == ElementType::bf16 ? kBf16 : 0) << type_shift<Rule>(k);
+    if (typed)
+      flags |= (wide                               ? kFloat
+                : row.type[k] == ElementType::bf16 ? kBf16
+                                                   : 0)
+               << type_shift<Rule>(k);
   }
   return static_cast<uint16_t>(flags | (vectors ? kAligned : 0));
 }
@@ -54,11 +59,13 @@ void make_hints(Launch<Rule>& launch) {
   }
 }
 
-/// Launches a rule's kernel for the rows in [0, count) for which chosen(i) holds, as often as they need it, in order, or the last first if
-/// the rule is a reverse one. extra(i, e) tells where row i's extra input e lies.
+/// Launches a rule's kernel for the rows in [0, count) for which chosen(i) holds, as often as they
+/// need it, in order, or the last first if the rule is a reverse one. extra(i, e) tells where row
+/// i's extra input e lies.
 template <class Rule, class Chosen, class Extra>
-void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count, const typename Rule::Shared& shared,
-                 const Chosen& chosen, const Extra& extra, void* stream) {
+void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, int64_t count,
+                 const typename Rule::Shared& shared, const Chosen& chosen, const Extra& extra,
+                 void* stream) {
   static_assert(sizeof(Launch<Rule>) <= FLEXOPS_KERNEL_PARAMETER_BYTES);
   Launch<Rule> pack;
   pack.shared = shared;
@@ -67,7 +74,8 @@ void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, in
   const auto flush = [&] {
     if (pack.count > 0) {
       make_hints(pack);
-      flexops::launch(kernel, {blocks(pack.first_chunk[pack.count]), {Rule::kThreads}, stream}, pack);
+      flexops::launch(kernel, {blocks(pack.first_chunk[pack.count]), {Rule::kThreads}, stream},
+                      pack);
     }
     pack.count = 0;
   };
@@ -76,7 +84,9 @@ void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, in
     const TensorRow& row = rows[i];
     if (row.numel == 0 || !chosen(i)) continue;
     const auto chunks = static_cast<uint32_t>(chunks_of<Rule>(row.numel));
-    if (pack.count == Launch<Rule>::kCapacity || pack.first_chunk[pack.count] + chunks > kMostBlocks) flush();
+    if (pack.count == Launch<Rule>::kCapacity ||
+        pack.first_chunk[pack.count] + chunks > kMostBlocks)
+      flush();
     const int at = pack.count++;
     pack.first_chunk[at + 1] = pack.first_chunk[at] + chunks;
     pack.row[at].numel_and_flags = static_cast<u64>(row.numel) << 16 | make_flags<Rule>(row);
@@ -87,21 +97,25 @@ void launch_rows(const KernelOf<Launch<Rule>>& kernel, const TensorRow* rows, in
 }
 
 /// Increments every row's step.
-inline void launch_steps(const TensorRow* rows, int64_t count, const float* found_inf, void* stream) {
+inline void launch_steps(const TensorRow* rows, int64_t count, const float* found_inf,
+                         void* stream) {
   Steps steps;
   steps.found_inf = found_inf;
   for (int64_t done = 0; done < count; done += steps.count) {
-    steps.count = static_cast<int>(count - done < Steps::kCapacity ? count - done : Steps::kCapacity);
+    steps.count =
+        static_cast<int>(count - done < Steps::kCapacity ? count - done : Steps::kCapacity);
     for (int i = 0; i < steps.count; ++i) steps.step[i] = rows[done + i].step;
-    launch(kernel<step_kernel>, {blocks(ceil_div(steps.count, Steps::kThreads)), {Steps::kThreads}, stream}, steps);
+    launch(kernel<step_kernel>,
+           {blocks(ceil_div(steps.count, Steps::kThreads)), {Steps::kThreads}, stream}, steps);
   }
 }
 
-/// Increments the rows' steps, if they count them, and launches the kernel of each kind of rows, as kind_of(row) tells them apart. A rare
-/// kernel that is needed and cannot be had is found before anything is written: last_error() tells.
+/// Increments the rows' steps, if they count them, and launches the kernel of each kind of rows, as
+/// kind_of(row) tells them apart. A rare kernel that is needed and cannot be had is found before
+/// anything is written: last_error() tells.
 template <class Kind, template <Kind> class Rule, Kind... kinds, class KindOf, class Shared>
-void step_rows(const TensorRow* rows, int64_t count, const KindOf& kind_of, const Shared& shared, void* stream,
-               const KernelOf<Launch<Rule<kinds>>>&... kernels) {
+void step_rows(const TensorRow* rows, int64_t count, const KindOf& kind_of, const Shared& shared,
+               void* stream, const KernelOf<Launch<Rule<kinds>>>&... kernels) {
   unsigned needed = 0;
   for (int64_t i = 0; i < count; ++i) needed |= 1u << static_cast<int>(kind_of(rows[i]));
   const auto is_needed = [&](Kind kind) { return (needed >> static_cast<int>(kind) & 1) != 0; };

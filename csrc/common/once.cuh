@@ -1,7 +1,9 @@
-// Loads of what a kernel reads once, which leave the first-level cache alone: worth 3 % where much more is written than read, as when codes
-// become numbers, but costing 3 % where as much or more is read. Measured on one H200.
+// Loads of what a kernel reads once, which leave the first-level cache alone: worth 3 % where much
+// more is written than read, as when codes become numbers, but costing 3 % where as much or more is
+// read. Measured on one H200.
 //
-//   Vec<u32, 2> v = load_once(reinterpret_cast<const Vec<u32, 2>*>(pointer));   // aligned to it; nobody may write there meanwhile
+//   Vec<u32, 2> v = load_once(reinterpret_cast<const Vec<u32, 2>*>(pointer));   // aligned to it;
+//   nobody may write there meanwhile
 #pragma once
 
 #include "common/device.cuh"
@@ -23,11 +25,15 @@ FLEXOPS_DEVICE V load_once(const V* pointer) {
     return bit_cast<V>(w);
   } else if constexpr (sizeof(V) == 8) {
     uint2 w;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(pointer));
+    asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(w.x), "=r"(w.y)
+                 : "l"(pointer));
     return bit_cast<V>(w);
   } else if constexpr (sizeof(V) == 16) {
     uint4 w;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(pointer));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(pointer));
     return bit_cast<V>(w);
   } else {
     return load<Cache::constant>(pointer);

@@ -22,12 +22,13 @@ struct Max {
 template <int width = kWarpSize, typename T, typename Op>
 FLEXOPS_DEVICE T warp_reduce(T value, Op op) {
 #pragma unroll
-  for (int mask = width / 2; mask > 0; mask /= 2) value = op(value, shuffle_xor(value, mask, width));
+  for (int mask = width / 2; mask > 0; mask /= 2)
+    value = op(value, shuffle_xor(value, mask, width));
   return value;
 }
 
-/// Over a block of `threads` threads (a multiple of the warp size). `shared` holds threads / kWarpSize values, and may be used again only
-/// after a __syncthreads().
+/// Over a block of `threads` threads (a multiple of the warp size). `shared` holds threads /
+/// kWarpSize values, and may be used again only after a __syncthreads().
 template <int threads, typename T, typename Op>
 FLEXOPS_DEVICE T block_reduce(T value, Op op, T* shared) {
   constexpr int kWarps = threads / kWarpSize;

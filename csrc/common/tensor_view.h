@@ -1,4 +1,5 @@
-// What a launcher is given of a tensor, without torch: launchers, CPU kernels and bindings include it. docs/builder.md has the convention.
+// What a launcher is given of a tensor, without torch: launchers, CPU kernels and bindings include
+// it. docs/builder.md has the convention.
 #pragma once
 
 #include "common/arithmetic.h"
@@ -7,8 +8,9 @@
 namespace flexops {
 
 FLEXOPS_INLINE const char* dtype_name(Dtype dtype) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64",       "uint8",       "int8",          "int16",
-                                    "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype", "none"};
+  constexpr const char* kNames[] = {
+      "float32", "float16", "bfloat16", "float64",       "uint8",       "int8",          "int16",
+      "int32",   "int64",   "bool",     "float8_e4m3fn", "float8_e5m2", "another dtype", "none"};
   return kNames[static_cast<int>(dtype)];
 }
 
@@ -20,7 +22,8 @@ FLEXOPS_INLINE int64_t dtype_size(Dtype dtype) {
 
 constexpr int64_t kMostDims = 64;  // that a tensor of torch's has
 
-/// Borrowed for the call. Sizes and strides count elements; an optional tensor that is not given is false.
+/// Borrowed for the call. Sizes and strides count elements; an optional tensor that is not given is
+/// false.
 struct TensorView {
   void* data = nullptr;
   Dtype dtype = Dtype::other;
@@ -31,7 +34,8 @@ struct TensorView {
   /// From the last one, if d is negative.
   FLEXOPS_INLINE int64_t size(int64_t d) const { return sizes[d < 0 ? d + dim : d]; }
   FLEXOPS_INLINE int64_t stride(int64_t d) const { return strides[d < 0 ? d + dim : d]; }
-  /// Elements of a row, along the last dimension, and how many rows there are. A scalar is one row of one.
+  /// Elements of a row, along the last dimension, and how many rows there are. A scalar is one row
+  /// of one.
   FLEXOPS_INLINE int64_t columns() const { return dim > 0 ? sizes[dim - 1] : 1; }
   FLEXOPS_INLINE int64_t rows() const { return columns() > 0 ? numel / columns() : 0; }
   /// Elements from one row to the next, where rows are evenly spaced (has_even_rows).
@@ -55,7 +59,8 @@ struct TensorView {
     }
     return true;
   }
-  /// Whether elements of a row are neighbours, and rows follow each other at one distance, of less than 2^32 elements.
+  /// Whether elements of a row are neighbours, and rows follow each other at one distance, of less
+  /// than 2^32 elements.
   FLEXOPS_INLINE bool has_even_rows() const {
     if (columns() > 1 && strides[dim - 1] != 1) return false;
     int64_t expected = -1;

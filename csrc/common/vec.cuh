@@ -1,7 +1,8 @@
 // Vector loads and stores, up to 16 bytes at once, with hints for data that is touched once.
 //
-//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));   // one 16-byte access; pointer aligned to
-//   it store<Cache::streaming>(reinterpret_cast<Vec<float, 4>*>(out), v);
+//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));   //
+//   one 16-byte access; pointer aligned to it store<Cache::streaming>(reinterpret_cast<Vec<float,
+//   4>*>(out), v);
 #pragma once
 
 #include "common/device.cuh"
@@ -65,7 +66,8 @@ FLEXOPS_DEVICE V load(const V* pointer) {
 #endif
 }
 
-/// Whether the second-level cache keeps what is read, rather than what others put there: made once, for load_lasting().
+/// Whether the second-level cache keeps what is read, rather than what others put there: made once,
+/// for load_lasting().
 struct Lasting {
   u64 policy;
   FLEXOPS_DEVICE explicit Lasting(bool lasting) : policy(0) {
@@ -118,7 +120,8 @@ FLEXOPS_DEVICE bool is_aligned(const void* pointer, int bytes) {
   return (reinterpret_cast<u64>(pointer) & static_cast<u64>(bytes - 1)) == 0;
 }
 
-/// Asks the second-level cache for a line that will be read soon, perhaps by another block. On AMD nothing.
+/// Asks the second-level cache for a line that will be read soon, perhaps by another block. On AMD
+/// nothing.
 FLEXOPS_DEVICE void prefetch(const void* pointer) {
 #if FLEXOPS_HIP
   (void)pointer;

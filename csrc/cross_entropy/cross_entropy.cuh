@@ -1,11 +1,13 @@
 // Cross entropy's kernels. What they compute: flexops/ops/cross_entropy.py.
 //
-// Memory decides, so a row is read from it once, if at all possible, though its maximum and sum are needed before its gradient can be
-// written. A thread holds 128 bytes of it in registers, a block of 1024 threads 128 KiB; it goes over longer rows in chunks: the last one
-// is still held when the gradient's turn comes, and the others are read again, backwards, from the second-level cache. On sm_90 float32
-// rows, which have less to compute for each byte, are streamed through the shared memory of a cluster of up to 8 blocks instead, rows
-// ahead, and read once; its blocks tell each other their part's maximum and sum through distributed shared memory. (16-bit rows gain
-// nothing there.)
+// Memory decides, so a row is read from it once, if at all possible, though its maximum and sum are
+// needed before its gradient can be written. A thread holds 128 bytes of it in registers, a block
+// of 1024 threads 128 KiB; it goes over longer rows in chunks: the last one is still held when the
+// gradient's turn comes, and the others are read again, backwards, from the second-level cache. On
+// sm_90 float32 rows, which have less to compute for each byte, are streamed through the shared
+// memory of a cluster of up to 8 blocks instead, rows ahead, and read once; its blocks tell each
+// other their part's maximum and sum through distributed shared memory. (16-bit rows gain nothing
+// there.)
 #pragma once
 
 #include "cross_entropy/cross_entropy_row.cuh"
@@ -13,18 +15,20 @@
 namespace flexops::cross_entropy {
 
 // Tuned on one H200.
-inline constexpr int kRowThreads =
-    512;  // of a block that writes gradients, at most; twice as many for rows of more than two chunks of theirs
+inline constexpr int kRowThreads = 512;  // of a block that writes gradients, at most; twice as many
+                                         // for rows of more than two chunks of theirs
 inline constexpr int kForwardThreads = 256;   // of one that does not
 inline constexpr int kGradientThreads = 128;  // of one that writes nothing else
 inline constexpr int kShortThreads = 128;     // of one in which a warp or less holds a row
 inline constexpr int kScaleThreads = 256;
 inline constexpr int kVectors = 8;         // that a thread holds
 inline constexpr int kForwardVectors = 4;  // and where 16-bit ones get no gradient
-inline constexpr int kResident = 1024;     // threads that run on a processor at once: each takes half of the registers that it has for it
+inline constexpr int kResident = 1024;  // threads that run on a processor at once: each takes half
+                                        // of the registers that it has for it
 
-/// Asks for the row that will be taken where this one is done with, a block of threads to each, so that memory need not wait while this
-/// one's gradient is worked out. Pays for rows of one chunk only: of longer ones it drives out what is still to be read again.
+/// Asks for the row that will be taken where this one is done with, a block of threads to each, so
+/// that memory need not wait while this one's gradient is worked out. Pays for rows of one chunk
+/// only: of longer ones it drives out what is still to be read again.
 template <typename T>
 FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
 #if !FLEXOPS_HIP
@@ -40,11 +44,14 @@ FLEXOPS_DEVICE void prefetch_next(const Params& p, i64 row) {
 #endif
 }
 
-/// Losses, maxima and sums; if `gradient`, these and gradients, or gradients from maxima and sums, as Params tells.
+/// Losses, maxima and sums; if `gradient`, these and gradients, or gradients from maxima and sums,
+/// as Params tells.
 template <typename T, bool gradient = true>
-__global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMostThreads)
+    cross_entropy_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = gradient ? kVectors : kForwardVectors;
-  constexpr int kParts = kIsFloat<T> ? 2 : 1;  // accurate powers are much code: all of it at once is too much for the instruction cache
+  constexpr int kParts = kIsFloat<T> ? 2 : 1;  // accurate powers are much code: all of it at once
+                                               // is too much for the instruction cache
   constexpr bool kMayForward = kIsFloat<T>;    // it has no kernel of its own for that
   __shared__ float4 shared[kWarps];
   __shared__ float counts[kWarps];
@@ -66,11 +73,13 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
 
   // This block's vectors are [rank * part, (rank + 1) * part), which it takes in chunks.
   const int begin = rank * p.part * N - head_of<T>(x), step = p.lanes * N, chunk = step * V;
-  const int rest = p.length - begin, reach = p.part * N, end = begin + (rest < reach ? rest : reach);
+  const int rest = p.length - begin, reach = p.part * N,
+            end = begin + (rest < reach ? rest : reach);
   const int first = begin + lane * N;
   if (!used && p.lanes > kNarrowWarp) {  // the same for all that share the row
     if (p.losses && lane == 0 && rank == 0) p.losses[row] = p.maxima[row] = p.sums[row] = 0.0f;
-    if (gradient && (!kMayForward || p.out)) clear_part<T>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
+    if (gradient && (!kMayForward || p.out))
+      clear_part<T>(p, static_cast<T*>(p.out) + row * p.out_stride, first, step, end);
     return;
   }
   const int target = valid ? static_cast<int>(wanted) : -N;
@@ -95,13 +104,17 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
 
   float maximum, sum, divisor = p.divisor ? *p.divisor : 1.0f;
   if (!gradient || p.losses) {
-    const float at_target = valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
-    if (gradient && (!kMayForward || p.out) && last == 0 && p.lanes > kNarrowWarp) prefetch_next<T>(p, row);
+    const float at_target =
+        valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
+    if (gradient && (!kMayForward || p.out) && last == 0 && p.lanes > kNarrowWarp)
+      prefetch_next<T>(p, row);
     if (p.count) divisor = count_targets(p, counts);
     s = reduce_row(p, s, shared);
     maximum = settle(s.maximum), sum = s.sum;
     if (lane == 0 && rank == 0 && exists) {
-      p.losses[row] = !used ? 0.0f : valid ? loss_of(p, maximum, sum, at_target, s.total) : not_a_number();
+      p.losses[row] = !used   ? 0.0f
+                      : valid ? loss_of(p, maximum, sum, at_target, s.total)
+                              : not_a_number();
       p.maxima[row] = used ? maximum : 0.0f, p.sums[row] = used ? sum : 0.0f;
     }
   } else {
@@ -133,11 +146,14 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_rows(const FLEXOPS
   }
 }
 
-// ---- the whole ------------------------------------------------------------------------------------------------------
+// ---- the whole
+// --------------------------------------------------------------------------------
 
-/// One block. What the sum of losses is divided by goes to `divisor`, and their sum or mean to `loss`, if that is not null.
+/// One block. What the sum of losses is divided by goes to `divisor`, and their sum or mean to
+/// `loss`, if that is not null.
 __global__ void __launch_bounds__(kMostThreads)
-    cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss, i64 rows, i64 ignore_index, int mean) {
+    cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss,
+                         i64 rows, i64 ignore_index, int mean) {
   __shared__ float sums[kWarps];
   __shared__ i64 counts[kWarps];
   float sum = 0.0f;
@@ -156,22 +172,24 @@ __global__ void __launch_bounds__(kMostThreads)
 
 /// values[r, :] *= factors[r] (or factors[0]), skipping rows whose factor is 1.
 template <typename T>
-__global__ void __launch_bounds__(kScaleThreads) scale_rows(T* values, const float* factors, i64 rows, i64 length, int each_row) {
+__global__ void __launch_bounds__(kScaleThreads)
+    scale_rows(T* values, const float* factors, i64 rows, i64 length, int each_row) {
   constexpr int N = kPerVector<T>;
   if (!each_row) length *= rows, rows = 1;
   for (i64 row = each_row ? blockIdx.y : 0; row < rows; row += each_row ? gridDim.y : 1) {
     const float factor = factors[row];
     if (factor == 1.0f) continue;
     T* data = values + row * length;
-    for (i64 at = (static_cast<i64>(blockIdx.x) * kScaleThreads + threadIdx.x) * N - head_of<T>(data); at < length;
-         at += static_cast<i64>(gridDim.x) * kScaleThreads * N) {
+    for (i64 at =
+             (static_cast<i64>(blockIdx.x) * kScaleThreads + threadIdx.x) * N - head_of<T>(data);
+         at < length; at += static_cast<i64>(gridDim.x) * kScaleThreads * N) {
       float x[N];
       widen<T>(x, load<Cache::streaming>(reinterpret_cast<const Packed*>(data + at)));
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] *= factor;
       const i64 skipped = at < 0 ? -at : 0, rest = length - at;
-      store_vector<T, kWrite>(data + at + skipped, -static_cast<int>(skipped), static_cast<int>((rest < N ? rest : N) - skipped),
-                              packed<T>(x));
+      store_vector<T, kWrite>(data + at + skipped, -static_cast<int>(skipped),
+                              static_cast<int>((rest < N ? rest : N) - skipped), packed<T>(x));
     }
   }
 }

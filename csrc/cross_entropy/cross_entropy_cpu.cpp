@@ -1,4 +1,5 @@
-// Cross entropy on the CPU: compiled once per ISA level (common/cpu.h). What it computes: flexops/ops/cross_entropy.py.
+// Cross entropy on the CPU: compiled once per ISA level (common/cpu.h). What it computes:
+// flexops/ops/cross_entropy.py.
 
 #include "cross_entropy/cross_entropy.h"
 
@@ -8,7 +9,8 @@ namespace flexops::FLEXOPS_ISA {
 
 static const float kInfinity = __builtin_inff(), kNan = __builtin_nanf("");
 
-/// What of a row its gradient needs: its greatest logit, and the sum of the powers of the distances to it.
+/// What of a row its gradient needs: its greatest logit, and the sum of the powers of the distances
+/// to it.
 struct RowStats {
   float maximum, sum;
 
@@ -21,7 +23,9 @@ struct Gradient {
 
   Gradient(const Logits& shape, const RowStats& row, float weight)
       : maximum(row.maximum),
-        slope((shape.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * shape.z_loss * row.log_sum_exp())) / row.sum),
+        slope((shape.z_loss == 0.0f ? weight
+                                    : weight * (1.0f + 2.0f * shape.z_loss * row.log_sum_exp())) /
+              row.sum),
         shift(weight * shape.smoothing / static_cast<float>(shape.length)),
         drop(weight * (1.0f - shape.smoothing)) {}
 };
@@ -68,8 +72,8 @@ static void gradient_block(const float* x, float* out, int64_t count, const Grad
 }
 
 /// `out` may be the logits.
-static void write_gradient(const void* logits, int64_t offset, void* out, int64_t out_offset, const Logits& shape, const Gradient& g,
-                           int64_t target) {
+static void write_gradient(const void* logits, int64_t offset, void* out, int64_t out_offset,
+                           const Logits& shape, const Gradient& g, int64_t target) {
   const ElementType type = shape.type;
   alignas(64) float buffer[kRowBlock], results[kRowBlock];
   for (int64_t at = 0; at < shape.length; at += kRowBlock) {
@@ -82,8 +86,9 @@ static void write_gradient(const void* logits, int64_t offset, void* out, int64_
   }
 }
 
-void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float divisor, bool write, const GradientFactors& factors,
-                       const LossStats& stats, int64_t begin, int64_t end) {
+void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape, float divisor,
+                       bool write, const GradientFactors& factors, const LossStats& stats,
+                       int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t offset = row * shape.stride, wanted = target[row];
     if (wanted == shape.ignore_index) {
@@ -97,18 +102,23 @@ void cross_entropy_cpu(void* logits, const int64_t* target, const Logits& shape,
     if (valid) chosen = *widen(logits, offset + wanted, 1, shape.type, &buffer);
     const RowStats found = find_stats(logits, offset, shape, total);
     const float lse = found.log_sum_exp();
-    float loss = __builtin_logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) + shape.z_loss * lse * lse;
-    if (shape.smoothing != 0.0f) loss += shape.smoothing * (found.maximum - static_cast<float>(total / static_cast<double>(shape.length)));
+    float loss = __builtin_logf(found.sum) + (1.0f - shape.smoothing) * (found.maximum - chosen) +
+                 shape.z_loss * lse * lse;
+    if (shape.smoothing != 0.0f)
+      loss += shape.smoothing *
+              (found.maximum - static_cast<float>(total / static_cast<double>(shape.length)));
     stats.losses[row] = valid ? loss : kNan;
     stats.maxima[row] = found.maximum, stats.sums[row] = found.sum;
     if (!write) continue;
     const float factor = (factors.data ? factors.data[factors.each_row ? row : 0] : 1.0f) / divisor;
-    write_gradient(logits, offset, logits, offset, shape, Gradient(shape, found, valid ? factor : kNan), wanted);
+    write_gradient(logits, offset, logits, offset, shape,
+                   Gradient(shape, found, valid ? factor : kNan), wanted);
   }
 }
 
-void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
-                                float divisor, void* out, const Logits& shape, int64_t begin, int64_t end) {
+void cross_entropy_backward_cpu(const void* logits, const int64_t* target, const LossStats& stats,
+                                const GradientFactors& factors, float divisor, void* out,
+                                const Logits& shape, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t to = row * shape.length, wanted = target[row];
     if (wanted == shape.ignore_index) {

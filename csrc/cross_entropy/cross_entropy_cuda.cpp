@@ -7,7 +7,8 @@
 namespace flexops {
 namespace {
 
-constexpr int64_t kCountedByBlocks = 1024;  // targets; of more, a kernel counts those that are not ignored
+constexpr int64_t kCountedByBlocks =
+    1024;  // targets; of more, a kernel counts those that are not ignored
 
 int64_t elements_of(ElementType type) { return 16 / element_size(type); }
 
@@ -22,13 +23,17 @@ int64_t vectors_of(const void* data, const Logits& shape) {
 using Kernels = KernelOf<Params>[3];
 const Kernels kRows = FLEXOPS_EACH_COMMON_TYPE(cross_entropy::cross_entropy_rows);
 /// Without gradients: 16-bit logits need fewer registers then.
-const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>, rare_kernel<cross_entropy::cross_entropy_rows<f16, false>>,
+const Kernels kForwardRows = {kernel<cross_entropy::cross_entropy_rows<float>>,
+                              rare_kernel<cross_entropy::cross_entropy_rows<f16, false>>,
                               kernel<cross_entropy::cross_entropy_rows<bf16, false>>};
 
-const KernelOf<Params>& rows_kernel(const Params& p, ElementType type) { return (p.out ? kRows : kForwardRows)[static_cast<int>(type)]; }
+const KernelOf<Params>& rows_kernel(const Params& p, ElementType type) {
+  return (p.out ? kRows : kForwardRows)[static_cast<int>(type)];
+}
 
 int64_t vectors_held(const Params& p, ElementType type) {
-  return p.out || type == ElementType::f32 ? cross_entropy::kVectors : cross_entropy::kForwardVectors;
+  return p.out || type == ElementType::f32 ? cross_entropy::kVectors
+                                           : cross_entropy::kForwardVectors;
 }
 
 Params make_params(const void* logits, const int64_t* target, const Logits& shape) {
@@ -36,7 +41,8 @@ Params make_params(const void* logits, const int64_t* target, const Logits& shap
   p.logits = const_cast<void*>(logits), p.out = nullptr;
   p.target = reinterpret_cast<const i64*>(target);
   p.losses = p.maxima = p.sums = p.divisor = nullptr, p.upstream = nullptr;
-  p.rows = shape.rows, p.stride = shape.stride, p.out_stride = 0, p.ignore_index = shape.ignore_index;
+  p.rows = shape.rows, p.stride = shape.stride, p.out_stride = 0,
+  p.ignore_index = shape.ignore_index;
   p.length = static_cast<int>(shape.length);
   p.each_row = p.count = 0;
   p.lanes = p.blocks = 1, p.log_lanes = 0, p.part = 0;
@@ -44,7 +50,8 @@ Params make_params(const void* logits, const int64_t* target, const Logits& shap
   return p;
 }
 
-void launch(const KernelOf<Params>& kernel, const Params& p, int64_t count, int64_t threads, void* stream) {
+void launch(const KernelOf<Params>& kernel, const Params& p, int64_t count, int64_t threads,
+            void* stream) {
   flexops::launch(kernel, {blocks(count), blocks(threads), stream}, p);
 }
 
@@ -61,32 +68,41 @@ bool launch_short(Params& p, ElementType type, int64_t vectors, void* stream) {
 
 void launch_rows(Params& p, ElementType type, void* stream, int64_t vectors) {
   if (launch_short(p, type, vectors, stream)) return;
-  if (p.out && type == ElementType::f32 && vectors >= cross_entropy::kRingLeast && launch_ring(p, vectors, stream)) return;
+  if (p.out && type == ElementType::f32 && vectors >= cross_entropy::kRingLeast &&
+      launch_ring(p, vectors, stream))
+    return;
   const int64_t held = vectors_held(p, type);
-  const int64_t most = !p.out                                             ? cross_entropy::kForwardThreads
-                       : vectors <= 2 * cross_entropy::kRowThreads * held ? cross_entropy::kRowThreads
-                                                                          : 2 * cross_entropy::kRowThreads;
+  const int64_t most = !p.out ? cross_entropy::kForwardThreads
+                       : vectors <= 2 * cross_entropy::kRowThreads * held
+                           ? cross_entropy::kRowThreads
+                           : 2 * cross_entropy::kRowThreads;
   const int64_t threads = least(ceil_div(ceil_div(vectors, held), 32) * 32, most);
   p.part = static_cast<int>(vectors);
   p.lanes = static_cast<int>(threads < 64 ? 64 : threads);
   launch(rows_kernel(p, type), p, p.rows, p.lanes, stream);
 }
 
-void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss, Reduction reduction, void* stream) {
-  flexops::launch(kernel<cross_entropy::cross_entropy_finish>, {{1}, {cross_entropy::kMostThreads}, stream},
-                  reinterpret_cast<const i64*>(target), stats.losses, stats.divisor, loss, shape.rows, shape.ignore_index,
-                  reduction == Reduction::mean);
+void launch_finish(const Logits& shape, const int64_t* target, const LossStats& stats, float* loss,
+                   Reduction reduction, void* stream) {
+  flexops::launch(kernel<cross_entropy::cross_entropy_finish>,
+                  {{1}, {cross_entropy::kMostThreads}, stream},
+                  reinterpret_cast<const i64*>(target), stats.losses, stats.divisor, loss,
+                  shape.rows, shape.ignore_index, reduction == Reduction::mean);
 }
 
 template <typename T>
-void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows, int64_t length, bool each_row) {
-  flexops::launch(kernel<cross_entropy::scale_rows<T>>, config, static_cast<T*>(values), factors, rows, length, each_row);
+void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows,
+                int64_t length, bool each_row) {
+  flexops::launch(kernel<cross_entropy::scale_rows<T>>, config, static_cast<T*>(values), factors,
+                  rows, length, each_row);
 }
 
 }  // namespace
 
-const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape, Reduction reduction, bool write_gradient,
-                               const GradientFactors& factors, const LossStats& stats, float* loss, void* stream) {
+const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape,
+                               Reduction reduction, bool write_gradient,
+                               const GradientFactors& factors, const LossStats& stats, float* loss,
+                               void* stream) {
   if (shape.rows > 0) {
     Params p = make_params(logits, target, shape);
     p.losses = stats.losses, p.maxima = stats.maxima, p.sums = stats.sums;
@@ -107,7 +123,8 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
   return last_error();
 }
 
-const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target, const LossStats& stats, const GradientFactors& factors,
+const char* cross_entropy_backward_cuda(const void* logits, const int64_t* target,
+                                        const LossStats& stats, const GradientFactors& factors,
                                         void* out, const Logits& shape, void* stream) {
   if (shape.rows * shape.length == 0) return nullptr;
   Params p = make_params(logits, target, shape);
@@ -124,12 +141,15 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
   return last_error();
 }
 
-const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length, const float* factors, bool each_row,
-                            void* stream) {
+const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_t length,
+                            const float* factors, bool each_row, void* stream) {
   if (rows * length == 0) return nullptr;
-  constexpr int64_t kBlocks = 2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
-  const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type), elements_of(type) * cross_entropy::kScaleThreads);
-  const Dim3 grid = blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
+  constexpr int64_t kBlocks =
+      2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
+  const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type),
+                                elements_of(type) * cross_entropy::kScaleThreads);
+  const Dim3 grid =
+      blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
   const LaunchConfig config = {grid, {cross_entropy::kScaleThreads}, stream};
   if (type == ElementType::f32) scale_rows<float>(config, values, factors, rows, length, each_row);
   if (type == ElementType::f16) scale_rows<f16>(config, values, factors, rows, length, each_row);

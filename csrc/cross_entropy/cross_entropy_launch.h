@@ -1,4 +1,5 @@
-// The launcher of cross entropy's way for sm_90: rows streamed through clusters' shared memory. Included by cross_entropy_cuda.cpp.
+// The launcher of cross entropy's way for sm_90: rows streamed through clusters' shared memory.
+// Included by cross_entropy_cuda.cpp.
 #pragma once
 
 #include "common/launch.h"
@@ -15,14 +16,19 @@ constexpr auto kRing = kernel<cross_entropy::cross_entropy_ring<float>>;
 
 LaunchConfig ring_launch(int64_t clusters, int64_t size, void* stream) {
   constexpr int64_t kBytes = cross_entropy::kRingChunks * cross_entropy::kRingChunk * 16;
-  return {blocks(clusters * size), {cross_entropy::kRingThreads + cross_entropy::kNarrowWarp}, stream, kBytes, static_cast<unsigned>(size)};
+  return {blocks(clusters * size),
+          {cross_entropy::kRingThreads + cross_entropy::kNarrowWarp},
+          stream,
+          kBytes,
+          static_cast<unsigned>(size)};
 }
 
-/// Launches the kernel that streams float32 rows of at most `vectors` vectors through shared memory, if the GPU and its code can, and rows
-/// fit.
+/// Launches the kernel that streams float32 rows of at most `vectors` vectors through shared
+/// memory, if the GPU and its code can, and rows fit.
 bool launch_ring(Params& p, int64_t vectors, void* stream) {
   int64_t size = 1, part = vectors;
-  while (size < cross_entropy::kMostBlocks && part > cross_entropy::kRingShare * cross_entropy::kRingChunk) {
+  while (size < cross_entropy::kMostBlocks &&
+         part > cross_entropy::kRingShare * cross_entropy::kRingChunk) {
     size *= 2;
     part = ceil_div(ceil_div(vectors, size), 8) * 8;  // whole lines
   }

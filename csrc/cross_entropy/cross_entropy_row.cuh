@@ -1,4 +1,5 @@
-// A row of cross entropy: what of it a thread adds up, and the gradient that it writes. What is computed: flexops/ops/cross_entropy.py.
+// A row of cross entropy: what of it a thread adds up, and the gradient that it writes. What is
+// computed: flexops/ops/cross_entropy.py.
 #pragma once
 
 #include "common/held.cuh"
@@ -18,8 +19,9 @@ struct Params {
   void* logits;
   void* out;  // of the gradient, or null; may be the logits
   const i64* target;
-  float* losses;          // null: maxima and sums are read, not written, and only the gradient is made
-  float *maxima, *sums;   // of each row: its greatest logit, and the sum of the powers of the distances to it
+  float* losses;  // null: maxima and sums are read, not written, and only the gradient is made
+  float *maxima,
+      *sums;  // of each row: its greatest logit, and the sum of the powers of the distances to it
   float* divisor;         // of the sum of losses; null: 1
   const float* upstream;  // factors of the gradient, or null
   i64 rows, stride, out_stride, ignore_index;
@@ -28,13 +30,16 @@ struct Params {
   int lanes, log_lanes;  // threads that share a row: a power of two up to 32, or the block
   int blocks;            // that share a row, if blocks do
   int part;              // vectors of a block
-  int count;             // 1: the divisor is the number of rows that are not ignored, which blocks find by themselves
+  int count;  // 1: the divisor is the number of rows that are not ignored, which blocks find by
+              // themselves
   float smoothing, z_loss;
 };
 
-// ---- numbers --------------------------------------------------------------------------------------------------------
+// ---- numbers
+// --------------------------------------------------------------------------------
 
-// 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's own, to the last bits.
+// 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's
+// own, to the last bits.
 template <typename T>
 inline constexpr float kUnit = kIsFloat<T> ? 1.0f : kLog2e;
 
@@ -48,7 +53,8 @@ FLEXOPS_DEVICE float power(float value, float base) {
 /// e to the power of a distance between maxima.
 FLEXOPS_DEVICE float rescale(float distance) { return quick_exp2(distance * kLog2e); }
 
-/// What a set of logits contributes: their maximum, the sum of the powers of their distances to it, and their sum.
+/// What a set of logits contributes: their maximum, the sum of the powers of their distances to it,
+/// and their sum.
 struct State {
   float maximum, sum, total;
 };
@@ -58,7 +64,8 @@ FLEXOPS_DEVICE float settle(float maximum) { return maximum == -infinity() ? 0.0
 /// Over neighbouring lanes.
 FLEXOPS_DEVICE State reduce_lanes(State s, int lanes, bool with_total) {
   float maximum = s.maximum;
-  for (int mask = lanes / 2; mask > 0; mask /= 2) maximum = fmaxf(maximum, shuffle_xor(maximum, mask, kNarrowWarp));
+  for (int mask = lanes / 2; mask > 0; mask /= 2)
+    maximum = fmaxf(maximum, shuffle_xor(maximum, mask, kNarrowWarp));
   s.sum *= rescale(s.maximum - settle(maximum));
   s.maximum = maximum;
   for (int mask = lanes / 2; mask > 0; mask /= 2) {
@@ -85,7 +92,8 @@ FLEXOPS_DEVICE State merge(const float4* states, int count, bool with_total) {
 FLEXOPS_DEVICE State reduce_row(const Params& p, State s, float4* shared) {
   s = reduce_lanes(s, p.lanes < kNarrowWarp ? p.lanes : kNarrowWarp, p.smoothing != 0.0f);
   if (p.lanes <= kNarrowWarp) return s;
-  if (threadIdx.x % kNarrowWarp == 0) shared[threadIdx.x / kNarrowWarp] = {s.maximum, s.sum, s.total, 0.0f};
+  if (threadIdx.x % kNarrowWarp == 0)
+    shared[threadIdx.x / kNarrowWarp] = {s.maximum, s.sum, s.total, 0.0f};
   __syncthreads();
   return merge(shared, static_cast<int>(blockDim.x) / kNarrowWarp, p.smoothing != 0.0f);
 }
@@ -95,14 +103,18 @@ struct Gradient {
   float base, slope, shift, drop;
 };
 
-/// From the row's (settled) maximum and sum, not from their logarithm, which a float32 row would feel the rounding of.
+/// From the row's (settled) maximum and sum, not from their logarithm, which a float32 row would
+/// feel the rounding of.
 template <typename T>
 FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum, float weight) {
-  const float slope = p.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * p.z_loss * (maximum + logf(sum)));
-  return {maximum * kUnit<T>, slope / sum, weight * p.smoothing / static_cast<float>(p.length), weight * (1.0f - p.smoothing)};
+  const float slope =
+      p.z_loss == 0.0f ? weight : weight * (1.0f + 2.0f * p.z_loss * (maximum + logf(sum)));
+  return {maximum * kUnit<T>, slope / sum, weight * p.smoothing / static_cast<float>(p.length),
+          weight * (1.0f - p.smoothing)};
 }
 
-// ---- a row ----------------------------------------------------------------------------------------------------------
+// ---- a row
+// --------------------------------------------------------------------------------
 
 /// -inf, twice in 16 bits.
 template <typename T>
@@ -117,7 +129,8 @@ inline constexpr u32 kNothing<bf16> = 0xff80ff80u;
 template <typename T, int N>
 FLEXOPS_DEVICE u32 max2_tree(const u32* words) {
   if constexpr (N == 1) return words[0];
-  if constexpr (N > 1) return max2<T>(max2_tree<T, N / 2>(words), max2_tree<T, N - N / 2>(words + N / 2));
+  if constexpr (N > 1)
+    return max2<T>(max2_tree<T, N / 2>(words), max2_tree<T, N - N / 2>(words + N / 2));
 }
 #endif
 
@@ -125,7 +138,8 @@ FLEXOPS_DEVICE u32 max2_tree(const u32* words) {
 template <typename T>
 FLEXOPS_DEVICE float largest(const Packed& raw) {
 #if FLEXOPS_HAS_MIN2
-  if constexpr (!kIsFloat<T>) {  // NaN wins here, where it must not, but makes the row's sum NaN all the same
+  if constexpr (!kIsFloat<T>) {  // NaN wins here, where it must not, but makes the row's sum NaN
+                                 // all the same
     const u32 out = max2_tree<T, 4>(raw.at);
     const T low = {static_cast<u16>(out)}, high = {static_cast<u16>(out >> 16)};
     return fmaxf(to_float(low), to_float(high));
@@ -136,7 +150,8 @@ FLEXOPS_DEVICE float largest(const Packed& raw) {
   return max_tree<kPerVector<T>>(x);
 }
 
-/// Adds up the elements that are in [0, end). Vectors that are not whole come last and in turn: few threads have one.
+/// Adds up the elements that are in [0, end). Vectors that are not whole come last and in turn: few
+/// threads have one.
 template <typename T, int V>
 FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int end) {
   constexpr int N = kPerVector<T>;
@@ -163,10 +178,11 @@ FLEXOPS_DEVICE void add_total(State& s, Packed (&raw)[V], int at, int step, int 
   }
 }
 
-/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k * step. By kParts parts, for each of which
-/// the vectors change places.
+/// Adds vectors of which elements outside of the row are -inf; the first of vector k is at + k *
+/// step. By kParts parts, for each of which the vectors change places.
 template <typename T, int V, int kParts = 1>
-FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int at, int step, int end) {
+FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int at, int step,
+                                int end) {
   constexpr int N = kPerVector<T>;
   float highest = s.maximum, x[N];
 #pragma unroll
@@ -189,7 +205,8 @@ FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, Packed (&raw)[V], int
 }
 
 template <typename T>
-FLEXOPS_DEVICE void write_vector(const Params& p, T* out, const Packed& raw, int at, const Gradient& g, int target) {
+FLEXOPS_DEVICE void write_vector(const Params& p, T* out, const Packed& raw, int at,
+                                 const Gradient& g, int target) {
   constexpr int N = kPerVector<T>;
   float x[N];
   widen<T>(x, raw);
@@ -205,20 +222,25 @@ FLEXOPS_DEVICE void write_vector(const Params& p, T* out, const Packed& raw, int
 /// Rows that are not ignored. Every thread of the block takes part.
 FLEXOPS_DEVICE float count_targets(const Params& p, float* shared) {
   float count = 0.0f;  // exact: this is asked for a few rows only
-  for (i64 i = threadIdx.x; i < p.rows; i += blockDim.x) count += p.target[i] != p.ignore_index ? 1.0f : 0.0f;
+  for (i64 i = threadIdx.x; i < p.rows; i += blockDim.x)
+    count += p.target[i] != p.ignore_index ? 1.0f : 0.0f;
   return group_reduce(count, Sum{}, 0.0f, static_cast<int>(blockDim.x), shared);
 }
 
-FLEXOPS_DEVICE float loss_of(const Params& p, float maximum, float sum, float at_target, float total) {
+FLEXOPS_DEVICE float loss_of(const Params& p, float maximum, float sum, float at_target,
+                             float total) {
   const float log = logf(sum), lse = maximum + log;
   const float loss = log + (1.0f - p.smoothing) * (maximum - at_target) + p.z_loss * lse * lse;
-  return p.smoothing == 0.0f ? loss : loss + p.smoothing * (maximum - total / static_cast<float>(p.length));
+  return p.smoothing == 0.0f
+             ? loss
+             : loss + p.smoothing * (maximum - total / static_cast<float>(p.length));
 }
 
 /// Zeros over this block's part of a row that is ignored.
 template <typename T>
 FLEXOPS_DEVICE void clear_part(const Params& p, T* out, int first, int step, int end) {
-  for (int at = first; at < end; at += step) store_vector<T, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
+  for (int at = first; at < end; at += step)
+    store_vector<T, kWrite>(out, at, p.length, Packed{{0, 0, 0, 0}});
 }
 
 }  // namespace flexops::cross_entropy

@@ -1,5 +1,6 @@
-// In the place of CUDA's own, which comes with its compiler (nvidia-cuda-crt) and not with its runtime's headers: what the words of CUDA
-// mean to a plain C++ compiler. Found last, so only where there is none.
+// In the place of CUDA's own, which comes with its compiler (nvidia-cuda-crt) and not with its
+// runtime's headers: what the words of CUDA mean to a plain C++ compiler. Found last, so only where
+// there is none.
 #pragma once
 
 #define __no_return__ __attribute__((noreturn))

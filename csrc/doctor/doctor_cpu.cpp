@@ -1,4 +1,5 @@
-// The small op that `flexops doctor` builds and loads to see that the toolchain works. Not in the catalogue, and of no other use.
+// The small op that `flexops doctor` builds and loads to see that the toolchain works. Not in the
+// catalogue, and of no other use.
 
 namespace flexops::FLEXOPS_ISA {
 

@@ -10,22 +10,27 @@
 namespace flexops {
 namespace {
 
-constexpr int64_t kPerRow = -1, kPerTensor = 0;        // in place of a group size
-constexpr int64_t kLongestSegment = (1ll << 31) - 64;  // what the kernels count in 32 bits, unless there is only one
+constexpr int64_t kPerRow = -1, kPerTensor = 0;  // in place of a group size
+constexpr int64_t kLongestSegment =
+    (1ll << 31) - 64;  // what the kernels count in 32 bits, unless there is only one
 
 void check_fp8(Dtype dtype, const char* op, const char* argument) {
-  FLEXOPS_CHECK(dtype == Dtype::e4m3 || dtype == Dtype::e5m2, op, ": ", argument, " must be float8_e4m3fn or float8_e5m2, got ",
-                dtype_name(dtype));
+  FLEXOPS_CHECK(dtype == Dtype::e4m3 || dtype == Dtype::e5m2, op, ": ", argument,
+                " must be float8_e4m3fn or float8_e5m2, got ", dtype_name(dtype));
 }
 
 using Sizes = std::vector<int64_t>;
 
-Sizes sizes_of(const Tensor& tensor) { return Sizes(tensor.sizes(), tensor.sizes() + tensor.dim()); }
+Sizes sizes_of(const Tensor& tensor) {
+  return Sizes(tensor.sizes(), tensor.sizes() + tensor.dim());
+}
 
 /// Contiguous rows of `x`'s shape in segments of `group_size`.
 ScaledLayout make_layout(const char* op, const Tensor& x, int64_t group_size) {
   FLEXOPS_CHECK(x.dim() >= 1, op, ": x must have at least one dimension, got a scalar");
-  FLEXOPS_CHECK(group_size >= -1, op, ": group_size must be at least 1 (or 0 for the tensor, -1 for rows), got ", group_size);
+  FLEXOPS_CHECK(group_size >= -1, op,
+                ": group_size must be at least 1 (or 0 for the tensor, -1 for rows), got ",
+                group_size);
   ScaledLayout l;
   l.length = group_size == kPerTensor ? x.numel() : x.size(x.dim() - 1);
   l.rows = 1;
@@ -34,8 +39,8 @@ ScaledLayout make_layout(const char* op, const Tensor& x, int64_t group_size) {
   l.segment = group_size >= 1 ? group_size : l.length > 0 ? l.length : 1;
   l.segments = group_size >= 1 ? l.length / group_size + (l.length % group_size != 0) : 1;
   const int64_t longest = l.segment < l.length ? l.segment : l.length;
-  FLEXOPS_CHECK(l.rows * l.segments <= 1 || longest <= kLongestSegment, op, ": a row or group must have at most ", kLongestSegment,
-                " elements, got ", longest);
+  FLEXOPS_CHECK(l.rows * l.segments <= 1 || longest <= kLongestSegment, op,
+                ": a row or group must have at most ", kLongestSegment, " elements, got ", longest);
   return l;
 }
 
@@ -62,12 +67,14 @@ void quantize_one(const void* x, uint8_t* codes, float* scale, const ScaledLayou
   std::atomic<uint32_t> largest{0};
   parallel_for(0, l.length, kGrain, [&](int64_t begin, int64_t end) {
     const uint32_t bits = FLEXOPS_ISA_CALL(largest_bits_cpu)(x, l.type, begin, end);
-    for (uint32_t known = largest.load(); known < bits && !largest.compare_exchange_weak(known, bits);) {}
+    for (uint32_t known = largest.load();
+         known < bits && !largest.compare_exchange_weak(known, bits);) {}
   });
   *scale = FLEXOPS_ISA_CALL(scale_cpu)(largest.load(), l.code);
   const bool broken = *scale != *scale;
-  parallel_for(0, l.length, kGrain,
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(cast_scaled_cpu)(x, *scale, broken, codes, l, begin, end); });
+  parallel_for(0, l.length, kGrain, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(cast_scaled_cpu)(x, *scale, broken, codes, l, begin, end);
+  });
 }
 #endif
 
@@ -81,7 +88,8 @@ std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, Dtype code, int64_
   } else {
     scale_sizes.back() = l.segments;
   }
-  Tensor scales = empty(scale_sizes.data(), static_cast<int64_t>(scale_sizes.size()), Dtype::f32, x);
+  Tensor scales =
+      empty(scale_sizes.data(), static_cast<int64_t>(scale_sizes.size()), Dtype::f32, x);
   if (scales.numel() == 0) return {std::move(values), std::move(scales)};
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(x);
@@ -94,14 +102,17 @@ std::tuple<Tensor, Tensor> quantize(const char* op, Tensor x, Dtype code, int64_
   const bool alone = l.rows * l.segments == 1;
   Tensor workspace;
   if (alone) workspace = empty(&one, 1, Dtype::i32, x);
-  check_launch(op, quantize_scaled_cuda(x.data(), codes, to, alone ? workspace.data<uint32_t>() : nullptr, l, current_stream(x)));
+  check_launch(
+      op, quantize_scaled_cuda(x.data(), codes, to, alone ? workspace.data<uint32_t>() : nullptr, l,
+                               current_stream(x)));
 #else
   const void* from = x.data();
   if (l.rows * l.segments == 1) {
     quantize_one(from, codes, to, l);
   } else {
-    parallel_for(0, l.rows * l.segments, grain(l),
-                 [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(quantize_scaled_cpu)(from, codes, to, l, begin, end); });
+    parallel_for(0, l.rows * l.segments, grain(l), [&](int64_t begin, int64_t end) {
+      FLEXOPS_ISA_CALL(quantize_scaled_cpu)(from, codes, to, l, begin, end);
+    });
   }
 #endif
   return {std::move(values), std::move(scales)};
@@ -114,7 +125,9 @@ std::tuple<Tensor, Tensor> quantize_fp8(Tensor x, int64_t dtype_code, int64_t gr
   return quantize(op, std::move(x), dtype, group_size);
 }
 
-std::tuple<Tensor, Tensor> quantize_int8(Tensor x) { return quantize("flexops::quantize_int8", std::move(x), Dtype::i8, kPerRow); }
+std::tuple<Tensor, Tensor> quantize_int8(Tensor x) {
+  return quantize("flexops::quantize_int8", std::move(x), Dtype::i8, kPerRow);
+}
 
 Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
   const char* op = "flexops::quantize_fp8_scaled";
@@ -122,8 +135,9 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
   ScaledLayout l = make_layout(op, x, kPerTensor);
   check_fp8(dtype, op, "dtype");
   l.type = element_type(op, "x", x.dtype()), l.code = dtype;
-  FLEXOPS_CHECK(scale.dtype() == Dtype::f32 && scale.numel() == 1, op, ": scale must be one float32 number, got shape ", shape_text(scale),
-                " of ", dtype_name(scale.dtype()));
+  FLEXOPS_CHECK(scale.dtype() == Dtype::f32 && scale.numel() == 1, op,
+                ": scale must be one float32 number, got shape ", shape_text(scale), " of ",
+                dtype_name(scale.dtype()));
   check_device(op, "scale", scale, "x", x);
   Tensor values = empty_like_contiguous(x, dtype);
   if (x.numel() == 0) return values;
@@ -137,8 +151,9 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
 #else
   const void* from = x.data();
   const float number = *scale.data<float>();
-  parallel_for(0, l.length, kGrain,
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(cast_scaled_cpu)(from, number, false, codes, l, begin, end); });
+  parallel_for(0, l.length, kGrain, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(cast_scaled_cpu)(from, number, false, codes, l, begin, end);
+  });
 #endif
   return values;
 }
@@ -146,13 +161,15 @@ Tensor quantize_fp8_scaled(Tensor x, Tensor scale, int64_t dtype_code) {
 Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_size, Dtype dtype) {
   ScaledLayout l = make_layout(op, values, group_size);
   l.type = element_type(op, "dtype", dtype), l.code = values.dtype();
-  FLEXOPS_CHECK(scales.dtype() == Dtype::f32, op, ": scales must be float32, got ", dtype_name(scales.dtype()));
+  FLEXOPS_CHECK(scales.dtype() == Dtype::f32, op, ": scales must be float32, got ",
+                dtype_name(scales.dtype()));
   check_device(op, "scales", scales, "values", values);
   bool fits = group_size == kPerTensor ? scales.numel() == 1 : scales.dim() == values.dim();
   for (int64_t d = 0; fits && group_size != kPerTensor && d < values.dim(); ++d) {
     fits = scales.size(d) == (d + 1 < values.dim() ? values.size(d) : l.segments);
   }
-  FLEXOPS_CHECK(fits, op, ": scales must fit values, got shape ", shape_text(scales), " for ", shape_text(values));
+  FLEXOPS_CHECK(fits, op, ": scales must fit values, got shape ", shape_text(scales), " for ",
+                shape_text(values));
   Tensor out = empty_like_contiguous(values, dtype);
   if (out.numel() == 0) return out;
 #if FLEXOPS_DEVICE_CUDA
@@ -167,11 +184,13 @@ Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_si
 #else
   void* to = out.data();
   if (l.rows * l.segments == 1) {
-    parallel_for(0, l.length, kGrain,
-                 [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(uncast_scaled_cpu)(codes, *from, to, l, begin, end); });
+    parallel_for(0, l.length, kGrain, [&](int64_t begin, int64_t end) {
+      FLEXOPS_ISA_CALL(uncast_scaled_cpu)(codes, *from, to, l, begin, end);
+    });
   } else {
-    parallel_for(0, l.rows * l.segments, grain(l),
-                 [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(dequantize_scaled_cpu)(codes, from, to, l, begin, end); });
+    parallel_for(0, l.rows * l.segments, grain(l), [&](int64_t begin, int64_t end) {
+      FLEXOPS_ISA_CALL(dequantize_scaled_cpu)(codes, from, to, l, begin, end);
+    });
   }
 #endif
   return out;
@@ -180,12 +199,14 @@ Tensor dequantize(const char* op, Tensor values, Tensor scales, int64_t group_si
 Tensor dequantize_fp8(Tensor values, Tensor scales, int64_t group_size, int64_t dtype_code) {
   const char* op = "flexops::dequantize_fp8";
   check_fp8(values.dtype(), op, "values");
-  return dequantize(op, std::move(values), std::move(scales), group_size, dtype_of_code(dtype_code));
+  return dequantize(op, std::move(values), std::move(scales), group_size,
+                    dtype_of_code(dtype_code));
 }
 
 Tensor dequantize_int8(Tensor values, Tensor scales, int64_t dtype_code) {
   const char* op = "flexops::dequantize_int8";
-  FLEXOPS_CHECK(values.dtype() == Dtype::i8, op, ": values must be int8, got ", dtype_name(values.dtype()));
+  FLEXOPS_CHECK(values.dtype() == Dtype::i8, op, ": values must be int8, got ",
+                dtype_name(values.dtype()));
   return dequantize(op, std::move(values), std::move(scales), kPerRow, dtype_of_code(dtype_code));
 }
 

@@ -1,5 +1,6 @@
-// Quantization to scaled bytes on the CPU: compiled once per ISA level (common/cpu.h). Formulas: flexops/ops/fp8.py, which this reproduces
-// bit for bit, so multiplications and additions must stay apart.
+// Quantization to scaled bytes on the CPU: compiled once per ISA level (common/cpu.h). Formulas:
+// flexops/ops/fp8.py, which this reproduces bit for bit, so multiplications and additions must stay
+// apart.
 
 #include "common/cpu_intrinsics.h"  // before the pragma: with it, to read so many functions takes longer
 
@@ -28,10 +29,13 @@ static T largest_magnitude(const T* values, int64_t count, T mask) {
 
 uint32_t largest_bits_cpu(const void* x, ElementType type, int64_t begin, int64_t end) {
   if (type == ElementType::f32) {
-    return static_cast<uint32_t>(largest_magnitude(static_cast<const int32_t*>(x) + begin, end - begin, int32_t{0x7fffffff}));
+    return static_cast<uint32_t>(largest_magnitude(static_cast<const int32_t*>(x) + begin,
+                                                   end - begin, int32_t{0x7fffffff}));
   }
-  const auto bits = static_cast<uint16_t>(largest_magnitude(static_cast<const int16_t*>(x) + begin, end - begin, int16_t{0x7fff}));
-  return type == ElementType::bf16 ? static_cast<uint32_t>(bits) << 16 : bits_of(f16_to_float(bits));
+  const auto bits = static_cast<uint16_t>(
+      largest_magnitude(static_cast<const int16_t*>(x) + begin, end - begin, int16_t{0x7fff}));
+  return type == ElementType::bf16 ? static_cast<uint32_t>(bits) << 16
+                                   : bits_of(f16_to_float(bits));
 }
 
 float scale_cpu(uint32_t largest_bits, Dtype code) {
@@ -42,12 +46,14 @@ float scale_cpu(uint32_t largest_bits, Dtype code) {
   return scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
-static void multiply(const float* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count, float factor) {
+static void multiply(const float* FLEXOPS_RESTRICT in, float* FLEXOPS_RESTRICT out, int64_t count,
+                     float factor) {
   for (int64_t i = 0; i < count; ++i) out[i] = in[i] * factor;
 }
 
 /// `count` elements from `element` on to codes from `out` on.
-static void encode(const void* x, int64_t element, int64_t count, float scale, bool broken, uint8_t* out, const ScaledLayout& l) {
+static void encode(const void* x, int64_t element, int64_t count, float scale, bool broken,
+                   uint8_t* out, const ScaledLayout& l) {
   if (broken) {
     memset(out, 0, static_cast<size_t>(count));
     return;
@@ -69,7 +75,8 @@ static void encode(const void* x, int64_t element, int64_t count, float scale, b
   }
 }
 
-static void decode(const uint8_t* codes, int64_t count, float scale, void* out, int64_t element, const ScaledLayout& l) {
+static void decode(const uint8_t* codes, int64_t count, float scale, void* out, int64_t element,
+                   const ScaledLayout& l) {
   alignas(64) float values[kRowBlock], buffer[kRowBlock];
   for (int64_t at = 0; at < count; at += kRowBlock) {
     const int64_t part = least(count - at, kRowBlock);
@@ -86,11 +93,13 @@ static void decode(const uint8_t* codes, int64_t count, float scale, void* out, 
   }
 }
 
-void cast_scaled_cpu(const void* x, float scale, bool broken, uint8_t* codes, const ScaledLayout& layout, int64_t begin, int64_t end) {
+void cast_scaled_cpu(const void* x, float scale, bool broken, uint8_t* codes,
+                     const ScaledLayout& layout, int64_t begin, int64_t end) {
   encode(x, begin, end - begin, scale, broken, codes + begin, layout);
 }
 
-void uncast_scaled_cpu(const uint8_t* codes, float scale, void* out, const ScaledLayout& layout, int64_t begin, int64_t end) {
+void uncast_scaled_cpu(const uint8_t* codes, float scale, void* out, const ScaledLayout& layout,
+                       int64_t begin, int64_t end) {
   decode(codes + begin, end - begin, scale, out, begin, layout);
 }
 
@@ -105,17 +114,20 @@ static void for_each_segment(const ScaledLayout& l, int64_t begin, int64_t end, 
   }
 }
 
-void quantize_scaled_cpu(const void* x, uint8_t* codes, float* scales, const ScaledLayout& layout, int64_t begin, int64_t end) {
+void quantize_scaled_cpu(const void* x, uint8_t* codes, float* scales, const ScaledLayout& layout,
+                         int64_t begin, int64_t end) {
   const ScaledLayout& l = layout;
   for_each_segment(l, begin, end, [&](int64_t index, int64_t row, int64_t start, int64_t count) {
     const int64_t element = row * l.row_stride + start;
     const uint32_t bits = largest_bits_cpu(x, l.type, element, element + count);
     scales[index] = scale_cpu(bits, l.code);
-    encode(x, element, count, scales[index], bits >= 0x7f800000u, codes + row * l.length + start, l);
+    encode(x, element, count, scales[index], bits >= 0x7f800000u, codes + row * l.length + start,
+           l);
   });
 }
 
-void dequantize_scaled_cpu(const uint8_t* codes, const float* scales, void* out, const ScaledLayout& layout, int64_t begin, int64_t end) {
+void dequantize_scaled_cpu(const uint8_t* codes, const float* scales, void* out,
+                           const ScaledLayout& layout, int64_t begin, int64_t end) {
   const ScaledLayout& l = layout;
   for_each_segment(l, begin, end, [&](int64_t index, int64_t row, int64_t start, int64_t count) {
     decode(codes + row * l.length + start, count, scales[index], out, row * l.length + start, l);

@@ -10,7 +10,9 @@ namespace flexops::scaled {
 template <typename T>
 FLEXOPS_DEVICE Codes<T> read_codes(const Params& p, const Span<T>& s, int vector) {
   Codes<T> out = {};
-  if (s.has(vector)) out = load_once(reinterpret_cast<const Codes<T>*>(static_cast<const u8*>(p.in) + s.codes) + vector);
+  if (s.has(vector))
+    out = load_once(reinterpret_cast<const Codes<T>*>(static_cast<const u8*>(p.in) + s.codes) +
+                    vector);
   return out;
 }
 
@@ -22,7 +24,8 @@ FLEXOPS_DEVICE Codes<T> read_scattered_codes(const Params& p, const Span<T>& s, 
   const int at = vector * N;
 #pragma unroll 1
   for (int i = at < s.first ? s.first - at : 0; i < N && at + i < s.last; ++i) {
-    const u32 code = static_cast<u32>(static_cast<const u8*>(p.in)[s.codes + at + i]) << (i % 4 * 8);
+    const u32 code = static_cast<u32>(static_cast<const u8*>(p.in)[s.codes + at + i])
+                     << (i % 4 * 8);
     if (i < 4) {
       out.at[0] |= code;
     } else {
@@ -44,7 +47,8 @@ FLEXOPS_DEVICE void unpack(float (&value)[N], const Vec<u32, N / 4>& words) {
 }
 
 template <typename T>
-FLEXOPS_DEVICE void write_values(const Params& p, const Span<T>& s, int vector, const Codes<T>& words, float scale) {
+FLEXOPS_DEVICE void write_values(const Params& p, const Span<T>& s, int vector,
+                                 const Codes<T>& words, float scale) {
   constexpr int N = kPerVector<T>;
   if (!s.has(vector)) return;
   float value[N];
@@ -72,7 +76,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_short(const FLEXOPS_GRID_
     const i64 index = short_segment(p, k);
     span[k] = find_span<T>(p, p.out, p.length, index < p.total ? index : 0, 0, kNarrowWarp);
     if (index >= p.total) span[k].last = 0;
-    words[k] = p.aligned ? read_codes(p, span[k], vector) : read_scattered_codes(p, span[k], vector);
+    words[k] =
+        p.aligned ? read_codes(p, span[k], vector) : read_scattered_codes(p, span[k], vector);
     scale[k] = p.scales[index < p.total ? index : 0];
   }
 #pragma unroll
@@ -92,7 +97,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_chunk(const FLEXOPS_GRID_
   }
   const float scale = p.scales[index];
 #pragma unroll
-  for (int k = 0; k < kChunkVectors; ++k) write_values(p, span, k * kThreads + threadIdx.x, words[k], scale);
+  for (int k = 0; k < kChunkVectors; ++k)
+    write_values(p, span, k * kThreads + threadIdx.x, words[k], scale);
 }
 
 }  // namespace flexops::scaled

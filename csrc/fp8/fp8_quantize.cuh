@@ -13,7 +13,8 @@ FLEXOPS_DEVICE Packed read(const Span<T>& s, int vector) {
   return out;
 }
 
-/// Puts zeros in place of elements that do not count. Not part of reading, because it waits for what was read.
+/// Puts zeros in place of elements that do not count. Not part of reading, because it waits for
+/// what was read.
 template <typename T>
 FLEXOPS_DEVICE void trim(Packed& data, const Span<T>& s, int vector) {
   constexpr int N = kPerVector<T>;
@@ -27,14 +28,17 @@ FLEXOPS_DEVICE void trim(Packed& data, const Span<T>& s, int vector) {
   }
 }
 
-// Magnitudes are compared as their bits: those of a NaN are greater than infinity's, and these than all others.
+// Magnitudes are compared as their bits: those of a NaN are greater than infinity's, and these than
+// all others.
 
-/// The greater of each half of two words that hold magnitudes of 16 bits; of 32 bits, the greater one.
+/// The greater of each half of two words that hold magnitudes of 16 bits; of 32 bits, the greater
+/// one.
 template <typename T>
 FLEXOPS_DEVICE u32 greater_of(u32 a, u32 b) {
   if constexpr (kIsFloat<T>) return Max()(a, b);
 #if FLEXOPS_HAS_MIN2
-  // For float16 too: what bfloat16 takes for a NaN is one, and of a NaN this makes another; all else has the order of the bits.
+  // For float16 too: what bfloat16 takes for a NaN is one, and of a NaN this makes another; all
+  // else has the order of the bits.
   if constexpr (!kIsFloat<T>) return max2<bf16>(a, b);
 #endif
   return Max()(a & 0xffffu, b & 0xffffu) | (Max()(a >> 16, b >> 16) << 16);
@@ -62,13 +66,16 @@ FLEXOPS_DEVICE u32 widen_bits(u32 largest) {
   }
 }
 
-/// What a segment's elements are multiplied by. If the segment is broken, the scale is NaN and the codes are 0.
+/// What a segment's elements are multiplied by. If the segment is broken, the scale is NaN and the
+/// codes are 0.
 struct Scaling {
   float scale, inverse;
   u32 keep;
 
   static FLEXOPS_DEVICE Scaling of_largest(u32 bits, Dtype code) {
-    const float most = code == Dtype::e4m3 ? kLargest<e4m3> : code == Dtype::e5m2 ? kLargest<e5m2> : kLargest<i8>;
+    const float most = code == Dtype::e4m3   ? kLargest<e4m3>
+                       : code == Dtype::e5m2 ? kLargest<e5m2>
+                                             : kLargest<i8>;
     Scaling out;
     out.keep = bits < 0x7f800000u ? ~0u : 0u;
     out.scale = fmaxf(__fdiv_rn(bit_cast<float>(bits), most), bit_cast<float>(0x00800000u));
@@ -90,7 +97,8 @@ FLEXOPS_DEVICE void pack(Vec<u32, N / 4>& out, const float (&value)[N]) {
   for (int w = 0; w < N / 4; ++w) {
     const float* v = value + 4 * w;
     // A scale that follows from the elements lets none of them become more than 127.
-    out.at[w] = is_same<T, i8> ? pack4_within(v[0], v[1], v[2], v[3]) : pack4<T>(v[0], v[1], v[2], v[3]);
+    out.at[w] =
+        is_same<T, i8> ? pack4_within(v[0], v[1], v[2], v[3]) : pack4<T>(v[0], v[1], v[2], v[3]);
   }
 }
 
@@ -116,7 +124,8 @@ FLEXOPS_DEVICE Codes<T> encode(const Packed& in, float inverse, u32 keep, const 
 
 /// Writes a vector's codes.
 template <typename T>
-FLEXOPS_DEVICE void write_codes(const Params& p, const Span<T>& s, int vector, const Packed& in, float inverse, u32 keep) {
+FLEXOPS_DEVICE void write_codes(const Params& p, const Span<T>& s, int vector, const Packed& in,
+                                float inverse, u32 keep) {
   constexpr int N = kPerVector<T>;
   const int at = vector * N;
   if (at >= s.last) return;
@@ -136,7 +145,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int K = kGroupVectors;
   const int lane = threadIdx.x % kNarrowWarp;
-  const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x - lane) * K + lane, total = p.total << p.log_lanes;
+  const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x - lane) * K + lane,
+            total = p.total << p.log_lanes;
   Packed data[K];
   u32 largest[K];
 #pragma unroll
@@ -149,9 +159,11 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   for (int k = 0; k < K; ++k) largest[k] = one_of<T>(add_largest<T>(0, data[k]));
   for (int mask = p.lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
+    for (int k = 0; k < K; ++k)
+      largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
   }
-  // Of K neighbouring lanes, which share their segments, each works out the scale of one, and hands it to the others.
+  // Of K neighbouring lanes, which share their segments, each works out the scale of one, and hands
+  // it to the others.
   const int own = lane % K;
   u32 mine = largest[0];
 #pragma unroll
@@ -189,7 +201,8 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
   }
   for (int mask = p.lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
-    for (int k = 0; k < kShortVectors; ++k) largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
+    for (int k = 0; k < kShortVectors; ++k)
+      largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
   }
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
@@ -200,14 +213,16 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
   }
 }
 
-/// A block for each segment. Two kernels for 16 bits, because fewer threads may use more registers; float32 gains nothing by a second one.
+/// A block for each segment. Two kernels for 16 bits, because fewer threads may use more registers;
+/// float32 gains nothing by a second one.
 template <typename T, bool kWide>
 __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : kLongBlocks)
     quantize_long(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ u32 shared[kWideThreads / kNarrowWarp];
   const i64 index = blockIdx.x;
   const Span<T> span = find_span<T>(p, p.in, p.row_stride, index, 0, 0x7fffffff / kPerVector<T>);
-  const int threads = static_cast<int>(blockDim.x), step = threads * kLongVectors, vectors = span.vectors();
+  const int threads = static_cast<int>(blockDim.x), step = threads * kLongVectors,
+            vectors = span.vectors();
   Packed data[kLongVectors];
   const auto read_all = [&](int from) {
 #pragma unroll
@@ -231,12 +246,14 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
   do {
     if (kWide && vectors > step) read_all(from);
 #pragma unroll
-    for (int k = 0; k < kLongVectors; ++k) write_codes(p, span, from + k * threads, data[k], scaling.inverse, scaling.keep);
+    for (int k = 0; k < kLongVectors; ++k)
+      write_codes(p, span, from + k * threads, data[k], scaling.inverse, scaling.keep);
     from += step;
   } while (kWide && from < vectors);
 }
 
-/// Raises *p.largest to the largest magnitude of one chunk, of a single segment. Whole numbers, so their order does not matter.
+/// Raises *p.largest to the largest magnitude of one chunk, of a single segment. Whole numbers, so
+/// their order does not matter.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ u32 shared[kThreads / kNarrowWarp];
@@ -251,12 +268,14 @@ __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONS
     largest = add_largest<T>(largest, data[k]);
   }
   largest = widen_bits<T>(group_reduce(one_of<T>(largest), Max(), 0u, kThreads, shared));
-  // Few blocks find more than all before them: asking first spares the others the wait for one another.
-  if (threadIdx.x == 0 && largest > *static_cast<volatile u32*>(p.largest)) atomicMax(p.largest, largest);
+  // Few blocks find more than all before them: asking first spares the others the wait for one
+  // another.
+  if (threadIdx.x == 0 && largest > *static_cast<volatile u32*>(p.largest))
+    atomicMax(p.largest, largest);
 }
 
-/// Codes of one chunk of a single segment, whose scale is given or follows from *p.largest. Backwards, because of what was read last the
-/// cache still holds some.
+/// Codes of one chunk of a single segment, whose scale is given or follows from *p.largest.
+/// Backwards, because of what was read last the cache still holds some.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTANT Params p) {
   const Span<T> span = find_span<T>(p, p.in, p.row_stride, 0, gridDim.x - 1 - blockIdx.x, kChunk);
@@ -271,7 +290,8 @@ __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTA
     scaling.inverse = __frcp_rn(*p.scales);
   }
 #pragma unroll
-  for (int k = 0; k < kChunkVectors; ++k) write_codes(p, span, k * kThreads + threadIdx.x, data[k], scaling.inverse, scaling.keep);
+  for (int k = 0; k < kChunkVectors; ++k)
+    write_codes(p, span, k * kThreads + threadIdx.x, data[k], scaling.inverse, scaling.keep);
 }
 
 }  // namespace flexops::scaled

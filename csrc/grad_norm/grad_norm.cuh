@@ -1,5 +1,6 @@
-// The gradients' norm in two stages, so that the order of additions is always the same: each block reduces a chunk, then one block reduces
-// what they found. And clipping by a norm that is on the device.
+// The gradients' norm in two stages, so that the order of additions is always the same: each block
+// reduces a chunk, then one block reduces what they found. And clipping by a norm that is on the
+// device.
 #pragma once
 
 #include "common/multi_tensor.cuh"
@@ -12,14 +13,18 @@ using multi::Data;
 
 /// The larger; NaN if either is one.
 struct NanMax {
-  FLEXOPS_DEVICE float operator()(float a, float b) const { return !(a <= b) ? (b != b ? b : a) : b; }
+  FLEXOPS_DEVICE float operator()(float a, float b) const {
+    return !(a <= b) ? (b != b ? b : a) : b;
+  }
 };
 
-/// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest magnitude.
+/// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest
+/// magnitude.
 template <bool two>
 struct NormRule {
   static constexpr Data kData = Data::mixed;
-  // Powers are much code, and do best with many threads. Chunks are equally long: the launchers count them by one of both rules.
+  // Powers are much code, and do best with many threads. Chunks are equally long: the launchers
+  // count them by one of both rules.
   static constexpr int kThreads = 128, kUnroll = two ? 8 : 1;
   static constexpr int kIterations = 32 / kUnroll;
   static constexpr int kMinBlocks = 10;
@@ -38,14 +43,18 @@ struct NormRule {
   /// Adds, or takes the larger.
   struct Combine {
     bool infinite;
-    FLEXOPS_DEVICE float operator()(float a, float b) const { return !two && infinite ? NanMax{}(a, b) : a + b; }
+    FLEXOPS_DEVICE float operator()(float a, float b) const {
+      return !two && infinite ? NanMax{}(a, b) : a + b;
+    }
   };
   static FLEXOPS_DEVICE Combine combiner(const Shared& s) { return {s.infinite}; }
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared&, const multi::Launch<NormRule>&, int) { return {}; }
+  static FLEXOPS_DEVICE Factors prepare(const Shared&, const multi::Launch<NormRule>&, int) {
+    return {};
+  }
 
-  static FLEXOPS_DEVICE void update(multi::Element<NormRule>& e, const Shared& s, const Factors&, const multi::Pointers<NormRule>&,
-                                    float* sums, bool valid) {
+  static FLEXOPS_DEVICE void update(multi::Element<NormRule>& e, const Shared& s, const Factors&,
+                                    const multi::Pointers<NormRule>&, float* sums, bool valid) {
     const float magnitude = fabsf(e.at[0]);
     if (!valid) return;
     if constexpr (two) {
@@ -74,7 +83,8 @@ struct Clip {
 template <Data data>
 struct ClipRule {
   static constexpr Data kData = data;
-  static constexpr int kThreads = 128, kUnroll = data == Data::f32 ? 2 : 4, kIterations = 1, kMinBlocks = 12;
+  static constexpr int kThreads = 128, kUnroll = data == Data::f32 ? 2 : 4, kIterations = 1,
+                       kMinBlocks = 12;
   static constexpr int kArrays = 1, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = -1;
   static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1, kOptional = 0;
   static constexpr bool kReverse = true;  // what the norm read last is still in the cache
@@ -85,10 +95,12 @@ struct ClipRule {
     float factor;
   };
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<ClipRule>&, int) { return {s.factor()}; }
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<ClipRule>&, int) {
+    return {s.factor()};
+  }
 
-  static FLEXOPS_DEVICE void update(multi::Element<ClipRule>& e, const Shared&, const Factors& f, const multi::Pointers<ClipRule>&, float*,
-                                    bool) {
+  static FLEXOPS_DEVICE void update(multi::Element<ClipRule>& e, const Shared&, const Factors& f,
+                                    const multi::Pointers<ClipRule>&, float*, bool) {
     e.at[0] *= f.factor;
   }
 };
@@ -117,21 +129,25 @@ struct Final {
 };
 
 /// One block.
-__global__ void __launch_bounds__(Final::kThreads) final_kernel(const FLEXOPS_GRID_CONSTANT Final f) {
+__global__ void __launch_bounds__(Final::kThreads)
+    final_kernel(const FLEXOPS_GRID_CONSTANT Final f) {
   constexpr int kUnroll = 8;
   const NormRule<false>::Combine combine{f.kind == 1};
   float value = 0.0f;
   for (i64 at = threadIdx.x; at < f.count; at += Final::kThreads * kUnroll) {
     float read[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) read[u] = at + u * Final::kThreads < f.count ? f.partials[at + u * Final::kThreads] : 0.0f;
+    for (int u = 0; u < kUnroll; ++u)
+      read[u] = at + u * Final::kThreads < f.count ? f.partials[at + u * Final::kThreads] : 0.0f;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) value = combine(value, read[u]);
   }
   __shared__ float shared[Final::kThreads / kWarpSize];
   value = block_reduce<Final::kThreads>(value, combine, shared);
   if (threadIdx.x != 0) return;
-  *f.norm = f.kind == 0 ? sqrtf(value) : f.kind == 1 || f.power == 1.0f ? value : powf(value, 1.0f / f.power);
+  *f.norm = f.kind == 0                      ? sqrtf(value)
+            : f.kind == 1 || f.power == 1.0f ? value
+                                             : powf(value, 1.0f / f.power);
 }
 
 }  // namespace flexops::grad_norm

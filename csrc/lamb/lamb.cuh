@@ -1,5 +1,6 @@
-// LAMB's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 moves 24 bytes an element in the first pass, 16 in the
-// second; norms are reduced in two stages, so that the order of additions is always the same.
+// LAMB's kernels: the formula, on the memory access of common/multi_tensor.cuh. fp32 moves 24 bytes
+// an element in the first pass, 16 in the second; norms are reduced in two stages, so that the
+// order of additions is always the same.
 #pragma once
 
 #include "adam/adam_numbers.cuh"
@@ -19,7 +20,8 @@ struct Bias {
   float inverse1, inverse2;
 
   FLEXOPS_DEVICE Bias(const Shared& s, float step)
-      : inverse1(1.0f / adam::bias(s.log_beta1, step)), inverse2(1.0f / sqrtf(adam::bias(s.log_beta2, step))) {}
+      : inverse1(1.0f / adam::bias(s.log_beta1, step)),
+        inverse2(1.0f / sqrtf(adam::bias(s.log_beta2, step))) {}
 
   /// The update before the trust ratio.
   FLEXOPS_DEVICE float update(const Shared& s, float param, float exp_avg, float exp_avg_sq) const {
@@ -37,7 +39,8 @@ struct Moments {
   static constexpr int kThreads = 128, kUnroll = 2, kIterations = 4;
   static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : 6;
   static constexpr int kArrays = 4, kApart = 1, kExtras = 2, kSums = 2, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b1111, kWrites = 0b1100, kTyped = mode == Mode::bf16_average_f32 ? 0b0011 : 0b1111, kOptional = 0;
+  static constexpr u32 kReads = 0b1111, kWrites = 0b1100,
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b0011 : 0b1111, kOptional = 0;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
@@ -50,14 +53,17 @@ struct Moments {
 
   static FLEXOPS_DEVICE Sum combiner(const Shared&) { return {}; }
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch, int tensor) {
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch,
+                                        int tensor) {
     const float* step = launch.row[tensor].extra[kStep];
-    return {Bias(s, *step), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f, random ? multi::key_of(step) : 0};
+    return {Bias(s, *step), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f,
+            random ? multi::key_of(step) : 0};
   }
 
-  static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f, const multi::Pointers<Moments>& p,
-                                    float* sums, bool valid) {
-    float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg], &exp_avg_sq = e.at[kExpAvgSq];
+  static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f,
+                                    const multi::Pointers<Moments>& p, float* sums, bool valid) {
+    float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg],
+          &exp_avg_sq = e.at[kExpAvgSq];
     if (s.grad_scale) grad /= f.grad_scale;
     const float g = grad * f.sign;
     exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1;
@@ -84,7 +90,8 @@ struct Apply {
   static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
   static constexpr int kMinBlocks = 8;
   static constexpr int kArrays = 3, kApart = 1, kExtras = 2, kSums = 0, kUnscaled = -1;
-  static constexpr u32 kReads = 0b111, kWrites = 0b001, kTyped = mode == Mode::bf16_average_f32 ? 0b001 : 0b111, kOptional = 0;
+  static constexpr u32 kReads = 0b111, kWrites = 0b001,
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b001 : 0b111, kOptional = 0;
   static constexpr bool kReverse = true;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
@@ -94,19 +101,23 @@ struct Apply {
     float rate;
   };
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Apply>& launch, int tensor) {
-    const float *norms = launch.row[tensor].extra[kNorms], param = sqrtf(norms[0]), update = sqrtf(norms[1]);
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Apply>& launch,
+                                        int tensor) {
+    const float *norms = launch.row[tensor].extra[kNorms], param = sqrtf(norms[0]),
+                update = sqrtf(norms[1]);
     const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    return {Bias(s, *launch.row[tensor].extra[kStep]), s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
+    return {Bias(s, *launch.row[tensor].extra[kStep]),
+            s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
   }
 
-  static FLEXOPS_DEVICE void update(multi::Element<Apply>& e, const Shared& s, const Factors& f, const multi::Pointers<Apply>&, float*,
-                                    bool) {
+  static FLEXOPS_DEVICE void update(multi::Element<Apply>& e, const Shared& s, const Factors& f,
+                                    const multi::Pointers<Apply>&, float*, bool) {
     e.at[kParam] -= f.rate * f.bias.update(s, e.at[kParam], e.at[kExpAvg], e.at[kExpAvgSq]);
   }
 };
 
-/// The tensors whose chunks' sums one launch adds up: tensor t owns the chunks first_chunk[t] up to first_chunk[t + 1].
+/// The tensors whose chunks' sums one launch adds up: tensor t owns the chunks first_chunk[t] up to
+/// first_chunk[t + 1].
 struct Segments {
   static constexpr int kThreads = 128;
   static constexpr int kCapacity = (FLEXOPS_KERNEL_PARAMETER_BYTES - 40) / 4;
@@ -125,13 +136,15 @@ __global__ void __launch_bounds__(Moments<mode>::kThreads, Moments<mode>::kMinBl
 }
 
 /// One block for each tensor.
-__global__ void __launch_bounds__(Segments::kThreads) norms_kernel(const FLEXOPS_GRID_CONSTANT Segments s) {
+__global__ void __launch_bounds__(Segments::kThreads)
+    norms_kernel(const FLEXOPS_GRID_CONSTANT Segments s) {
   const bool skip = s.found_inf && *s.found_inf != 0.0f;  // the first pass has left no sums
   const int t = blockIdx.x;
   const u32 end = skip ? 0 : s.first_chunk[t + 1];
   float param = 0.0f, update = 0.0f;
   for (u32 chunk = s.first_chunk[t] + threadIdx.x; chunk < end; chunk += Segments::kThreads) {
-    const auto pair = load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(s.partials) + chunk);
+    const auto pair =
+        load<Cache::normal>(reinterpret_cast<const Vec<float, 2>*>(s.partials) + chunk);
     param += pair.at[0];
     update += pair.at[1];
   }

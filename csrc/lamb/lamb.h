@@ -1,5 +1,6 @@
-// The launchers of LAMB: raw pointers and numbers, no torch. A step has two passes: the first moves the averages and measures the parameter
-// and its update, the second computes the update again (which moves fewer bytes than keeping it) and makes the step.
+// The launchers of LAMB: raw pointers and numbers, no torch. A step has two passes: the first moves
+// the averages and measures the parameter and its update, the second computes the update again
+// (which moves fewer bytes than keeping it) and makes the step.
 #pragma once
 
 #include "adam/adam.h"
@@ -8,11 +9,13 @@
 
 namespace flexops {
 
-/// What a row's arrays are in the first pass, and in the second. The gradient is written only if there is a grad_scale.
+/// What a row's arrays are in the first pass, and in the second. The gradient is written only if
+/// there is a grad_scale.
 enum LambArray { kLambParam, kLambGrad, kLambExpAvg, kLambExpAvgSq };
 enum LambApplyArray { kLambApplyParam, kLambApplyExpAvg, kLambApplyExpAvgSq };
 
-/// Adam's. The first pass reads no learning rate, and the second neither maximize nor grad_scale; decoupled means nothing.
+/// Adam's. The first pass reads no learning rate, and the second neither maximize nor grad_scale;
+/// decoupled means nothing.
 struct LambOptions : AdamOptions {
   bool adapt;  // second pass: whether there is a trust ratio
 };
@@ -20,13 +23,15 @@ struct LambOptions : AdamOptions {
 /// How many floats of working memory lamb_moments_cuda needs.
 FLEXOPS_CUDA_DECLARE(int64_t lamb_partials(const TensorRow* rows, int64_t count))
 
-/// The first pass, queued on `stream`. norms[2 i] and norms[2 i + 1] become the sums of squares of row i's parameter and update. Returns
-/// nullptr, or CUDA's error text.
-FLEXOPS_CUDA_DECLARE(const char* lamb_moments_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, float* partials,
+/// The first pass, queued on `stream`. norms[2 i] and norms[2 i + 1] become the sums of squares of
+/// row i's parameter and update. Returns nullptr, or CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* lamb_moments_cuda(const TensorRow* rows, int64_t count,
+                                                   const LambOptions& options, float* partials,
                                                    float* norms, void* stream))
 
 /// The second pass.
-FLEXOPS_CUDA_DECLARE(const char* lamb_apply_cuda(const TensorRow* rows, int64_t count, const LambOptions& options, const float* norms,
+FLEXOPS_CUDA_DECLARE(const char* lamb_apply_cuda(const TensorRow* rows, int64_t count,
+                                                 const LambOptions& options, const float* norms,
                                                  void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
@@ -41,7 +46,9 @@ struct LambSums {
 };
 
 /// Elements [begin, end) of one tensor.
-FLEXOPS_ISA_DECLARE(LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step, int64_t begin, int64_t end))
-FLEXOPS_ISA_DECLARE(void lamb_apply_cpu(const TensorRow& row, const LambStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step,
+                                              int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void lamb_apply_cpu(const TensorRow& row, const LambStep& step, int64_t begin,
+                                        int64_t end))
 
 }  // namespace flexops

@@ -20,7 +20,8 @@ struct ApplyRule {
 /// The update before the trust ratio.
 template <typename V>
 inline V make_update(V param, V exp_avg, V exp_avg_sq, const LambStep& s) {
-  return (exp_avg * s.inverse_bias1) / (square_root(exp_avg_sq) * s.inverse_bias2 + s.eps) + param * s.weight_decay;
+  return (exp_avg * s.inverse_bias1) / (square_root(exp_avg_sq) * s.inverse_bias2 + s.eps) +
+         param * s.weight_decay;
 }
 
 /// What a piece has summed up in registers, and of single elements.
@@ -50,7 +51,8 @@ LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step, int64_t be
     Sums sums;
     const Rounding rounding = {s.stochastic ? 1u << kLambExpAvg | 1u << kLambExpAvgSq : 0u, s.key};
     const int64_t until = end - at < kPiece ? end : at + kPiece;
-    update_row<MomentsRule>(row, s.grad_scale != 0.0f, at, until, [&](auto& x) { move(x, s, sums); }, rounding);
+    update_row<MomentsRule>(
+        row, s.grad_scale != 0.0f, at, until, [&](auto& x) { move(x, s, sums); }, rounding);
     total.param += sum_lanes(sums.params) + sums.param;
     total.update += sum_lanes(sums.updates) + sums.update;
   }
@@ -60,7 +62,9 @@ LambSums lamb_moments_cpu(const TensorRow& row, const LambStep& step, int64_t be
 void lamb_apply_cpu(const TensorRow& row, const LambStep& step, int64_t begin, int64_t end) {
   const LambStep s = step;
   update_row<ApplyRule>(row, false, begin, end, [&](auto& x) {
-    x[kLambApplyParam] = x[kLambApplyParam] - make_update(x[kLambApplyParam], x[kLambApplyExpAvg], x[kLambApplyExpAvgSq], s) * s.rate;
+    x[kLambApplyParam] =
+        x[kLambApplyParam] -
+        make_update(x[kLambApplyParam], x[kLambApplyExpAvg], x[kLambApplyExpAvgSq], s) * s.rate;
   });
 }
 

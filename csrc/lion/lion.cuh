@@ -1,4 +1,5 @@
-// Lion's kernel: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 12 and writes 8 bytes an element.
+// Lion's kernel: the formula, on the memory access of common/multi_tensor.cuh. fp32 reads 12 and
+// writes 8 bytes an element.
 #pragma once
 
 #include "common/multi_tensor_modes.cuh"
@@ -20,14 +21,19 @@ template <Mode mode>
 struct Rule {
   static constexpr bool random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg };
-  enum { kStep };  // the extra input where averages may be of 16 bits: how many steps were made, this one included, or null
+  enum {
+    kStep
+  };  // the extra input where averages may be of 16 bits: how many steps were made, this one
+      // included, or null
   static constexpr multi::Data kData = multi::data_of(mode);
   // Tuned on one H200.
   static constexpr int kThreads = 128, kIterations = 1;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
   static constexpr int kMinBlocks = 8;
-  static constexpr int kArrays = 3, kApart = 1, kExtras = random ? 1 : 0, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = mode == Mode::bf16_average_f32 ? 0b011 : 0b111, kOptional = 0;
+  static constexpr int kArrays = 3, kApart = 1, kExtras = random ? 1 : 0, kSums = 0,
+                       kUnscaled = kGrad;
+  static constexpr u32 kReads = 0b111, kWrites = 0b101,
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b011 : 0b111, kOptional = 0;
   static constexpr bool kReverse = false;
   static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lion::Shared;
@@ -37,20 +43,24 @@ struct Rule {
     u32 key;  // of the step's random numbers
   };
 
-  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch, int tensor) {
+  static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch,
+                                        int tensor) {
     const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    Factors f = {lr, lr * s.weight_decay, s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f, 0};
+    Factors f = {lr, lr * s.weight_decay, s.maximize ? -1.0f : 1.0f,
+                 s.grad_scale ? *s.grad_scale : 1.0f, 0};
     if constexpr (random) f.key = multi::key_of(launch.row[tensor].extra[kStep]);
     return f;
   }
 
-  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f, const multi::Pointers<Rule>& p, float*,
-                                    bool) {
+  static FLEXOPS_DEVICE void update(multi::Element<Rule>& e, const Shared& s, const Factors& f,
+                                    const multi::Pointers<Rule>& p, float*, bool) {
     float &param = e.at[kParam], &grad = e.at[kGrad], &exp_avg = e.at[kExpAvg];
     if (s.grad_scale) grad /= f.grad_scale;
     const float g = grad * f.sign;
     const float mixed = exp_avg * s.beta1 + g * s.one_minus_beta1;
-    const float direction = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed;  // as torch.sign, but NaN stays NaN
+    const float direction = mixed > 0.0f   ? 1.0f
+                            : mixed < 0.0f ? -1.0f
+                                           : mixed;  // as torch.sign, but NaN stays NaN
     param = param - param * f.decay - f.lr * direction;
     exp_avg = exp_avg * s.beta2 + g * s.one_minus_beta2;
     if constexpr (random) {

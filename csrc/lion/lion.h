@@ -14,8 +14,10 @@ struct LionOptions : StepOptions {
   bool stochastic = false;  // averages in bfloat16 are rounded stochastically, by the rows' steps
 };
 
-/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-FLEXOPS_CUDA_DECLARE(const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options, void* stream))
+/// One step of every tensor, queued on `stream`; the pointers are the device's. Returns nullptr, or
+/// CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* lion_cuda(const TensorRow* rows, int64_t count,
+                                           const LionOptions& options, void* stream))
 
 /// What every element shares in one step, on the CPU.
 struct LionStep {
@@ -28,6 +30,7 @@ struct LionStep {
 };
 
 /// Elements [begin, end) of one tensor.
-FLEXOPS_ISA_DECLARE(void lion_cpu(const TensorRow& row, const LionStep& step, int64_t begin, int64_t end))
+FLEXOPS_ISA_DECLARE(void lion_cpu(const TensorRow& row, const LionStep& step, int64_t begin,
+                                  int64_t end))
 
 }  // namespace flexops

@@ -16,7 +16,8 @@ inline void update(V (&x)[3], const LionStep& s) {
   if (s.grad_scale != 0.0f) x[kLionGrad] = x[kLionGrad] / s.grad_scale;
   const V g = x[kLionGrad] * s.sign, one = V{} + 1.0f;
   const V mixed = x[kLionExpAvg] * s.beta1 + g * s.one_minus_beta1;
-  const V direction = mixed > 0.0f ? one : (mixed < 0.0f ? -one : mixed);  // as torch.sign, but NaN stays NaN
+  const V direction =
+      mixed > 0.0f ? one : (mixed < 0.0f ? -one : mixed);  // as torch.sign, but NaN stays NaN
   x[kLionParam] = x[kLionParam] - x[kLionParam] * s.decay - direction * s.lr;
   x[kLionExpAvg] = x[kLionExpAvg] * s.beta2 + g * s.one_minus_beta2;
 }

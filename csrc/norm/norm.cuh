@@ -1,13 +1,16 @@
 // The norms' kernels. Formulas: flexops/ops/norm.py.
 //
-// Memory decides. Up to 32 neighbouring lanes share a short row, a block has a long one. Forward: registers hold rows between their sums
-// and their results, and few of them, so that while some blocks wait for a reduction enough others have loads on their way. The
-// second-level cache is asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also where every call
-// had other tensors. Backward: blocks walk over the rows with the next ones already on their way to shared memory. A thread has the same
-// columns of every row, whose sums for the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
-// atomics: the same bits every time. On GPUs with clusters, the blocks of one share rows that are too long for a block (forward in bf16).
-// The rest (few rows, rows that are very long or not made of aligned 16-byte vectors, mixed types) takes simpler kernels: forward these
-// hold a row in shared memory and read again what that does not hold, backward they read twice.
+// Memory decides. Up to 32 neighbouring lanes share a short row, a block has a long one. Forward:
+// registers hold rows between their sums and their results, and few of them, so that while some
+// blocks wait for a reduction enough others have loads on their way. The second-level cache is
+// asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also
+// where every call had other tensors. Backward: blocks walk over the rows with the next ones
+// already on their way to shared memory. A thread has the same columns of every row, whose sums for
+// the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
+// atomics: the same bits every time. On GPUs with clusters, the blocks of one share rows that are
+// too long for a block (forward in bf16). The rest (few rows, rows that are very long or not made
+// of aligned 16-byte vectors, mixed types) takes simpler kernels: forward these hold a row in
+// shared memory and read again what that does not hold, backward they read twice.
 #pragma once
 
 #include "common/async.cuh"
@@ -26,7 +29,8 @@ inline constexpr int kParts = 4;           // backward: vectors of a row that a 
 inline constexpr int kStages = 2;          // ... and of how many rows it holds them
 inline constexpr int kReduceThreads = 512;
 
-// ---- elements ---------------------------------------------------------------------------------------------------------
+// ---- elements
+// --------------------------------------------------------------------------------
 
 /// T among the types that are told at run time.
 template <typename T>
@@ -34,7 +38,8 @@ inline constexpr ElementType kElementType = kIsFloat<T> ? ElementType::f32 : Ele
 template <>
 inline constexpr ElementType kElementType<f16> = ElementType::f16;
 
-/// In place of a type: x, residual and parameters are of types that differ. Seldom, and of 27 kinds: they are told at run time.
+/// In place of a type: x, residual and parameters are of types that differ. Seldom, and of 27
+/// kinds: they are told at run time.
 struct Any {};
 template <typename T>
 FLEXOPS_DEVICE ElementType type_of(ElementType) {
@@ -45,8 +50,9 @@ FLEXOPS_DEVICE ElementType type_of<Any>(ElementType told) {
   return told;
 }
 
-/// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to the next, which takes twice the
-/// registers: it cannot know that `nothing`, a kernel's parameter, is 0. (An empty asm is not enough, because ptxas does not see it.)
+/// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to
+/// the next, which takes twice the registers: it cannot know that `nothing`, a kernel's parameter,
+/// is 0. (An empty asm is not enough, because ptxas does not see it.)
 template <typename T, int N>
 FLEXOPS_DEVICE void forget(Packed (&raw)[N], u32 nothing) {
   if constexpr (kPerVector<T> == 8) {
@@ -68,14 +74,18 @@ FLEXOPS_DEVICE void write(void* to, i64 index, const Packed& raw) {
   store<cache>(reinterpret_cast<Packed*>(static_cast<T*>(to) + index), raw);
 }
 
-/// async_copy16 by way of the first-level cache, where neighbours may find what it has read: of the first `valid` of Bytes, zeros beyond.
+/// async_copy16 by way of the first-level cache, where neighbours may find what it has read: of the
+/// first `valid` of Bytes, zeros beyond.
 template <int Bytes>
 FLEXOPS_DEVICE void async_copy(void* shared, const void* global, int valid) {
 #if FLEXOPS_HAS_ASYNC_COPY
   const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(Bytes), "r"(valid) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(Bytes),
+               "r"(valid)
+               : "memory");
 #else
-  for (int i = 0; i < Bytes / 2; ++i) static_cast<u16*>(shared)[i] = 2 * i < valid ? static_cast<const u16*>(global)[i] : u16(0);
+  for (int i = 0; i < Bytes / 2; ++i)
+    static_cast<u16*>(shared)[i] = 2 * i < valid ? static_cast<const u16*>(global)[i] : u16(0);
 #endif
 }
 
@@ -83,7 +93,8 @@ FLEXOPS_DEVICE void async_copy(void* shared, const void* global, int valid) {
 template <typename S, Cache cache, int N>
 FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index) {
   constexpr int kWords = N * static_cast<int>(sizeof(S)) / 4, kPiece = kWords < 4 ? kWords : 4;
-  const auto* pieces = reinterpret_cast<const Vec<u32, kPiece>*>(static_cast<const S*>(from) + index);
+  const auto* pieces =
+      reinterpret_cast<const Vec<u32, kPiece>*>(static_cast<const S*>(from) + index);
 #pragma unroll
   for (int i = 0; i < kWords / kPiece; ++i) {
     const auto piece = load<cache>(pieces + i);
@@ -125,15 +136,20 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Elem
   }
 }
 
-// ---- sums -------------------------------------------------------------------------------------------------------------
+// ---- sums
+// --------------------------------------------------------------------------------
 
 /// The logarithm of a power of two.
 FLEXOPS_DEVICE int log_of(int power) { return 31 - __clz(power); }
 
-/// a / b of small numbers. A block waits for it before it loads anything, and an integer's division takes ten times as long.
-FLEXOPS_DEVICE int quotient(int a, int b) { return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b))); }
+/// a / b of small numbers. A block waits for it before it loads anything, and an integer's division
+/// takes ten times as long.
+FLEXOPS_DEVICE int quotient(int a, int b) {
+  return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+}
 
-/// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps (`wide`).
+/// Who works on a row: `lanes` neighbouring threads, a power of two up to 32, or whole warps
+/// (`wide`).
 struct Group {
   int lane, lanes;
   int index, count;  // of the block's groups, and how many these are
@@ -145,7 +161,8 @@ struct Group {
       const int log = log_of(lanes);
       index = thread >> log, lane = thread & (lanes - 1), count = threads >> log;
     } else {
-      index = alone ? 0 : quotient(thread, lanes), lane = thread - index * lanes, count = alone ? 1 : quotient(threads, lanes);
+      index = alone ? 0 : quotient(thread, lanes), lane = thread - index * lanes,
+      count = alone ? 1 : quotient(threads, lanes);
     }
   }
 };
@@ -156,8 +173,9 @@ struct Partial {
   T at[N][kNarrowWarp];
 };
 
-/// Of each of N numbers, for every thread of the group. Between two uses of the same `shared` there must be a barrier, which a use of
-/// another one is. A group that is part of a warp needs none of it. kAlone: a group of more than a warp is the block.
+/// Of each of N numbers, for every thread of the group. Between two uses of the same `shared` there
+/// must be a barrier, which a use of another one is. A group that is part of a warp needs none of
+/// it. kAlone: a group of more than a warp is the block.
 template <bool kAlone, int N, typename T, typename Op>
 FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T, N>& shared) {
   if (!g.wide) {
@@ -172,7 +190,8 @@ FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
   }
-  const int lane = g.lane % kNarrowWarp, warps = g.lanes / kNarrowWarp, first = kAlone ? 0 : g.index * warps;
+  const int lane = g.lane % kNarrowWarp, warps = g.lanes / kNarrowWarp,
+            first = kAlone ? 0 : g.index * warps;
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < N; ++i) shared.at[i][first + g.lane / kNarrowWarp] = value[i];
@@ -183,7 +202,9 @@ FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T
     barrier(g.index + 1, g.lanes);
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) value[i] = lane < warps ? shared.at[i][first + lane] : T(0);  // neutral for sums and absolute values' maximum
+  for (int i = 0; i < N; ++i)
+    value[i] = lane < warps ? shared.at[i][first + lane]
+                            : T(0);  // neutral for sums and absolute values' maximum
 #pragma unroll
   for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
     if (mask < warps) {

@@ -8,12 +8,14 @@
 
 namespace flexops {
 
-/// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone, and row_type is type, without a residual.
-/// Rows of x and residual are x_stride and residual_stride apart; everything else is contiguous.
+/// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone,
+/// and row_type is type, without a residual. Rows of x and residual are x_stride and
+/// residual_stride apart; everything else is contiguous.
 struct NormForward {
   const void *x, *residual;   // of type, of row_type; residual may be null
   const void *weight, *bias;  // of weight_type; either may be null
-  void *y, *new_residual;     // of type (or codes, a byte each), of row_type, aligned to 16 bytes; new_residual is null without a residual
+  void *y, *new_residual;     // of type (or codes, a byte each), of row_type, aligned to 16 bytes;
+                              // new_residual is null without a residual
   float *mean, *rstd;         // one a row; mean if centered, or null; either may be null
   float* scales;              // one a row, with codes
   int64_t rows, columns, x_stride, residual_stride;

@@ -22,11 +22,13 @@ struct Forward {
   Tensor y, statistics, scales, new_residual;
 };
 
-/// What an operator gives: results of x's dtype, these and the rows' statistics for a gradient, or codes.
+/// What an operator gives: results of x's dtype, these and the rows' statistics for a gradient, or
+/// codes.
 enum class Gives { results, statistics, int8, e4m3 };
 
 /// All forward operators: what is not asked for stays undefined.
-Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, bool centered, Gives gives) {
+Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps,
+                bool centered, Gives gives) {
   NormForward n{};
   n.type = n.row_type = n.weight_type = element_type(op, "x", x.dtype());
   check_x(op, x);
@@ -34,7 +36,8 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
   if (residual) {
     n.row_type = element_type(op, "residual", residual->dtype());
     check_device(op, "residual", *residual, "x", x);
-    FLEXOPS_CHECK(same_shape(x, *residual), op, ": residual must have x's shape, ", shape_text(x), ", got ", shape_text(*residual));
+    FLEXOPS_CHECK(same_shape(x, *residual), op, ": residual must have x's shape, ", shape_text(x),
+                  ", got ", shape_text(*residual));
   }
 #if FLEXOPS_DEVICE_CUDA
   DeviceGuard guard(x);
@@ -80,74 +83,94 @@ Forward forward(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bi
 #if FLEXOPS_DEVICE_CUDA
   check_launch(op, norm_forward_cuda(n, current_stream(x)));
 #else
-  parallel_for(0, n.rows, grain(n.columns), [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(norm_forward_cpu)(n, begin, end); });
+  parallel_for(0, n.rows, grain(n.columns), [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(norm_forward_cpu)(n, begin, end);
+  });
 #endif
   return out;
 }
 
-Forward layer_norm(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps, Gives gives) {
-  return forward(op, std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, true, gives);
+Forward layer_norm(const char* op, Tensor x, Maybe residual, Maybe weight, Maybe bias, double eps,
+                   Gives gives) {
+  return forward(op, std::move(x), std::move(residual), std::move(weight), std::move(bias), eps,
+                 true, gives);
 }
 
 Forward rms_norm(const char* op, Tensor x, Maybe residual, Maybe weight, double eps, Gives gives) {
-  return forward(op, std::move(x), std::move(residual), std::move(weight), std::nullopt, eps, false, gives);
+  return forward(op, std::move(x), std::move(residual), std::move(weight), std::nullopt, eps, false,
+                 gives);
 }
 
 Tensor layer_norm_plain(Tensor x, Maybe weight, Maybe bias, double eps) {
-  return layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight), std::move(bias), eps, Gives::results).y;
+  return layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight),
+                    std::move(bias), eps, Gives::results)
+      .y;
 }
 
 std::tuple<Tensor, Tensor> layer_norm_forward(Tensor x, Maybe weight, Maybe bias, double eps) {
-  Forward out = layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight), std::move(bias), eps, Gives::statistics);
+  Forward out = layer_norm("flexops::layer_norm", std::move(x), std::nullopt, std::move(weight),
+                           std::move(bias), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.statistics)};
 }
 
 Tensor rms_norm_plain(Tensor x, Maybe weight, double eps) {
-  return rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps, Gives::results).y;
+  return rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps,
+                  Gives::results)
+      .y;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_forward(Tensor x, Maybe weight, double eps) {
-  Forward out = rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps, Gives::statistics);
+  Forward out = rms_norm("flexops::rms_norm", std::move(x), std::nullopt, std::move(weight), eps,
+                         Gives::statistics);
   return {std::move(out.y), std::move(out.statistics)};
 }
 
-std::tuple<Tensor, Tensor> add_layer_norm_plain(Tensor x, Tensor residual, Maybe weight, Maybe bias, double eps) {
-  Forward out =
-      layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, Gives::results);
+std::tuple<Tensor, Tensor> add_layer_norm_plain(Tensor x, Tensor residual, Maybe weight, Maybe bias,
+                                                double eps) {
+  Forward out = layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual),
+                           std::move(weight), std::move(bias), eps, Gives::results);
   return {std::move(out.y), std::move(out.new_residual)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(Tensor x, Tensor residual, Maybe weight, Maybe bias, double eps) {
-  Forward out =
-      layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual), std::move(weight), std::move(bias), eps, Gives::statistics);
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(Tensor x, Tensor residual, Maybe weight,
+                                                          Maybe bias, double eps) {
+  Forward out = layer_norm("flexops::add_layer_norm", std::move(x), std::move(residual),
+                           std::move(weight), std::move(bias), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.new_residual), std::move(out.statistics)};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_plain(Tensor x, Tensor residual, Maybe weight, double eps) {
-  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual), std::move(weight), eps, Gives::results);
+  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual),
+                         std::move(weight), eps, Gives::results);
   return {std::move(out.y), std::move(out.new_residual)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(Tensor x, Tensor residual, Maybe weight, double eps) {
-  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual), std::move(weight), eps, Gives::statistics);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(Tensor x, Tensor residual, Maybe weight,
+                                                        double eps) {
+  Forward out = rms_norm("flexops::add_rms_norm", std::move(x), std::move(residual),
+                         std::move(weight), eps, Gives::statistics);
   return {std::move(out.y), std::move(out.new_residual), std::move(out.statistics)};
 }
 
 Gives codes_of(const char* op, int64_t code) {
   const Dtype dtype = dtype_of_code(code);
-  FLEXOPS_CHECK(dtype == Dtype::i8 || dtype == Dtype::e4m3, op, ": dtype must be int8 or float8_e4m3fn");
+  FLEXOPS_CHECK(dtype == Dtype::i8 || dtype == Dtype::e4m3, op,
+                ": dtype must be int8 or float8_e4m3fn");
   return dtype == Dtype::i8 ? Gives::int8 : Gives::e4m3;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quantized(Tensor x, Maybe weight, double eps, int64_t dtype) {
   const char* op = "flexops::rms_norm_quantized";
-  Forward out = rms_norm(op, std::move(x), std::nullopt, std::move(weight), eps, codes_of(op, dtype));
+  Forward out =
+      rms_norm(op, std::move(x), std::nullopt, std::move(weight), eps, codes_of(op, dtype));
   return {std::move(out.y), std::move(out.scales)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(Tensor x, Tensor residual, Maybe weight, double eps, int64_t dtype) {
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(Tensor x, Tensor residual, Maybe weight,
+                                                          double eps, int64_t dtype) {
   const char* op = "flexops::add_rms_norm_quantized";
-  Forward out = rms_norm(op, std::move(x), std::move(residual), std::move(weight), eps, codes_of(op, dtype));
+  Forward out =
+      rms_norm(op, std::move(x), std::move(residual), std::move(weight), eps, codes_of(op, dtype));
   return {std::move(out.y), std::move(out.scales), std::move(out.new_residual)};
 }
 

@@ -6,7 +6,9 @@
 
 namespace flexops::norm {
 
-FLEXOPS_DEVICE float top_of(Dtype codes) { return codes == Dtype::i8 ? kLargest<i8> : kLargest<e4m3>; }
+FLEXOPS_DEVICE float top_of(Dtype codes) {
+  return codes == Dtype::i8 ? kLargest<i8> : kLargest<e4m3>;
+}
 
 /// Codes of value * factor, of numbers that lie within what C can tell.
 template <typename C, int N>
@@ -23,7 +25,8 @@ FLEXOPS_DEVICE void store_codes(const float (&value)[N], float factor, u8* to) {
     Vec<u32, N / 4> words;
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      words.at[i / 4] = kWhole ? pack_bytes(bit_cast<u32>(v[i]), bit_cast<u32>(v[i + 1]), bit_cast<u32>(v[i + 2]), bit_cast<u32>(v[i + 3]))
+      words.at[i / 4] = kWhole ? pack_bytes(bit_cast<u32>(v[i]), bit_cast<u32>(v[i + 1]),
+                                            bit_cast<u32>(v[i + 2]), bit_cast<u32>(v[i + 3]))
                                : pack4<C>(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
     store<Cache::streaming>(reinterpret_cast<Vec<u32, N / 4>*>(to), words);
@@ -34,11 +37,14 @@ struct MaxBits {
   FLEXOPS_DEVICE u32 operator()(u32 a, u32 b) const { return a < b ? b : a; }
 };
 
-// The operator / minds numbers that are subnormal, which takes a hundred instructions. Of others these give the same.
+// The operator / minds numbers that are subnormal, which takes a hundred instructions. Of others
+// these give the same.
 
 /// value / top_of(codes), if that is not subnormal.
 FLEXOPS_DEVICE float divide_by_top(float value, Dtype codes) {
-  const float top = top_of(codes), inverse = codes == Dtype::i8 ? 1.0f / kLargest<i8> : 1.0f / kLargest<e4m3>, near = value * inverse;
+  const float top = top_of(codes),
+              inverse = codes == Dtype::i8 ? 1.0f / kLargest<i8> : 1.0f / kLargest<e4m3>,
+              near = value * inverse;
   return fmaf(fmaf(-near, top, value), inverse, near);
 }
 /// 1 / value, if neither is subnormal.
@@ -47,7 +53,8 @@ FLEXOPS_DEVICE float reciprocal(float value) {
   return fmaf(fmaf(-value, near, 1.0f), near, near);
 }
 
-/// A row's scale, found from the largest of its absolute values' bits, among which NaN is above infinity.
+/// A row's scale, found from the largest of its absolute values' bits, among which NaN is above
+/// infinity.
 struct Coding {
   float scale, inverse;  // inverse: 0 if the row has no scale, which is NaN then
 
@@ -63,7 +70,8 @@ struct Coding {
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] = 0.0f;  // NaN is 0 neither times 0 nor as a code
     }
-    codes == Dtype::i8 ? store_codes<i8>(value, inverse, to) : store_codes<e4m3>(value, inverse, to);
+    codes == Dtype::i8 ? store_codes<i8>(value, inverse, to)
+                       : store_codes<e4m3>(value, inverse, to);
   }
 };
 

@@ -1,4 +1,5 @@
-// What the norms' kernels for the CPU share: elements, a register of them at a time. Compiled once per ISA level (common/cpu.h).
+// What the norms' kernels for the CPU share: elements, a register of them at a time. Compiled once
+// per ISA level (common/cpu.h).
 #pragma once
 
 #include "norm/norm.h"
@@ -14,7 +15,8 @@ static_assert(kBlock % (kSums * kLanes) == 0);
 static inline Floats zeros() { return Floats{}; }
 static inline Floats spread(float value) { return Floats{} + value; }
 
-// ---- elements, a register of them at a time ---------------------------------------------------------------------------
+// ---- elements, a register of them at a time
+// ---------------------------------------------------------------------------
 
 template <ElementType type>
 struct Element {
@@ -27,7 +29,8 @@ struct Element<ElementType::f32> {
 template <ElementType type>
 using Stored = typename Element<type>::type_;
 
-/// The first `count` of a register; the others are zeros. Out of line: rows have one such end, and every loop would have its own copy.
+/// The first `count` of a register; the others are zeros. Out of line: rows have one such end, and
+/// every loop would have its own copy.
 template <ElementType type>
 [[gnu::noinline]] static Floats load_some(const Stored<type>* from, int64_t count) {
   Stored<type> buffer[kLanes] = {};
@@ -46,7 +49,8 @@ static inline Floats keep(Floats value, int64_t count) {
   return value;
 }
 
-/// Calls f(index, count) for every register of a row, from `first` on; count is less than kLanes for the last one only.
+/// Calls f(index, count) for every register of a row, from `first` on; count is less than kLanes
+/// for the last one only.
 template <typename F>
 static inline void for_each(int64_t first, int64_t columns, const F& f) {
   int64_t i = first;

@@ -16,18 +16,22 @@ namespace {
 
 using norm::Forward;
 
-constexpr int64_t kBusy = 100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
-constexpr int64_t kPiece = 4;      // elements of forward_ragged's pieces
-constexpr int64_t kPieces = 12;    // that a thread takes of a row
+constexpr int64_t kBusy =
+    100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
+constexpr int64_t kPiece = 4;    // elements of forward_ragged's pieces
+constexpr int64_t kPieces = 12;  // that a thread takes of a row
 
 /// Whether all that a vector of the row's type goes with is aligned.
 bool has_vectors(const NormForward& a, int64_t vector) {
   const auto fits = [&](const void* pointer, int64_t stride, int size) {
     return aligned(pointer, least(vector * size, 16)) && stride % vector == 0;
   };
-  const int size = element_size(a.type), row = element_size(a.row_type), weight = element_size(a.weight_type);
-  return a.columns % vector == 0 && fits(a.x, a.x_stride, size) && fits(a.residual, a.residual_stride, row) && fits(a.weight, 0, weight) &&
-         fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == Dtype::none ? size : 1) && fits(a.new_residual, 0, row);
+  const int size = element_size(a.type), row = element_size(a.row_type),
+            weight = element_size(a.weight_type);
+  return a.columns % vector == 0 && fits(a.x, a.x_stride, size) &&
+         fits(a.residual, a.residual_stride, row) && fits(a.weight, 0, weight) &&
+         fits(a.bias, 0, weight) && fits(a.y, 0, a.codes == Dtype::none ? size : 1) &&
+         fits(a.new_residual, 0, row);
 }
 
 /// A kernel for each type.
@@ -39,26 +43,31 @@ const Kernels kRows = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_rows);
 const Kernels kShort = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_short);
 const Kernels kRagged = FLEXOPS_EACH_TYPE(rare_kernel, norm::forward_ragged);
 // What is quantized next comes in bfloat16.
-const Kernels kCodes = {rare_kernel<norm::forward_codes<float, norm::kItems>>, rare_kernel<norm::forward_codes<f16, norm::kItems>>,
+const Kernels kCodes = {rare_kernel<norm::forward_codes<float, norm::kItems>>,
+                        rare_kernel<norm::forward_codes<f16, norm::kItems>>,
                         kernel<norm::forward_codes<bf16, norm::kItems>>};
 const Kernels kManyCodes = {rare_kernel<norm::forward_codes<float, norm::kManyItems>>,
-                            rare_kernel<norm::forward_codes<f16, norm::kManyItems>>, kernel<norm::forward_codes<bf16, norm::kManyItems>>};
+                            rare_kernel<norm::forward_codes<f16, norm::kManyItems>>,
+                            kernel<norm::forward_codes<bf16, norm::kManyItems>>};
 // Layer norm, for few rows and for many.
 const auto kLayerF32 = kernel<norm::forward_held<float, false, true, norm::kFewItems>>;
 const auto kLayerF16 = kernel<norm::forward_layer<f16, norm::kItems>>;
-const KernelOf<Forward> kLayer[3][2] = {
-    {kLayerF32, kLayerF32},
-    {kLayerF16, kLayerF16},
-    {kernel<norm::forward_layer<bf16, norm::kFewItems>>, kernel<norm::forward_layer<bf16, norm::kItems>>}};
-constexpr int kLayerItems[3][2] = {{norm::kFewItems, norm::kFewItems}, {norm::kItems, norm::kItems}, {norm::kFewItems, norm::kItems}};
+const KernelOf<Forward> kLayer[3][2] = {{kLayerF32, kLayerF32},
+                                        {kLayerF16, kLayerF16},
+                                        {kernel<norm::forward_layer<bf16, norm::kFewItems>>,
+                                         kernel<norm::forward_layer<bf16, norm::kItems>>}};
+constexpr int kLayerItems[3][2] = {{norm::kFewItems, norm::kFewItems},
+                                   {norm::kItems, norm::kItems},
+                                   {norm::kFewItems, norm::kItems}};
 
 /// A kernel, the elements of its vectors, how many of these its threads hold.
 struct Way {
   KernelOf<Forward> kernel;
   int64_t vector, items;
-  int64_t slot = 0;     // bytes of shared memory that hold a vector; 0: registers do
-  int resident = 0;     // threads of which a multiprocessor has registers
-  bool ragged = false;  // vectors begin where the result has aligned ones, so a row may have one more
+  int64_t slot = 0;  // bytes of shared memory that hold a vector; 0: registers do
+  int resident = 0;  // threads of which a multiprocessor has registers
+  bool ragged =
+      false;  // vectors begin where the result has aligned ones, so a row may have one more
 };
 
 /// Whether rows cut into that many parts are too few to fill a GPU.
@@ -67,13 +76,16 @@ bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts <
 Way choose(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
   const int64_t vector = 16 / element_size(a.row_type), vectors = a.columns / vector;
-  const bool codes = a.codes != Dtype::none, parameters = a.weight || a.bias, same = a.weight && a.weight_type == a.row_type;
+  const bool codes = a.codes != Dtype::none, parameters = a.weight || a.bias,
+             same = a.weight && a.weight_type == a.row_type;
   const bool aligned = has_vectors(a, vector),
-             regular = aligned && a.type == a.row_type && (!parameters || same || a.weight_type == ElementType::f32);
+             regular = aligned && a.type == a.row_type &&
+                       (!parameters || same || a.weight_type == ElementType::f32);
   const auto fits = [&](int64_t items) { return regular && vectors <= items * norm::kHeldThreads; };
   if (codes && same && fits(norm::kManyItems)) {
     // Short rows are read better by more lanes, as are few.
-    const bool few = vectors <= norm::kItems * norm::kNarrowWarp || has_few_rows(a, ceil_div(vectors, norm::kManyItems));
+    const bool few = vectors <= norm::kItems * norm::kNarrowWarp ||
+                     has_few_rows(a, ceil_div(vectors, norm::kManyItems));
     const int items = few && fits(norm::kItems) ? norm::kItems : norm::kManyItems;
     return {(items == norm::kItems ? kCodes : kManyCodes)[type], vector, items};
   }
@@ -88,15 +100,23 @@ Way choose(const NormForward& a) {
     }
     if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
   }
-  if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual && vectors > norm::kManyItems * norm::kHeldThreads)
+  if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual &&
+      vectors > norm::kManyItems * norm::kHeldThreads)
     return {rare_kernel<norm::forward_long<float>>, vector, norm::kItems, 16, 1024};
-  if (aligned) return {kRows[type], vector, norm::kItems, 16, a.row_type == ElementType::f32 ? 2048 : 1024};
+  if (aligned)
+    return {kRows[type], vector, norm::kItems, 16, a.row_type == ElementType::f32 ? 2048 : 1024};
   const bool mixed = a.type != a.row_type || a.type != a.weight_type;
   // Where few elements have a place in a vector, single ones are no slower.
   if (a.columns <= norm::kItems * norm::kNarrowWarp / (a.residual ? 1 : 2))
     return {mixed ? rare_kernel<norm::forward_short<norm::Any>> : kShort[type], 1, norm::kItems};
-  const int64_t piece = kPiece * (element_size(a.row_type) + (a.residual ? element_size(a.type) : 0));
-  return {mixed ? rare_kernel<norm::forward_ragged<norm::Any>> : kRagged[type], kPiece, kPieces, piece, 1024, true};
+  const int64_t piece =
+      kPiece * (element_size(a.row_type) + (a.residual ? element_size(a.type) : 0));
+  return {mixed ? rare_kernel<norm::forward_ragged<norm::Any>> : kRagged[type],
+          kPiece,
+          kPieces,
+          piece,
+          1024,
+          true};
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.
@@ -105,8 +125,8 @@ int64_t least_vectors(const Way& way, Dtype codes) {
   return codes == Dtype::none ? norm::kFewItems : norm::kManyItems;
 }
 
-/// The threads of a row that shared memory holds, where rows are few: no more than multiprocessors have room for at once, nor than make a
-/// difference.
+/// The threads of a row that shared memory holds, where rows are few: no more than multiprocessors
+/// have room for at once, nor than make a difference.
 int64_t few_threads(const Way& way, int64_t rows, int64_t vectors) {
   constexpr int64_t kWarp = norm::kNarrowWarp, kMostWarps = norm::kMostThreads / kWarp;
   const int64_t room = way.resident / kWarp / ceil_div(rows, gpu_facts().processors);
@@ -120,27 +140,32 @@ struct Share {
   int threads;
   int64_t bytes;
 
-  /// Two blocks share a multiprocessor, so that one loads while the other stores; a row has it alone if it is one of few, or if it does not
-  /// fit into half of the shared memory while half of the threads are too few for the rest.
+  /// Two blocks share a multiprocessor, so that one loads while the other stores; a row has it
+  /// alone if it is one of few, or if it does not fit into half of the shared memory while half of
+  /// the threads are too few for the rest.
   Share(const Way& way, int64_t vectors, bool few) {
     constexpr int64_t kReserved = 2048;  // a kernel's own shared memory, and the driver's
     const Gpu& gpu = gpu_facts();
-    const int64_t all = gpu.shared_of_block - kReserved, half = gpu.shared_of_processor / 2 - kReserved;
+    const int64_t all = gpu.shared_of_block - kReserved,
+                  half = gpu.shared_of_processor / 2 - kReserved;
     const bool alone = few || (way.resident < 2 * norm::kMostThreads && vectors * way.slot > half);
     threads = alone ? norm::kMostThreads : way.resident / 2;
     bytes = alone || all < half ? all : half;
   }
 };
 
-/// Launches the kernel that streams long rows through clusters' shared memory, if it takes these rows and the GPU has clusters. In float32
-/// and float16 it was slower than the others.
+/// Launches the kernel that streams long rows through clusters' shared memory, if it takes these
+/// rows and the GPU has clusters. In float32 and float16 it was slower than the others.
 bool launch_ring(const NormForward& a, Forward& p, void* stream) {
 #if FLEXOPS_HIP
   (void)a, (void)p, (void)stream;
   return false;
 #else
-  const int64_t vector = 16 / element_size(a.type), vectors = a.columns / vector, most = norm::kRingPart / (a.residual ? 2 : 1);
-  if (a.codes != Dtype::none || a.type != ElementType::bf16 || a.row_type != a.type || !has_vectors(a, vector)) return false;
+  const int64_t vector = 16 / element_size(a.type), vectors = a.columns / vector,
+                most = norm::kRingPart / (a.residual ? 2 : 1);
+  if (a.codes != Dtype::none || a.type != ElementType::bf16 || a.row_type != a.type ||
+      !has_vectors(a, vector))
+    return false;
   if ((a.weight || a.bias) && a.weight_type != a.type) return false;
   int64_t size = 2;
   while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
@@ -148,8 +173,10 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
   constexpr int64_t kLine = 8;  // vectors
   p.blocks = static_cast<int>(size), p.vectors = static_cast<int>(vectors);
   p.held = static_cast<int>(ceil_div(ceil_div(vectors, size), kLine) * kLine);
-  const auto ring = a.centered ? rare_kernel<norm::forward_ring<bf16, true>> : rare_kernel<norm::forward_ring<bf16, false>>;
-  LaunchConfig config{blocks(size), {norm::kRingThreads + norm::kNarrowWarp}, stream, norm::kRingBytes};
+  const auto ring = a.centered ? rare_kernel<norm::forward_ring<bf16, true>>
+                               : rare_kernel<norm::forward_ring<bf16, false>>;
+  LaunchConfig config{
+      blocks(size), {norm::kRingThreads + norm::kNarrowWarp}, stream, norm::kRingBytes};
   config.cluster = static_cast<unsigned>(size);
   const int64_t clusters = least(resident_clusters(ring, config), a.rows);
   if (clusters <= 0) return false;
@@ -164,7 +191,8 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
   if (a.rows == 0) return nullptr;
   const Way way = choose(a);
-  const int64_t vectors = way.ragged ? ceil_div(a.columns + way.vector - 1, way.vector) : a.columns / way.vector,
+  const int64_t vectors = way.ragged ? ceil_div(a.columns + way.vector - 1, way.vector)
+                                     : a.columns / way.vector,
                 parts = ceil_div(vectors, way.items);
   const bool few = has_few_rows(a, parts);
   Forward p;
@@ -177,14 +205,17 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.weight_type = a.weight_type, p.codes = a.codes, p.centered = a.centered;
   p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
   if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
-  // With few rows, each gets more threads than it needs; but where a thread may have many vectors, it has two.
+  // With few rows, each gets more threads than it needs; but where a thread may have many vectors,
+  // it has two.
   int64_t shared_bytes = 0;
   if (way.slot == 0) {
-    p.lanes = norm::lanes_for(few ? ceil_div(vectors, least_vectors(way, a.codes)) : parts, norm::kHeldThreads);
+    p.lanes = norm::lanes_for(few ? ceil_div(vectors, least_vectors(way, a.codes)) : parts,
+                              norm::kHeldThreads);
   } else {
     const Share share(way, vectors, few);
     p.lanes = norm::lanes_for(few ? few_threads(way, a.rows, vectors) : parts, share.threads);
-    const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot, room = share.bytes / slots;
+    const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot,
+                  room = share.bytes / slots;
     const int64_t needed = ceil_div(vectors, p.lanes);
     p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }

@@ -23,11 +23,13 @@ struct Forward {
   u32 nothing;   // 0: see forget()
 };
 
-inline constexpr int kFewItems = 2, kItems = 4, kManyItems = 8;  // vectors of a row that a thread holds
+inline constexpr int kFewItems = 2, kItems = 4,
+                     kManyItems = 8;  // vectors of a row that a thread holds
 
 /// Vectors first, first + step, ... of a row; zeros for those that it has not.
 template <typename T, int N>
-FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int first, int step, int count, const Lasting& lasting) {
+FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int first, int step,
+                             int count, const Lasting& lasting) {
   const auto* vectors = reinterpret_cast<const Packed*>(static_cast<const T*>(from) + begin);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
@@ -36,15 +38,18 @@ FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int 
   }
 }
 
-/// Adds the residual to a thread's vectors of a row, rounds, and writes the sums. A few at a time, because registers are dear.
+/// Adds the residual to a thread's vectors of a row, rounds, and writes the sums. A few at a time,
+/// because registers are dear.
 template <typename T, int N>
-FLEXOPS_DEVICE void add_residual(Packed (&raw)[N], const Forward& p, int first, int step, i64 row, int count, const Lasting& lasting) {
+FLEXOPS_DEVICE void add_residual(Packed (&raw)[N], const Forward& p, int first, int step, i64 row,
+                                 int count, const Lasting& lasting) {
   constexpr int V = kPerVector<T>, kBatch = N == kManyItems ? 2 : 4;
   T* to = static_cast<T*>(p.new_residual) + row * p.columns;
 #pragma unroll
   for (int begin = 0; begin < N; begin += kBatch) {
     Packed residual[kBatch];
-    read_row<T>(residual, p.residual, row * p.residual_stride, first + begin * step, step, count, lasting);
+    read_row<T>(residual, p.residual, row * p.residual_stride, first + begin * step, step, count,
+                lasting);
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       float x[V], r[V];
@@ -73,9 +78,11 @@ struct Deviations {
 struct Moments {
   float mean, rstd;
 };
-/// For kernels that read a row as often as they need it; `sum_up(deviations)` gives a thread's sum of them. Writes the statistics.
+/// For kernels that read a row as often as they need it; `sum_up(deviations)` gives a thread's sum
+/// of them. Writes the statistics.
 template <typename SumUp>
-FLEXOPS_DEVICE Moments find_moments(const Forward& p, const Group& g, i64 row, Partial<float, 1> (&shared)[2], const SumUp& sum_up) {
+FLEXOPS_DEVICE Moments find_moments(const Forward& p, const Group& g, i64 row,
+                                    Partial<float, 1> (&shared)[2], const SumUp& sum_up) {
   // The sum of what elements are off the mean, which is not known yet, then of its squares.
   float mean = 0.0f, total[1];
 #pragma unroll 1

@@ -7,7 +7,8 @@ namespace flexops::norm {
 
 /// kPerVector<T> parameters, of T or of float32.
 template <typename T>
-FLEXOPS_DEVICE void load_parameters(float (&out)[kPerVector<T>], const void* from, i64 index, ElementType type) {
+FLEXOPS_DEVICE void load_parameters(float (&out)[kPerVector<T>], const void* from, i64 index,
+                                    ElementType type) {
   if (kIsFloat<T> || type != ElementType::f32) {
     load_floats<T, Cache::constant>(out, from, index);
   } else {
@@ -15,9 +16,11 @@ FLEXOPS_DEVICE void load_parameters(float (&out)[kPerVector<T>], const void* fro
   }
 }
 
-/// kScaled: there is a weight, of T, as is the bias, if there is one: no branches keep them from being read ahead.
+/// kScaled: there is a weight, of T, as is the bias, if there is one: no branches keep them from
+/// being read ahead.
 template <typename T, bool kMayCenter, bool kScaled>
-FLEXOPS_DEVICE void write_result(const Forward& p, const Packed& raw, i64 row, int at, float mean, float rstd) {
+FLEXOPS_DEVICE void write_result(const Forward& p, const Packed& raw, i64 row, int at, float mean,
+                                 float rstd) {
   constexpr int V = kPerVector<T>;
   float v[V], w[V], b[V];
   widen<T>(v, raw);
@@ -49,10 +52,12 @@ FLEXOPS_DEVICE void write_result(const Forward& p, const Packed& raw, i64 row, i
 template <int kHeld>
 inline constexpr int kHeldBlocks = kHeld == kFewItems ? 4 : 2;
 
-/// For rows that registers hold whole, where everything is of T but the parameters, which are of T or of float32. kAdding: with a
-/// residual. kFewItems: only with a weight of T, and a bias only if kMayCenter.
+/// For rows that registers hold whole, where everything is of T but the parameters, which are of T
+/// or of float32. kAdding: with a residual. kFewItems: only with a weight of T, and a bias only if
+/// kMayCenter.
 template <typename T, bool kAdding, bool kMayCenter, int kHeld>
-__global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>)
+    forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>;
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
@@ -95,14 +100,16 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>) forward_held
     if (p.rstd) p.rstd[row] = rstd;
   }
 
-  // The code is not written out for each of many vectors: a few at a time are the first, and the others move up.
+  // The code is not written out for each of many vectors: a few at a time are the first, and the
+  // others move up.
   constexpr int kOnce = kHeld == kManyItems ? 4 : 2;
 #pragma unroll 1
   for (int begin = 0; begin < kHeld; begin += kOnce) {
 #pragma unroll
     for (int k = 0; k < kOnce; ++k) {
       const int at = g.lane + (begin + k) * g.lanes;
-      if (at < count) write_result<T, kMayCenter, kHeld == kFewItems>(p, raw[k], row, at, mean, rstd);
+      if (at < count)
+        write_result<T, kMayCenter, kHeld == kFewItems>(p, raw[k], row, at, mean, rstd);
     }
     if (g.lane + (begin + kOnce) * g.lanes >= count) break;
 #pragma unroll

@@ -5,30 +5,35 @@
 
 namespace flexops::norm {
 
-static_assert(kHeldThreads / kNarrowWarp <= kNarrowWarp / 2, "half a warp's lanes put together what a group's warps have");
+static_assert(kHeldThreads / kNarrowWarp <= kNarrowWarp / 2,
+              "half a warp's lanes put together what a group's warps have");
 
 /// Of two numbers at once, for all of `lanes` neighbouring threads, a power of two.
 FLEXOPS_DEVICE void add_up(float (&value)[2], int lanes) {
 #pragma unroll
   for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
     if (mask >= lanes) continue;
-    value[0] += shuffle_xor(value[0], mask, kNarrowWarp), value[1] += shuffle_xor(value[1], mask, kNarrowWarp);
+    value[0] += shuffle_xor(value[0], mask, kNarrowWarp),
+        value[1] += shuffle_xor(value[1], mask, kNarrowWarp);
   }
 }
 
-/// The sum of squares of what elements are off their mean, from the sum of squares of what they are off another number, and from the sum of
-/// that and its mean. Infinity where squares are beyond what a float can tell.
+/// The sum of squares of what elements are off their mean, from the sum of squares of what they are
+/// off another number, and from the sum of that and its mean. Infinity where squares are beyond
+/// what a float can tell.
 FLEXOPS_DEVICE float squares_off_mean(float squares, float sum, float mean) {
   return squares < infinity() ? squares - sum * mean : squares;
 }
 
-/// Layer norm of 16-bit rows, with a weight of T, a row for each group of threads. Here arithmetic decides as much as memory does: there is
-/// one pass and one barrier for both moments. A warp sums up what its elements, and their squares, are off the mean of its first vector: as
-/// far as that is from the row's mean, it is part of the row's variance, so what is lost does not show in 16 bits. What warps have is put
-/// together in the same way, off the first warp's mean. (The median of three vectors' means in place of one is as exact as two passes, and
-/// costs 3 % of the time.)
+/// Layer norm of 16-bit rows, with a weight of T, a row for each group of threads. Here arithmetic
+/// decides as much as memory does: there is one pass and one barrier for both moments. A warp sums
+/// up what its elements, and their squares, are off the mean of its first vector: as far as that is
+/// from the row's mean, it is part of the row's variance, so what is lost does not show in 16 bits.
+/// What warps have is put together in the same way, off the first warp's mean. (The median of three
+/// vectors' means in place of one is as exact as two passes, and costs 3 % of the time.)
 template <typename T, int kHeld>
-__global__ void __launch_bounds__(kHeldThreads, 3) forward_layer(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kHeldThreads, 3)
+    forward_layer(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>;
   __shared__ float shared[3][kNarrowWarp];
   const Group g(p.lanes, true);
@@ -48,14 +53,16 @@ __global__ void __launch_bounds__(kHeldThreads, 3) forward_layer(const FLEXOPS_G
     if (g.lane + k * g.lanes >= p.vectors) continue;
     widen<T>(v, raw[k]);
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] -= shift, sums[i % 2] += v[i], squares[i % 2] = fmaf(v[i], v[i], squares[i % 2]);
+    for (int i = 0; i < V; ++i)
+      v[i] -= shift, sums[i % 2] += v[i], squares[i % 2] = fmaf(v[i], v[i], squares[i % 2]);
   }
   float total[2] = {sums[0] + sums[1], squares[0] + squares[1]};
   forget<T>(raw, p.nothing);
   add_up(total, neighbours);
   if (g.wide) {
     const int warp = g.lane / kNarrowWarp, warps = g.lanes / kNarrowWarp;
-    if (g.lane % kNarrowWarp == 0) shared[0][warp] = shift, shared[1][warp] = total[0], shared[2][warp] = total[1];
+    if (g.lane % kNarrowWarp == 0)
+      shared[0][warp] = shift, shared[1][warp] = total[0], shared[2][warp] = total[1];
     __syncthreads();
     const int lane = g.lane % (kNarrowWarp / 2);  // both halves do the same
     float count = 0.0f, mean = 0.0f, off_mean = 0.0f;

@@ -5,10 +5,12 @@
 
 namespace flexops::norm {
 
-/// A block for each row, which it holds in shared memory as far as that goes, and reads the rest again: neither residual nor codes. Weight
-/// and bias are as long as the row, so the second-level cache decides: a thread has U vectors of all three on their way.
+/// A block for each row, which it holds in shared memory as far as that goes, and reads the rest
+/// again: neither residual nor codes. Weight and bias are as long as the row, so the second-level
+/// cache decides: a thread has U vectors of all three on their way.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kMostThreads)
+    forward_long(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>, U = 2;
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
@@ -21,7 +23,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int at = i + u * g.lanes;
-      if (k + u < p.held && at < p.vectors) async_copy16(slots + (k + u) * g.lanes, from + i64(at) * V, true);
+      if (k + u < p.held && at < p.vectors)
+        async_copy16(slots + (k + u) * g.lanes, from + i64(at) * V, true);
     }
   }
   async_commit();
@@ -32,7 +35,9 @@ __global__ void __launch_bounds__(kMostThreads) forward_long(const FLEXOPS_GRID_
     for (int u = 0; u < U; ++u) {
       const int at = i + u * g.lanes;
       raw[u] = Packed{};
-      if (at < p.vectors) raw[u] = k + u < p.held ? slots[(k + u) * g.lanes] : read<T, Cache::normal>(from, i64(at) * V);
+      if (at < p.vectors)
+        raw[u] =
+            k + u < p.held ? slots[(k + u) * g.lanes] : read<T, Cache::normal>(from, i64(at) * V);
     }
   };
 

@@ -6,19 +6,25 @@
 
 namespace flexops::norm {
 
-/// A row's pieces: four elements each, that begin where aligned vectors of a contiguous result do. The first and the last may stick out.
+/// A row's pieces: four elements each, that begin where aligned vectors of a contiguous result do.
+/// The first and the last may stick out.
 struct Pieces {
   int columns, shift;  // the first piece begins so many elements before the row
   int inner, inners;   // the first piece that is whole, and how many are
   int count;
 
   FLEXOPS_DEVICE Pieces(i64 row, const Forward& p)
-      : columns(p.columns), shift(static_cast<int>(row * p.columns & 3)), inner(shift > 0), inners((shift + p.columns) / 4 - inner) {
+      : columns(p.columns),
+        shift(static_cast<int>(row * p.columns & 3)),
+        inner(shift > 0),
+        inners((shift + p.columns) / 4 - inner) {
     count = row < p.rows ? (shift + p.columns + 3) / 4 : 0;
   }
   /// Piece i is columns first(i), first(i) + 1, ...
   FLEXOPS_DEVICE int first(int i) const { return i * 4 - shift; }
-  FLEXOPS_DEVICE bool has(int i, int e) const { return static_cast<u32>(first(i) + e) < static_cast<u32>(columns); }
+  FLEXOPS_DEVICE bool has(int i, int e) const {
+    return static_cast<u32>(first(i) + e) < static_cast<u32>(columns);
+  }
   FLEXOPS_DEVICE bool whole(int i) const { return i >= inner && i - inner < inners; }
   FLEXOPS_DEVICE void mask(float (&v)[4], int i) const {
     if (whole(i)) return;
@@ -37,7 +43,8 @@ FLEXOPS_DEVICE void widen_halves(float (&out)[4], Vec<u32, 2> words, ElementType
 /// The logarithm of an element's bytes.
 FLEXOPS_DEVICE int power_of(ElementType type) { return type == ElementType::f32 ? 2 : 1; }
 
-/// Where a row's pieces are read: at any place, by the one or two aligned vectors that cover one, as far as these lie within the tensor.
+/// Where a row's pieces are read: at any place, by the one or two aligned vectors that cover one,
+/// as far as these lie within the tensor.
 struct Source {
   const char* vectors;  // that the first piece begins in
   int off;              // elements, from there to the piece
@@ -46,12 +53,16 @@ struct Source {
   ElementType type;
 
   /// A tensor's row that starts at element `begin` of `size` in all.
-  FLEXOPS_DEVICE Source(const void* from, i64 begin, i64 size, ElementType type_, const Pieces& pieces) : type(type_) {
+  FLEXOPS_DEVICE Source(const void* from, i64 begin, i64 size, ElementType type_,
+                        const Pieces& pieces)
+      : type(type_) {
     const int power = power_of(type);
     const i64 at = (begin - pieces.shift) << power;  // bytes
     off = static_cast<int>((reinterpret_cast<u64>(from) + static_cast<u64>(at)) >> power & 3);
     vectors =
-        static_cast<const char*>(from) + (at - (off << power));  // not by way of a number, which would hide that this is global memory
+        static_cast<const char*>(from) +
+        (at -
+         (off << power));  // not by way of a number, which would hide that this is global memory
     low = begin >= pieces.shift + off ? 0 : (pieces.shift + off - static_cast<int>(begin) + 3) / 4;
     const i64 left = size - begin, most = i64(pieces.columns) + 8;
     end = static_cast<int>(left < most ? left : most) + pieces.shift;
@@ -69,14 +80,17 @@ struct Source {
       out = at[0];
       if (off) next = at[1];
       if constexpr (kWords == 2) {  // the piece begins `off` elements into the first vector
-        const u64 both = bit_cast<u64>(out) >> (16 * off) | (bit_cast<u64>(next) << 1) << (63 - 16 * off);
+        const u64 both = bit_cast<u64>(out) >> (16 * off) | (bit_cast<u64>(next) << 1)
+                                                                << (63 - 16 * off);
         out = bit_cast<Vector>(both);
       } else {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) out.at[w] = (off & 2) == 0 ? out.at[w] : w < 2 ? out.at[w + 2] : next.at[w - 2];
+        for (int w = 0; w < 4; ++w)
+          out.at[w] = (off & 2) == 0 ? out.at[w] : w < 2 ? out.at[w + 2] : next.at[w - 2];
         if (off & 2) next.at[0] = next.at[2];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) out.at[w] = (off & 1) == 0 ? out.at[w] : w < 3 ? out.at[(w + 1) % 4] : next.at[0];
+        for (int w = 0; w < 4; ++w)
+          out.at[w] = (off & 1) == 0 ? out.at[w] : w < 3 ? out.at[(w + 1) % 4] : next.at[0];
       }
     } else {
       const Bits* at = reinterpret_cast<const Bits*>(vectors) + off + i64(i) * 4;
@@ -125,17 +139,20 @@ struct Sink {
   }
 };
 
-/// A thread's pieces of a row, and its slots of shared memory, one for each piece as far as these go.
+/// A thread's pieces of a row, and its slots of shared memory, one for each piece as far as these
+/// go.
 struct Walk {
   char *first, *end;
   int step;  // bytes
   int lane, lanes, count;
 
   /// `slot` is of so many bytes.
-  FLEXOPS_DEVICE Walk(void* storage, int bytes, const Forward& p, const Group& g, const Pieces& pieces)
+  FLEXOPS_DEVICE Walk(void* storage, int bytes, const Forward& p, const Group& g,
+                      const Pieces& pieces)
       : lane(g.lane), lanes(g.lanes), count(pieces.count) {
     step = static_cast<int>(blockDim.x) * bytes;
-    first = static_cast<char*>(storage) + static_cast<int>(threadIdx.x) * bytes, end = first + p.held * step;
+    first = static_cast<char*>(storage) + static_cast<int>(threadIdx.x) * bytes,
+    end = first + p.held * step;
   }
   /// Calls f(piece, slot) for each; slots from `end` on are not there.
   template <typename F>
@@ -164,11 +181,13 @@ FLEXOPS_DEVICE void keep(const float (&v)[4], char* slot, ElementType type) {
   }
 }
 
-/// A row for each group of threads, which hold their first pieces in shared memory, and read the others again. y and new_residual are
-/// aligned to 16 bytes.
+/// A row for each group of threads, which hold their first pieces in shared memory, and read the
+/// others again. y and new_residual are aligned to 16 bytes.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRID_CONSTANT Forward p) {
-  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type), weight_type = type_of<T>(p.weight_type);
+__global__ void __launch_bounds__(kMostThreads)
+    forward_ragged(const FLEXOPS_GRID_CONSTANT Forward p) {
+  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type),
+                    weight_type = type_of<T>(p.weight_type);
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
@@ -179,10 +198,12 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
 
   // x goes to the slots; with a residual that does, and x goes behind all of these.
   Source from(p.x, row * p.x_stride, (p.rows - 1) * p.x_stride + p.columns, type, pieces);
-  const Source residual(p.residual, row * p.residual_stride, (p.rows - 1) * p.residual_stride + p.columns, row_type, pieces);
+  const Source residual(p.residual, row * p.residual_stride,
+                        (p.rows - 1) * p.residual_stride + p.columns, row_type, pieces);
   const int x_bytes = 4 << power_of(type), x_step = static_cast<int>(blockDim.x) * x_bytes;
-  char* const x_slots =
-      p.residual ? reinterpret_cast<char*>(storage) + p.held * walk.step + static_cast<int>(threadIdx.x) * x_bytes : walk.first;
+  char* const x_slots = p.residual ? reinterpret_cast<char*>(storage) + p.held * walk.step +
+                                         static_cast<int>(threadIdx.x) * x_bytes
+                                   : walk.first;
   const bool fetched = from.is_aligned() && (p.residual == nullptr || residual.is_aligned());
   if (fetched) {
     char* x_slot = x_slots;
@@ -221,7 +242,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   const auto get = [&](float (&v)[4], int i, const char* slot) {
     if (slot < walk.end) return take(v, slot, row_type);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, row_type) : 0.0f;
+    for (int e = 0; e < 4; ++e)
+      v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, row_type) : 0.0f;
   };
 
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
@@ -238,7 +260,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_ragged(const FLEXOPS_GRI
   const float mean = moments.mean, rstd = moments.rstd;
 
   // The results; before their codes, the largest of them.
-  const Source weight(p.weight, 0, p.columns, weight_type, pieces), bias(p.bias, 0, p.columns, weight_type, pieces);
+  const Source weight(p.weight, 0, p.columns, weight_type, pieces),
+      bias(p.bias, 0, p.columns, weight_type, pieces);
   const Sink y(p.y, to, type, pieces);
   u8* const codes = static_cast<u8*>(p.y) + (to - pieces.shift);
   Coding coding(0, p.codes);

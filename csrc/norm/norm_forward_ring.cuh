@@ -1,4 +1,5 @@
-// The norms' kernel for long rows, for sm_90 and newer: rows streamed through the shared memory of clusters of blocks.
+// The norms' kernel for long rows, for sm_90 and newer: rows streamed through the shared memory of
+// clusters of blocks.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -9,31 +10,43 @@ namespace flexops::norm {
 // Tuned on one H200.
 inline constexpr int kRingThreads = 512;  // that compute
 inline constexpr int kRingWarps = kRingThreads / kNarrowWarp;
-inline constexpr int kRingHeld = 8;                                   // vectors of a row that a thread has at most
-inline constexpr int kRingPart = kRingHeld * kRingThreads;            // vectors of a row that a block has at most
-inline constexpr int kRingBytes = RowRing::kStages * kRingPart * 16;  // of shared memory; with a residual for half as many vectors
+inline constexpr int kRingHeld = 8;  // vectors of a row that a thread has at most
+inline constexpr int kRingPart =
+    kRingHeld * kRingThreads;  // vectors of a row that a block has at most
+inline constexpr int kRingBytes = RowRing::kStages * kRingPart *
+                                  16;  // of shared memory; with a residual for half as many vectors
 
-/// As many clusters as the GPU holds at once go from row to row; a block has the same columns of each, and its weights stay in registers. A
-/// row is read from shared memory twice, for its sums and for its results; in between come the next row's sums, so that neither memory nor
-/// the blocks wait while a row's sums go round. Each warp takes the squares off its own mean, for which the row's is put in later.
-/// Everything is of T. kCentered is needed for layer norm, and does for RMS norm.
+/// As many clusters as the GPU holds at once go from row to row; a block has the same columns of
+/// each, and its weights stay in registers. A row is read from shared memory twice, for its sums
+/// and for its results; in between come the next row's sums, so that neither memory nor the blocks
+/// wait while a row's sums go round. Each warp takes the squares off its own mean, for which the
+/// row's is put in later. Everything is of T. kCentered is needed for layer norm, and does for RMS
+/// norm.
 template <typename T, bool kCentered>
-__global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
+    forward_ring(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>, N = kRingHeld, kBatch = kCentered ? 2 : 4;
   extern __shared__ uint4 storage[];
   __shared__ RowRing ring;
   __shared__ ClusterExchange<4> exchange;
   __shared__ float counts[kMostClusterBlocks * kRingWarps];  // of the elements that each warp has
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % kNarrowWarp, warp = thread / kNarrowWarp;
-  const int begin = cluster_rank() * p.held, left = p.vectors - begin, count = left < 0 ? 0 : left < p.held ? left : p.held;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kNarrowWarp,
+            warp = thread / kNarrowWarp;
+  const int begin = cluster_rank() * p.held, left = p.vectors - begin,
+            count = left < 0        ? 0
+                    : left < p.held ? left
+                                    : p.held;
   const int streams = p.residual ? 2 : 1, pairs = p.blocks * kRingWarps;
-  const i64 step = gridDim.x / static_cast<u32>(p.blocks), start = blockIdx.x / static_cast<u32>(p.blocks);
+  const i64 step = gridDim.x / static_cast<u32>(p.blocks),
+            start = blockIdx.x / static_cast<u32>(p.blocks);
   const auto part = [&](u32 turn, int stream) {
-    return reinterpret_cast<Packed*>(storage) + (static_cast<int>(turn % RowRing::kStages) * streams + stream) * p.held;
+    return reinterpret_cast<Packed*>(storage) +
+           (static_cast<int>(turn % RowRing::kStages) * streams + stream) * p.held;
   };
   if (thread == 0) ring.init(kRingWarps), exchange.init();
   if (kCentered && thread < pairs) {
-    const int others = p.vectors - thread / kRingWarps * p.held, its = others < p.held ? others : p.held;
+    const int others = p.vectors - thread / kRingWarps * p.held,
+              its = others < p.held ? others : p.held;
     int vectors = 0;
     for (int k = 0; k < N; ++k) {
       const int more = its - k * kRingThreads - thread % kRingWarps * kNarrowWarp;
@@ -50,9 +63,12 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
     for (i64 row = start; row < p.rows; row += step, ++turn) {
       ByteBarrier& full = ring.fill(turn, count * streams * 16);
       if (count == 0) continue;
-      full.load(part(turn, 0), static_cast<const T*>(p.x) + row * p.x_stride + i64(begin) * V, count * 16, lasting);
+      full.load(part(turn, 0), static_cast<const T*>(p.x) + row * p.x_stride + i64(begin) * V,
+                count * 16, lasting);
       if (streams == 2)
-        full.load(part(turn, 1), static_cast<const T*>(p.residual) + row * p.residual_stride + i64(begin) * V, count * 16, lasting);
+        full.load(part(turn, 1),
+                  static_cast<const T*>(p.residual) + row * p.residual_stride + i64(begin) * V,
+                  count * 16, lasting);
     }
     return;
   }
@@ -172,7 +188,8 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1) forward_ring(co
         widen<T>(w, weight[from + k]);
         if constexpr (kCentered) widen<T>(b, bias[from + k]);
 #pragma unroll
-        for (int i = 0; i < V; ++i) v[i] = kCentered ? fmaf((v[i] - mean) * rstd, w[i], b[i]) : v[i] * rstd * w[i];
+        for (int i = 0; i < V; ++i)
+          v[i] = kCentered ? fmaf((v[i] - mean) * rstd, w[i], b[i]) : v[i] * rstd * w[i];
         write<T, Cache::streaming>(to, i64(at) * V, packed<T>(v));
       }
     }

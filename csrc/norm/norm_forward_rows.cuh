@@ -6,7 +6,8 @@
 
 namespace flexops::norm {
 
-/// A thread's vectors of one row. The first of these it holds in shared memory, in slots of its own; the others are read again.
+/// A thread's vectors of one row. The first of these it holds in shared memory, in slots of its
+/// own; the others are read again.
 template <typename T>
 struct Row {
   static constexpr int V = kPerVector<T>;
@@ -30,26 +31,30 @@ struct Row {
 
 /// A row for each group of threads.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) forward_rows(const FLEXOPS_GRID_CONSTANT Forward p) {
+__global__ void __launch_bounds__(kMostThreads)
+    forward_rows(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>;
   extern __shared__ uint4 storage[];
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);
   const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
-  const Row<T> r{reinterpret_cast<Packed*>(storage) + threadIdx.x, g.lane, g.lanes, row < p.rows ? p.vectors : 0, p.held};
+  const Row<T> r{reinterpret_cast<Packed*>(storage) + threadIdx.x, g.lane, g.lanes,
+                 row < p.rows ? p.vectors : 0, p.held};
   const void* from = p.x;
   i64 begin = row * p.x_stride;
   if (p.residual == nullptr) {
     r.for_each([&](int i, int k) {
-      if (k < p.held) async_copy16(&r.slot(k), static_cast<const T*>(from) + begin + i64(i) * V, true);
+      if (k < p.held)
+        async_copy16(&r.slot(k), static_cast<const T*>(from) + begin + i64(i) * V, true);
     });
     async_commit();
     async_wait(0);
   } else {
     r.for_each([&](int i, int k) {
       float x[V], residual[V];
-      const Packed raw = read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V);
+      const Packed raw =
+          read<T, Cache::streaming>(p.residual, row * p.residual_stride + i64(i) * V);
       load_floats<Cache::streaming>(x, p.x, begin + i64(i) * V, p.type);
       widen<T>(residual, raw);
 #pragma unroll

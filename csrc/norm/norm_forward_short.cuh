@@ -8,18 +8,22 @@ namespace flexops::norm {
 
 /// Four elements of S, `step` apart, zeros for those that the row has not.
 template <typename S>
-FLEXOPS_DEVICE void load_apart(float (&out)[kItems], const void* from, i64 first, int step, int left) {
+FLEXOPS_DEVICE void load_apart(float (&out)[kItems], const void* from, i64 first, int step,
+                               int left) {
   S raw[kItems];
 #pragma unroll
-  for (int e = 0; e < kItems; ++e) raw[e] = e * step < left ? static_cast<const S*>(from)[first + e * step] : S{};
+  for (int e = 0; e < kItems; ++e)
+    raw[e] = e * step < left ? static_cast<const S*>(from)[first + e * step] : S{};
 #pragma unroll
   for (int e = 0; e < kItems; ++e) out[e] = to_float(raw[e]);
 }
 
 /// A thread's part of a row of at most kItems * kNarrowWarp elements, in registers.
 template <typename T>
-__global__ void __launch_bounds__(kShortThreads) forward_short(const FLEXOPS_GRID_CONSTANT Forward p) {
-  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type), weight_type = type_of<T>(p.weight_type);
+__global__ void __launch_bounds__(kShortThreads)
+    forward_short(const FLEXOPS_GRID_CONSTANT Forward p) {
+  const ElementType type = type_of<T>(p.type), row_type = type_of<T>(p.row_type),
+                    weight_type = type_of<T>(p.weight_type);
   __shared__ Partial<float, 1> shared[2];
   __shared__ Partial<u32, 1> shared_codes;
   const Group g(p.lanes, true);

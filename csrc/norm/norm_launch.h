@@ -8,7 +8,9 @@
 namespace flexops::norm {
 
 /// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
-inline bool is_large(int64_t elements, ElementType type) { return elements * element_size(type) >= int64_t{1} << 24; }
+inline bool is_large(int64_t elements, ElementType type) {
+  return elements * element_size(type) >= int64_t{1} << 24;
+}
 
 /// The threads of a row: a power of two up to 32, or a multiple of 32.
 inline int lanes_for(int64_t wanted, int most) {
@@ -25,7 +27,8 @@ struct Grid {
   int64_t together, blocks;
 
   /// A block for each long row, or for some short ones.
-  Grid(int lanes, int64_t rows) : threads(lanes > kNarrowWarp ? lanes : kShortThreads), together(threads / lanes) {
+  Grid(int lanes, int64_t rows)
+      : threads(lanes > kNarrowWarp ? lanes : kShortThreads), together(threads / lanes) {
     blocks = ceil_div(rows, together);
   }
 };

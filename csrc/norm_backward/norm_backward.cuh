@@ -14,7 +14,8 @@ struct Backward {
   float *partial_weight, *partial_bias;
   i64 rows, x_stride, grad_stride, grad_residual_stride;
   i64 rows_per_block;          // backward_parameters: that a block sums up
-  int block_step, group_step;  // backward_walk: rows from a block's first one to the next block's, and from one group's to the next group's
+  int block_step, group_step;  // backward_walk: rows from a block's first one to the next block's,
+                               // and from one group's to the next group's
   int columns, vectors;
   int lanes;   // that share a row
   int blocks;  // of a cluster that shares a row
@@ -50,8 +51,9 @@ FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const 
 using Floats = Vec<float, 4>;
 FLEXOPS_DEVICE Floats four_of(const float* v) { return {v[0], v[1], v[2], v[3]}; }
 
-/// A thread's parts of the weight, in slots of shared memory a warp's width apart: as they are if they are of T, else as float32; ones if
-/// there is no weight. Needs no barrier, because a thread has slots of its own, but the caller waits for the copies.
+/// A thread's parts of the weight, in slots of shared memory a warp's width apart: as they are if
+/// they are of T, else as float32; ones if there is no weight. Needs no barrier, because a thread
+/// has slots of its own, but the caller waits for the copies.
 template <typename T>
 struct Weight {
   static constexpr int V = kPerVector<T>, kWords = V / 4;  // slots of V floats
@@ -62,7 +64,8 @@ struct Weight {
       : first(slot), wide(p.weight != nullptr && p.weight_type != kElementType<T>) {
 #pragma unroll 1
     for (int i = 0; i < slots(); ++i) {
-      const int words = slots() / kParts, at = (g.lane + i / words * g.lanes) * words + i % words;  // in slots
+      const int words = slots() / kParts,
+                at = (g.lane + i / words * g.lanes) * words + i % words;  // in slots
       const bool valid = at < p.vectors * words;
       uint4* const to = first + i * kNarrowWarp;
       if (p.weight == nullptr) {
@@ -88,18 +91,21 @@ struct Weight {
       widen<T>(w, bit_cast<Packed>(first[k * kNarrowWarp]));
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) rows::widen<float>(w + 4 * i, bit_cast<Packed>(first[(k * kWords + i) * kNarrowWarp]));
+      for (int i = 0; i < kWords; ++i)
+        rows::widen<float>(w + 4 * i, bit_cast<Packed>(first[(k * kWords + i) * kNarrowWarp]));
     }
 #pragma unroll
     for (int i = 0; i < V; ++i) v[i] *= w[i];
   }
 };
 
-/// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows. Each thread fetches its vectors into slots
-/// of its own, so that it waits for nobody, while it works on the row before; both passes read them there, and registers are left for the
-/// sums. A slot is filled again as soon as it has been read the second time.
+/// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows.
+/// Each thread fetches its vectors into slots of its own, so that it waits for nobody, while it
+/// works on the row before; both passes read them there, and registers are left for the sums. A
+/// slot is filled again as soon as it has been read the second time.
 template <typename T, bool kCentered, bool kClustered>
-__global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
+__global__ void __launch_bounds__(kWalkThreads, 1)
+    backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int V = kPerVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
@@ -112,12 +118,16 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   const Lasting lasting(p.lasting);
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
-  const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp, lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
-  const int weight_slots = p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
-  uint4* const own = slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
+  const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp,
+            lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
+  const int weight_slots =
+      p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
+  uint4* const own =
+      slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
   const Weight<T> weight(own, p, g);
   const auto slot = [&](int stage, int stream, int k) {
-    return own + (weight_slots + stage * streams * kParts) * kNarrowWarp + (stream * kParts + k) * kNarrowWarp;
+    return own + (weight_slots + stage * streams * kParts) * kNarrowWarp +
+           (stream * kParts + k) * kNarrowWarp;
   };
 
   float sum_weight[kParts][V], sum_bias[kCentered ? kParts : 1][V];
@@ -129,24 +139,33 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   const auto fetch = [&](i64 row, int stage, int k) {
     const int at = g.lane + k * g.lanes;
     const bool valid = row < p.rows && at < p.vectors;
-    fetch16(slot(stage, 0, k), static_cast<const T*>(p.x) + row * p.x_stride + at * V, valid, lasting);
-    fetch16(slot(stage, 1, k), static_cast<const T*>(p.grad) + row * p.grad_stride + at * V, valid, lasting);
+    fetch16(slot(stage, 0, k), static_cast<const T*>(p.x) + row * p.x_stride + at * V, valid,
+            lasting);
+    fetch16(slot(stage, 1, k), static_cast<const T*>(p.grad) + row * p.grad_stride + at * V, valid,
+            lasting);
     if (streams == 3)
-      fetch16(slot(stage, 2, k), static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid, lasting);
+      fetch16(slot(stage, 2, k),
+              static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid,
+              lasting);
   };
   const auto fetch_row = [&](i64 row, int stage) {
-#pragma unroll  // of a loop ptxas 13.0 makes wrong code: it counts in the register that holds the cache's policy
+#pragma unroll  // of a loop ptxas 13.0 makes wrong code: it counts in the register that holds the
+                // cache's policy
     for (int k = 0; k < kParts; ++k) fetch(row, stage, k);
     async_commit();
   };
 
   const int together = g.count;
-  const u32 walkers = kClustered ? gridDim.x / static_cast<u32>(p.blocks) : gridDim.x;  // blocks, or clusters of them
+  const u32 walkers = kClustered ? gridDim.x / static_cast<u32>(p.blocks)
+                                 : gridDim.x;  // blocks, or clusters of them
   const u32 walker = kClustered ? blockIdx.x / static_cast<u32>(p.blocks) : blockIdx.x;
   const i64 step = i64(walkers) * together;
-  i64 first = i64(walker) * p.block_step;  // of the block's rows: the same for all threads, so that warps stay together
+  i64 first =
+      i64(walker) *
+      p.block_step;  // of the block's rows: the same for all threads, so that warps stay together
 #pragma unroll 1
-  for (int ahead = 0; ahead < kStages; ++ahead) fetch_row(first + i64(g.index) * p.group_step + ahead * step, ahead);
+  for (int ahead = 0; ahead < kStages; ++ahead)
+    fetch_row(first + i64(g.index) * p.group_step + ahead * step, ahead);
   Statistics next = load_statistics(p, first + i64(g.index) * p.group_step);
   int stage = 0;
   u32 turn = 0;
@@ -172,7 +191,10 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
     }
     if constexpr (kClustered) {
       const int warps = g.lanes / kNarrowWarp;
-      exchange.send(turn, {warp_reduce<kNarrowWarp>(sums[0], Sum{}), warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})}, p.blocks, warps);
+      exchange.send(turn,
+                    {warp_reduce<kNarrowWarp>(sums[0], Sum{}),
+                     warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})},
+                    p.blocks, warps);
       const float2* const told = exchange.receive(turn++);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
@@ -185,7 +207,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
     } else {
       group_reduce<false>(sums, Sum{}, g, shared[stage]);
     }
-    const float slope = -s.rstd * sums[0] * p.inverse, level = kCentered && p.centered ? -s.rstd * sums[kSums - 1] * p.inverse : 0.0f;
+    const float slope = -s.rstd * sums[0] * p.inverse,
+                level = kCentered && p.centered ? -s.rstd * sums[kSums - 1] * p.inverse : 0.0f;
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       float x[V], grad[V], out[V];
@@ -209,7 +232,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
         for (int i = 0; i < V; ++i) out[i] += x[i];
       }
       const int at = g.lane + k * g.lanes;
-      if (p.grad_x && row < p.rows && at < p.vectors) write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, packed<T>(out));
+      if (p.grad_x && row < p.rows && at < p.vectors)
+        write<T, Cache::streaming>(p.grad_x, row * p.columns + i64(at) * V, packed<T>(out));
     }
     async_commit();
     stage ^= 1;
@@ -224,7 +248,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
       const int at = (g.lane + k * g.lanes) * V;
       if (at >= p.columns) continue;
       if (p.partial_weight) store_floats<float>(sum_weight[k], p.partial_weight, to + at);
-      if (kCentered && p.partial_bias) store_floats<float>(sum_bias[kCentered ? k : 0], p.partial_bias, to + at);
+      if (kCentered && p.partial_bias)
+        store_floats<float>(sum_bias[kCentered ? k : 0], p.partial_bias, to + at);
     }
     return;
   }
@@ -259,9 +284,11 @@ __global__ void __launch_bounds__(kWalkThreads, 1) backward_walk(const FLEXOPS_G
   }
 }
 
-/// The gradient of x alone, for rows that backward_walk does not take: each is read twice, V elements at a time.
+/// The gradient of x alone, for rows that backward_walk does not take: each is read twice, V
+/// elements at a time.
 template <typename T, int V = kPerVector<T>>
-__global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRID_CONSTANT Backward p) {
+__global__ void __launch_bounds__(kMostThreads)
+    backward_input(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int kAtOnce = V == 4 ? 2 : 1;
   __shared__ Partial<float, 2> shared;
   const Group g(p.lanes, true);
@@ -296,7 +323,9 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
   for (int i = g.lane; i < count; i += g.lanes) {
     float unit[V], scaled[V], out[V] = {};
     get(i, unit, scaled);
-    if (p.grad_residual) widen(out, load<T, V, Cache::streaming>(p.grad_residual, row * p.grad_residual_stride + i64(i) * V));
+    if (p.grad_residual)
+      widen(out, load<T, V, Cache::streaming>(p.grad_residual,
+                                              row * p.grad_residual_stride + i64(i) * V));
 #pragma unroll
     for (int e = 0; e < V; ++e) out[e] += s.rstd * (scaled[e] - level - unit[e] * slope);
     store<T, Cache::streaming>(p.grad_x, row * p.columns + i64(i) * V, out);
@@ -305,10 +334,12 @@ __global__ void __launch_bounds__(kMostThreads) backward_input(const FLEXOPS_GRI
 
 /// The parameters' gradients alone: a thread has V columns, a block some rows of them.
 template <typename T, int V = kPerVector<T>>
-__global__ void __launch_bounds__(kShortThreads) backward_parameters(const FLEXOPS_GRID_CONSTANT Backward p) {
+__global__ void __launch_bounds__(kShortThreads)
+    backward_parameters(const FLEXOPS_GRID_CONSTANT Backward p) {
   const int i = static_cast<int>(blockIdx.x) * kShortThreads + static_cast<int>(threadIdx.x);
   if (i >= p.vectors) return;
-  const i64 first = i64(blockIdx.y) * p.rows_per_block, last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
+  const i64 first = i64(blockIdx.y) * p.rows_per_block,
+            last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
   float sum_weight[V] = {}, sum_bias[V] = {};
 #pragma unroll 2
   for (i64 row = first; row < last; ++row) {
@@ -336,7 +367,8 @@ struct Reduce {
 };
 
 /// Adds up the blocks' sums, always in the same order.
-__global__ void __launch_bounds__(kReduceThreads) reduce_partial(const FLEXOPS_GRID_CONSTANT Reduce p) {
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_partial(const FLEXOPS_GRID_CONSTANT Reduce p) {
   constexpr int kSlices = kReduceThreads / 32, kLines = 8;
   __shared__ float shared[kSlices][33];
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;

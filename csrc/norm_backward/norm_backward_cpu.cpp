@@ -1,4 +1,5 @@
-// The norms' backward pass on the CPU: compiled once per ISA level (common/cpu.h). Formulas: flexops/ops/norm_backward.py.
+// The norms' backward pass on the CPU: compiled once per ISA level (common/cpu.h). Formulas:
+// flexops/ops/norm_backward.py.
 
 #include "norm_backward/norm_backward.h"
 
@@ -14,7 +15,9 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
   const auto scaled = [&](Floats value, int64_t i, int64_t count) {
     return n.weight ? value * load_parameter<type, kWide>(n.weight, i, count) : value;
   };
-  const auto unit = [&](int64_t i, int64_t count) { return (load_at<type>(x, i, count) - mean) * rstd; };
+  const auto unit = [&](int64_t i, int64_t count) {
+    return (load_at<type>(x, i, count) - mean) * rstd;
+  };
   Floats slope = zeros(), level = zeros();
   if (n.grad_x) {
     Sums products, sums;
@@ -28,11 +31,16 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
     if (n.centered) level = spread(sums.total() * inverse);
   }
   auto* out = static_cast<Stored<type>*>(n.grad_x) + (n.grad_x ? row * n.columns : 0);
-  const auto* also = static_cast<const Stored<type>*>(n.grad_residual) + (n.grad_residual ? row * n.grad_residual_stride : 0);
+  const auto* also = static_cast<const Stored<type>*>(n.grad_residual) +
+                     (n.grad_residual ? row * n.grad_residual_stride : 0);
   for_each(n.columns, [&](int64_t i, int64_t count) {
     const Floats value = load_at<type>(grad, i, count), place = unit(i, count);
-    if (sum_weight) store_at<ElementType::f32>(sum_weight, i, load_at<ElementType::f32>(sum_weight, i, count) + value * place, count);
-    if (sum_bias) store_at<ElementType::f32>(sum_bias, i, load_at<ElementType::f32>(sum_bias, i, count) + value, count);
+    if (sum_weight)
+      store_at<ElementType::f32>(
+          sum_weight, i, load_at<ElementType::f32>(sum_weight, i, count) + value * place, count);
+    if (sum_bias)
+      store_at<ElementType::f32>(sum_bias, i, load_at<ElementType::f32>(sum_bias, i, count) + value,
+                                 count);
     if (n.grad_x) {
       Floats change = (scaled(value, i, count) - level - place * slope) * rstd;
       if (n.grad_residual) change += load_at<type>(also, i, count);
@@ -45,17 +53,21 @@ template <ElementType type, bool kWide>
 static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
   for (int64_t part = begin; part < end; ++part) {
     float* sum_weight = n.grad_weight ? n.partial + part * n.columns : nullptr;
-    float* sum_bias = n.grad_bias ? n.partial + (part + (n.grad_weight ? n.partial_rows : 0)) * n.columns : nullptr;
+    float* sum_bias = n.grad_bias
+                          ? n.partial + (part + (n.grad_weight ? n.partial_rows : 0)) * n.columns
+                          : nullptr;
     if (sum_weight) memset(sum_weight, 0, static_cast<size_t>(n.columns) * 4);
     if (sum_bias) memset(sum_bias, 0, static_cast<size_t>(n.columns) * 4);
     const int64_t last = n.rows * (part + 1) / n.partial_rows;
-    for (int64_t row = n.rows * part / n.partial_rows; row < last; ++row) backward_row<type, kWide>(n, row, sum_weight, sum_bias);
+    for (int64_t row = n.rows * part / n.partial_rows; row < last; ++row)
+      backward_row<type, kWide>(n, row, sum_weight, sum_bias);
   }
 }
 
 template <ElementType type>
 static void backward_of(const NormBackward& n, int64_t begin, int64_t end) {
-  n.weight_type == ElementType::f32 ? backward_parts<type, true>(n, begin, end) : backward_parts<type, false>(n, begin, end);
+  n.weight_type == ElementType::f32 ? backward_parts<type, true>(n, begin, end)
+                                    : backward_parts<type, false>(n, begin, end);
 }
 
 void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
@@ -65,7 +77,8 @@ void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
 }
 
 /// Columns [begin, end) of the sums' sum.
-static void reduce(const float* partial, const NormBackward& n, void* out, ElementType type, int64_t begin, int64_t end) {
+static void reduce(const float* partial, const NormBackward& n, void* out, ElementType type,
+                   int64_t begin, int64_t end) {
   float sum[kBlock];
   for (int64_t at = begin; at < end; at += kBlock) {
     const int64_t count = least(end - at, kBlock);
@@ -80,7 +93,9 @@ static void reduce(const float* partial, const NormBackward& n, void* out, Eleme
 
 void norm_reduce_cpu(const NormBackward& n, int64_t begin, int64_t end) {
   if (n.grad_weight) reduce(n.partial, n, n.grad_weight, n.weight_type, begin, end);
-  if (n.grad_bias) reduce(n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0), n, n.grad_bias, n.bias_type, begin, end);
+  if (n.grad_bias)
+    reduce(n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0), n, n.grad_bias,
+           n.bias_type, begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

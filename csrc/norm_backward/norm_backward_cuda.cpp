@@ -11,8 +11,9 @@ namespace {
 using norm::Backward;
 
 bool has_vectors(const NormBackward& a, int64_t vector) {
-  return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 && a.grad_residual_stride % vector == 0 &&
-         aligned(a.x, 16) && aligned(a.grad, 16) && aligned(a.grad_residual, 16) && aligned(a.grad_x, 16) && aligned(a.weight, 16);
+  return a.columns % vector == 0 && a.x_stride % vector == 0 && a.grad_stride % vector == 0 &&
+         a.grad_residual_stride % vector == 0 && aligned(a.x, 16) && aligned(a.grad, 16) &&
+         aligned(a.grad_residual, 16) && aligned(a.grad_x, 16) && aligned(a.weight, 16);
 }
 
 /// How a gradient is found. Both ways leave `blocks` sums of each column.
@@ -33,14 +34,18 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
-  const int64_t tuned = a.type == ElementType::f32 ? 256 : 512, most_threads = p.lanes > tuned ? p.lanes : tuned;
+  const int64_t weights =
+      a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
+  const int64_t tuned = a.type == ElementType::f32 ? 256 : 512,
+                most_threads = p.lanes > tuned ? p.lanes : tuned;
   const Gpu& gpu = gpu_facts();
-  const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block, share = gpu.shared_of_processor / a_sm;
+  const int64_t a_sm = norm::kWalkThreads / most_threads, limit = gpu.shared_of_block,
+                share = gpu.shared_of_processor / a_sm;
   const int64_t room = (limit < share ? limit : share) - kReserved;
   // Few rows are spread over all multiprocessors, in blocks of at least a warp.
   const int64_t processors = gpu.processors, warp = ceil_div(norm::kNarrowWarp, p.lanes);
-  const int64_t shared_out = ceil_div(a.rows, processors), wanted = shared_out > warp ? shared_out : warp;
+  const int64_t shared_out = ceil_div(a.rows, processors),
+                wanted = shared_out > warp ? shared_out : warp;
   int64_t groups = most_threads / p.lanes;
   while (groups / 2 >= wanted) groups /= 2;
   for (; groups > 0; groups /= 2) {
@@ -56,17 +61,20 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   return false;
 }
 
-/// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower where 16-bit data come fast.
+/// Only bf16 has a kernel of its own for RMS norm: layer norm's does it as well, a little slower
+/// where 16-bit data come fast.
 KernelOf<Backward> find_walk(const NormBackward& a) {
   if (a.type == ElementType::f32) return kernel<norm::backward_walk<float, true, false>>;
   if (a.type == ElementType::f16) return rare_kernel<norm::backward_walk<f16, true, false>>;
-  return a.centered ? kernel<norm::backward_walk<bf16, true, false>> : kernel<norm::backward_walk<bf16, false, false>>;
+  return a.centered ? kernel<norm::backward_walk<bf16, true, false>>
+                    : kernel<norm::backward_walk<bf16, false, false>>;
 }
 #if !FLEXOPS_HIP
 KernelOf<Backward> find_clustered_walk(const NormBackward& a) {
   if (a.type == ElementType::f32) return rare_kernel<norm::backward_walk<float, true, true>>;
   if (a.type == ElementType::f16) return rare_kernel<norm::backward_walk<f16, true, true>>;
-  return a.centered ? rare_kernel<norm::backward_walk<bf16, true, true>> : rare_kernel<norm::backward_walk<bf16, false, true>>;
+  return a.centered ? rare_kernel<norm::backward_walk<bf16, true, true>>
+                    : rare_kernel<norm::backward_walk<bf16, false, true>>;
 }
 #endif
 
@@ -79,15 +87,19 @@ bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
   if (gpu_facts().capability < 90) return false;
   const int64_t parts = norm::kParts, held = ceil_div(p.vectors, parts);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights = a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
-  // As many rows as possible at the same time, and then in many small blocks: while one waits for a row's sums, others have work.
+  const int64_t weights =
+      a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
+  // As many rows as possible at the same time, and then in many small blocks: while one waits for a
+  // row's sums, others have work.
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory, and the driver's
   const Gpu& gpu = gpu_facts();
   int64_t size = 0, resident = 0;
   for (int64_t blocks = 2; blocks <= kMostClusterBlocks; ++blocks) {
-    const int64_t lanes = ceil_div(ceil_div(held, blocks), norm::kNarrowWarp) * norm::kNarrowWarp, bytes = lanes * (weights + stages);
+    const int64_t lanes = ceil_div(ceil_div(held, blocks), norm::kNarrowWarp) * norm::kNarrowWarp,
+                  bytes = lanes * (weights + stages);
     if (lanes > norm::kWalkThreads || bytes + kReserved > gpu.shared_of_block) continue;
-    const int64_t of_processor = least(norm::kWalkThreads / lanes, gpu.shared_of_processor / (bytes + kReserved));
+    const int64_t of_processor =
+        least(norm::kWalkThreads / lanes, gpu.shared_of_processor / (bytes + kReserved));
     if (of_processor * size < resident * blocks) continue;
     size = blocks, resident = of_processor, p.lanes = static_cast<int>(lanes);
   }
@@ -110,7 +122,8 @@ Plan make_plan(Backward& p, const NormBackward& a) {
   plan.walks = plan.vectors && (plan_walk(plan, p, a) || plan_clusters(plan, p, a));
   if (plan.walks) return plan;
   const int64_t across = ceil_div(p.vectors, norm::kShortThreads);
-  const int64_t wanted = ceil_div(int64_t{gpu_facts().processors} * 16, across), most = ceil_div(a.rows, 16);
+  const int64_t wanted = ceil_div(int64_t{gpu_facts().processors} * 16, across),
+                most = ceil_div(a.rows, 16);
   plan.blocks = wanted < most ? wanted : most;
   p.lanes = norm::lanes_for((p.vectors + 1) / 2, norm::kMostThreads);
   return plan;
@@ -119,14 +132,18 @@ Plan make_plan(Backward& p, const NormBackward& a) {
 // By elements, by vectors.
 const KernelOf<Backward> kInput[2][3] = {FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_input, 1),
                                          FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_input)};
-const KernelOf<Backward> kParameters[2][3] = {FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters, 1),
-                                              FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters)};
+const KernelOf<Backward> kParameters[2][3] = {
+    FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters, 1),
+    FLEXOPS_EACH_TYPE(rare_kernel, norm::backward_parameters)};
 
 void walk(const Plan& plan, Backward& p, const NormBackward& a, void* stream) {
-  // Rows that a block has at the same time are neighbours, but short ones: with those the last round has work for every block.
+  // Rows that a block has at the same time are neighbours, but short ones: with those the last
+  // round has work for every block.
   const bool spread = p.lanes <= norm::kNarrowWarp;
-  p.block_step = spread ? 1 : plan.threads / p.lanes, p.group_step = spread ? static_cast<int>(plan.blocks) : 1;
-  LaunchConfig config{blocks(plan.blocks * plan.cluster), blocks(plan.threads), stream, plan.shared_bytes};
+  p.block_step = spread ? 1 : plan.threads / p.lanes,
+  p.group_step = spread ? static_cast<int>(plan.blocks) : 1;
+  LaunchConfig config{blocks(plan.blocks * plan.cluster), blocks(plan.threads), stream,
+                      plan.shared_bytes};
   config.cluster = plan.cluster;
 #if !FLEXOPS_HIP
   if (plan.cluster > 1) return launch(find_clustered_walk(a), config, p);
@@ -143,7 +160,8 @@ void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stre
   if (!p.partial_weight && !p.partial_bias) return;
   p.rows_per_block = ceil_div(a.rows, plan.blocks);
   const int64_t across = ceil_div(p.vectors, norm::kShortThreads);
-  launch(kParameters[plan.vectors][type], {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
+  launch(kParameters[plan.vectors][type],
+         {blocks(across, plan.blocks), {norm::kShortThreads}, stream}, p);
 }
 
 void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* stream) {
@@ -158,7 +176,8 @@ void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* st
   add(p.partial_weight, a.grad_weight, a.weight_type);
   add(p.partial_bias, a.grad_bias, a.bias_type);
   if (sums == 0) return;
-  launch(kernel<norm::reduce_partial>, {blocks(ceil_div(p.columns, 32), sums), {norm::kReduceThreads}, stream}, r);
+  launch(kernel<norm::reduce_partial>,
+         {blocks(ceil_div(p.columns, 32), sums), {norm::kReduceThreads}, stream}, r);
 }
 
 }  // namespace
@@ -173,8 +192,10 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   p.x = a.x, p.grad = a.grad, p.grad_residual = a.grad_residual, p.weight = a.weight;
   p.mean = a.mean, p.rstd = a.rstd, p.grad_x = a.grad_x;
   p.partial_weight = a.grad_weight ? a.partial : nullptr;
-  p.partial_bias = a.grad_bias ? a.partial + (a.grad_weight ? a.partial_rows * a.columns : 0) : nullptr;
-  p.x_stride = a.x_stride, p.grad_stride = a.grad_stride, p.grad_residual_stride = a.grad_residual_stride;
+  p.partial_bias =
+      a.grad_bias ? a.partial + (a.grad_weight ? a.partial_rows * a.columns : 0) : nullptr;
+  p.x_stride = a.x_stride, p.grad_stride = a.grad_stride,
+  p.grad_residual_stride = a.grad_residual_stride;
   p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.weight_type = a.weight_type, p.centered = a.centered;
   p.lasting = norm::is_large(a.rows * a.columns, a.type);

@@ -8,11 +8,13 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-int64_t check_numbers(const char* op, const Tensor& tensor, int64_t bits, int64_t group_size, int64_t dim) {
+int64_t check_numbers(const char* op, const Tensor& tensor, int64_t bits, int64_t group_size,
+                      int64_t dim) {
   const int64_t dims = tensor.dim();
   FLEXOPS_CHECK(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
   FLEXOPS_CHECK(group_size >= 1, op, ": group_size must be at least 1, got ", group_size);
-  FLEXOPS_CHECK(-dims <= dim && dim < dims, op, ": dim must be in [", -dims, ", ", dims - 1, "], got ", dim);
+  FLEXOPS_CHECK(-dims <= dim && dim < dims, op, ": dim must be in [", -dims, ", ", dims - 1,
+                "], got ", dim);
   return dim < 0 ? dim + dims : dim;
 }
 
@@ -22,7 +24,8 @@ int64_t product(const int64_t* sizes, int64_t begin, int64_t end) {
   return out;
 }
 
-/// The one stride that walks dimensions [begin, end) in order; -1 if there is none, 0 if they hold one element.
+/// The one stride that walks dimensions [begin, end) in order; -1 if there is none, 0 if they hold
+/// one element.
 int64_t common_stride(const Tensor& x, int64_t begin, int64_t end) {
   int64_t stride = 0, expected = -1;
   for (int64_t d = end - 1; d >= begin; --d) {
@@ -35,9 +38,10 @@ int64_t common_stride(const Tensor& x, int64_t begin, int64_t end) {
   return stride;
 }
 
-/// `sizes` is the shape of the tensor that is, or was, quantized; its strides are those of a contiguous one.
-QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size, bool symmetric, ElementType type,
-                        ElementType scale_type) {
+/// `sizes` is the shape of the tensor that is, or was, quantized; its strides are those of a
+/// contiguous one.
+QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t group_size,
+                        bool symmetric, ElementType type, ElementType scale_type) {
   QuantLayout l;
   l.outer = product(sizes.data(), 0, dim);
   l.length = sizes[dim];
@@ -54,7 +58,8 @@ QuantLayout make_layout(const Sizes& sizes, int64_t dim, int64_t bits, int64_t g
 /// Takes x as it lies in memory if the kernels can; else makes a contiguous copy.
 void adopt_strides(QuantLayout& l, Tensor& x, int64_t dim) {
   if (x.is_contiguous() || x.numel() == 0) return;
-  const int64_t outer = common_stride(x, 0, dim), inner = common_stride(x, dim + 1, x.dim()), length = l.length > 1 ? x.strides()[dim] : 1;
+  const int64_t outer = common_stride(x, 0, dim), inner = common_stride(x, dim + 1, x.dim()),
+                length = l.length > 1 ? x.strides()[dim] : 1;
   if (outer >= 0 && length >= 0 && (l.inner == 1 ? length == 1 : inner == 1)) {
     l.outer_stride = outer, l.length_stride = length, l.inner_stride = 1;
   } else {
@@ -71,7 +76,8 @@ int64_t grain(const QuantLayout& l, int64_t columns) {
 }
 #endif
 
-std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, int64_t dim, bool symmetric) {
+std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, int64_t dim,
+                                    bool symmetric) {
   const char* op = "flexops::quantize";
   const ElementType type = element_type("", "flexops::quantize: x", x.dtype());
   dim = check_numbers(op, x, bits, group_size, dim);
@@ -81,7 +87,8 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, 
   packed_sizes[dim] = l.groups * l.group_bytes;
   scale_sizes[dim] = l.groups;
   scale_sizes.insert(scale_sizes.begin() + dim + 1, symmetric ? 1 : 2);
-  Tensor packed = empty(packed_sizes.data(), static_cast<int64_t>(packed_sizes.size()), Dtype::u8, x);
+  Tensor packed =
+      empty(packed_sizes.data(), static_cast<int64_t>(packed_sizes.size()), Dtype::u8, x);
   Tensor scales = empty(scale_sizes.data(), static_cast<int64_t>(scale_sizes.size()), x.dtype(), x);
   if (x.numel() == 0) return {std::move(packed), std::move(scales)};
 #if FLEXOPS_DEVICE_CUDA
@@ -89,38 +96,48 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t bits, int64_t group_size, 
 #endif
   adopt_strides(l, x, dim);
 #if FLEXOPS_DEVICE_CUDA
-  check_launch(op, quantize_cuda(x.data(), packed.data<uint8_t>(), scales.data(), l, current_stream(x)));
+  check_launch(
+      op, quantize_cuda(x.data(), packed.data<uint8_t>(), scales.data(), l, current_stream(x)));
 #else
   const auto* from = x.data();
   auto* to = packed.data<uint8_t>();
   auto* parameters = scales.data();
   parallel_for(0, l.outer * l.groups * quant_tiles(l, kQuantizeColumns), grain(l, kQuantizeColumns),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(quantize_cpu)(from, to, parameters, l, begin, end); });
+               [&](int64_t begin, int64_t end) {
+                 FLEXOPS_ISA_CALL(quantize_cpu)(from, to, parameters, l, begin, end);
+               });
 #endif
   return {std::move(packed), std::move(scales)};
 }
 
-Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, int64_t group_size, int64_t dim, int64_t dtype_code) {
+Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, int64_t group_size,
+                  int64_t dim, int64_t dtype_code) {
   const char* op = "flexops::dequantize";
   const Dtype dtype = dtype_of_code(dtype_code);
-  FLEXOPS_CHECK(packed.dtype() == Dtype::u8, op, ": packed must be uint8, got ", dtype_name(packed.dtype()));
+  FLEXOPS_CHECK(packed.dtype() == Dtype::u8, op, ": packed must be uint8, got ",
+                dtype_name(packed.dtype()));
   const ElementType scale_type = element_type("", "flexops::dequantize: scales", scales.dtype());
   const ElementType type = element_type("", "flexops::dequantize: dtype", dtype);
   dim = check_numbers(op, packed, bits, group_size, dim);
   FLEXOPS_CHECK(length >= 0, op, ": length must not be negative, got ", length);
   check_device(op, "scales", scales, "packed", packed);
-  FLEXOPS_CHECK(scales.dim() == packed.dim() + 1, op, ": scales must have one dimension more than packed, got shape ", shape_text(scales));
+  FLEXOPS_CHECK(scales.dim() == packed.dim() + 1, op,
+                ": scales must have one dimension more than packed, got shape ",
+                shape_text(scales));
   const int64_t pair = scales.size(dim + 1);
-  FLEXOPS_CHECK(pair == 1 || pair == 2, op, ": scales must have 2 (1 if symmetric) entries along dim ", dim + 1, ", got shape ",
+  FLEXOPS_CHECK(pair == 1 || pair == 2, op,
+                ": scales must have 2 (1 if symmetric) entries along dim ", dim + 1, ", got shape ",
                 shape_text(scales));
   Sizes sizes(packed.sizes(), packed.sizes() + packed.dim());
   sizes[dim] = length;
   QuantLayout l = make_layout(sizes, dim, bits, group_size, pair == 1, type, scale_type);
-  FLEXOPS_CHECK(packed.size(dim) == l.groups * l.group_bytes, op, ": packed must have ", l.groups * l.group_bytes, " bytes along dim ", dim,
-                ", got shape ", shape_text(packed));
+  FLEXOPS_CHECK(packed.size(dim) == l.groups * l.group_bytes, op, ": packed must have ",
+                l.groups * l.group_bytes, " bytes along dim ", dim, ", got shape ",
+                shape_text(packed));
   for (int64_t d = 0; d < packed.dim(); ++d) {
     const int64_t expected = d == dim ? l.groups : sizes[d];
-    FLEXOPS_CHECK(scales.size(d <= dim ? d : d + 1) == expected, op, ": scales must fit packed, got shape ", shape_text(scales));
+    FLEXOPS_CHECK(scales.size(d <= dim ? d : d + 1) == expected, op,
+                  ": scales must fit packed, got shape ", shape_text(scales));
   }
   Tensor out = empty(sizes.data(), static_cast<int64_t>(sizes.size()), dtype, packed);
   if (out.numel() == 0) return out;
@@ -130,13 +147,16 @@ Tensor dequantize(Tensor packed, Tensor scales, int64_t length, int64_t bits, in
   packed = contiguous(packed);
   scales = contiguous(scales);
 #if FLEXOPS_DEVICE_CUDA
-  check_launch(op, dequantize_cuda(packed.data<uint8_t>(), scales.data(), out.data(), l, current_stream(packed)));
+  check_launch(op, dequantize_cuda(packed.data<uint8_t>(), scales.data(), out.data(), l,
+                                   current_stream(packed)));
 #else
   const auto* from = packed.data<uint8_t>();
   const auto* parameters = scales.data();
   auto* to = out.data();
-  parallel_for(0, l.outer * l.groups * quant_tiles(l, kDequantizeColumns), grain(l, kDequantizeColumns),
-               [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(dequantize_cpu)(from, parameters, to, l, begin, end); });
+  parallel_for(0, l.outer * l.groups * quant_tiles(l, kDequantizeColumns),
+               grain(l, kDequantizeColumns), [&](int64_t begin, int64_t end) {
+                 FLEXOPS_ISA_CALL(dequantize_cpu)(from, parameters, to, l, begin, end);
+               });
 #endif
   return out;
 }

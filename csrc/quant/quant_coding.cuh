@@ -1,5 +1,6 @@
-// The arithmetic of group-wise quantization: extremes, scale and minimum, codes, and back. Formulas: flexops/ops/quant.py, which this
-// reproduces bit for bit: so every float operation that decides a result is an explicit, unfused one.
+// The arithmetic of group-wise quantization: extremes, scale and minimum, codes, and back.
+// Formulas: flexops/ops/quant.py, which this reproduces bit for bit: so every float operation that
+// decides a result is an explicit, unfused one.
 #pragma once
 
 #include "quant/quant.cuh"
@@ -9,7 +10,8 @@ namespace flexops::quant {
 /// What all groups of a launch share.
 struct Coding {
   float top;    // the largest code
-  float round;  // kRound, plus half the range if symmetric with 4 bits: nibbles stay positive until they are packed
+  float round;  // kRound, plus half the range if symmetric with 4 bits: nibbles stay positive until
+                // they are packed
   u32 flip;     // what that half is taken back with, for eight nibbles
   float most;   // the largest scale
   bool symmetric;
@@ -85,16 +87,19 @@ struct Span {
 };
 
 #if FLEXOPS_HAS_MIN2
-/// The same for 16-bit numbers, two at a time and without widening them: half the instructions, which is what decides here. NaN wins every
-/// comparison; an infinity makes the span infinite.
+/// The same for 16-bit numbers, two at a time and without widening them: half the instructions,
+/// which is what decides here. NaN wins every comparison; an infinity makes the span infinite.
 template <bool kEachColumn>
 struct Span<2, kEachColumn> {
   static constexpr int kWords = kEachColumn ? 4 : 1;
-  u32 word[2][kWords];  // each column: the lowest; the highest, negated. Else: both in the halves of word[0][0]
+  u32 word[2][kWords];  // each column: the lowest; the highest, negated. Else: both in the halves
+                        // of word[0][0]
 
   FLEXOPS_DEVICE void clear(ElementType type) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[0][i] = word[1][i] = type == ElementType::bf16 ? 0x7f807f80u : 0x7c007c00u;  // infinities
+    for (int i = 0; i < kWords; ++i)
+      word[0][i] = word[1][i] =
+          type == ElementType::bf16 ? 0x7f807f80u : 0x7c007c00u;  // infinities
   }
   FLEXOPS_DEVICE void add(const Vector<2>& in, ElementType type) {
     const auto words = bit_cast<Vec<u32, 4>>(in);
@@ -110,7 +115,8 @@ struct Span<2, kEachColumn> {
     for (int k = 0; k < (kEachColumn ? 2 : 1); ++k) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i)
-        word[k][i] = type == ElementType::bf16 ? min2<bf16>(word[k][i], other.word[k][i]) : min2<f16>(word[k][i], other.word[k][i]);
+        word[k][i] = type == ElementType::bf16 ? min2<bf16>(word[k][i], other.word[k][i])
+                                               : min2<f16>(word[k][i], other.word[k][i]);
     }
   }
   FLEXOPS_DEVICE Span from(int mask) const {
@@ -122,7 +128,9 @@ struct Span<2, kEachColumn> {
     }
     return out;
   }
-  FLEXOPS_DEVICE float lowest(int set, ElementType type) const { return half(word[0][set / 2], set % 2, type); }
+  FLEXOPS_DEVICE float lowest(int set, ElementType type) const {
+    return half(word[0][set / 2], set % 2, type);
+  }
   FLEXOPS_DEVICE float highest(int set, ElementType type) const {
     return kEachColumn ? -half(word[1][set / 2], set % 2, type) : -half(word[0][0], 1, type);
   }
@@ -152,14 +160,16 @@ struct Span<2, kEachColumn> {
 };
 #endif
 
-/// A group's parameters. NaN if the group is broken: its codes must then be set to 0. Codes are made with a scale that its dtype can hold.
+/// A group's parameters. NaN if the group is broken: its codes must then be set to 0. Codes are
+/// made with a scale that its dtype can hold.
 struct Group {
   float minimum, scale;
 
   FLEXOPS_DEVICE Group(float minimum_, float scale_) : minimum(minimum_), scale(scale_) {}
   FLEXOPS_DEVICE Group(float lowest, float highest, const Coding& c) {
     minimum = c.symmetric ? 0.0f : __fadd_rn(lowest, 0.0f);
-    const float span = c.symmetric ? fmaxf(fabsf(lowest), fabsf(highest)) : __fsub_rn(highest, minimum);
+    const float span =
+        c.symmetric ? fmaxf(fabsf(lowest), fabsf(highest)) : __fsub_rn(highest, minimum);
     scale = span == 0.0f ? 1.0f : fminf(__fmul_rn(__frcp_rn(span), c.top), c.most);
     if (!(span <= kFloatMax)) minimum = scale = not_a_number();
   }
@@ -170,13 +180,15 @@ struct Group {
   FLEXOPS_DEVICE u32 code(float value, float top, float round) const {
     return bit_cast<u32>(__fadd_rn(fminf(__fmul_rn(__fsub_rn(value, minimum), scale), top), round));
   }
-  /// The same for 4 bits, where nothing can round to more than the top: a scale that was rounded to bf16 is at most 1/256 too large.
+  /// The same for 4 bits, where nothing can round to more than the top: a scale that was rounded to
+  /// bf16 is at most 1/256 too large.
   FLEXOPS_DEVICE u32 code4(float value, float round) const {
     return bit_cast<u32>(__fadd_rn(__fmul_rn(__fsub_rn(value, minimum), scale), round));
   }
 };
 
-/// Eight codes to eight nibbles, the even one of a byte in its high half. Each shifted-in code brings its rubbish, whose sum is a constant.
+/// Eight codes to eight nibbles, the even one of a byte in its high half. Each shifted-in code
+/// brings its rubbish, whose sum is a constant.
 FLEXOPS_DEVICE u32 pack_nibbles(const u32 (&code)[8], u32 flip) {
   u32 sum = 0;
 #pragma unroll
@@ -199,20 +211,26 @@ FLEXOPS_DEVICE Vec<u32, 2> hand(const Vec<u32, 2>& pair, int lane) {
   return {shuffle(pair.at[0], lane, kNarrowWarp), shuffle(pair.at[1], lane, kNarrowWarp)};
 }
 
-/// The codes of the nibbles of words.at[0], a byte each. Of a byte's nibbles the high one comes first.
+/// The codes of the nibbles of words.at[0], a byte each. Of a byte's nibbles the high one comes
+/// first.
 FLEXOPS_DEVICE Vec<u32, 2> split(const Vec<u32, 2>& words, u32 flip) {
-  const u32 even = (words.at[0] >> 4 ^ flip) & 0x0f0f0f0fu, odd = (words.at[0] ^ flip) & 0x0f0f0f0fu;
+  const u32 even = (words.at[0] >> 4 ^ flip) & 0x0f0f0f0fu,
+            odd = (words.at[0] ^ flip) & 0x0f0f0f0fu;
 #if FLEXOPS_HIP
   return {(even & 255u) | (odd & 255u) << 8 | (even & 0xff00u) << 8 | (odd & 0xff00u) << 16,
-          (even >> 16 & 255u) | (odd >> 16 & 255u) << 8 | (even >> 8 & 0xff0000u) | (odd & 0xff000000u)};
+          (even >> 16 & 255u) | (odd >> 16 & 255u) << 8 | (even >> 8 & 0xff0000u) |
+              (odd & 0xff000000u)};
 #else
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 #endif
 }
-FLEXOPS_DEVICE Vec<u32, 1> split(const Vec<u32, 1>& words, u32 flip) { return {split(Vec<u32, 2>{words.at[0], 0u}, flip).at[0]}; }
+FLEXOPS_DEVICE Vec<u32, 1> split(const Vec<u32, 1>& words, u32 flip) {
+  return {split(Vec<u32, 2>{words.at[0], 0u}, flip).at[0]};
+}
 
-/// The value of the code in a byte of a word. No conversion: below the exponent of 2^23, the code is the float 2^23 + code. Symmetric codes
-/// come with the sign bit turned over by p.flip, which made them larger by half their range; p.base is 2^23 and that.
+/// The value of the code in a byte of a word. No conversion: below the exponent of 2^23, the code
+/// is the float 2^23 + code. Symmetric codes come with the sign bit turned over by p.flip, which
+/// made them larger by half their range; p.base is 2^23 and that.
 FLEXOPS_DEVICE float decode(u32 word, int byte, float step, float minimum, const Params& p) {
 #if FLEXOPS_HIP
   const u32 bits = (word >> (8 * byte) & 255u) | 0x4b000000u;

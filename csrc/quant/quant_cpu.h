@@ -1,4 +1,5 @@
-// What group-wise quantization's CPU kernels share: numbers, a group's parameters, and where groups lie. Once per ISA level (common/cpu.h).
+// What group-wise quantization's CPU kernels share: numbers, a group's parameters, and where groups
+// lie. Once per ISA level (common/cpu.h).
 #pragma once
 
 #include "quant/quant.h"
@@ -7,22 +8,27 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-// Elements are widened to float buffers of this many, which stay in the first-level cache. Even, so that no byte is cut.
+// Elements are widened to float buffers of this many, which stay in the first-level cache. Even, so
+// that no byte is cut.
 constexpr int64_t kBlock = 1024;
 static_assert(kBlock % 2 == 0);
 
-// Groups along contiguous memory are handled so many at a time, to hide the latency of finding their parameters.
+// Groups along contiguous memory are handled so many at a time, to hide the latency of finding
+// their parameters.
 constexpr int64_t kBatch = 8;
 
 constexpr float kFloatMax = 3.40282347e38f;
-constexpr float kRound = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, half to even, in the sum's low bits
+constexpr float kRound =
+    12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, half to even, in the sum's low bits
 static const float kInfinity = __builtin_inff();
 
 // A group of 64 takes some 40 cycles, of which calls with so many arguments would be a good part.
 #define FLEXOPS_INLINED static inline __attribute__((always_inline))
 
 static float largest_of(ElementType type) {
-  return type == ElementType::f16 ? 65504.0f : type == ElementType::bf16 ? 3.38953139e38f : kFloatMax;
+  return type == ElementType::f16    ? 65504.0f
+         : type == ElementType::bf16 ? 3.38953139e38f
+                                     : kFloatMax;
 }
 
 static float round_to(float value, ElementType type) {
@@ -39,7 +45,11 @@ struct Coding {
   bool symmetric;
   ElementType type;
 
-  explicit Coding(const QuantLayout& l) : most(largest_of(l.type)), mask(l.bits == 4 ? 15 : 255), symmetric(l.symmetric), type(l.type) {
+  explicit Coding(const QuantLayout& l)
+      : most(largest_of(l.type)),
+        mask(l.bits == 4 ? 15 : 255),
+        symmetric(l.symmetric),
+        type(l.type) {
     top = l.bits == 4 ? (l.symmetric ? 7.0f : 15.0f) : (l.symmetric ? 127.0f : 255.0f);
   }
 };
@@ -55,7 +65,8 @@ struct Extremes {
   }
 };
 
-/// A group's parameters, exactly as its dtype holds them. NaN if the group is broken: its codes must then be 0.
+/// A group's parameters, exactly as its dtype holds them. NaN if the group is broken: its codes
+/// must then be 0.
 struct Group {
   float minimum, scale;
 
@@ -84,10 +95,12 @@ struct Place {
   void skip(int64_t count) { element += count, packed += count, scales += count, columns -= count; }
 };
 
-/// Walks the tiles in order, adding up: dividing and multiplying for each would take as long as a small group's work.
+/// Walks the tiles in order, adding up: dividing and multiplying for each would take as long as a
+/// small group's work.
 class Tiles {
  public:
-  Tiles(const QuantLayout& layout, int64_t columns, int64_t tile) : l_(layout), columns_(columns), pair_(layout.symmetric ? 1 : 2) {
+  Tiles(const QuantLayout& layout, int64_t columns, int64_t tile)
+      : l_(layout), columns_(columns), pair_(layout.symmetric ? 1 : 2) {
     const int64_t tiles = quant_tiles(layout, columns), line = tile / tiles;
     column_ = tile % tiles * columns;
     outer_ = line / layout.groups;
@@ -117,7 +130,8 @@ class Tiles {
  private:
   void find() {
     const int64_t line = outer_ * l_.groups + group_, first = group_ * l_.group_size;
-    place_.element = outer_ * l_.outer_stride + first * l_.length_stride + column_ * l_.inner_stride;
+    place_.element =
+        outer_ * l_.outer_stride + first * l_.length_stride + column_ * l_.inner_stride;
     place_.packed = line * l_.group_bytes * l_.inner + column_;
     place_.scales = line * pair_ * l_.inner + column_;
     place_.rows = least(l_.length - first, l_.group_size);

@@ -1,5 +1,6 @@
-// Group-wise quantization in 256-bit registers, for the AVX2 and AVX-512 levels: whole vectors of the work. The functions say how much of
-// it they did; quant_cpu.cpp's plain loops do the rest. (At the baseline level they do nothing.)
+// Group-wise quantization in 256-bit registers, for the AVX2 and AVX-512 levels: whole vectors of
+// the work. The functions say how much of it they did; quant_cpu.cpp's plain loops do the rest. (At
+// the baseline level they do nothing.)
 #pragma once
 
 #include "quant/quant_cpu.h"
@@ -13,8 +14,10 @@ constexpr int64_t kKeptBytes = 64 * 1024;  // of a tile's elements, copied befor
 
 template <ElementType type>
 static inline __m256 load8(const void* from, int64_t offset) {
-  if constexpr (type == ElementType::f32) return _mm256_loadu_ps(static_cast<const float*>(from) + offset);
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(from) + offset));
+  if constexpr (type == ElementType::f32)
+    return _mm256_loadu_ps(static_cast<const float*>(from) + offset);
+  const __m128i bits = _mm_loadu_si128(
+      reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(from) + offset));
   if constexpr (type == ElementType::f16) return _mm256_cvtph_ps(bits);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
@@ -23,7 +26,8 @@ static inline __m256 load8(const void* from, int64_t offset) {
 static inline __m256i bf16_bits(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
 }
@@ -40,20 +44,24 @@ static inline void store8(void* to, int64_t offset, __m256 value) {
   if constexpr (type == ElementType::f32) {
     _mm256_storeu_ps(static_cast<float*>(to) + offset, value);
   } else {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(to) + offset), bits8<type>(value));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(to) + offset),
+                     bits8<type>(value));
   }
 }
 
 template <ElementType type>
 static inline __m256 round8(__m256 value) {
-  if constexpr (type == ElementType::f16) return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-  if constexpr (type == ElementType::bf16) return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(value), 16));
+  if constexpr (type == ElementType::f16)
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  if constexpr (type == ElementType::bf16)
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(value), 16));
   return value;
 }
 
 /// Extremes of eight sets of elements. A NaN lifts `highest` to infinity once settled.
 struct Extremes8 {
-  __m256 lowest = _mm256_set1_ps(kInfinity), highest = _mm256_set1_ps(-kInfinity), poison = _mm256_setzero_ps();
+  __m256 lowest = _mm256_set1_ps(kInfinity), highest = _mm256_set1_ps(-kInfinity),
+         poison = _mm256_setzero_ps();
 
   void add(__m256 value) {
     lowest = _mm256_min_ps(value, lowest);
@@ -63,8 +71,10 @@ struct Extremes8 {
   void settle() { highest = _mm256_blendv_ps(highest, _mm256_set1_ps(kInfinity), poison); }
   Extremes merged() {
     settle();
-    const __m256 negative = _mm256_sub_ps(_mm256_setzero_ps(), highest);  // so that one minimum finds both
-    __m256 both = _mm256_min_ps(_mm256_permute2f128_ps(lowest, negative, 0x20), _mm256_permute2f128_ps(lowest, negative, 0x31));
+    const __m256 negative =
+        _mm256_sub_ps(_mm256_setzero_ps(), highest);  // so that one minimum finds both
+    __m256 both = _mm256_min_ps(_mm256_permute2f128_ps(lowest, negative, 0x20),
+                                _mm256_permute2f128_ps(lowest, negative, 0x31));
     both = _mm256_min_ps(both, _mm256_permute_ps(both, 0x4e));
     both = _mm256_min_ps(both, _mm256_permute_ps(both, 0xb1));
     Extremes e;
@@ -90,7 +100,8 @@ FLEXOPS_INLINED int64_t scan_vectors(const void* x, int64_t offset, int64_t coun
   if (count < 8) return 0;
   Extremes8 first, second;
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) first.add(load8<type>(x, offset + i)), second.add(load8<type>(x, offset + i + 8));
+  for (; i + 16 <= count; i += 16)
+    first.add(load8<type>(x, offset + i)), second.add(load8<type>(x, offset + i + 8));
   for (; i + 8 <= count; i += 8) first.add(load8<type>(x, offset + i));
   first.lowest = _mm256_min_ps(first.lowest, second.lowest);
   first.highest = _mm256_max_ps(first.highest, second.highest);
@@ -100,26 +111,32 @@ FLEXOPS_INLINED int64_t scan_vectors(const void* x, int64_t offset, int64_t coun
 }
 
 template <ElementType type>
-FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits,
-                                       uint8_t* out) {
-  const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale), top = _mm256_set1_ps(c.top);
+FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g,
+                                       const Coding& c, int bits, uint8_t* out) {
+  const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale),
+               top = _mm256_set1_ps(c.top);
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(c.mask));
   const __m256i halves = _mm256_set1_epi16(0x0110);  // even byte * 16 + odd byte
   int64_t i = 0;
   for (; i + kVectorRun <= count; i += kVectorRun) {
     __m256i code[4];
-    for (int k = 0; k < 4; ++k) code[k] = _mm256_and_si256(code8(load8<type>(x, offset + i + 8 * k), minimum, scale, top), mask);
+    for (int k = 0; k < 4; ++k)
+      code[k] =
+          _mm256_and_si256(code8(load8<type>(x, offset + i + 8 * k), minimum, scale, top), mask);
     const __m256i bytes = join_bytes(code[0], code[1], code[2], code[3]);
     if (bits == 8) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), bytes);
     } else {
       const __m256i words = _mm256_maddubs_epi16(bytes, halves);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2),
-                       _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+      _mm_storeu_si128(
+          reinterpret_cast<__m128i*>(out + i / 2),
+          _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
     }
   }
   for (; i + 8 <= count; i += 8) {  // small groups
-    const __m256i code = _mm256_and_si256(code8(load8<type>(x, offset + i), minimum, scale, top), mask), zero = _mm256_setzero_si256();
+    const __m256i code = _mm256_and_si256(code8(load8<type>(x, offset + i), minimum, scale, top),
+                                          mask),
+                  zero = _mm256_setzero_si256();
     const __m128i bytes = _mm256_castsi256_si128(join_bytes(code, zero, zero, zero));
     if (bits == 8) {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), bytes);
@@ -142,12 +159,15 @@ struct Table {
     const __m256i flips = _mm256_set1_epi32(flip);
     const __m256 steps = _mm256_set1_ps(step), minima = _mm256_set1_ps(minimum);
     for (int half = 0; half < 2; ++half) {
-      const __m256i codes = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * half));
-      const __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
+      const __m256i codes =
+          _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * half));
+      const __m256 exact =
+          _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
       values[half] = _mm256_add_ps(_mm256_mul_ps(exact, steps), minima);
     }
     if constexpr (type != ElementType::f32) {
-      const __m128i first = bits8<type>(values[0]), second = bits8<type>(values[1]), mask = _mm_set1_epi16(255);
+      const __m128i first = bits8<type>(values[0]), second = bits8<type>(values[1]),
+                    mask = _mm_set1_epi16(255);
       low = _mm_packus_epi16(_mm_and_si128(first, mask), _mm_and_si128(second, mask));
       high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
     }
@@ -158,9 +178,12 @@ struct Table {
     if constexpr (type == ElementType::f32) {
       for (int half = 0; half < 2; ++half) {
         const __m256i index = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(codes, 8) : codes);
-        const __m256 small = _mm256_permutevar8x32_ps(values[0], index), large = _mm256_permutevar8x32_ps(values[1], index);
-        const __m256 is_large = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // the sign is the code's bit 3
-        _mm256_storeu_ps(static_cast<float*>(out) + offset + 8 * half, _mm256_blendv_ps(small, large, is_large));
+        const __m256 small = _mm256_permutevar8x32_ps(values[0], index),
+                     large = _mm256_permutevar8x32_ps(values[1], index);
+        const __m256 is_large =
+            _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // the sign is the code's bit 3
+        _mm256_storeu_ps(static_cast<float*>(out) + offset + 8 * half,
+                         _mm256_blendv_ps(small, large, is_large));
       }
     } else {
       const __m128i lows = _mm_shuffle_epi8(low, codes), highs = _mm_shuffle_epi8(high, codes);
@@ -172,29 +195,34 @@ struct Table {
 };
 
 template <ElementType type>
-FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out,
-                                       int64_t offset) {
+FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int bits, float step,
+                                       float minimum, int flip, void* out, int64_t offset) {
   int64_t i = 0;
   if (bits == 4 && count >= 16) {
     const Table<type> table(step, minimum, flip);
     const __m128i mask = _mm_set1_epi8(15);
     for (; i + kVectorRun <= count; i += kVectorRun) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + i / 2));
-      const __m128i even = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask), odd = _mm_and_si128(bytes, mask);
+      const __m128i even = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask),
+                    odd = _mm_and_si128(bytes, mask);
       table.store16(out, offset + i, _mm_unpacklo_epi8(even, odd));
       table.store16(out, offset + i + 16, _mm_unpackhi_epi8(even, odd));
     }
     if (i + 16 <= count) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i / 2));
-      table.store16(out, offset + i, _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask)));
+      table.store16(out, offset + i,
+                    _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask),
+                                      _mm_and_si128(bytes, mask)));
       i += 16;
     }
   } else if (bits == 8) {
     const __m256 steps = _mm256_set1_ps(step), minima = _mm256_set1_ps(minimum);
     const __m256i flips = _mm256_set1_epi32(flip);
     for (; i + 8 <= count; i += 8) {
-      const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
-      const __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
+      const __m256i codes =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
+      const __m256 exact =
+          _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
       store8<type>(out, offset + i, _mm256_add_ps(_mm256_mul_ps(exact, steps), minima));
     }
   }
@@ -205,11 +233,14 @@ FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int
 template <ElementType type>
 static inline void make_groups(Extremes8& e, const Coding& c, __m256& minimum, __m256& scale) {
   e.settle();
-  const __m256 zero = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), nan = _mm256_set1_ps(__builtin_nanf(""));
+  const __m256 zero = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f),
+               nan = _mm256_set1_ps(__builtin_nanf(""));
   minimum = c.symmetric ? zero : _mm256_add_ps(e.lowest, zero);
-  const __m256 span =
-      c.symmetric ? _mm256_max_ps(_mm256_andnot_ps(sign, e.lowest), _mm256_andnot_ps(sign, e.highest)) : _mm256_sub_ps(e.highest, minimum);
-  const __m256 unrounded = _mm256_mul_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), span), _mm256_set1_ps(c.top));
+  const __m256 span = c.symmetric ? _mm256_max_ps(_mm256_andnot_ps(sign, e.lowest),
+                                                  _mm256_andnot_ps(sign, e.highest))
+                                  : _mm256_sub_ps(e.highest, minimum);
+  const __m256 unrounded =
+      _mm256_mul_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), span), _mm256_set1_ps(c.top));
   scale = round8<type>(_mm256_min_ps(unrounded, _mm256_set1_ps(c.most)));
   scale = _mm256_blendv_ps(scale, _mm256_set1_ps(1.0f), _mm256_cmp_ps(span, zero, _CMP_EQ_OQ));
   const __m256 broken = _mm256_cmp_ps(span, _mm256_set1_ps(kFloatMax), _CMP_NLE_UQ);
@@ -227,15 +258,17 @@ static void make_batch(Extremes8& e, const Coding& c, float* minimum, float* sca
 
 /// Codes of eight columns; broken groups get 0.
 template <ElementType type>
-static inline __m256i column_code8(const void* x, int64_t offset, __m256 minimum, __m256 scale, __m256 top, __m256i mask) {
+static inline __m256i column_code8(const void* x, int64_t offset, __m256 minimum, __m256 scale,
+                                   __m256 top, __m256i mask) {
   const __m256i whole = _mm256_castps_si256(_mm256_cmp_ps(scale, scale, _CMP_ORD_Q));
-  return _mm256_and_si256(code8(load8<type>(x, offset), minimum, scale, top), _mm256_and_si256(mask, whole));
+  return _mm256_and_si256(code8(load8<type>(x, offset), minimum, scale, top),
+                          _mm256_and_si256(mask, whole));
 }
 
 /// The groups of 32 columns; rows are `stride` elements apart.
 template <ElementType type>
-static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, void* scales, int64_t entry, const QuantLayout& l,
-                             const Coding& c, int64_t rows) {
+static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, void* scales,
+                             int64_t entry, const QuantLayout& l, const Coding& c, int64_t rows) {
   Extremes8 e[4];
   for (int64_t row = 0; row < rows; ++row) {
     for (int k = 0; k < 4; ++k) e[k].add(load8<type>(x, row * stride + 8 * k));
@@ -253,20 +286,25 @@ static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, voi
     __m256i code[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t at = row * stride + 8 * k;
-      code[k] = row < rows ? column_code8<type>(x, at, minimum[k], scale[k], top, mask) : _mm256_setzero_si256();
+      code[k] = row < rows ? column_code8<type>(x, at, minimum[k], scale[k], top, mask)
+                           : _mm256_setzero_si256();
       if (l.bits == 4) {
         code[k] = _mm256_slli_epi32(code[k], 4);
-        if (row + 1 < rows) code[k] = _mm256_or_si256(code[k], column_code8<type>(x, at + stride, minimum[k], scale[k], top, mask));
+        if (row + 1 < rows)
+          code[k] = _mm256_or_si256(
+              code[k], column_code8<type>(x, at + stride, minimum[k], scale[k], top, mask));
       }
     }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + byte * l.inner), join_bytes(code[0], code[1], code[2], code[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + byte * l.inner),
+                        join_bytes(code[0], code[1], code[2], code[3]));
   }
 }
 
-/// A tile's columns, 32 at a time. The tile is copied first, because rows that lie a power of two apart would throw one another out of the
-/// caches.
+/// A tile's columns, 32 at a time. The tile is copied first, because rows that lie a power of two
+/// apart would throw one another out of the caches.
 template <ElementType type>
-static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
+static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scales,
+                                     const QuantLayout& l, const Coding& c, const Place& p) {
   constexpr int64_t kSize = type == ElementType::f32 ? 4 : 2;
   alignas(64) char kept[kKeptBytes];
   const int64_t columns = p.columns & ~(kVectorRun - 1);
@@ -274,27 +312,34 @@ static int64_t quantize_tile_vectors(const void* x, uint8_t* packed, void* scale
   int64_t stride = l.length_stride;
   if (p.rows * columns * kSize <= kKeptBytes) {
     for (int64_t row = 0; row < p.rows; ++row)
-      memcpy(kept + row * columns * kSize, from + row * stride * kSize, static_cast<size_t>(columns * kSize));
+      memcpy(kept + row * columns * kSize, from + row * stride * kSize,
+             static_cast<size_t>(columns * kSize));
     from = kept, stride = columns;
   }
   for (int64_t i = 0; i < columns; i += kVectorRun) {
-    quantize_columns<type>(from + i * kSize, stride, packed + p.packed + i, scales, p.scales + i, l, c, p.rows);
+    quantize_columns<type>(from + i * kSize, stride, packed + p.packed + i, scales, p.scales + i, l,
+                           c, p.rows);
   }
   return columns;
 }
 
 /// One row of a tile; `shift` finds its halves of the bytes.
 template <ElementType type>
-FLEXOPS_INLINED int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
-                                       const float* minimum, void* out, int64_t offset) {
+FLEXOPS_INLINED int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask,
+                                       int flip, const float* step, const float* minimum, void* out,
+                                       int64_t offset) {
   const __m256i masks = _mm256_set1_epi32(mask), flips = _mm256_set1_epi32(flip);
   const __m128i shifts = _mm_cvtsi32_si128(shift);
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
-    const __m256i codes = _mm256_xor_si256(_mm256_and_si256(_mm256_srl_epi32(bytes, shifts), masks), flips);
+    const __m256i bytes =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
+    const __m256i codes =
+        _mm256_xor_si256(_mm256_and_si256(_mm256_srl_epi32(bytes, shifts), masks), flips);
     const __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, flips));
-    store8<type>(out, offset + i, _mm256_add_ps(_mm256_mul_ps(exact, _mm256_loadu_ps(step + i)), _mm256_loadu_ps(minimum + i)));
+    store8<type>(out, offset + i,
+                 _mm256_add_ps(_mm256_mul_ps(exact, _mm256_loadu_ps(step + i)),
+                               _mm256_loadu_ps(minimum + i)));
   }
   return i;
 }
@@ -304,30 +349,40 @@ FLEXOPS_INLINED int64_t decode_columns(const uint8_t* packed, int64_t count, int
    : (type) == ElementType::f16 ? function<ElementType::f16>(__VA_ARGS__) \
                                 : function<ElementType::bf16>(__VA_ARGS__))
 
-static int64_t scan_fast(const void* x, int64_t offset, int64_t count, ElementType type, Extremes& e) {
+static int64_t scan_fast(const void* x, int64_t offset, int64_t count, ElementType type,
+                         Extremes& e) {
   return FLEXOPS_QUANT_BY_TYPE(type, scan_vectors, x, offset, count, e);
 }
 static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* minimum, float* scale) {
   float lowest[kBatch], highest[kBatch], poison[kBatch];
-  for (int64_t i = 0; i < kBatch; ++i) lowest[i] = e[i].lowest, highest[i] = e[i].highest, poison[i] = e[i].poison;
+  for (int64_t i = 0; i < kBatch; ++i)
+    lowest[i] = e[i].lowest, highest[i] = e[i].highest, poison[i] = e[i].poison;
   Extremes8 all;
-  all.lowest = _mm256_loadu_ps(lowest), all.highest = _mm256_loadu_ps(highest), all.poison = _mm256_loadu_ps(poison);
+  all.lowest = _mm256_loadu_ps(lowest), all.highest = _mm256_loadu_ps(highest),
+  all.poison = _mm256_loadu_ps(poison);
   all.poison = _mm256_cmp_ps(all.poison, all.poison, _CMP_UNORD_Q);
   FLEXOPS_QUANT_BY_TYPE(c.type, make_batch, all, c, minimum, scale);
 }
-static int64_t encode_fast(const void* x, int64_t offset, int64_t count, const Group& g, const Coding& c, int bits, uint8_t* out) {
-  return g.is_broken() ? 0 : FLEXOPS_QUANT_BY_TYPE(c.type, encode_vectors, x, offset, count, g, c, bits, out);
+static int64_t encode_fast(const void* x, int64_t offset, int64_t count, const Group& g,
+                           const Coding& c, int bits, uint8_t* out) {
+  return g.is_broken()
+             ? 0
+             : FLEXOPS_QUANT_BY_TYPE(c.type, encode_vectors, x, offset, count, g, c, bits, out);
 }
-static int64_t decode_fast(const uint8_t* packed, int64_t count, int bits, float step, float minimum, int flip, void* out, int64_t offset,
-                           ElementType type) {
-  return FLEXOPS_QUANT_BY_TYPE(type, decode_vectors, packed, count, bits, step, minimum, flip, out, offset);
+static int64_t decode_fast(const uint8_t* packed, int64_t count, int bits, float step,
+                           float minimum, int flip, void* out, int64_t offset, ElementType type) {
+  return FLEXOPS_QUANT_BY_TYPE(type, decode_vectors, packed, count, bits, step, minimum, flip, out,
+                               offset);
 }
-static int64_t quantize_columns_fast(const void* x, uint8_t* packed, void* scales, const QuantLayout& l, const Coding& c, const Place& p) {
+static int64_t quantize_columns_fast(const void* x, uint8_t* packed, void* scales,
+                                     const QuantLayout& l, const Coding& c, const Place& p) {
   return FLEXOPS_QUANT_BY_TYPE(l.type, quantize_tile_vectors, x, packed, scales, l, c, p);
 }
-static int64_t decode_columns_fast(const uint8_t* packed, int64_t count, int shift, int mask, int flip, const float* step,
-                                   const float* minimum, void* out, int64_t offset, ElementType type) {
-  return FLEXOPS_QUANT_BY_TYPE(type, decode_columns, packed, count, shift, mask, flip, step, minimum, out, offset);
+static int64_t decode_columns_fast(const uint8_t* packed, int64_t count, int shift, int mask,
+                                   int flip, const float* step, const float* minimum, void* out,
+                                   int64_t offset, ElementType type) {
+  return FLEXOPS_QUANT_BY_TYPE(type, decode_columns, packed, count, shift, mask, flip, step,
+                               minimum, out, offset);
 }
 
 #else  // the baseline has plain loops only
@@ -339,10 +394,20 @@ static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* mini
     minimum[i] = g.minimum, scale[i] = g.scale;
   }
 }
-static int64_t encode_fast(const void*, int64_t, int64_t, const Group&, const Coding&, int, uint8_t*) { return 0; }
-static int64_t decode_fast(const uint8_t*, int64_t, int, float, float, int, void*, int64_t, ElementType) { return 0; }
-static int64_t quantize_columns_fast(const void*, uint8_t*, void*, const QuantLayout&, const Coding&, const Place&) { return 0; }
-static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*, const float*, void*, int64_t, ElementType) {
+static int64_t encode_fast(const void*, int64_t, int64_t, const Group&, const Coding&, int,
+                           uint8_t*) {
+  return 0;
+}
+static int64_t decode_fast(const uint8_t*, int64_t, int, float, float, int, void*, int64_t,
+                           ElementType) {
+  return 0;
+}
+static int64_t quantize_columns_fast(const void*, uint8_t*, void*, const QuantLayout&,
+                                     const Coding&, const Place&) {
+  return 0;
+}
+static int64_t decode_columns_fast(const uint8_t*, int64_t, int, int, int, const float*,
+                                   const float*, void*, int64_t, ElementType) {
   return 0;
 }
 

@@ -1,15 +1,17 @@
 // Groups along contiguous memory, of whole 16-byte vectors.
 //
-// A warp works on 32 * kVectors neighbouring vectors, 32 at each access: so every access is to whole cache lines. All lanes of a group
-// would work out the same scale; instead groups are dealt out: few lanes work out each, and hand it to the others by a shuffle.
+// A warp works on 32 * kVectors neighbouring vectors, 32 at each access: so every access is to
+// whole cache lines. All lanes of a group would work out the same scale; instead groups are dealt
+// out: few lanes work out each, and hand it to the others by a shuffle.
 #pragma once
 
 #include "quant/quant_coding.cuh"
 
 namespace flexops::quant {
 
-/// Where a vector lies. One beyond a row's end pads the row's last group and stands for the group's first, as does an idle lane's; one
-/// beyond everything stands for the very first: reading there changes no group, and nobody has to ask before.
+/// Where a vector lies. One beyond a row's end pads the row's last group and stands for the group's
+/// first, as does an idle lane's; one beyond everything stands for the very first: reading there
+/// changes no group, and nobody has to ask before.
 struct Place {
   i64 element;
   bool inside;
@@ -61,8 +63,9 @@ FLEXOPS_DEVICE Vec<Bits<kSize<kType>>, 2> make_pair(float lowest, float highest,
 
 /// Codes a vector with its group's pair.
 template <ElementType kType>
-FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<kType>>& data, const Vec<Bits<kSize<kType>>, 2>& pair,
-                                const Coding& c, bool blank) {
+FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<kType>>& data,
+                                const Vec<Bits<kSize<kType>>, 2>& pair, const Coding& c,
+                                bool blank) {
   constexpr int N = kVector<kSize<kType>>;
   const i64 at = codes_of(p, vector);
   if (at < 0) return;
@@ -83,13 +86,16 @@ FLEXOPS_DEVICE void store_codes(const Params& p, i64 vector, const Vector<kSize<
 #pragma unroll
     for (int i = 0; i < N; ++i) code[i] = g.code(value[i], c.top, c.round);
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) words.at[i] = blank ? 0u : pack_bytes(code[4 * i], code[4 * i + 1], code[4 * i + 2], code[4 * i + 3]);
+    for (int i = 0; i < N / 4; ++i)
+      words.at[i] =
+          blank ? 0u : pack_bytes(code[4 * i], code[4 * i + 1], code[4 * i + 2], code[4 * i + 3]);
     store<kStores>(static_cast<Vec<u32, N / 4>*>(p.out) + at, words);
   }
 }
 
-/// Merges each vector's extremes over the lanes that share its group, at least kVectors. At each step a lane gives half of what it has for
-/// the other half of its partner's, until span[0] is all it has: that of vector (lane % lanes) / (lanes / kVectors).
+/// Merges each vector's extremes over the lanes that share its group, at least kVectors. At each
+/// step a lane gives half of what it has for the other half of its partner's, until span[0] is all
+/// it has: that of vector (lane % lanes) / (lanes / kVectors).
 template <typename S>
 FLEXOPS_DEVICE void deal(S (&span)[kVectors], int lanes, ElementType type) {
   int mask = lanes / 2;
@@ -112,7 +118,8 @@ FLEXOPS_DEVICE void deal(S (&span)[kVectors], int lanes, ElementType type) {
 
 template <int kBytes>
 FLEXOPS_DEVICE Vector<kBytes> load_vector(const Params& p, const Place& place) {
-  return load<kLoads>(reinterpret_cast<const Vector<kBytes>*>(static_cast<const Bits<kBytes>*>(p.x) + place.element));
+  return load<kLoads>(reinterpret_cast<const Vector<kBytes>*>(
+      static_cast<const Bits<kBytes>*>(p.x) + place.element));
 }
 
 template <typename Element>
@@ -124,7 +131,8 @@ FLEXOPS_DEVICE void store_pair(const Params& p, i64 group, const Vec<Element, 2>
   }
 }
 
-/// Groups of fewer than kVectors vectors: each lane works out its vectors' groups, one after the other.
+/// Groups of fewer than kVectors vectors: each lane works out its vectors' groups, one after the
+/// other.
 template <ElementType kType>
 FLEXOPS_DEVICE void quantize_small_groups(const Params& p, i64 first, const Coding& c) {
   constexpr int kBytes = kSize<kType>;
@@ -178,23 +186,29 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_
   }
 }
 
-/// Asks for what a block that starts some microseconds later will read: as much as this one reads, from its first group on.
+/// Asks for what a block that starts some microseconds later will read: as much as this one reads,
+/// from its first group on.
 FLEXOPS_DEVICE void read_ahead(const Params& p) {
   constexpr int kMost = kDecodeThreads * 8;  // bytes that a block reads
   const int line = static_cast<int>(threadIdx.x) * kLine;
   if (line >= kMost) return;
   const u32 first = blockIdx.x * kDecodeThreads, group = first >> p.log_lanes;
-  const u32 blocks = (first & static_cast<u32>(p.lanes - 1)) / kDecodeThreads;  // of this group, before this one
-  const i64 codes = group * p.group_bytes + blocks * static_cast<u32>(p.codes_of_block) + line + kRowsAhead;
+  const u32 blocks =
+      (first & static_cast<u32>(p.lanes - 1)) / kDecodeThreads;  // of this group, before this one
+  const i64 codes =
+      group * p.group_bytes + blocks * static_cast<u32>(p.codes_of_block) + line + kRowsAhead;
   const i64 pairs = (static_cast<i64>(group) << p.log_pair) + line + p.pairs_ahead;
-  if (line < p.codes_of_block && codes < p.code_bytes) prefetch(static_cast<const u8*>(p.x) + codes);
-  if (line < p.pairs_of_block && pairs < p.pair_bytes) prefetch(static_cast<const u8*>(p.scales) + pairs);
+  if (line < p.codes_of_block && codes < p.code_bytes)
+    prefetch(static_cast<const u8*>(p.x) + codes);
+  if (line < p.pairs_of_block && pairs < p.pair_bytes)
+    prefetch(static_cast<const u8*>(p.scales) + pairs);
 }
 
 /// A group's entries in scales, in one access.
 FLEXOPS_DEVICE Vec<u32, 2> load_pair(const Params& p, u32 group) {
   if (p.log_pair == 2) return {static_cast<const u32*>(p.scales)[group], 0u};
-  if (p.log_pair == 3) return load<Cache::normal>(static_cast<const Vec<u32, 2>*>(p.scales) + group);
+  if (p.log_pair == 3)
+    return load<Cache::normal>(static_cast<const Vec<u32, 2>*>(p.scales) + group);
   return {static_cast<const u16*>(p.scales)[group], 0u};
 }
 
@@ -207,10 +221,11 @@ FLEXOPS_DEVICE void widen_pair(float (&numbers)[2], const Vec<u32, 2>& pair, Ele
   }
 }
 
-/// A lane has one vector: its loads seldom wait for memory, and blocks that end soon leave multiprocessors idle for a shorter time at the
-/// kernel's end.
+/// A lane has one vector: its loads seldom wait for memory, and blocks that end soon leave
+/// multiprocessors idle for a shorter time at the kernel's end.
 template <ElementType kType>
-__global__ void __launch_bounds__(kDecodeThreads) dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kDecodeThreads)
+    dequantize_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int kBytes = kSize<kType>, N = kVector<kBytes>;
   using Codes = Vec<u32, N / 4>;
   const u32 vector = blockIdx.x * kDecodeThreads + threadIdx.x, group = vector >> p.log_lanes;
@@ -219,11 +234,13 @@ __global__ void __launch_bounds__(kDecodeThreads) dequantize_rows(const FLEXOPS_
   auto* out = static_cast<Vector<kBytes>*>(p.out) + vector;
   if (!p.flat) {
     u32 of_row;
-    const u32 row = flexops::divide(group, p.group_count, of_row), within = vector & static_cast<u32>(p.lanes - 1);
+    const u32 row = flexops::divide(group, p.group_count, of_row),
+              within = vector & static_cast<u32>(p.lanes - 1);
     const i64 column = static_cast<i64>(of_row) * p.group_size + within * N;
     if (within >= static_cast<u32>(p.used) || column >= p.length) return;
     at = group * static_cast<u32>(p.used) + within;
-    out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) + (row * p.length + column));
+    out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) +
+                                            (row * p.length + column));
   }
   const bool halves = p.bits == 4;
   Codes codes = {};

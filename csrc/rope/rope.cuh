@@ -1,9 +1,11 @@
 // Rotary embedding's kernels. Formulas: flexops/ops/rope.py.
 //
-// Memory decides: each element is read and written once. A thread has one place of a position, two vectors that belong together (or two
-// elements), in a few heads: what it reads of cos and sin is for all of them, and all of its loads are in flight at once. Few heads, so
-// that there are many threads, and as few instructions as can be before the loads: both matter more than how often cos and sin are read.
-// Query and key are one launch: the key's heads follow the query's. Blocks are numbered in the order of memory.
+// Memory decides: each element is read and written once. A thread has one place of a position, two
+// vectors that belong together (or two elements), in a few heads: what it reads of cos and sin is
+// for all of them, and all of its loads are in flight at once. Few heads, so that there are many
+// threads, and as few instructions as can be before the loads: both matter more than how often cos
+// and sin are read. Query and key are one launch: the key's heads follow the query's. Blocks are
+// numbered in the order of memory.
 #pragma once
 
 #include "common/device.cuh"
@@ -15,9 +17,10 @@ namespace flexops::rope {
 
 // Tuned on one H200.
 inline constexpr int kThreads = 64;
-inline constexpr int kHeads = 2;                                       // of a thread, at most: loads in flight
-inline constexpr int kBlocks = 20;                                     // at least so many on a multiprocessor
-inline constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;  // why not streaming: activation.cuh
+inline constexpr int kHeads = 2;    // of a thread, at most: loads in flight
+inline constexpr int kBlocks = 20;  // at least so many on a multiprocessor
+inline constexpr Cache kLoad = Cache::normal,
+                       kStore = Cache::normal;  // why not streaming: activation.cuh
 
 /// Strides count vectors, or elements where `rotate` goes element by element; except `element`.
 struct Side {
@@ -43,7 +46,8 @@ struct Params {
   u32 vectors;       // of a head
   u32 query_groups;  // the first groups of heads are the query's, the others the key's
   u32 per_group;     // heads of a group
-  bool heads_first;  // blocks of one place and several groups follow each other; else blocks of one group
+  bool heads_first;  // blocks of one place and several groups follow each other; else blocks of one
+                     // group
   ElementType table_type;
   bool interleaved, inverse, wide_positions;
 };
@@ -57,7 +61,8 @@ struct Task {
 
 FLEXOPS_DEVICE Task find_task(const Params& p) {
   Task t;
-  const u32 block = p.heads_first ? blockIdx.y : blockIdx.x, group = p.heads_first ? blockIdx.x : blockIdx.y;
+  const u32 block = p.heads_first ? blockIdx.y : blockIdx.x,
+            group = p.heads_first ? blockIdx.x : blockIdx.y;
   const u32 index = block * kThreads + threadIdx.x;
   t.inside = index < p.total;
   t.batch = divide(divide(index, p.items, t.item), p.length, t.at) + blockIdx.z;
@@ -68,7 +73,8 @@ FLEXOPS_DEVICE Task find_task(const Params& p) {
   return t;
 }
 
-/// cos and sin of a thread's pairs, as they are fetched: N neighbouring ones, or half of them for each of its vectors.
+/// cos and sin of a thread's pairs, as they are fetched: N neighbouring ones, or half of them for
+/// each of its vectors.
 template <int N, bool kHalves>
 struct Table {
   static constexpr int kPart = kHalves ? N / 2 : N;
@@ -77,7 +83,8 @@ struct Table {
 
   FLEXOPS_DEVICE void load(const void* table, i64 index, i64 apart, ElementType type) {
 #pragma unroll
-    for (int i = 0; i < N; i += kFew) raw[i / kFew].load(table, index + i / kPart * apart + i % kPart, type);
+    for (int i = 0; i < N; i += kFew)
+      raw[i / kFew].load(table, index + i / kPart * apart + i % kPart, type);
   }
   FLEXOPS_DEVICE void widen_to(float (&out)[N], ElementType type) const {
 #pragma unroll
@@ -97,7 +104,8 @@ struct Angles {
     bool known = true;
     if (p.positions) {
       const i64 index = t.batch * p.position_batch + t.at * p.position_length;
-      const i64 position = p.wide_positions ? static_cast<const i64*>(p.positions)[index] : static_cast<const i32*>(p.positions)[index];
+      const i64 position = p.wide_positions ? static_cast<const i64*>(p.positions)[index]
+                                            : static_cast<const i32*>(p.positions)[index];
       known = position >= 0 && position < p.max_positions;
       row = known ? position : 0;
     }
@@ -115,7 +123,8 @@ struct Angles {
   }
 };
 
-/// a b - c d. In fp32 with the rounding error of the second product (after Kahan), which leaves half a unit in the last place and a little.
+/// a b - c d. In fp32 with the rounding error of the second product (after Kahan), which leaves
+/// half a unit in the last place and a little.
 template <bool kAccurate>
 FLEXOPS_DEVICE float difference(float a, float b, float c, float d) {
   const float product = c * d, first = fmaf(a, b, -product);
@@ -155,8 +164,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
   if (!rotated) first = second, second += p.copied;
   const bool has_second = second < p.vectors;
   const Side& s = p.side[t.side];
-  const u32 from = t.batch * static_cast<u32>(s.in_batch) + t.at * static_cast<u32>(s.in_length) + t.head * static_cast<u32>(s.in_head);
-  const auto *in = static_cast<const Vector*>(s.in) + (from + first), *in_second = static_cast<const Vector*>(s.in) + (from + second);
+  const u32 from = t.batch * static_cast<u32>(s.in_batch) + t.at * static_cast<u32>(s.in_length) +
+                   t.head * static_cast<u32>(s.in_head);
+  const auto *in = static_cast<const Vector*>(s.in) + (from + first),
+             *in_second = static_cast<const Vector*>(s.in) + (from + second);
   Vector a[kHeads], b[kHeads];
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
@@ -173,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
       angles.template load<false>(p, t, t.item * N, 0);
     }
   }
-  const u32 to = t.batch * static_cast<u32>(s.out_batch) + t.at * static_cast<u32>(s.out_length) + t.head * static_cast<u32>(s.out_head);
+  const u32 to = t.batch * static_cast<u32>(s.out_batch) + t.at * static_cast<u32>(s.out_length) +
+                 t.head * static_cast<u32>(s.out_head);
   T *out = static_cast<T*>(s.out) + static_cast<i64>(to + first) * N,
     *out_second = static_cast<T*>(s.out) + static_cast<i64>(to + second) * N;
 #pragma unroll
@@ -210,7 +222,8 @@ __global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_C
     const i64 out = t.batch * s.out_batch + t.at * s.out_length + head * s.out_head;
     const T* from = static_cast<const T*>(s.in) + in;
     T* to = static_cast<T*>(s.out) + out;
-    float x = to_float(from[first * s.in_element]), y = has_second ? to_float(from[second * s.in_element]) : 0.0f;
+    float x = to_float(from[first * s.in_element]),
+          y = has_second ? to_float(from[second * s.in_element]) : 0.0f;
     if (rotated) rotate_pair<true>(x, y, angles.cos[0], angles.sin[0]);
     to[first * s.out_element] = from_float<T>(x);
     if (has_second) to[second * s.out_element] = from_float<T>(y);

@@ -1,17 +1,17 @@
 // Softmax's kernels. What they compute: flexops/ops/softmax.py.
 //
-// Memory decides, but only if enough rows are under way and little is done for an element: every element is read once, 16 bytes at a time,
-// and a thread's loads (its mask's too) are all under way before it looks at one. Rows without a mask, causal or with a boolean one stay in
-// registers as they were read; their powers are computed twice, for the sum and for the results, because 32 floats in registers instead
-// would halve the rows under way. Masks that add make floats of scores, which are kept. 1 to 32 neighbouring lanes share a short row; a
-// block holds one of thousands of elements; longer ones are read twice. Masks, their dtype and broadcasting are uniform over the grid and
-// told at run time.
+// Memory decides, but only if enough rows are under way and little is done for an element: every
+// element is read once, 16 bytes at a time, and a thread's loads (its mask's too) are all under way
+// before it looks at one. Rows without a mask, causal or with a boolean one stay in registers as
+// they were read; their powers are computed twice, for the sum and for the results, because 32
+// floats in registers instead would halve the rows under way. Masks that add make floats of scores,
+// which are kept. 1 to 32 neighbouring lanes share a short row; a block holds one of thousands of
+// elements; longer ones are read twice. Masks, their dtype and broadcasting are uniform over the
+// grid and told at run time.
 //
-//   softmax_rows.cuh      forward without a mask, causal, or with a boolean one: rows that a block holds
-//   softmax_added.cuh     masks that add
-//   softmax_long.cuh      rows that no block holds, without a mask
-//   softmax_general.cuh   everything else
-//   softmax_backward.cuh  the gradient
+//   softmax_rows.cuh      forward without a mask, causal, or with a boolean one: rows that a block
+//   holds softmax_added.cuh     masks that add softmax_long.cuh      rows that no block holds,
+//   without a mask softmax_general.cuh   everything else softmax_backward.cuh  the gradient
 //
 // This file is what they share.
 #pragma once
@@ -27,7 +27,8 @@ using namespace flexops::rows;
 // Tuned on one H200.
 inline constexpr int kThreads = 64;  // a block's, where a warp or less holds a row
 inline constexpr Cache kWrite = Cache::streaming;
-// Not streaming: such lines find little room in caches that other kernels filled with ordinary ones.
+// Not streaming: such lines find little room in caches that other kernels filled with ordinary
+// ones.
 inline constexpr Cache kRead = Cache::normal;
 inline constexpr int kMaskDims = 8;
 
@@ -61,7 +62,8 @@ struct Params {
   bool lasting;  // the second-level cache is asked to keep what is read: rows and long rows
 };
 
-// ---- where a thread works -------------------------------------------------------------------------------------------
+// ---- where a thread works
+// --------------------------------------------------------------------------------
 
 struct Place {
   i64 row;
@@ -70,7 +72,8 @@ struct Place {
 };
 
 FLEXOPS_DEVICE Place find_place(const Params& p) {
-  if (p.lanes > kNarrowWarp) return {static_cast<i64>(blockIdx.x), static_cast<int>(threadIdx.x), true};
+  if (p.lanes > kNarrowWarp)
+    return {static_cast<i64>(blockIdx.x), static_cast<int>(threadIdx.x), true};
   const i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) >> p.log_lanes;
   const bool exists = row < p.rows;
   return {exists ? row : p.rows - 1, static_cast<int>(threadIdx.x) & (p.lanes - 1), exists};
@@ -103,7 +106,8 @@ template <bool kFour = false, typename Op>
 FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, float* shared) {
   if (lanes < kNarrowWarp) return group_reduce(value, op, neutral, lanes, shared);
 #pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) value = op(value, shuffle_xor(value, mask, kNarrowWarp));
+  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2)
+    value = op(value, shuffle_xor(value, mask, kNarrowWarp));
   if (lanes == kNarrowWarp) return value;
   const int lane = threadIdx.x % kNarrowWarp, groups = lanes / kNarrowWarp;
   if (lane == 0) shared[threadIdx.x / kNarrowWarp] = value;
@@ -112,13 +116,16 @@ FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, fl
   if (kFour && groups == 4) return op(op(shared[0], shared[1]), op(shared[2], shared[3]));
   value = lane < groups ? shared[lane] : neutral;
 #pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) value = op(value, shuffle_xor(value, mask, kNarrowWarp));
+  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2)
+    value = op(value, shuffle_xor(value, mask, kNarrowWarp));
   return value;
 }
 
-// ---- numbers --------------------------------------------------------------------------------------------------------
+// ---- numbers
+// --------------------------------------------------------------------------------
 
-// Both types of 16 bits share a kernel, bf16's: `is_f16`, the same for the whole grid, tells which it is where it matters.
+// Both types of 16 bits share a kernel, bf16's: `is_f16`, the same for the whole grid, tells which
+// it is where it matters.
 
 /// A vector's elements as floats.
 template <typename T>
@@ -134,7 +141,8 @@ FLEXOPS_DEVICE Packed narrow(const float* in, bool is_f16 = false) {
   return !kIsFloat<T> && is_f16 ? packed<f16>(in) : packed<T>(in);
 }
 
-// 16-bit results take exponentials to base 2, with this factor. float32 has e's own, to its last bits.
+// 16-bit results take exponentials to base 2, with this factor. float32 has e's own, to its last
+// bits.
 inline constexpr float kLog2e = 1.44269504088896341f;
 
 template <typename T>
@@ -166,16 +174,18 @@ FLEXOPS_DEVICE float divide(float value, float sum, float inverse) {
   return __fmaf_rn(__fmaf_rn(-quotient, sum, value), inverse, quotient);
 }
 
-/// What powers take off a row's scores: the greatest of these. Where its product with a positive scale overflows, that is infinite: +inf
-/// makes the row NaN, and -inf leaves nothing of it.
+/// What powers take off a row's scores: the greatest of these. Where its product with a positive
+/// scale overflows, that is infinite: +inf makes the row NaN, and -inf leaves nothing of it.
 FLEXOPS_DEVICE float find_top(float maximum, float scale) {
   const float product = maximum * scale;
   return product == -infinity() ? infinity() : product < infinity() ? maximum : not_a_number();
 }
 
-/// The difference comes first: the scale may be rounded off huge scores, which masks often are, but not off what they differ by.
+/// The difference comes first: the scale may be rounded off huge scores, which masks often are, but
+/// not off what they differ by.
 template <typename T>
-FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale, float top) {
+FLEXOPS_DEVICE void make_powers(float* powers, const Packed& scores, bool is_f16, float scale,
+                                float top) {
   widen<T>(powers, scores, is_f16);
 #pragma unroll
   for (int i = 0; i < kPerVector<T>; ++i) powers[i] = power<T>((powers[i] - top) * scale);
@@ -200,7 +210,8 @@ FLEXOPS_DEVICE void limit_exponents(float* s, int at, int length) {
 
 /// Writes powers / sum, and zeros beyond `length`.
 template <typename T>
-FLEXOPS_DEVICE void store_results(T* out, float* powers, bool is_f16, float sum, float inverse, int at, int length, int end) {
+FLEXOPS_DEVICE void store_results(T* out, float* powers, bool is_f16, float sum, float inverse,
+                                  int at, int length, int end) {
   Packed results = {{0, 0, 0, 0}};
   if (at < length) {
 #pragma unroll
@@ -221,10 +232,12 @@ FLEXOPS_DEVICE float highest_of(const Packed (&values)[V], bool is_f16) {
     Packed most = values[0];
     if (is_f16) {
 #pragma unroll
-      for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<f16>(most.at[i % 4], values[i / 4].at[i % 4]);
+      for (int i = 4; i < V * 4; ++i)
+        most.at[i % 4] = max2<f16>(most.at[i % 4], values[i / 4].at[i % 4]);
     } else {
 #pragma unroll
-      for (int i = 4; i < V * 4; ++i) most.at[i % 4] = max2<bf16>(most.at[i % 4], values[i / 4].at[i % 4]);
+      for (int i = 4; i < V * 4; ++i)
+        most.at[i % 4] = max2<bf16>(most.at[i % 4], values[i / 4].at[i % 4]);
     }
     widen<T>(s, most, is_f16);
     return max_tree<N>(s);

@@ -1,17 +1,21 @@
-// Forward with masks that add and lie as the scores do, within 16 bytes: rows that a block's threads hold as float32.
+// Forward with masks that add and lie as the scores do, within 16 bytes: rows that a block's
+// threads hold as float32.
 #pragma once
 
 #include "softmax/softmax_mask.cuh"
 
 namespace flexops::softmax {
 
-inline constexpr int kAddedHeld = 4;                          // vectors of a row that a thread holds
-inline constexpr int kMostOfAdded = 512, kBlocksOfAdded = 2;  // threads of a block; two such leave a thread 64 registers
+inline constexpr int kAddedHeld = 4;  // vectors of a row that a thread holds
+inline constexpr int kMostOfAdded = 512,
+                     kBlocksOfAdded =
+                         2;  // threads of a block; two such leave a thread 64 registers
 
-/// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What is outside of the row comes as
-/// anything.
+/// Numbers of a mask's row of `length`, for V vectors of N of a thread, `step` elements apart. What
+/// is outside of the row comes as anything.
 template <int N, int V>
-FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Dtype kind, int from, int step, int length) {
+FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Dtype kind, int from, int step,
+                               int length) {
   if (kind == Dtype::f32) {
     const float* row = reinterpret_cast<const float*>(mask);
 #pragma unroll
@@ -27,20 +31,25 @@ FLEXOPS_DEVICE void read_added(float (&s)[V * N], const char* mask, Dtype kind, 
     Vec<u32, N / 2> halves[V];
 #pragma unroll
     for (int k = 0; k < V; ++k)
-      if (from + k * step < length) halves[k] = load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(row + from + k * step));
+      if (from + k * step < length)
+        halves[k] =
+            load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 2>*>(row + from + k * step));
     if (kind == Dtype::bf16) {
 #pragma unroll
       for (int i = 0; i < V * N; ++i)
-        s[i] = bit_cast<float>(i % 2 ? halves[i / N].at[i % N / 2] & 0xffff0000u : halves[i / N].at[i % N / 2] << 16);
+        s[i] = bit_cast<float>(i % 2 ? halves[i / N].at[i % N / 2] & 0xffff0000u
+                                     : halves[i / N].at[i % N / 2] << 16);
     } else {
 #pragma unroll
-      for (int i = 0; i < V * N; ++i) s[i] = to_float(f16{static_cast<u16>(halves[i / N].at[i % N / 2] >> (i % 2 * 16))});
+      for (int i = 0; i < V * N; ++i)
+        s[i] = to_float(f16{static_cast<u16>(halves[i / N].at[i % N / 2] >> (i % 2 * 16))});
     }
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded)
+    softmax_added(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kAddedHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   i64 mask_at;
@@ -51,7 +60,8 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
   Packed raw[V];
   load_row(raw, x, first, step, length);
   float s[V * N], scores[N];
-  const char* mask = static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == Dtype::f32 ? 4 : 2);
+  const char* mask =
+      static_cast<const char*>(p.mask) + mask_at * (p.mask_kind == Dtype::f32 ? 4 : 2);
   read_added<N, V>(s, mask, p.mask_kind, first, step, length);
 #pragma unroll
   for (int k = 0; k < V; ++k) {
@@ -60,7 +70,8 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded) softmax_added(co
     for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(scores[i], p.scale, s[k * N + i]);
     limit_exponents<T>(s + k * N, first + k * step, length);
   }
-  const float maximum = settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
+  const float maximum =
+      settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
   for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
   const float sum = reduce_row<true>(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);

@@ -8,12 +8,14 @@ namespace flexops::softmax {
 // Vectors of a row, and as many of its gradient, that a thread holds.
 inline constexpr int kBackwardHeld = 4;
 inline constexpr int kWholeHeld = 2;
-inline constexpr int kWholeThreads = 512;  // a block's, of several rows: memory does best if they read together and then write together
+inline constexpr int kWholeThreads = 512;  // a block's, of several rows: memory does best if they
+                                           // read together and then write together
 
-/// out = scale * y * (grad - sum(grad * y)) for the most usual rows: of whole vectors, with nothing left out, more than a warp's;
-/// blockDim.y of them in a block.
+/// out = scale * y * (grad - sum(grad * y)) for the most usual rows: of whole vectors, with nothing
+/// left out, more than a warp's; blockDim.y of them in a block.
 template <typename T>
-__global__ void __launch_bounds__(kWholeThreads, 2) softmax_backward_whole(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kWholeThreads, 2)
+    softmax_backward_whole(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kWholeHeld;
   __shared__ float sums[kWholeThreads / kNarrowWarp];
   const i64 row = static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -45,21 +47,24 @@ __global__ void __launch_bounds__(kWholeThreads, 2) softmax_backward_whole(const
     if (first + k * step >= p.length) break;
 #pragma unroll
     for (int i = k * N; i < (k + 1) * N; ++i) a[i] = p.scale * a[i] * (b[i] - sum);
-    store<kWrite>(reinterpret_cast<Packed*>(out + first + k * step), narrow<T>(a + k * N, p.is_f16));
+    store<kWrite>(reinterpret_cast<Packed*>(out + first + k * step),
+                  narrow<T>(a + k * N, p.is_f16));
   }
 }
 
-/// The same for any rows. A row is one chunk, which stays in registers; or several, which are read twice. A kernel for each
-/// type: one for both of 16 bits is 2 to 4 % slower.
+/// The same for any rows. A row is one chunk, which stays in registers; or several, which are read
+/// twice. A kernel for each type: one for both of 16 bits is 2 to 4 % slower.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) softmax_backward_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMostThreads)
+    softmax_backward_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kBackwardHeld;
   __shared__ float sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
   const T* y = static_cast<const T*>(p.x) + place.row * p.stride;
   const T* grad = static_cast<const T*>(p.grad) + place.row * p.grad_stride;
   T* out = static_cast<T*>(p.out) + place.row * p.length;
-  const int first = place.lane * N - head_of<T>(y), step = p.lanes * N, length = visible(p, place.row);
+  const int first = place.lane * N - head_of<T>(y), step = p.lanes * N,
+            length = visible(p, place.row);
   Packed ys[V], grads[V];
   float sum = 0.0f, a[N], b[N];
 #pragma unroll 1

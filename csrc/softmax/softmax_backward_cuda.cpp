@@ -10,8 +10,10 @@ namespace {
 /// Launches the kernel for rows of whole vectors, if these are such.
 bool launch_whole(Params p, ElementType type, void* stream, const char*& error) {
   constexpr int64_t kMany = 1 << 22;
-  const int64_t elements = vector_elements(type);  // float32 gains too little for what it takes to compile
-  if (type == ElementType::f32 || p.queries.by != 0 || (p.length | p.stride | p.grad_stride) % elements != 0 || p.rows * p.length < kMany)
+  const int64_t elements =
+      vector_elements(type);  // float32 gains too little for what it takes to compile
+  if (type == ElementType::f32 || p.queries.by != 0 ||
+      (p.length | p.stride | p.grad_stride) % elements != 0 || p.rows * p.length < kMany)
     return false;
   Grid grid = make_grid(p, type, softmax::kWholeHeld, softmax::kWholeThreads);
   if (!grid.holds || p.lanes <= softmax::kNarrowWarp) return false;
@@ -24,14 +26,16 @@ bool launch_whole(Params p, ElementType type, void* stream, const char*& error) 
 
 }  // namespace
 
-const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out, const SoftmaxRows& rows, void* stream) {
+const char* softmax_backward_cuda(const void* grad, int64_t grad_stride, const void* y, void* out,
+                                  const SoftmaxRows& rows, void* stream) {
   if (rows.rows * rows.length == 0) return nullptr;
   Params p = make_params(y, out, rows);
   p.grad = grad, p.grad_stride = grad_stride;
   const char* error = nullptr;
   if (launch_whole(p, rows.type, stream, error)) return error;
   const Grid grid = make_grid(p, rows.type, softmax::kBackwardHeld, softmax::kMostThreads);
-  const KernelOf<Params> kernels[] = {kernel<softmax::softmax_backward_rows<float>>, rare_kernel<softmax::softmax_backward_rows<f16>>,
+  const KernelOf<Params> kernels[] = {kernel<softmax::softmax_backward_rows<float>>,
+                                      rare_kernel<softmax::softmax_backward_rows<f16>>,
                                       kernel<softmax::softmax_backward_rows<bf16>>};
   return launch(kernels[static_cast<int>(rows.type)], p, grid, stream);
 }

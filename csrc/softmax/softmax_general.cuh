@@ -1,5 +1,5 @@
-// Forward, whatever the other kernels do not take: masks that add and lie otherwise than the scores or have one value for all of a row; any
-// scale; masked rows of any length.
+// Forward, whatever the other kernels do not take: masks that add and lie otherwise than the scores
+// or have one value for all of a row; any scale; masked rows of any length.
 #pragma once
 
 #include "softmax/softmax_mask.cuh"
@@ -24,7 +24,9 @@ FLEXOPS_DEVICE MaskRow find_mask(const Params& p, i64 row, int& length) {
   MaskRow m = {nullptr, 0.0f, p.mask_kind};
   if (p.mask_kind == Dtype::none) return m;
   const i64 offset = mask_offset(p, row);
-  const char* start = static_cast<const char*>(p.mask) + offset * (p.mask_kind == Dtype::boolean ? 1 : p.mask_kind == Dtype::f32 ? 4 : 2);
+  const char* start = static_cast<const char*>(p.mask) + offset * (p.mask_kind == Dtype::boolean ? 1
+                                                                   : p.mask_kind == Dtype::f32   ? 4
+                                                                                               : 2);
   if (p.mask_step != 0) {
     m.row = start;
   } else if (p.mask_kind == Dtype::boolean) {
@@ -37,22 +39,26 @@ FLEXOPS_DEVICE MaskRow find_mask(const Params& p, i64 row, int& length) {
   return m;
 }
 
-/// W words of a row of `size` bytes, from its byte `from` on. What is outside of the row comes as anything; `inside` tells that nothing is.
+/// W words of a row of `size` bytes, from its byte `from` on. What is outside of the row comes as
+/// anything; `inside` tells that nothing is.
 template <int W>
 FLEXOPS_DEVICE void load_words(u32 (&out)[W], const char* row, i64 from, i64 size, bool inside) {
   constexpr int kAccess = W < 4 ? W : 4;
   if (inside && is_aligned(row + from, kAccess * 4)) {
 #pragma unroll
     for (int i = 0; i < W; i += kAccess) {
-      const auto words = load<Cache::normal>(reinterpret_cast<const Vec<u32, kAccess>*>(row + from + i * 4));
+      const auto words =
+          load<Cache::normal>(reinterpret_cast<const Vec<u32, kAccess>*>(row + from + i * 4));
 #pragma unroll
       for (int j = 0; j < kAccess; ++j) out[i + j] = words.at[j];
     }
     return;
   }
-  const int lead = static_cast<int>(reinterpret_cast<u64>(row) & 3), shift = static_cast<int>((from + lead) & 3) * 8;
+  const int lead = static_cast<int>(reinterpret_cast<u64>(row) & 3),
+            shift = static_cast<int>((from + lead) & 3) * 8;
   const u32* words = reinterpret_cast<const u32*>(row - lead);
-  const int first = static_cast<int>((from + lead) >> 2), last = static_cast<int>((size + lead - 1) >> 2);
+  const int first = static_cast<int>((from + lead) >> 2),
+            last = static_cast<int>((size + lead - 1) >> 2);
   u32 before = 0;
 #pragma unroll
   for (int i = 0; i <= W; ++i) {
@@ -83,13 +89,15 @@ FLEXOPS_DEVICE void apply_mask(float* s, const MaskRow& m, int at, int length) {
     u32 words[N / 2];
     load_words(words, m.row, from * 2, size * 2, inside);
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] += half_to_float(words[i / 2] >> (i % 2 * 16) & 0xffffu, m.kind);
+    for (int i = 0; i < N; ++i)
+      s[i] += half_to_float(words[i / 2] >> (i % 2 * 16) & 0xffffu, m.kind);
   }
 }
 
 /// Elements [at, at + kPerVector) as exponents: scaled, masked, -inf where they take no part.
 template <typename T>
-FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, float scale, const MaskRow& m, int at, int length) {
+FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, float scale,
+                                   const MaskRow& m, int at, int length) {
   constexpr int N = kPerVector<T>;
   widen<T>(s, raw, is_f16);
 #pragma unroll
@@ -103,7 +111,8 @@ FLEXOPS_DEVICE void make_exponents(float* s, const Packed& raw, bool is_f16, flo
 
 /// Rows of up to lanes * kGeneralHeld vectors.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMostThreads)
+    softmax_general(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kGeneralHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
@@ -115,7 +124,8 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
   const MaskRow mask = find_mask(p, place.row, length);
   float s[V * N];
 #pragma unroll
-  for (int k = 0; k < V; ++k) make_exponents<T>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
+  for (int k = 0; k < V; ++k)
+    make_exponents<T>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
   const float maximum = settle(reduce_row(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
   for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
@@ -125,12 +135,15 @@ __global__ void __launch_bounds__(kMostThreads) softmax_general(const FLEXOPS_GR
   T* out = static_cast<T*>(p.out) + place.row * p.length;
 #pragma unroll
   for (int k = 0; k < V; ++k)
-    if (first + k * step < p.length) store_results<T>(out, s + k * N, p.is_f16, sum, inverse, first + k * step, length, p.length);
+    if (first + k * step < p.length)
+      store_results<T>(out, s + k * N, p.is_f16, sum, inverse, first + k * step, length, p.length);
 }
 
-/// Rows of any length, a block each; read twice if they are longer than its threads hold, as in softmax_long.
+/// Rows of any length, a block each; read twice if they are longer than its threads hold, as in
+/// softmax_long.
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kMostThreads)
+    softmax_long_masked(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int N = kPerVector<T>, V = kMaskedLongHeld;
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const i64 row = blockIdx.x;
@@ -158,7 +171,8 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long_masked(const FLEXOP
       const int at = from + k * step;
       if (at >= (writes ? p.length : length)) continue;
       make_exponents<T>(s, vector, p.is_f16, p.scale, mask, at, length);
-      const float highest = writes ? maximum : fmaxf(maximum, max_tree<N>(s)), base = settle(highest);
+      const float highest = writes ? maximum : fmaxf(maximum, max_tree<N>(s)),
+                  base = settle(highest);
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = power<T>((s[i] - base) * kUnit<T>);
       if (writes) {

@@ -17,14 +17,17 @@ softmax::Size make_size(int64_t by) {
 }
 
 /// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
-bool is_large(const SoftmaxRows& rows) { return rows.rows * rows.length * element_size(rows.type) >= int64_t{1} << 24; }
+bool is_large(const SoftmaxRows& rows) {
+  return rows.rows * rows.length * element_size(rows.type) >= int64_t{1} << 24;
+}
 
 int64_t vector_elements(ElementType type) { return 16 / element_size(type); }
 
 Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   Params p;
   p.x = x, p.out = out, p.mask = nullptr, p.grad = nullptr;
-  p.rows = rows.rows, p.length = static_cast<int>(rows.length), p.stride = rows.stride, p.grad_stride = 0;
+  p.rows = rows.rows, p.length = static_cast<int>(rows.length), p.stride = rows.stride,
+  p.grad_stride = 0;
   p.queries = make_size(rows.causal ? rows.queries : 1);
   if (!rows.causal) p.queries.by = 0;
   p.mask_dims = p.mask_step = 0;
@@ -46,9 +49,11 @@ struct Grid {
 Grid make_grid(Params& p, ElementType type, int64_t held, int64_t most) {
   constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
   const int64_t elements = vector_elements(type);
-  const int64_t head = aligned(p.x) && p.stride % elements == 0 ? 0 : elements - 1;  // the longest that a row has
+  const int64_t head =
+      aligned(p.x) && p.stride % elements == 0 ? 0 : elements - 1;  // the longest that a row has
   const int64_t vectors = ceil_div(p.length + head, elements);
-  if (vectors <= kShort && held > 4) held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
+  if (vectors <= kShort && held > 4)
+    held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
   // Few rows leave most of the GPU idle: more threads share each.
   if (p.rows * vectors <= kFew && held >= 4 && vectors * 4 <= held * most) held /= 4;
   const int64_t warps = ceil_div(vectors, held * softmax::kNarrowWarp);
@@ -63,8 +68,12 @@ Grid make_grid(Params& p, ElementType type, int64_t held, int64_t most) {
   return {{p.rows, 1, 1}, {p.lanes, 1}, holds};
 }
 
-const char* launch(const KernelOf<Params>& kernel, const Params& p, const Grid& grid, void* stream) {
-  flexops::launch(kernel, {blocks(grid.blocks[0], grid.blocks[1], grid.blocks[2]), blocks(grid.threads[0], grid.threads[1]), stream}, p);
+const char* launch(const KernelOf<Params>& kernel, const Params& p, const Grid& grid,
+                   void* stream) {
+  flexops::launch(kernel,
+                  {blocks(grid.blocks[0], grid.blocks[1], grid.blocks[2]),
+                   blocks(grid.threads[0], grid.threads[1]), stream},
+                  p);
   return last_error();
 }
 

@@ -1,7 +1,8 @@
 // Forward without a mask, for a scale that is neither 0 nor NaN: rows of any length, a block each.
 //
-// A row of more than its threads hold is read twice, forwards for maximum and sum together, then backwards for the results: what was read
-// last is still in registers, and what was read before it in the second-level cache.
+// A row of more than its threads hold is read twice, forwards for maximum and sum together, then
+// backwards for the results: what was read last is still in registers, and what was read before it
+// in the second-level cache.
 #pragma once
 
 #include "softmax/softmax.cuh"
@@ -10,10 +11,11 @@ namespace flexops::softmax {
 
 inline constexpr int kLongHeld = 8;  // vectors of a row that a thread holds
 
-/// A chunk of V vectors: those of elements [from, from + kPerVector) and so on, `step` apart. What is not in the row of `length` becomes
-/// -inf.
+/// A chunk of V vectors: those of elements [from, from + kPerVector) and so on, `step` apart. What
+/// is not in the row of `length` becomes -inf.
 template <typename T, int V, typename Load>
-FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const T* x, int from, int step, int length, const Params& p, const Load& load_one) {
+FLEXOPS_DEVICE void load_scores(Packed (&scores)[V], const T* x, int from, int step, int length,
+                                const Params& p, const Load& load_one) {
   const u32 lowest = p.lowest ^ p.flip;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
@@ -34,10 +36,13 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
   const i64 row = blockIdx.x;
   const T* x = static_cast<const T*>(p.x) + row * p.stride;
   T* out = static_cast<T*>(p.out) + row * p.length;
-  const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<T>(x), step = p.lanes * N;
+  const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<T>(x),
+            step = p.lanes * N;
   const float scale = p.scale * kUnit<T>;
   const Lasting lasting(p.lasting);
-  const auto keep = [&](const T* at) { return load_lasting(reinterpret_cast<const Packed*>(at), lasting); };
+  const auto keep = [&](const T* at) {
+    return load_lasting(reinterpret_cast<const Packed*>(at), lasting);
+  };
   const auto leave = [](const T* at) { return load_vector<T, Cache::streaming>(at, 0); };
   float maximum = -infinity(), sum = 0.0f, s[N];
   Packed scores[V];

@@ -17,9 +17,10 @@ FLEXOPS_DEVICE i64 mask_offset(const Params& p, i64 row) {
   return offset + row * p.mask_strides[p.mask_dims - 1];
 }
 
-/// The thread's row, and where the mask's begins. A grid of the mask's dimensions spares most blocks all divisions, which would be a third
-/// of what there is to do. Rows that share a row of a large mask, as those of heads do, are neighbours in it: the second-level cache has
-/// the mask's row then, and need not have all of them.
+/// The thread's row, and where the mask's begins. A grid of the mask's dimensions spares most
+/// blocks all divisions, which would be a third of what there is to do. Rows that share a row of a
+/// large mask, as those of heads do, are neighbours in it: the second-level cache has the mask's
+/// row then, and need not have all of them.
 FLEXOPS_DEVICE Place find_masked_place(const Params& p, i64& mask_at) {
   if (!p.gridded) {
     const Place place = find_place(p);
@@ -28,17 +29,21 @@ FLEXOPS_DEVICE Place find_masked_place(const Params& p, i64& mask_at) {
   }
   const i64 x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;
   mask_at = x * p.mask_steps[0] + y * p.mask_steps[1] + z * p.mask_steps[2];
-  return {x * p.row_steps[0] + y * p.row_steps[1] + z * p.row_steps[2], static_cast<int>(threadIdx.x), true};
+  return {x * p.row_steps[0] + y * p.row_steps[1] + z * p.row_steps[2],
+          static_cast<int>(threadIdx.x), true};
 }
 
-/// Bytes of a boolean mask, four to a word, for V vectors of a thread, `step` elements apart. What is outside of the row comes as anything.
+/// Bytes of a boolean mask, four to a word, for V vectors of a thread, `step` elements apart. What
+/// is outside of the row comes as anything.
 template <int N, int V>
-FLEXOPS_DEVICE void read_boolean(u32 (&words)[V][N / 4], const char* row, int from, int step, int length) {
+FLEXOPS_DEVICE void read_boolean(u32 (&words)[V][N / 4], const char* row, int from, int step,
+                                 int length) {
   if (is_aligned(row + from, N)) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       if (from + k * step >= length) continue;
-      const auto bytes = load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 4>*>(row + from + k * step));
+      const auto bytes =
+          load<Cache::normal>(reinterpret_cast<const Vec<u32, N / 4>*>(row + from + k * step));
 #pragma unroll
       for (int w = 0; w < N / 4; ++w) words[k][w] = bytes.at[w];
     }

@@ -5,7 +5,8 @@
 
 namespace flexops::softmax {
 
-// Vectors of a row that a thread can hold, and the threads of the largest block. Two blocks of 640 leave a thread 48 registers, of 768 40.
+// Vectors of a row that a thread can hold, and the threads of the largest block. Two blocks of 640
+// leave a thread 48 registers, of 768 40.
 template <typename T>
 inline constexpr int kHeld = !kIsFloat<T> ? 4 : 8;
 template <typename T, bool kMasked>
@@ -15,9 +16,11 @@ inline constexpr int kMostOfRows = kIsFloat<T> ? kMostThreads
 template <typename T, bool kMasked>
 inline constexpr int kBlocksOfRows = (kMostOfRows<T, kMasked>) < kMostThreads ? 2 : 1;
 
-/// The sum of the powers of a thread's scores, `length` of which take part. In float32 these become their powers.
+/// The sum of the powers of a thread's scores, `length` of which take part. In float32 these become
+/// their powers.
 template <typename T, int V>
-FLEXOPS_DEVICE float add_powers(Packed (&scores)[V], bool is_f16, int first, int step, int length, float scale, float top) {
+FLEXOPS_DEVICE float add_powers(Packed (&scores)[V], bool is_f16, int first, int step, int length,
+                                float scale, float top) {
   constexpr int N = kPerVector<T>;
   float sum = 0.0f, powers[N];
 #pragma unroll
@@ -32,8 +35,9 @@ FLEXOPS_DEVICE float add_powers(Packed (&scores)[V], bool is_f16, int first, int
 
 /// Writes the powers, divided by their sum, and zeros beyond `length`, to a row that ends at `end`.
 template <typename T, int V>
-FLEXOPS_DEVICE void write_powers(void* row, int end, const Packed (&scores)[V], bool is_f16, int first, int step, int length, float scale,
-                                 float top, float sum) {
+FLEXOPS_DEVICE void write_powers(void* row, int end, const Packed (&scores)[V], bool is_f16,
+                                 int first, int step, int length, float scale, float top,
+                                 float sum) {
   constexpr int N = kPerVector<T>;
   T* out = static_cast<T*>(row);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -46,7 +50,8 @@ FLEXOPS_DEVICE void write_powers(void* row, int end, const Packed (&scores)[V], 
     if (at < length) {
       if constexpr (kIsFloat<T>) {
         widen<T>(powers, scores[k]);
-      } else {  // again, which is cheaper than the registers to keep them: rows under way are what hides memory's latency
+      } else {  // again, which is cheaper than the registers to keep them: rows under way are what
+                // hides memory's latency
         make_powers<T>(powers, scores[k], is_f16, scale, top);
       }
 #pragma unroll
@@ -76,7 +81,8 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
-    if (first + k * step < length) scores[k] = load_lasting(reinterpret_cast<const Packed*>(x + (first + k * step)), lasting);
+    if (first + k * step < length)
+      scores[k] = load_lasting(reinterpret_cast<const Packed*>(x + (first + k * step)), lasting);
   }
   u32 words[V][N / 4];
   bool bytewise = false;
@@ -103,9 +109,12 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
       limit_end<T>(scores[k], at, length, p.lowest);
     }
   }
-  float top = find_top(reduce_row(highest_of<T>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima), p.scale);
+  float top = find_top(
+      reduce_row(highest_of<T>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima), p.scale);
   const float scale = p.scale * kUnit<T>;
-  const bool is_f16 = !kIsFloat<T> && p.is_f16, apart = kMasked && is_f16;  // one branch: with a mask, branches for every vector cost 4 %
+  const bool is_f16 = !kIsFloat<T> && p.is_f16,
+             apart =
+                 kMasked && is_f16;  // one branch: with a mask, branches for every vector cost 4 %
   float sum = apart ? add_powers<f16>(scores, false, first, step, length, scale, top)
                     : add_powers<T>(scores, is_f16 && !kMasked, first, step, length, scale, top);
   sum = reduce_row(sum, Sum{}, 0.0f, p.lanes, sums);
@@ -115,7 +124,8 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
   if (apart) {
     write_powers<f16>(out, p.length, scores, false, first, step, length, scale, top, sum);
   } else {
-    write_powers<T>(out, p.length, scores, is_f16 && !kMasked, first, step, length, scale, top, sum);
+    write_powers<T>(out, p.length, scores, is_f16 && !kMasked, first, step, length, scale, top,
+                    sum);
   }
 }
 

@@ -1,4 +1,5 @@
-"""What the site adds to Sphinx: the public names of a module, pages that no section names, and links out of docs/ into the repository."""
+"""What the site adds to Sphinx: the public names of a module, pages that no section names, and
+links out of docs/ into the repository."""
 
 from __future__ import annotations
 
@@ -22,15 +23,25 @@ MARKS = "<!-- {0}:begin -->", "<!-- {0}:end -->"
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Names of ``__all__``; where there is none, what a module has of flexops' own without an underscore."""
+    """Names of ``__all__``; where there is none, what a module has of flexops' own without an
+    underscore."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("__")]
-    ours = {name: value for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    return [name for name, value in ours.items() if (getattr(value, "__module__", "") or "").startswith("flexops")]
+    ours = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    return [
+        name
+        for name, value in ours.items()
+        if (getattr(value, "__module__", "") or "").startswith("flexops")
+    ]
 
 
 class PublicNames(SphinxDirective):
-    """``.. public-names:: flexops``: everything public in a module, in groups by the module that defines it. Nothing is listed by hand."""
+    """``.. public-names:: flexops``: everything public in a module, in groups by the module that
+    defines it. Nothing is listed by hand."""
 
     required_arguments = 1
     has_content = False
@@ -44,7 +55,11 @@ def _sections(module: ModuleType) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name in public_names(module):
         value = getattr(module, name)
-        home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) or module.__name__
+        home = (
+            value.__name__
+            if inspect.ismodule(value)
+            else getattr(value, "__module__", None) or module.__name__
+        )
         groups.setdefault(home, []).append(name)
     for home in sorted(groups, key=lambda one: (not one.startswith("flexops.ops"), one)):
         title = _title(home)
@@ -70,12 +85,15 @@ def _entry(module: ModuleType, name: str) -> Iterator[str]:
             for inner in public_names(value):
                 yield from _entry(value, inner)
         return
-    kind = "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
+    kind = (
+        "autoclass" if inspect.isclass(value) else "autofunction" if callable(value) else "autodata"
+    )
     yield from (f".. {kind}:: {module.__name__}.{name}", "")
 
 
 class CommandLine(SphinxDirective):
-    """``{command-line}``: every command of ``flexops``, with its arguments and options, as ``--help`` has them."""
+    """``{command-line}``: every command of ``flexops``, with its arguments and options, as
+    ``--help`` has them."""
 
     has_content = False
 
@@ -86,7 +104,9 @@ class CommandLine(SphinxDirective):
 
         command = typer.main.get_command(app)
         with command.make_context("flexops", ["doctor"]) as context:
-            return self.parse_text_to_nodes("\n".join(_commands("flexops", command, context)), allow_section_headings=True)
+            return self.parse_text_to_nodes(
+                "\n".join(_commands("flexops", command, context)), allow_section_headings=True
+            )
 
 
 def _commands(name: str, command: Any, context: Any) -> Iterator[str]:
@@ -96,10 +116,27 @@ def _commands(name: str, command: Any, context: Any) -> Iterator[str]:
     if hasattr(command, "list_commands"):
         return
     usage = " ".join([name, *command.collect_usage_pieces(context)])
-    yield from (f"## {name}", "", f"    {usage}", "", inspect.cleandoc(command.help or "").split("\f")[0], "")
-    yield from ("```bash", *filter(None, (command.epilog or "").removeprefix("Examples:").split("\n\n")), "```", "")
+    yield from (
+        f"## {name}",
+        "",
+        f"    {usage}",
+        "",
+        inspect.cleandoc(command.help or "").split("\f")[0],
+        "",
+    )
+    yield from (
+        "```bash",
+        *filter(None, (command.epilog or "").removeprefix("Examples:").split("\n\n")),
+        "```",
+        "",
+    )
     records = filter(None, (one.get_help_record(context) for one in command.params))
-    yield from ("| argument | meaning |", "| --- | --- |", *(f"| `{_cell(left)}` | {_cell(right)} |" for left, right in records), "")
+    yield from (
+        "| argument | meaning |",
+        "| --- | --- |",
+        *(f"| `{_cell(left)}` | {_cell(right)} |" for left, right in records),
+        "",
+    )
 
 
 def _cell(text: str) -> str:
@@ -107,33 +144,53 @@ def _cell(text: str) -> str:
 
 
 class ModuleTable(SphinxDirective):
-    """``{module-table} flexops``: every module below a package, by the first paragraph of its docstring."""
+    """``{module-table} flexops``: every module below a package, by the first paragraph of its
+    docstring."""
 
     required_arguments = 1
     has_content = False
 
     def run(self) -> list[nodes.Node]:
         rows = _modules(DOCS.parent / self.arguments[0])
-        return self.parse_text_to_nodes("\n".join(["| module | what it is |", "| --- | --- |", *(f"| `{name}` | {_cell(text)} |" for name, text in rows)]))
+        return self.parse_text_to_nodes(
+            "\n".join(
+                [
+                    "| module | what it is |",
+                    "| --- | --- |",
+                    *(f"| `{name}` | {_cell(text)} |" for name, text in rows),
+                ]
+            )
+        )
 
 
 def _modules(package: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(package.rglob("*.py"), key=lambda one: (one.parent, one.name != "__init__.py", one)):
-        text = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+    for path in sorted(
+        package.rglob("*.py"), key=lambda one: (one.parent, one.name != "__init__.py", one)
+    ):
+        text = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition(
+            "\n\n"
+        )[0]
         if text:
-            yield str(path.relative_to(DOCS.parent)).removesuffix("/__init__.py").removesuffix(".py"), text.replace("``", "`")
+            yield (
+                str(path.relative_to(DOCS.parent)).removesuffix("/__init__.py").removesuffix(".py"),
+                text.replace("``", "`"),
+            )
 
 
 def complete_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
-    """A page that was added to docs/ and to no section of index.md is listed with the guides, and so never lost."""
+    """A page that was added to docs/ and to no section of index.md is listed with the guides, and
+    so never lost."""
     if name == "index":
         listed = set(re.findall(r"^([\w-]+)$", source[0], re.MULTILINE))
-        pages = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in {"index", *listed})
+        pages = sorted(
+            path.stem for path in DOCS.glob("*.md") if path.stem not in {"index", *listed}
+        )
         source[0] = source[0].replace(PLACE, "\n".join(pages))
 
 
 def front_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """The site's front page is the README, with the install selector in the place of its commands."""
+    """The site's front page is the README, with the install selector in the place of its
+    commands."""
     if name != "index" or Path(app.srcdir) != DOCS:  # a test builds a page of its own
         return
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8").partition("\n")[2]
@@ -164,7 +221,8 @@ def _links_of_docs(text: str) -> str:
 
 
 def link_to_repository(_app: Sphinx, name: str, source: list[str]) -> None:
-    """``[...](../csrc/common)`` is a file beside docs/ for who reads on GitHub, and a link to the repository on the site."""
+    """``[...](../csrc/common)`` is a file beside docs/ for who reads on GitHub, and a link to the
+    repository on the site."""
     folder = (DOCS / name).parent
 
     def absolute(match: re.Match[str]) -> str:

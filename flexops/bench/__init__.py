@@ -1,4 +1,5 @@
-"""Measurements that show what flexops claims: both sides of every comparison in one run, on this machine. ``case`` is for cases of anybody's own."""
+"""Measurements that show what flexops claims: both sides of every comparison in one run, on this
+machine. ``case`` is for cases of anybody's own."""
 
 from __future__ import annotations
 

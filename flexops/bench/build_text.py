@@ -8,7 +8,11 @@ from . import build_ladder
 from .build_ladder import Ladder, Measurement
 from .text import columns, duration, ratio
 
-OTHER_WORK = ("flexops-aot", "flexops-import", *(f"{side}-edit-{kind}" for side in ("torch", "flexops") for kind in ("cpp", "cu")))
+OTHER_WORK = (
+    "flexops-aot",
+    "flexops-import",
+    *(f"{side}-edit-{kind}" for side in ("torch", "flexops") for kind in ("cpp", "cu")),
+)
 """Rungs that do something else than the first, so that no factor says anything."""
 
 
@@ -16,7 +20,9 @@ def lines(ladder: Ladder) -> Iterator[str]:
     """The rungs, the families, the comparisons, what was not measured and why, and the machine."""
     rungs = [item for item in ladder.measurements if not item.rung.family]
     families = [item for item in ladder.measurements if item.rung.family]
-    yield from _rungs(ladder.op, [(item, item.seconds) for item in rungs if item.seconds is not None])
+    yield from _rungs(
+        ladder.op, [(item, item.seconds) for item in rungs if item.seconds is not None]
+    )
     yield from _families([(item, item.seconds) for item in families if item.seconds is not None])
     yield f"one architecture: {ladder.architecture}; all: {' '.join(ladder.architectures)}"
     for name, slow, fast in build_ladder.COMPARISONS:
@@ -33,7 +39,13 @@ def _rungs(op: str, measured: Sequence[tuple[Measurement, float]]) -> Iterator[s
         return
     first = measured[0][1]
     rows = [
-        (item.rung.side, item.rung.label, duration(seconds), "" if item.rung.id in OTHER_WORK else ratio(first / seconds)) for item, seconds in measured
+        (
+            item.rung.side,
+            item.rung.label,
+            duration(seconds),
+            "" if item.rung.id in OTHER_WORK else ratio(first / seconds),
+        )
+        for item, seconds in measured
     ]
     yield f"One CUDA op ({op}) from source to loaded; import torch not counted"
     yield ""
@@ -46,5 +58,11 @@ def _families(measured: Sequence[tuple[Measurement, float]]) -> Iterator[str]:
         return
     yield "Each family's CUDA library and kernels from source, cold, for one architecture"
     yield ""
-    yield from columns([("family", "time"), *((item.rung.family, duration(seconds)) for item, seconds in measured)], left=1)
+    yield from columns(
+        [
+            ("family", "time"),
+            *((item.rung.family, duration(seconds)) for item, seconds in measured),
+        ],
+        left=1,
+    )
     yield ""

@@ -1,8 +1,9 @@
 """Has flexops provide operators in a process of its own, and prints how long that took.
 
-Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call would, with ``kernel``, an architecture, also one of its
-kernels; ``family`` to build with all of its kernels; ``sources`` for ``flexops.load``, under ``name``, whose processor time is told; or ``aot``: true to build
-everything ahead of time.
+Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call
+would, with ``kernel``, an architecture, also one of its kernels; ``family`` to build with all of
+its kernels; ``sources`` for ``flexops.load``, under ``name``, whose processor time is told; or
+``aot``: true to build everything ahead of time.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ def _load(request: dict[str, Any]) -> dict[str, Any]:
     if native and request.get("kernel"):
         _compile_one(request["op"], request["kernel"])
     seconds = time.perf_counter() - imported
-    status = next(status for status in flexops.status() if (status.op, status.device) == (request["op"], request["device"]))
-    return {"seconds": seconds, "import_seconds": imported - started, "error": "" if native else status.reason}
+    status = next(
+        status
+        for status in flexops.status()
+        if (status.op, status.device) == (request["op"], request["device"])
+    )
+    return {
+        "seconds": seconds,
+        "import_seconds": imported - started,
+        "error": "" if native else status.reason,
+    }
 
 
 def _compile_one(family: str, architecture: str) -> None:
-    """The first of the kernels that a library names, as its first launch on such a GPU would have it."""
+    """The first of the kernels that a library names, as its first launch on such a GPU would have
+    it."""
     from flexops import settings
     from flexops.build.compile import building, device_code
     from flexops.build.describe import catalog
@@ -47,9 +57,12 @@ def _compile_one(family: str, architecture: str) -> None:
     chosen = settings.current()
     (wanted,) = parse_arch_list(architecture)
     cache = loader.open_cache(chosen)
-    (built,) = building.obtain([loader.local_plan(spec, "cuda", chosen)], cache)  # which loading it left there
+    # which loading it left there
+    (built,) = building.obtain([loader.local_plan(spec, "cuda", chosen)], cache)
     compiler = provider.compiler_for(chosen, (wanted.capability,)).compiler
-    kernel = provider.plan_kernel(spec, kernel_names.names_in(built.require().library)[0], wanted, compiler)
+    kernel = provider.plan_kernel(
+        spec, kernel_names.names_in(built.require().library)[0], wanted, compiler
+    )
     (result,) = device_code.obtain([kernel], cache)
     assert not result.cached
     result.require()
@@ -62,19 +75,32 @@ def _build(names: tuple[str, ...], devices: tuple[Literal["cpu", "cuda"], ...]) 
     started = time.perf_counter()
     results = aot.build(names, settings.current(), devices=devices)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "libraries": len(results), "error": "; ".join(str(result.error) for result in results if result.error)}
+    return {
+        "seconds": seconds,
+        "libraries": len(results),
+        "error": "; ".join(str(result.error) for result in results if result.error),
+    }
 
 
 def _load_sources(request: dict[str, Any]) -> dict[str, Any]:
     import torch  # what is measured is the build
 
-    if request["sources"][0].endswith(".cu") and torch.version.cuda is None:  # a CPU build of torch compiles with a toolkit just as well
+    # a CPU build of torch compiles with a toolkit just as well
+    if request["sources"][0].endswith(".cu") and torch.version.cuda is None:
         torch.version.cuda = request["cuda"]
     import flexops
 
     started, used = time.perf_counter(), os.times()
-    flexops.load(request["name"], request["sources"], extra_ldflags=[f"-L{request['library_dir']}"], device_compiler=request["device_compiler"])
-    return {"seconds": time.perf_counter() - started, "processor": sum(os.times()[:4]) - sum(used[:4])}
+    flexops.load(
+        request["name"],
+        request["sources"],
+        extra_ldflags=[f"-L{request['library_dir']}"],
+        device_compiler=request["device_compiler"],
+    )
+    return {
+        "seconds": time.perf_counter() - started,
+        "processor": sum(os.times()[:4]) - sum(used[:4]),
+    }
 
 
 def main() -> None:

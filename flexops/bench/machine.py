@@ -34,8 +34,14 @@ class Machine:
         return asdict(self)
 
     def __str__(self) -> str:
-        versions = f"torch {self.torch}, nvcc {self.nvcc or '-'}, {self.host_compiler or '-'}, ninja {self.ninja or '-'}, {self.launcher or 'no ccache'}"
-        return f"{self.date}: {self.cpu}, {self.cpus} CPUs, {self.memory_gib:.0f} GiB, {self.system}, Python {self.python}\n{versions}, flexops {self.flexops}"
+        versions = (
+            f"torch {self.torch}, nvcc {self.nvcc or '-'}, {self.host_compiler or '-'}, ninja"
+            f" {self.ninja or '-'}, {self.launcher or 'no ccache'}"
+        )
+        return (
+            f"{self.date}: {self.cpu}, {self.cpus} CPUs, {self.memory_gib:.0f} GiB, {self.system},"
+            f" Python {self.python}\n{versions}, flexops {self.flexops}"
+        )
 
 
 def describe(tools: Toolchain) -> Machine:

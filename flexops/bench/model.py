@@ -1,7 +1,9 @@
-"""``flexops bench model``: a whole training step of a Llama-style model, by those who make it faster: time, memory, and the losses of a training.
+"""``flexops bench model``: a whole training step of a Llama-style model, by those who make it
+faster: time, memory, and the losses of a training.
 
-Each contender has a model of its own, from the same seed, and takes its turns at the same batches. A step is forward and backward pass, clipping to norm
-1, and AdamW with states in the parameters' dtype.
+Each contender has a model of its own, from the same seed, and takes its turns at the same batches.
+A step is forward and backward pass, clipping to norm 1, and AdamW with states in the parameters'
+dtype.
 """
 
 from __future__ import annotations
@@ -45,8 +47,14 @@ class Shape:
     length: int
 
     def __str__(self) -> str:
-        sizes = f"hidden {self.hidden}, {self.layers} layers, {self.heads} query and {self.kv_heads} key/value heads, MLP {self.inner}"
-        return f"Llama-style model ({sizes}, vocabulary {self.vocabulary}, tied), batch {self.batch} x {self.length} tokens"
+        sizes = (
+            f"hidden {self.hidden}, {self.layers} layers, {self.heads} query and {self.kv_heads}"
+            f" key/value heads, MLP {self.inner}"
+        )
+        return (
+            f"Llama-style model ({sizes}, vocabulary {self.vocabulary}, tied), batch {self.batch} x"
+            f" {self.length} tokens"
+        )
 
 
 SHAPES = {
@@ -60,7 +68,8 @@ RATE = 3e-4
 
 @dataclass(frozen=True)
 class Result:
-    """What one contender reached; ``gibibytes`` is 0 where there is no GPU, ``preparation`` the seconds until the model was patched."""
+    """What one contender reached; ``gibibytes`` is 0 where there is no GPU, ``preparation`` the
+    seconds until the model was patched."""
 
     name: str
     milliseconds: float
@@ -71,7 +80,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """Results in the order of the contenders, losses of each step by contender, and who could not take part, and why."""
+    """Results in the order of the contenders, losses of each step by contender, and who could not
+    take part, and why."""
 
     date: str
     machine: str
@@ -87,16 +97,25 @@ class Run:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Run:
         results = tuple(Result(**{"flexops": False, **one}) for one in data["results"])
-        return cls(data["date"], data["machine"], data["what"], results, data.get("losses", {}), data.get("absent", {}))
+        return cls(
+            data["date"],
+            data["machine"],
+            data["what"],
+            results,
+            data.get("losses", {}),
+            data.get("absent", {}),
+        )
 
 
-# ---- contenders --------------------------------------------------------------------------------------------------------------------------------
+# ---- contenders ----------------------------------------------------------------------------------
 
 
 class Contender:
     """A model and what makes its steps."""
 
-    def __init__(self, shape: Shape, device: str, *, seed: int = 0, kind: str = "", compiled: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, device: str, *, seed: int = 0, kind: str = "", compiled: bool = False
+    ) -> None:
         self.model = make_model(shape, device, seed)
         self.swap: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         started = time.perf_counter()
@@ -106,11 +125,15 @@ class Contender:
             import flexops
 
             flexops.patch(self.model)
-            self.optimizer: Any = flexops.optim.AdamW(self.model.parameters(), lr=RATE, state_dtype="param", max_norm=1.0)
+            self.optimizer: Any = flexops.optim.AdamW(
+                self.model.parameters(), lr=RATE, state_dtype="param", max_norm=1.0
+            )
             self.clip: Callable[[], object] = lambda: None
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-            self.clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(self.model.parameters()), 1.0)
+            self.clip = functools.partial(
+                torch.nn.utils.clip_grad_norm_, list(self.model.parameters()), 1.0
+            )
         self.preparation = time.perf_counter() - started
         self.forward = torch.compile(self.model) if compiled else self.model
 
@@ -143,12 +166,21 @@ def make_model(shape: Shape, device: str, seed: int) -> Any:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise FlexopsError("the model is one of transformers'", found=str(error), fix="pip install transformers") from error
+        raise FlexopsError(
+            "the model is one of transformers'", found=str(error), fix="pip install transformers"
+        ) from error
     config = LlamaConfig(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.inner, vocab_size=shape.vocabulary, max_position_embeddings=shape.length, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.inner,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.length,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)
@@ -156,7 +188,8 @@ def make_model(shape: Shape, device: str, seed: int) -> Any:
 
 
 def _liger(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Patch a model by Liger, which also changes transformers' module, where the others would meet it: the result puts that there for a while."""
+    """Patch a model by Liger, which also changes transformers' module, where the others would meet
+    it: the result puts that there for a while."""
     import transformers.models.llama.modeling_llama as module
 
     before = dict(vars(module))
@@ -170,7 +203,9 @@ def _liger(model: Any) -> contextlib.AbstractContextManager[Any]:
 class _Swapped:
     """Names of a module, changed inside of ``with``."""
 
-    def __init__(self, names: dict[str, Any], changed: dict[str, Any], original: dict[str, Any]) -> None:
+    def __init__(
+        self, names: dict[str, Any], changed: dict[str, Any], original: dict[str, Any]
+    ) -> None:
         self._names, self._changed, self._original = names, changed, original
 
     def __enter__(self) -> None:
@@ -180,35 +215,47 @@ class _Swapped:
         self._names.update(self._original)
 
 
-# ---- what is read ------------------------------------------------------------------------------------------------------------------------------
+# ---- what is read --------------------------------------------------------------------------------
 
 
 def text_tokens(count: int, vocabulary: int) -> Tensor:
-    """So many tokens, at least, of the source of Python's standard library, which every Python brings: words, blanks and signs, numbered by how often each
-    occurs; those that are too rare for the vocabulary share a number."""
+    """So many tokens, at least, of the source of Python's standard library, which every Python
+    brings: words, blanks and signs, numbered by how often each occurs; those that are too rare for
+    the vocabulary share a number."""
     words: list[str] = []
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         words += re.findall(r"\w+|\s+|[^\w\s]", file.read_text(encoding="utf-8", errors="replace"))
         if len(words) >= 2 * count + 100_000:
             break
-    numbers = {word: min(rank, vocabulary - 1) for rank, (word, _) in enumerate(Counter(words).most_common())}
+    numbers = {
+        word: min(rank, vocabulary - 1)
+        for rank, (word, _) in enumerate(Counter(words).most_common())
+    }
     return torch.tensor([numbers[word] for word in words])
 
 
 def batches(tokens: Tensor, shape: Shape, count: int, device: str) -> list[Tensor]:
     """The same for every contender: pieces of the text, from anywhere."""
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(0, len(tokens) - shape.length, (count, shape.batch, 1), generator=generator)
+    starts = torch.randint(
+        0, len(tokens) - shape.length, (count, shape.batch, 1), generator=generator
+    )
     return list(tokens[starts + torch.arange(shape.length)].to(device))
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def run(
-    shape: Shape, device: str, names: Sequence[str] = (), *, budget: float = 20.0, curve: int = 0, curve_batch: int = 0,
+    shape: Shape,
+    device: str,
+    names: Sequence[str] = (),
+    *,
+    budget: float = 20.0,
+    curve: int = 0,
+    curve_batch: int = 0,
     report: Callable[[str], None] = lambda _: None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Measure contenders (none named: all that are installed).
 
     Args:
@@ -221,7 +268,9 @@ def run(
     """
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise SettingsError("there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS))
+        raise SettingsError(
+            "there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS)
+        )
     chosen = {name: CONTENDERS[name] for name in names or CONTENDERS}
     absent: dict[str, str] = {}
     if "Liger" in chosen and (missing := _no_liger(device)):
@@ -233,18 +282,34 @@ def run(
     curve_shape = Shape(**{**asdict(shape), "batch": curve_batch or shape.batch})
     for name, options in {**chosen, OTHER_SEED: {"seed": 1}}.items() if curve else ():
         report(f"{name}, {curve} steps")
-        losses[name] = _losses(Contender(curve_shape, device, **options), batches(tokens, curve_shape, curve, device))
+        losses[name] = _losses(
+            Contender(curve_shape, device, **options), batches(tokens, curve_shape, curve, device)
+        )
         _release(device)
     precision = "bfloat16" if device == "cuda" else "float32"
-    what = f"{shape}, {precision}, AdamW with states of that, clipping; torch {torch.__version__}, transformers {_version('transformers')}"
+    what = (
+        f"{shape}, {precision}, AdamW with states of that, clipping; torch {torch.__version__},"
+        f" transformers {_version('transformers')}"
+    )
     what += f", Liger {_version('liger_kernel')}" if "Liger" in chosen else ""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return Run(datetime.now(timezone.utc).strftime("%Y-%m-%d"), name, what, tuple(results), losses, absent)
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return Run(
+        datetime.now(timezone.utc).strftime("%Y-%m-%d"), name, what, tuple(results), losses, absent
+    )
 
 
 def _times(
-    shape: Shape, device: str, chosen: dict[str, dict[str, Any]], tokens: Tensor, budget: float, report: Callable[[str], None]
-) -> Iterator[Result]:  # fmt: skip
+    shape: Shape,
+    device: str,
+    chosen: dict[str, dict[str, Any]],
+    tokens: Tensor,
+    budget: float,
+    report: Callable[[str], None],
+) -> Iterator[Result]:
     data = batches(tokens, shape, 8, device)
     calls: dict[str, Callable[[], object]] = {}
     memory: dict[str, float] = {}
@@ -259,13 +324,21 @@ def _times(
             torch.cuda.reset_peak_memory_stats()
         for batch in data[:2]:
             contender.step(batch)
-        memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+        memory[name] = (
+            (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+        )
         preparation[name] = contender.preparation
         calls[name] = _turn(contender, data)
     report("in turns")
     for name, seconds in timing.medians(calls, device, ahead=False, budget=budget).items():
         is_ours = chosen[name].get("kind") == "flexops"
-        yield Result(name, round(1000 * seconds, 2), round(memory[name], 2), is_ours, round(preparation[name], 3))
+        yield Result(
+            name,
+            round(1000 * seconds, 2),
+            round(memory[name], 2),
+            is_ours,
+            round(preparation[name], 3),
+        )
 
 
 def _turn(contender: Contender, data: list[Tensor]) -> Callable[[], object]:
@@ -305,7 +378,7 @@ def _version(name: str) -> str:
     return "?"
 
 
-# ---- telling -----------------------------------------------------------------------------------------------------------------------------------
+# ---- telling -------------------------------------------------------------------------------------
 
 
 def mean_distance(losses: dict[str, list[float]], one: str, other: str) -> float:
@@ -319,10 +392,22 @@ def lines(run: Run) -> Iterator[str]:
     if run.results:
         rows = [("", "step", "GiB at the peak", "against the first")]
         first = run.results[0].milliseconds
-        rows += [(one.name, duration(one.milliseconds / 1000), f"{one.gibibytes:.2f}", ratio(one.milliseconds / first, 2)) for one in run.results]
+        rows += [
+            (
+                one.name,
+                duration(one.milliseconds / 1000),
+                f"{one.gibibytes:.2f}",
+                ratio(one.milliseconds / first, 2),
+            )
+            for one in run.results
+        ]
         yield from columns(rows, left=1)
     for name, losses in run.losses.items():
-        apart = f", {mean_distance(run.losses, name, 'transformers'):.4f} from transformers' on average" if "transformers" in run.losses else ""
+        apart = (
+            f", {mean_distance(run.losses, name, 'transformers'):.4f} from transformers' on average"
+            if "transformers" in run.losses
+            else ""
+        )
         yield f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps{apart}"
     yield from (f"{name} takes no part: {reason}" for name, reason in run.absent.items())
     yield f"{run.what}; {run.machine}"
@@ -337,10 +422,24 @@ def markdown(run: Run) -> Iterator[str]:
     if run.losses:
         steps = len(next(iter(run.losses.values())))
         marks = [mark for mark in (10, 50, 100, 200, 300, 500, 1000) if mark <= steps] or [steps]
-        yield from ("", f"| mean of ten losses up to step | {' | '.join(map(str, marks))} | distance to transformers' |")
+        yield from (
+            "",
+            (
+                f"| mean of ten losses up to step | {' | '.join(map(str, marks))} | distance to"
+                " transformers' |"
+            ),
+        )
         yield "| --- |" + " ---: |" * (len(marks) + 1)
         for name, losses in run.losses.items():
-            means = (f"{math.fsum(part) / len(part):.3f}" for mark in marks if (part := losses[max(0, mark - 10) : mark]))
-            apart = f"{mean_distance(run.losses, name, 'transformers'):.4f}" if "transformers" in run.losses else ""
+            means = (
+                f"{math.fsum(part) / len(part):.3f}"
+                for mark in marks
+                if (part := losses[max(0, mark - 10) : mark])
+            )
+            apart = (
+                f"{mean_distance(run.losses, name, 'transformers'):.4f}"
+                if "transformers" in run.losses
+                else ""
+            )
             yield f"| {name} | {' | '.join(means)} | {apart} |"
     yield from (f"\n{name} took no part: {reason}" for name, reason in run.absent.items())

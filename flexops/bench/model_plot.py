@@ -1,4 +1,5 @@
-"""A training step's time and memory as bars, and the losses of trainings as curves. The same data give the same file, byte by byte."""
+"""A training step's time and memory as bars, and the losses of trainings as curves. The same data
+give the same file, byte by byte."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def _figure(size: tuple[float, float]) -> Any:
 
 
 def _save(figure: Any, data: dict[str, Any], file: Path) -> None:
-    figure.supxlabel(f"{data['machine']}, {data['date']}", fontsize=8, color="#57606a", x=0.01, ha="left")
+    figure.supxlabel(
+        f"{data['machine']}, {data['date']}", fontsize=8, color="#57606a", x=0.01, ha="left"
+    )
     import matplotlib
 
     # text as text: a third of the size
@@ -38,11 +41,17 @@ def draw(data: dict[str, Any], file: Path) -> None:
     results = data["results"]
     figure = _figure((10, 0.42 * len(results) + 1.1))
     positions = range(len(results))
-    for number, (axes, (field, title, form)) in enumerate(zip(figure.subplots(1, 2), PANELS, strict=True)):
+    for number, (axes, (field, title, form)) in enumerate(
+        zip(figure.subplots(1, 2), PANELS, strict=True)
+    ):
         values = [one[field] for one in results]
-        bars = axes.barh(positions, values, color=[OURS if one.get("flexops") else OTHERS for one in results])
+        bars = axes.barh(
+            positions, values, color=[OURS if one.get("flexops") else OTHERS for one in results]
+        )
         axes.bar_label(bars, labels=[format(value, form) for value in values], padding=4)
-        axes.set_yticks(positions, [one["name"] for one in results] if number == 0 else [""] * len(results))
+        axes.set_yticks(
+            positions, [one["name"] for one in results] if number == 0 else [""] * len(results)
+        )
         axes.invert_yaxis()
         axes.set_xlim(0, max(max(values) * 1.15, 1e-9))
         axes.set_xticks([])
@@ -53,7 +62,8 @@ def draw(data: dict[str, Any], file: Path) -> None:
 
 
 def draw_losses(data: dict[str, Any], file: Path) -> None:
-    """Losses over steps, each the mean of ten; and how far each training is from the plain one, beside how far another seed is."""
+    """Losses over steps, each the mean of ten; and how far each training is from the plain one,
+    beside how far another seed is."""
     losses: dict[str, list[float]] = data["losses"]
     figure = _figure((10, 4))
     left, right = figure.subplots(1, 2)
@@ -61,10 +71,18 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
         colour, line = STYLES.get(name, (None, "-."))
         left.plot(*_smooth(values), color=colour, linestyle=line, linewidth=1.2, label=name)
         if name != "transformers" and "transformers" in losses:
-            right.plot(*_smooth([abs(a - b) for a, b in zip(values, losses["transformers"], strict=True)]), color=colour, linestyle=line, linewidth=1.2)
+            right.plot(
+                *_smooth([abs(a - b) for a, b in zip(values, losses["transformers"], strict=True)]),
+                color=colour,
+                linestyle=line,
+                linewidth=1.2,
+            )
     left.legend(fontsize=8, frameon=False)
     right.set_yscale("log")
-    for axes, title in ((left, f"loss, mean of {SMOOTH} steps"), (right, "distance from transformers' loss")):
+    for axes, title in (
+        (left, f"loss, mean of {SMOOTH} steps"),
+        (right, "distance from transformers' loss"),
+    ):
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(color="#d8dee4", linewidth=0.5)
@@ -74,4 +92,7 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
 
 def _smooth(values: list[float]) -> tuple[list[int], list[float]]:
     ends = range(min(SMOOTH, len(values)), len(values) + 1)
-    return list(ends), [sum(values[max(0, end - SMOOTH) : end]) / len(values[max(0, end - SMOOTH) : end]) for end in ends]
+    return list(ends), [
+        sum(values[max(0, end - SMOOTH) : end]) / len(values[max(0, end - SMOOTH) : end])
+        for end in ends
+    ]

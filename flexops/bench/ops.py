@@ -1,4 +1,5 @@
-"""``flexops bench ops``: every op against torch's own ways to do the same, as bytes over time and as a part of the copy bandwidth."""
+"""``flexops bench ops``: every op against torch's own ways to do the same, as bytes over time and
+as a part of the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from .cases import Case, Setup, sources
 from .results import FLEXOPS, Results, Timing
 
 
-def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] | None = None) -> Results:
+def run(
+    setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] | None = None
+) -> Results:
     """Measure every case of the ops called ``ops``, by family or by function (none: all).
 
     Raises:
-        FlexopsError: an op has no cases, there is no such device or mode of torch.compile here, or an op's native library is not there (a reference
-            timed as flexops would mislead).
+        FlexopsError: an op has no cases, there is no such device or mode of torch.compile here, or
+            an op's native library is not there (a reference timed as flexops would mislead).
     """
     chosen = sources(ops)
     _check(setup)
@@ -31,7 +34,10 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
     for source in chosen:
         for family in source.families:
             if not loader.ensure(family, setup.device):
-                raise FlexopsError(f"{family} is not native on {setup.device}, so there is nothing to measure", fix="flexops doctor")
+                raise FlexopsError(
+                    f"{family} is not native on {setup.device}, so there is nothing to measure",
+                    fix="flexops doctor",
+                )
         for case in source.cases(setup):
             if not ops or source.family in ops or case.function in ops:
                 if report:
@@ -45,13 +51,29 @@ def run(setup: Setup, ops: Sequence[str] = (), *, report: Callable[[str], None] 
 def _check(setup: Setup) -> None:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     if setup.device not in devices:
-        found = setup.device if setup.device != "cuda" else f"cuda, and torch {torch.__version__} sees no GPU"
-        raise SettingsError("there is no such device to measure on", found=found, required=" or ".join(devices), fix="leave --device away, or flexops doctor")
+        found = (
+            setup.device
+            if setup.device != "cuda"
+            else f"cuda, and torch {torch.__version__} sees no GPU"
+        )
+        raise SettingsError(
+            "there is no such device to measure on",
+            found=found,
+            required=" or ".join(devices),
+            fix="leave --device away, or flexops doctor",
+        )
     if setup.compile and setup.compile not in (modes := compile_modes()):
-        raise FlexopsError("torch.compile has no such mode", found=setup.compile, required=", ".join([*modes, "off"]), fix="--compile default")
+        raise FlexopsError(
+            "torch.compile has no such mode",
+            found=setup.compile,
+            required=", ".join([*modes, "off"]),
+            fix="--compile default",
+        )
 
 
-def _measure(case: Case, device: str, copy: float, absent: list[tuple[str, str, str]]) -> Iterator[Timing]:
+def _measure(
+    case: Case, device: str, copy: float, absent: list[tuple[str, str, str]]
+) -> Iterator[Timing]:
     ready: dict[str, Callable[[], object]] = {}
     preparation: dict[str, float] = {}
     for name, call in case.contenders.items():
@@ -61,12 +83,33 @@ def _measure(case: Case, device: str, copy: float, absent: list[tuple[str, str, 
         except Exception as error:  # a library of another version, a compiler that cannot: the others are measured all the same
             if name == FLEXOPS:
                 raise
-            absent.append((case.name, name, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"))
+            absent.append(
+                (
+                    case.name,
+                    name,
+                    (
+                        f"{type(error).__name__}:"
+                        f" {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                    ),
+                )
+            )
     seconds = timing.MEASURES[case.measure](ready, device)
     for name, value in seconds.items():
         bandwidth = case.bytes / value
         memory = timing.extra_memory(ready[name]) if case.memory and device == "cuda" else None
-        yield Timing(case.op, case.function, case.name, case.part, name, value, bandwidth, bandwidth / copy, memory, preparation[name], case.operations / value)
+        yield Timing(
+            case.op,
+            case.function,
+            case.name,
+            case.part,
+            name,
+            value,
+            bandwidth,
+            bandwidth / copy,
+            memory,
+            preparation[name],
+            case.operations / value,
+        )
 
 
 def _release(device: str) -> None:
@@ -83,4 +126,8 @@ def default_device() -> str:
 
 def device_name(device: str) -> str:
     """What is measured, in words."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )

@@ -1,6 +1,7 @@
 """Runs one contender of one case, for a profiler. Run as a script by ``profiling``; prints JSON.
 
-    python profile_child.py '{"places": ["benchmarks/scale.py"], "op": "", "case": "bf16", "contender": "", "device": "cuda"}'
+python profile_child.py '{"places": ["benchmarks/scale.py"], "op": "", "case": "bf16", "contender":
+"", "device": "cuda"}'
 """
 
 import json
@@ -22,7 +23,10 @@ def main() -> None:
     try:
         call, what = chosen(request)
     except FlexopsError as error:
-        sys.exit(REFUSED + json.dumps([type(error).__name__, error.what, error.found, error.required, error.fix]))
+        sys.exit(
+            REFUSED
+            + json.dumps([type(error).__name__, error.what, error.found, error.required, error.fix])
+        )
     for _ in range(3):
         call()
     on_gpu = request["device"] == "cuda"
@@ -47,7 +51,10 @@ def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
             contender = request["contender"] or next(iter(calls))
             if contender in calls:
                 return calls[contender], f"{name}: {contender}"
-    what = f"no case with {request['case']!r} in its name and a contender {request['contender'] or 'at all'}"
+    what = (
+        f"no case with {request['case']!r} in its name and a contender"
+        f" {request['contender'] or 'at all'}"
+    )
     raise SettingsError(what, fix="leave --case and --contender away")
 
 
@@ -72,7 +79,9 @@ def by_torch(call: Callable[[], object], on_gpu: bool) -> list[dict[str, str]]:
 
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiler:
         call()
         if on_gpu:
             import torch
@@ -80,19 +89,39 @@ def by_torch(call: Callable[[], object], on_gpu: bool) -> list[dict[str, str]]:
             torch.cuda.synchronize()
     if not on_gpu:
         events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-        return [{"kernel": event.key, "time": f"{event.self_cpu_time_total:.1f} us", "calls": str(event.count)} for event in events[:20]]
+        return [
+            {
+                "kernel": event.key,
+                "time": f"{event.self_cpu_time_total:.1f} us",
+                "calls": str(event.count),
+            }
+            for event in events[:20]
+        ]
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
         with open(os.path.join(folder, "trace.json"), encoding="utf-8") as stream:
-            events = [event for event in json.load(stream)["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+            events = [
+                event
+                for event in json.load(stream)["traceEvents"]
+                if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+            ]
     return [kernel(event) for event in sorted(events, key=lambda event: event["ts"])]
 
 
 def kernel(event: dict[str, Any]) -> dict[str, str]:
     known = event.get("args", {})
-    names = {"registers per thread": "registers", "shared memory": "shared memory", "grid": "grid", "block": "block"}
+    names = {
+        "registers per thread": "registers",
+        "shared memory": "shared memory",
+        "grid": "grid",
+        "block": "block",
+    }
     names["est. achieved occupancy %"] = "occupancy, %"
-    return {"kernel": event["name"], "time": f"{event['dur']} us", **{short: str(known[name]) for name, short in names.items() if name in known}}
+    return {
+        "kernel": event["name"],
+        "time": f"{event['dur']} us",
+        **{short: str(known[name]) for name, short in names.items() if name in known},
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a call's kernels do on the GPU, by NVIDIA's ncu or by torch's profiler: ``flexops profile``."""
+"""What a call's kernels do on the GPU, by NVIDIA's ncu or by torch's profiler: ``flexops
+profile``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ METRICS: dict[str, str] = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "warps resident, % of what fits",
     "launch__registers_per_thread": "registers",
 }
-"""What ncu is asked for: what bounds a kernel is memory or the processors, and if neither is busy, too few warps."""
+"""What ncu is asked for: what bounds a kernel is memory or the processors, and if neither is busy,
+too few warps."""
 
 _CHILD = Path(__file__).with_name("profile_child.py")
 
@@ -35,12 +37,29 @@ def by_ncu(ncu: str, request: dict[str, Any]) -> list[dict[str, str]]:
         FlexopsError: what ncu says, such as that this user may not read the counters.
     """
     # --clock-control none: with the clocks that the GPU has in use, which are not ours to set.
-    command = [ncu, "--csv", "--target-processes", "all", "--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(METRICS)]
+    command = [
+        ncu,
+        "--csv",
+        "--target-processes",
+        "all",
+        "--profile-from-start",
+        "off",
+        "--clock-control",
+        "none",
+        "--metrics",
+        ",".join(METRICS),
+    ]
     done = _run([*command, *_child(request)])
     if done.returncode or "ERR_NVGPUCTRPERM" in done.stdout:
         permission = "ERR_NVGPUCTRPERM" in done.stdout + done.stderr
-        fix = "run as root, or NVreg_RestrictProfilingToAdminUsers=0; or flexops profile --by torch" if permission else "flexops profile --by torch"
-        raise FlexopsError("ncu could not profile", found=_last_lines(done.stdout + done.stderr), fix=fix)
+        fix = (
+            "run as root, or NVreg_RestrictProfilingToAdminUsers=0; or flexops profile --by torch"
+            if permission
+            else "flexops profile --by torch"
+        )
+        raise FlexopsError(
+            "ncu could not profile", found=_last_lines(done.stdout + done.stderr), fix=fix
+        )
     return list(_kernels(done.stdout))
 
 
@@ -51,7 +70,11 @@ def _kernels(text: str) -> Iterator[dict[str, str]]:
     for row in csv.DictReader(io.StringIO(text[start:])) if start >= 0 else ():
         one = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
         if row["Metric Name"] in METRICS:
-            one[METRICS[row["Metric Name"]]] = f"{row['Metric Value']} {row['Metric Unit']}".strip() if row["Metric Unit"] != "%" else row["Metric Value"]
+            one[METRICS[row["Metric Name"]]] = (
+                f"{row['Metric Value']} {row['Metric Unit']}".strip()
+                if row["Metric Unit"] != "%"
+                else row["Metric Value"]
+            )
     yield from launches.values()
 
 
@@ -59,7 +82,9 @@ def by_torch(request: dict[str, Any]) -> list[dict[str, str]]:
     """Each kernel of one call (on a CPU: each operator), with what torch's profiler tells."""
     done = _run(_child({**request, "torch": True}))
     if done.returncode:
-        raise FlexopsError("the case could not be profiled", found=_last_lines(done.stderr), fix="run it by itself")
+        raise FlexopsError(
+            "the case could not be profiled", found=_last_lines(done.stderr), fix="run it by itself"
+        )
     found: list[dict[str, str]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -76,10 +101,19 @@ def _child(request: dict[str, Any]) -> list[str]:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")) if entry)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            entry
+            for entry in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))
+            if entry
+        ),
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode and REFUSED in done.stderr:
-        kind, what, found, required, fix = json.loads(done.stderr.rpartition(REFUSED)[2].splitlines()[0])
+        kind, what, found, required, fix = json.loads(
+            done.stderr.rpartition(REFUSED)[2].splitlines()[0]
+        )
         raise getattr(errors, kind, FlexopsError)(what, found=found, required=required, fix=fix)
     return done
 

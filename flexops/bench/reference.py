@@ -1,4 +1,5 @@
-"""Running the references of flexops' operators where native kernels are loaded: to time them, and to test the kernels against them."""
+"""Running the references of flexops' operators where native kernels are loaded: to time them, and
+to test the kernels against them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from ..ops import _register
 class OnReference(TorchDispatchMode):
     """Inside, operators of flexops run their references, backward passes included."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return _register.references.get(func.name(), func)(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,5 @@
-"""What a run of ``flexops bench ops`` found. No torch here: results can be read, tabled and drawn where there is none."""
+"""What a run of ``flexops bench ops`` found. No torch here: results can be read, tabled and drawn
+where there is none."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ..errors import SettingsError
 
 FLEXOPS = "flexops"
 LEVEL = 1.02
-"""What another may be faster by and still be called level: about what medians differ by from run to run."""
+"""What another may be faster by and still be called level: about what medians differ by from run to
+run."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Timing:
         op: family of the op, as the catalogue calls it.
         function: the public function.
         case: what was done, with dtype and shape.
-        part: ``forward``, ``backward``, ``step``, ``call`` (of a small tensor, host included), ``device`` (the same in a CUDA graph).
+        part: ``forward``, ``backward``, ``step``, ``call`` (of a small tensor, host included),
+            ``device`` (the same in a CUDA graph).
         contender: ``flexops``, or who else.
         seconds: of one call.
         bandwidth: bytes a second, 0 where bytes are not what bounds the case.
@@ -59,27 +62,45 @@ class Behind:
 
 @dataclass(frozen=True)
 class Results:
-    """A run: the copy bandwidth in bytes a second, the timings, and which contenders could not take part, and why."""
+    """A run: the copy bandwidth in bytes a second, the timings, and which contenders could not take
+    part, and why."""
 
     copy: float
     timings: tuple[Timing, ...]
     absent: tuple[tuple[str, str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        absent = [{"case": case, "contender": contender, "reason": reason} for case, contender, reason in self.absent]
+        absent = [
+            {"case": case, "contender": contender, "reason": reason}
+            for case, contender, reason in self.absent
+        ]
         behind = [asdict(item) for item in self.behind()]
-        return {"copy_bandwidth": self.copy, "timings": [asdict(item) for item in self.timings], "behind": behind, "absent": absent}
+        return {
+            "copy_bandwidth": self.copy,
+            "timings": [asdict(item) for item in self.timings],
+            "behind": behind,
+            "absent": absent,
+        }
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Results:
-        absent = tuple((item["case"], item["contender"], item["reason"]) for item in data.get("absent", ()))
-        return Results(data["copy_bandwidth"], tuple(Timing(**item) for item in data["timings"]), absent)
+        absent = tuple(
+            (item["case"], item["contender"], item["reason"]) for item in data.get("absent", ())
+        )
+        return Results(
+            data["copy_bandwidth"], tuple(Timing(**item) for item in data["timings"]), absent
+        )
 
     def only(self, names: Collection[str]) -> Results:
-        """What is about the ops called ``names``, by family or by function; raises ``FlexopsError`` for a name that nothing here is about."""
+        """What is about the ops called ``names``, by family or by function; raises ``FlexopsError``
+        for a name that nothing here is about."""
         known = {name for item in self.timings for name in (item.op, item.function)}
         if unknown := sorted(set(names) - known):
-            raise SettingsError(f"nothing was measured of {', '.join(unknown)}", required=", ".join(sorted(known)), fix="leave --op away")
+            raise SettingsError(
+                f"nothing was measured of {', '.join(unknown)}",
+                required=", ".join(sorted(known)),
+                fix="leave --op away",
+            )
         timings = tuple(item for item in self.timings if {item.op, item.function} & set(names))
         cases = {item.case for item in timings}
         return Results(self.copy, timings, tuple(item for item in self.absent if item[0] in cases))
@@ -99,5 +120,15 @@ class Results:
             ours, others = group[0], group[1:]
             best = min(others, key=lambda item: item.seconds, default=ours)
             if ours.contender == FLEXOPS and best.seconds < ours.seconds:
-                found.append(Behind(ours.op, ours.case, ours.part, best.contender, ours.seconds / best.seconds, ours.seconds, best.seconds))
+                found.append(
+                    Behind(
+                        ours.op,
+                        ours.case,
+                        ours.part,
+                        best.contender,
+                        ours.seconds / best.seconds,
+                        ours.seconds,
+                        best.seconds,
+                    )
+                )
         return tuple(sorted(found, key=lambda item: -item.ratio))

@@ -27,9 +27,16 @@ def ratio(value: float, digits: int = 1) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The rows as lines of aligned columns, the first ``left`` of them set to the left, the others to the right."""
+    """The rows as lines of aligned columns, the first ``left`` of them set to the left, the others
+    to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))] for row in rows]
+    cells = [
+        [
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
     return ["  ".join(row).rstrip() for row in cells]
 
 

@@ -1,4 +1,5 @@
-"""Timing calls on a device: interleaved contenders, medians, and the copy bandwidth to hold them against."""
+"""Timing calls on a device: interleaved contenders, medians, and the copy bandwidth to hold them
+against."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _LONGEST_HEAD_START, _CYCLES = 0.02, 2e9  # seconds; of a GPU's clock in a secon
 
 
 def warm_up(call: Call, device: str) -> float:
-    """Call, and call again and again unless it takes long, so that what is made or compiled once is there; seconds of the first call."""
+    """Call, and call again and again unless it takes long, so that what is made or compiled once is
+    there; seconds of the first call."""
     started = time.perf_counter()
     call()
     _wait(device)
@@ -37,23 +39,34 @@ def warm_up(call: Call, device: str) -> float:
     return seconds
 
 
-def medians(contenders: Contenders, device: str, *, ahead: bool = False, budget: float = 1.5) -> dict[str, float]:
+def medians(
+    contenders: Contenders, device: str, *, ahead: bool = False, budget: float = 1.5
+) -> dict[str, float]:
     """Median seconds of one call of each contender, over up to 30 rounds (15 on CUDA).
 
-    The contenders take turns, in an order drawn anew in every round, so that a machine whose speed drifts treats them alike. ``budget`` bounds the
-    whole, in seconds: who has used up an equal share of it takes no more turns after the third.
+    The contenders take turns, in an order drawn anew in every round, so that a machine whose speed
+    drifts treats them alike. ``budget`` bounds the whole, in seconds: who has used up an equal
+    share of it takes no more turns after the third.
 
-    On CUDA, a turn is a number of calls queued without waiting, as a training loop queues them, between two events on the device: host work counts where
-    the device has to wait for it. With ``ahead`` it never has to, because the host gets a head start, as it has in a training loop that is not bound by
-    it. An untimed call comes first, because a call inherits a cache full of what its predecessor wrote and has not yet reached memory: writing
-    that back takes as long as a tenth of a call, and should be paid by who wrote it.
+    On CUDA, a turn is a number of calls queued without waiting, as a training loop queues them,
+    between two events on the device: host work counts where the device has to wait for it. With
+    ``ahead`` it never has to, because the host gets a head start, as it has in a training loop that
+    is not bound by it. An untimed call comes first, because a call inherits a cache full of what
+    its predecessor wrote and has not yet reached memory: writing that back takes as long as a tenth
+    of a call, and should be paid by who wrote it.
     """
-    turn, rounds = (functools.partial(_device_turn, ahead=ahead), 15) if device == "cuda" else (_host_turn, 30)
+    turn, rounds = (
+        (functools.partial(_device_turn, ahead=ahead), 15) if device == "cuda" else (_host_turn, 30)
+    )
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     order, shuffle = list(contenders), random.Random(0)
     used = dict.fromkeys(contenders, 0.0)
     for number in range(rounds):
-        order = [name for name in order if number < _LEAST_ROUNDS or used[name] < budget / len(contenders)]
+        order = [
+            name
+            for name in order
+            if number < _LEAST_ROUNDS or used[name] < budget / len(contenders)
+        ]
         shuffle.shuffle(order)
         for name in order:
             started = time.perf_counter()
@@ -63,7 +76,8 @@ def medians(contenders: Contenders, device: str, *, ahead: bool = False, budget:
 
 
 def per_call(contenders: Contenders, device: str, *, calls: int = 50) -> dict[str, float]:
-    """Median seconds of a call among ``calls`` in a row, host and device together: what a loop of small calls costs."""
+    """Median seconds of a call among ``calls`` in a row, host and device together: what a loop of
+    small calls costs."""
 
     def many(call: Call) -> Call:
         def repeat() -> None:
@@ -78,7 +92,8 @@ def per_call(contenders: Contenders, device: str, *, calls: int = 50) -> dict[st
 
 
 def in_a_graph(contenders: Contenders, device: str, *, calls: int = 20) -> dict[str, float]:
-    """Median seconds of a call among ``calls`` captured in one CUDA graph: what the device alone takes."""
+    """Median seconds of a call among ``calls`` captured in one CUDA graph: what the device alone
+    takes."""
     graphs: dict[str, Call] = {}
     for name, call in contenders.items():
         graph = torch.cuda.CUDAGraph()
@@ -100,7 +115,8 @@ MEASURES: dict[Measure, Callable[[Contenders, str], dict[str, float]]] = {
 
 
 def extra_memory(call: Call) -> int:
-    """Bytes that torch's allocator holds at the worst moment of a call on CUDA, beyond what it held before."""
+    """Bytes that torch's allocator holds at the worst moment of a call on CUDA, beyond what it held
+    before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -130,13 +146,16 @@ def _host_turn(call: Call) -> float:
 
 
 def _device_turn(call: Call, ahead: bool) -> float:
-    """Twenty calls, or as many as fit into two milliseconds, but three at least, because only then is the host as far ahead as it gets."""
+    """Twenty calls, or as many as fit into two milliseconds, but three at least, because only then
+    is the host as far ahead as it gets."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     call()
     queueing = time.perf_counter() - started
     torch.cuda.synchronize()
-    calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_TURN_SECONDS / (time.perf_counter() - started))))
+    calls = max(
+        _LEAST_CALLS, min(_MOST_CALLS, int(_TURN_SECONDS / (time.perf_counter() - started)))
+    )
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     if ahead:
         keep_gpu_busy(int(min(1.5 * (calls + 2) * queueing, _LONGEST_HEAD_START) * _CYCLES))

@@ -1,6 +1,8 @@
-"""``python -m flexops.build cpu|cuda|rocm``: compile every operator into the build cache, where there is no command line yet.
+"""``python -m flexops.build cpu|cuda|rocm``: compile every operator into the build cache, where
+there is no command line yet.
 
-An image's build runs this on the part of the package that compiling depends on, so that its layer with the libraries outlives edits to the rest.
+An image's build runs this on the part of the package that compiling depends on, so that its layer
+with the libraries outlives edits to the rest.
 """
 
 from __future__ import annotations
@@ -13,17 +15,24 @@ from .deliver import aot
 
 
 def main(accelerator: str) -> int:
-    """The exit code: 0 if every library was built, else that of the first error, after all of them."""
+    """The exit code: 0 if every library was built, else that of the first error, after all of
+    them."""
     try:
-        results = aot.build((), settings.current(), devices=("cpu",) if accelerator == "cpu" else ("cpu", "cuda"))
+        results = aot.build(
+            (), settings.current(), devices=("cpu",) if accelerator == "cpu" else ("cpu", "cuda")
+        )
     except FlexopsError as error:
         print(f"flexops: {error}", file=sys.stderr)
         return error.exit_code
     for result in results:
         if result.error:
-            print(f"flexops: {result.plan.name}: {result.error}{_log(result.error)}", file=sys.stderr)
+            print(
+                f"flexops: {result.plan.name}: {result.error}{_log(result.error)}", file=sys.stderr
+            )
         else:
-            print(f"{result.plan.name}: {'was there' if result.cached else f'{result.seconds:.1f} s'}")
+            print(
+                f"{result.plan.name}: {'was there' if result.cached else f'{result.seconds:.1f} s'}"
+            )
     return next((result.error.exit_code for result in results if result.error), 0)
 
 

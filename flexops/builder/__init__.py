@@ -1,4 +1,5 @@
-"""The public door to flexops' builder: other projects have their kernels built, loaded, checked and packaged as flexops has its own. See docs/builder.md.
+"""The public door to flexops' builder: other projects have their kernels built, loaded, checked and
+packaged as flexops has its own. See docs/builder.md.
 
     from flexops import builder
 
@@ -37,7 +38,8 @@ __all__ = ["FLOATS", "Library", "Op", "Output", "Rows", "commands", "extensions"
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve a public name at its first use: a setup script needs no torch, a library no setuptools."""
+    """Resolve a public name at its first use: a setup script needs no torch, a library no
+    setuptools."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'flexops.builder' has no attribute {name!r}")
     value = getattr(import_module(_PUBLIC[name]), name)

@@ -27,7 +27,8 @@ _LONGEST_NAME = 80
 F = TypeVar("F", bound=Callable[..., Any])
 
 self_checks: dict[str, list[Callable[[str], float]]] = {}
-"""What ``flexops doctor`` runs, by family; each gives the largest difference from the reference on a device."""
+"""What ``flexops doctor`` runs, by family; each gives the largest difference from the reference on
+a device."""
 
 
 class Library:
@@ -35,22 +36,39 @@ class Library:
 
     Args:
         name: the namespace, in torch and in C++.
-        root: the ``__file__`` of the package's ``__init__``, or its directory; sources are in ``csrc/<family>/`` there.
+        root: the ``__file__`` of the package's ``__init__``, or its directory; sources are in
+            ``csrc/<family>/`` there.
 
     Raises:
         FlexopsError: the name is none, or taken.
     """
 
     def __init__(self, name: str, *, root: str | os.PathLike[str]) -> None:
-        if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops))):
-            required = f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing that torch.ops has itself"
-            raise FlexopsError(f"no library can be called {name!r}", required=required, fix="give it another name")
+        if (
+            not name.isidentifier()
+            or not name.isascii()
+            or keyword.iskeyword(name)
+            or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops)))
+        ):
+            required = (
+                f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing"
+                " that torch.ops has itself"
+            )
+            raise FlexopsError(
+                f"no library can be called {name!r}", required=required, fix="give it another name"
+            )
         if len(name) > _LONGEST_NAME:
             required = f"at most {_LONGEST_NAME} characters: folders and files of the cache get it"
-            raise FlexopsError(f"no library can be called {name[:20]!r}...: it has {len(name)} characters", required=required, fix="give it a shorter name")
+            raise FlexopsError(
+                f"no library can be called {name[:20]!r}...: it has {len(name)} characters",
+                required=required,
+                fix="give it a shorter name",
+            )
         place = Path(os.path.abspath(root))
         self.name = name
-        self.project = Project(name, place.parent if place.suffix == ".py" or place.suffix == ".pyc" else place)
+        self.project = Project(
+            name, place.parent if place.suffix == ".py" or place.suffix == ".pyc" else place
+        )
         self.ops: dict[str, Op] = {}
         catalog.register(self.project)
 
@@ -68,24 +86,35 @@ class Library:
         numbers: Sequence[str] = (),
         own_binding: bool = False,
     ) -> Callable[[Callable[..., Any]], Op]:
-        """Declare an operator; decorates its reference: plain PyTorch with the schema's arguments, which is fallback and oracle.
+        """Declare an operator; decorates its reference: plain PyTorch with the schema's arguments,
+        which is fallback and oracle.
 
         Args:
-            text: its schema, ``scale(Tensor x, float factor) -> Tensor``, without defaults and keyword-only arguments: those are the reference's.
+            text: its schema, ``scale(Tensor x, float factor) -> Tensor``, without defaults and
+                keyword-only arguments: those are the reference's.
             family: the folder of ``csrc`` whose launchers implement it.
-            dtypes: by tensor argument, the dtypes that it may have (one or several), or another argument, whose it must have. By default the first
-                tensor may be float32, float16 or bfloat16, and the others must have its dtype.
-            shapes: by tensor argument, the shape that it must have, in the words of ``Output``: ``{"weight": "x[-1]"}``.
-            strided: tensor arguments that the launcher takes with any strides; the others it gets contiguous. Or, by argument, how it takes them, and else
-                gets a copy: ``"rows"`` (rows of neighbours at even distances: ``x.row_stride()``), ``"aligned"`` (contiguous, on a GPU at a multiple of 16
-                bytes), ``"aligned rows"``, ``"as x"`` (broadcast to x's shape, with stride 0), ``"any"``.
-            outputs: how results are allocated, one ``Output`` for each; by default as the first tensor. The fake kernel says the same.
-            split: what the CPU's launcher is called for on several threads: parts of the first result's ``elements`` or ``rows``, or the ``whole`` at once.
-                With ``host``, ``<name>_host`` in ``<family>_host.h`` is called in the launchers' place, and calls what it likes.
+            dtypes: by tensor argument, the dtypes that it may have (one or several), or another
+                argument, whose it must have. By default the first tensor may be float32, float16 or
+                bfloat16, and the others must have its dtype.
+            shapes: by tensor argument, the shape that it must have, in the words of ``Output``:
+                ``{"weight": "x[-1]"}``.
+            strided: tensor arguments that the launcher takes with any strides; the others it gets
+                contiguous. Or, by argument, how it takes them, and else gets a copy: ``"rows"``
+                (rows of neighbours at even distances: ``x.row_stride()``), ``"aligned"``
+                (contiguous, on a GPU at a multiple of 16 bytes), ``"aligned rows"``, ``"as x"``
+                (broadcast to x's shape, with stride 0), ``"any"``.
+            outputs: how results are allocated, one ``Output`` for each; by default as the first
+                tensor. The fake kernel says the same.
+            split: what the CPU's launcher is called for on several threads: parts of the first
+                result's ``elements`` or ``rows``, or the ``whole`` at once. With ``host``,
+                ``<name>_host`` in ``<family>_host.h`` is called in the launchers' place, and calls
+                what it likes.
             rows: lists of tensors that belong together, which the launcher gets as rows.
-            numbers: tensor arguments of one float32 element, whose address the launcher gets: what is known on the device only.
-            own_binding: the family has a hand-written ``<family>_binding.cpp``, and the schema what the builder writes no binding for; then nothing is
-                checked by what the declaration says, and the operator needs a ``fake`` of its own.
+            numbers: tensor arguments of one float32 element, whose address the launcher gets: what
+                is known on the device only.
+            own_binding: the family has a hand-written ``<family>_binding.cpp``, and the schema what
+                the builder writes no binding for; then nothing is checked by what the declaration
+                says, and the operator needs a ``fake`` of its own.
 
         Raises:
             FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
@@ -93,25 +122,62 @@ class Library:
         signature = None
         if odd := next((character for character in text if not character.isascii()), ""):
             required = "names of ASCII letters, digits and _"
-            raise FlexopsError(f"the schema {text!a} cannot be read", found=f"{odd!a}", required=required, fix="rename it")
+            raise FlexopsError(
+                f"the schema {text!a} cannot be read",
+                found=f"{odd!a}",
+                required=required,
+                fix="rename it",
+            )
         if not family.isidentifier() or len(family) > _LONGEST_NAME:
-            required = f"an identifier of at most {_LONGEST_NAME} characters: the name of a folder of csrc"
-            raise FlexopsError(f"no family can be called {family!r}", required=required, fix="rename it, and the folder")
+            required = (
+                f"an identifier of at most {_LONGEST_NAME} characters: the name of a folder of csrc"
+            )
+            raise FlexopsError(
+                f"no family can be called {family!r}",
+                required=required,
+                fix="rename it, and the folder",
+            )
         if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
-            what, required = f"the schema {text!r} has keyword-only arguments", "that is the Python function's, not the schema's"
-            raise FlexopsError(what, required=required, fix="leave *, out of the schema, and name the arguments after * in the reference")
+            what, required = (
+                f"the schema {text!r} has keyword-only arguments",
+                "that is the Python function's, not the schema's",
+            )
+            raise FlexopsError(
+                what,
+                required=required,
+                fix="leave *, out of the schema, and name the arguments after * in the reference",
+            )
         if not own_binding:
             every = (outputs,) if isinstance(outputs, (Output, str)) else tuple(outputs)
-            signature = schema.declare(text, dtypes=dtypes, shapes=shapes, strided=strided, outputs=every, split=split, rows=rows, numbers=numbers)
+            signature = schema.declare(
+                text,
+                dtypes=dtypes,
+                shapes=shapes,
+                strided=strided,
+                outputs=every,
+                split=split,
+                rows=rows,
+                numbers=numbers,
+            )
         name = signature.schema.name if signature else text.partition("(")[0].strip()
 
         def declared(reference: Callable[..., Any]) -> Op:
             if name in self.ops:
-                places = [f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}" for function in (self.ops[name].reference, reference)]
-                raise FlexopsError(f"{self.name}.{name} is declared twice", found=" and ".join(places), fix="give one of them another name")
+                places = [
+                    f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+                    for function in (self.ops[name].reference, reference)
+                ]
+                raise FlexopsError(
+                    f"{self.name}.{name} is declared twice",
+                    found=" and ".join(places),
+                    fix="give one of them another name",
+                )
             self.ops[name] = Op(self, text, signature, family, reference)
             known = self.project.label(family)
-            before = next((spec for spec in catalog.specs() if spec.name == known), OpSpec(family, self.project))
+            before = next(
+                (spec for spec in catalog.specs() if spec.name == known),
+                OpSpec(family, self.project),
+            )
             more = (signature,) if signature else ()
             catalog.add(OpSpec(family, self.project, signatures=(*before.signatures, *more)))
             return self.ops[name]
@@ -120,7 +186,8 @@ class Library:
 
 
 class Op:
-    """One operator, and the public function that calls it. What decorates further functions adds to it.
+    """One operator, and the public function that calls it. What decorates further functions adds to
+    it.
 
     Attributes:
         op: torch's: ``torch.ops.<library>.<name>.default``.
@@ -128,32 +195,78 @@ class Op:
         family: what it is built with.
     """
 
-    def __init__(self, library: Library, text: str, signature: Signature | None, family: str, reference: Callable[..., Any]) -> None:
-        self.library, self.signature, self.family, self.reference = library, signature, family, reference
+    def __init__(
+        self,
+        library: Library,
+        text: str,
+        signature: Signature | None,
+        family: str,
+        reference: Callable[..., Any],
+    ) -> None:
+        self.library, self.signature, self.family, self.reference = (
+            library,
+            signature,
+            family,
+            reference,
+        )
         name = text.partition("(")[0].strip()
         self.label = f"{library.name}.{name}"
         parameters = inspect.signature(reference).parameters
-        any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
-        self._names = [argument.name for argument in signature.schema.arguments] if signature else list(parameters)
-        if not any_number and self._names != list(parameters):  # by name, arguments would be handed over in the reference's order
-            found, required = ", ".join(parameters), f"the schema's arguments, in their order: {', '.join(self._names)}"
-            raise FlexopsError(f"the reference of {self.label} does not take what the schema says", found=found, required=required, fix="rename them")
-        self._fake: Callable[..., Any] | None = functools.partial(_fake, signature) if signature else None
+        any_number = any(
+            parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()
+        )
+        self._names = (
+            [argument.name for argument in signature.schema.arguments]
+            if signature
+            else list(parameters)
+        )
+        # by name, arguments would be handed over in the reference's order
+        if not any_number and self._names != list(parameters):
+            found, required = (
+                ", ".join(parameters),
+                f"the schema's arguments, in their order: {', '.join(self._names)}",
+            )
+            raise FlexopsError(
+                f"the reference of {self.label} does not take what the schema says",
+                found=found,
+                required=required,
+                fix="rename them",
+            )
+        self._fake: Callable[..., Any] | None = (
+            functools.partial(_fake, signature) if signature else None
+        )
         self._check: Callable[..., None] | None = None
         functools.update_wrapper(self, reference)
         try:
-            _register.define(family, text, _by_position(reference), self._fake_of, check=self._refuse, always=self._ask, project=library.project)
+            _register.define(
+                family,
+                text,
+                _by_position(reference),
+                self._fake_of,
+                check=self._refuse,
+                always=self._ask,
+                project=library.project,
+            )
         except (RuntimeError, ValueError) as error:
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise FlexopsError(f"torch does not take the schema {text!r}", found=said, fix="correct the schema, or give the op another name") from error
+            said = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+            raise FlexopsError(
+                f"torch does not take the schema {text!r}",
+                found=said,
+                fix="correct the schema, or give the op another name",
+            ) from error
         self.op = getattr(getattr(torch.ops, library.name), name).default
-        self._has_lists = any(str(argument.type) == "List[Tensor]" for argument in schema_of(self.op).arguments)
+        self._has_lists = any(
+            str(argument.type) == "List[Tensor]" for argument in schema_of(self.op).arguments
+        )
         _register.guard_gradient(self.op)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(self._names):
             args = self._bound(args, kwargs)
-        if self._has_lists:  # who looks for tensors that require a gradient does not look into tuples
+        # who looks for tensors that require a gradient does not look into tuples
+        if self._has_lists:
             args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
         if self._check is not None and not _register.is_tracing():  # a trace asks the fake kernel
             self._ask(*args)
@@ -163,45 +276,69 @@ class Op:
         return f"<operator {self.label}>"
 
     def __reduce__(self) -> str:
-        return str(getattr(self, "__qualname__", self.label))  # as functions are pickled and copied: by name
+        # as functions are pickled and copied: by name
+        return str(getattr(self, "__qualname__", self.label))
 
     def fake(self, function: F) -> F:
-        """Gives results' shapes, dtypes and devices from the arguments, if ``outputs`` cannot say them; then the binding is hand-written, as a rule."""
+        """Gives results' shapes, dtypes and devices from the arguments, if ``outputs`` cannot say
+        them; then the binding is hand-written, as a rule."""
         self._fake = function
         return function
 
     def check(self, function: F) -> F:
-        """Raises if arguments are wrong in a way that the declaration cannot say; called with the schema's arguments, in each call: on any device, with the
-        native library loaded or not. A compiled call has it called while it is traced."""
+        """Raises if arguments are wrong in a way that the declaration cannot say; called with the
+        schema's arguments, in each call: on any device, with the native library loaded or not. A
+        compiled call has it called while it is traced."""
         self._check = function
         return function
 
     def self_check(self, function: Callable[[str], float]) -> Callable[[str], float]:
-        """Runs the operator on a device and gives its largest difference from the reference: for ``flexops doctor``."""
+        """Runs the operator on a device and gives its largest difference from the reference: for
+        ``flexops doctor``."""
         self_checks.setdefault(self.library.project.label(self.family), []).append(function)
         return function
 
     def backward(self, function: F | None = None, *, saves: Sequence[str] | None = None) -> Any:
-        """The gradient: ``(ctx, *gradients of the results) -> gradients of the arguments, in their order`` (those left off at the end have none).
+        """The gradient: ``(ctx, *gradients of the results) -> gradients of the arguments, in their
+        order`` (those left off at the end have none).
 
-        ``ctx.saved_tensors`` has the tensors named in ``saves``, of arguments and results; by default every tensor argument. Arguments that are no tensors
-        are attributes of ``ctx``. A gradient that nobody asked for is None. Tensors in lists have none: where one requires it, the call raises.
+        ``ctx.saved_tensors`` has the tensors named in ``saves``, of arguments and results; by
+        default every tensor argument. Arguments that are no tensors are attributes of ``ctx``. A
+        gradient that nobody asked for is None. Tensors in lists have none: where one requires it,
+        the call raises.
         """
         if function is None:
             return functools.partial(self.backward, saves=saves)
         declared = schema_of(self.op)
         if declared.is_mutable:
-            raise FlexopsError(f"{self.label} writes its arguments, which has no gradient here", fix="an operator that returns what it makes")
-        tensors = [argument.name for argument in declared.arguments if "Tensor" in str(argument.type) and "List" not in str(argument.type)]
-        kept, names, results = list(tensors if saves is None else saves), self._names, [result.name for result in declared.returns]
+            raise FlexopsError(
+                f"{self.label} writes its arguments, which has no gradient here",
+                fix="an operator that returns what it makes",
+            )
+        tensors = [
+            argument.name
+            for argument in declared.arguments
+            if "Tensor" in str(argument.type) and "List" not in str(argument.type)
+        ]
+        kept, names, results = (
+            list(tensors if saves is None else saves),
+            self._names,
+            [result.name for result in declared.returns],
+        )
         results = list(self.signature.schema.results) if self.signature else results
         if unknown := [name for name in kept if name not in tensors and name not in results]:
             required = f"tensors among {', '.join([*tensors, *results])}"
-            raise FlexopsError(f"{self.label} cannot save {', '.join(unknown)} for its gradient", required=required, fix="correct saves=")
+            raise FlexopsError(
+                f"{self.label} cannot save {', '.join(unknown)} for its gradient",
+                required=required,
+                fix="correct saves=",
+            )
         scalars = [name for name in names if name not in tensors]
 
         def keep(ctx: Any, args: tuple[Any, ...], result: Any) -> None:
-            there = dict(zip(names, args, strict=True)) | dict(zip(results, result if isinstance(result, tuple) else (result,), strict=True))
+            there = dict(zip(names, args, strict=True)) | dict(
+                zip(results, result if isinstance(result, tuple) else (result,), strict=True)
+            )
             ctx.save_for_backward(*(there[name] for name in kept))
             for name in scalars:
                 setattr(ctx, name, there[name])
@@ -216,7 +353,9 @@ class Op:
 
     def _fake_of(self, *args: Any) -> Any:
         if self._fake is None:
-            raise NotImplementedError(f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake")
+            raise NotImplementedError(
+                f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake"
+            )
         return self._fake(*args)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -255,7 +394,7 @@ def _by_position(reference: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# ---- what a signature says, in Python: the words are those of the binding ------------------------------------------------------------------
+# ---- what a signature says, in Python: the words are those of the binding ------------------------
 
 
 def _check_rows(label: str, signature: Signature, rows: Rows, given: dict[str, Any]) -> None:
@@ -266,19 +405,40 @@ def _check_rows(label: str, signature: Signature, rows: Rows, given: dict[str, A
         tensors = given[name]
         if name in rows.optional and not tensors:
             continue
-        joined = name == rows.steps and len(tensors) == 1 and tensors[0].shape == (len(params),) and tensors[0].is_contiguous()
+        joined = (
+            name == rows.steps
+            and len(tensors) == 1
+            and tensors[0].shape == (len(params),)
+            and tensors[0].is_contiguous()
+        )
         if not joined and len(tensors) != len(params):
-            raise ValueError(f"{label}: {name} must hold {len(params)} tensors, as {first} does, got {len(tensors)}")
+            raise ValueError(
+                f"{label}: {name} must hold {len(params)} tensors, as {first} does, got"
+                f" {len(tensors)}"
+            )
         for i, (tensor, param) in enumerate(zip(tensors, params, strict=False)):
             if name == rows.steps:
                 if not joined and tensor.numel() != 1:
-                    raise ValueError(f"{label}: {name}[{i}] must have one element, got shape {list(tensor.shape)}")
+                    raise ValueError(
+                        f"{label}: {name}[{i}] must have one element, got shape"
+                        f" {list(tensor.shape)}"
+                    )
             elif block := dict(rows.blocks).get(name):
-                if tensor.numel() < (least := -(-param.numel() // block)) or not tensor.is_contiguous():
-                    what = f"a contiguous {str(tensor.dtype)[6:]} tensor of at least {least} elements"
-                    raise ValueError(f"{label}: {name}[{i}] must be {what}, got shape {list(tensor.shape)}")
+                if (
+                    tensor.numel() < (least := -(-param.numel() // block))
+                    or not tensor.is_contiguous()
+                ):
+                    what = (
+                        f"a contiguous {str(tensor.dtype)[6:]} tensor of at least {least} elements"
+                    )
+                    raise ValueError(
+                        f"{label}: {name}[{i}] must be {what}, got shape {list(tensor.shape)}"
+                    )
             elif tensor.shape != param.shape:
-                raise ValueError(f"{label}: {name}[{i}] must have the shape of {first}[{i}], {list(param.shape)}, got {list(tensor.shape)}")
+                raise ValueError(
+                    f"{label}: {name}[{i}] must have the shape of {first}[{i}],"
+                    f" {list(param.shape)}, got {list(tensor.shape)}"
+                )
 
 
 def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
@@ -300,28 +460,42 @@ def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
         other = given.get(allowed[0])
         if isinstance(other, Tensor):
             if tensor.dtype != other.dtype:
-                raise TypeError(f"{label}: {called} must be {str(other.dtype)[6:]}, as {allowed[0]}, got {str(tensor.dtype)[6:]}")
+                raise TypeError(
+                    f"{label}: {called} must be {str(other.dtype)[6:]}, as {allowed[0]}, got"
+                    f" {str(tensor.dtype)[6:]}"
+                )
         elif str(tensor.dtype)[6:] not in allowed:
-            raise TypeError(f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}")
+            raise TypeError(
+                f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}"
+            )
     for name, called, tensor in found:
         if name in signature.numbers and tensor.numel() != 1:
-            raise ValueError(f"{label}: {called} must have one element, got shape {list(tensor.shape)}")
+            raise ValueError(
+                f"{label}: {called} must have one element, got shape {list(tensor.shape)}"
+            )
     if signature.rows:
         _check_rows(label, signature, signature.rows, given)
     for name, called, tensor in found:
         shape = dict(signature.shapes).get(name)
         if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
             whose = f"{shape}'s " if isinstance(given.get(shape), Tensor) else ""
-            raise ValueError(f"{label}: {called} must have {whose}shape {list(wanted)}, got {list(tensor.shape)}")
+            raise ValueError(
+                f"{label}: {called} must have {whose}shape {list(wanted)}, got {list(tensor.shape)}"
+            )
         layout = signature.layout(name)
         if layout.startswith("as ") and not _fits(tensor.shape, given[layout[3:]].shape):
             other = layout[3:]
-            raise ValueError(f"{label}: {called} must be broadcastable to {other}, got shape {list(tensor.shape)} for {list(given[other].shape)}")
+            raise ValueError(
+                f"{label}: {called} must be broadcastable to {other}, got shape"
+                f" {list(tensor.shape)} for {list(given[other].shape)}"
+            )
 
 
 def _fits(shape: Sequence[int], other: Sequence[int]) -> bool:
     missing = len(other) - len(shape)
-    return missing >= 0 and all(size == 1 or size == wanted for size, wanted in zip(shape, other[missing:], strict=True))
+    return missing >= 0 and all(
+        size == 1 or size == wanted for size, wanted in zip(shape, other[missing:], strict=True)
+    )
 
 
 def _fake(signature: Signature, *args: Any) -> Any:
@@ -331,9 +505,21 @@ def _fake(signature: Signature, *args: Any) -> Any:
     for output in signature.outputs:
         like = given.get(output.dtype, output.dtype) if output.dtype else first
         like = first if like is None else like
-        dtype = like.dtype if isinstance(like, Tensor) else getattr(torch, like) if isinstance(like, str) else like
-        conditions = [argument for argument in signature.schema.arguments if argument.name in output.conditions]
-        there = all(given[one.name] is not None if one.optional else given[one.name] for one in conditions)
+        dtype = (
+            like.dtype
+            if isinstance(like, Tensor)
+            else getattr(torch, like)
+            if isinstance(like, str)
+            else like
+        )
+        conditions = [
+            argument
+            for argument in signature.schema.arguments
+            if argument.name in output.conditions
+        ]
+        there = all(
+            given[one.name] is not None if one.optional else given[one.name] for one in conditions
+        )
         shape = (output.shape or signature.first) if there else (output.otherwise or "0")
         made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
     return None if not made else made[0] if len(made) == 1 else tuple(made)
@@ -358,6 +544,8 @@ def _one_size(label: str, part: Dimensions, value: Any) -> Any:
     at = part.first or 0
     if not -value.dim() <= at < value.dim():
         least = -at if at < 0 else at + 1
-        wanted = "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
+        wanted = (
+            "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
+        )
         raise ValueError(f"{label}: {part.name} must have at least {wanted}")
     return value.shape[at]

@@ -11,7 +11,8 @@ from ..errors import FlexopsError, SettingsError
 
 _NAME, _FAMILY = "mylib", "scale"
 INSTALL = "pip install 'setuptools>=77' pytest && pip install --no-build-isolation -e ."
-"""Without isolation pip installs nothing that a build requires, and an environment of Python 3.12 or newer has no setuptools."""
+"""Without isolation pip installs nothing that a build requires, and an environment of Python 3.12
+or newer has no setuptools."""
 
 
 def write(name: str, family: str, where: Path) -> list[Path]:
@@ -23,18 +24,30 @@ def write(name: str, family: str, where: Path) -> list[Path]:
     for what, given in (("a package", name), ("a family", family)):
         if not re.fullmatch(r"[a-z][a-z0-9_]*", given) or given in RESERVED:
             required = "lower-case letters, digits and underscores, no word of C++"
-            raise SettingsError(f"{what} cannot be called {given!r}", required=required, fix="give it another name")
+            raise SettingsError(
+                f"{what} cannot be called {given!r}", required=required, fix="give it another name"
+            )
     root = where / name
     if root.exists():
-        raise FlexopsError(f"{root} is there already", required="a directory that is not there yet", fix="give the package another name, or remove it")
+        raise FlexopsError(
+            f"{root} is there already",
+            required="a directory that is not there yet",
+            fix="give the package another name, or remove it",
+        )
     template = layout.example_root()
     written = []
     for path in sorted(template.rglob("*")):
         relative = path.relative_to(template)
-        if path.is_file() and not {"__pycache__", "_aot", "build"}.intersection(relative.parts) and path.suffix != ".pyc":
+        if (
+            path.is_file()
+            and not {"__pycache__", "_aot", "build"}.intersection(relative.parts)
+            and path.suffix != ".pyc"
+        ):
             target = root / _renamed(str(relative), name, family)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8")
+            target.write_text(
+                _renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8"
+            )
             written.append(target)
     return written
 

@@ -1,4 +1,5 @@
-"""The libraries that installed packages register: the entry points of ``flexops.libraries``, each a module that declares one when it is imported."""
+"""The libraries that installed packages register: the entry points of ``flexops.libraries``, each a
+module that declares one when it is imported."""
 
 from __future__ import annotations
 
@@ -29,11 +30,15 @@ def load() -> dict[str, str]:
 
 
 def unregistered() -> list[tuple[str, str]]:
-    """Installed distributions that are built with flexops and register no library: each with its package. Imports none of them."""
+    """Installed distributions that are built with flexops and register no library: each with its
+    package. Imports none of them."""
     ours = {"flexops-torch", "flexops"}
     found = []
     for one in distributions():
-        needs = {re.split(r"[^\w.-]", text, maxsplit=1)[0].replace("_", "-").lower() for text in one.requires or ()}
+        needs = {
+            re.split(r"[^\w.-]", text, maxsplit=1)[0].replace("_", "-").lower()
+            for text in one.requires or ()
+        }
         if ours.isdisjoint(needs) or any(point.group == GROUP for point in one.entry_points):
             continue
         for package in (one.read_text("top_level.txt") or "").split():
@@ -46,16 +51,25 @@ def unregistered() -> list[tuple[str, str]]:
 
 def sources_in(package: Path) -> list[Path]:
     """The launchers of a package's families: what says that it is a library."""
-    return sorted(path for pattern in ("*_cpu.cpp", "*_cuda.cpp") for path in package.glob(f"csrc/*/{pattern}"))
+    return sorted(
+        path
+        for pattern in ("*_cpu.cpp", "*_cuda.cpp")
+        for path in package.glob(f"csrc/*/{pattern}")
+    )
 
 
 def load_for(names: tuple[str, ...]) -> None:
-    """Make the projects of ``names`` known, where flexops has none so called: by entry point, or else as a module of that name, also of this directory.
+    """Make the projects of ``names`` known, where flexops has none so called: by entry point, or
+    else as a module of that name, also of this directory.
 
     Raises:
         FlexopsError: the module that is meant cannot be imported.
     """
-    own = {spec.name for spec in catalog.CATALOG} | {op for spec in catalog.CATALOG for op in spec.ops} | {"all", "1"}
+    own = (
+        {spec.name for spec in catalog.CATALOG}
+        | {op for spec in catalog.CATALOG for op in spec.ops}
+        | {"all", "1"}
+    )
     for name in dict.fromkeys(name.partition(".")[0] for name in names if name not in own):
         point = next(iter(entry_points(group=GROUP, name=name)), None)
         try:
@@ -67,7 +81,11 @@ def load_for(names: tuple[str, ...]) -> None:
         except FlexopsError:
             raise
         except Exception as error:
-            raise FlexopsError(f"{name} cannot be imported", found=f"{type(error).__name__}: {error}", fix=f'python -c "import {name}"') from error
+            raise FlexopsError(
+                f"{name} cannot be imported",
+                found=f"{type(error).__name__}: {error}",
+                fix=f'python -c "import {name}"',
+            ) from error
 
 
 @contextlib.contextmanager

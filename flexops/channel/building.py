@@ -66,7 +66,8 @@ def build(
     test: bool = True,
     on_phase: Callable[[Variant, str], None] = lambda *_: None,
 ) -> list[Built]:
-    """Build each variant, in order, and index the channel after each; the first that fails ends it, and what was built before stays.
+    """Build each variant, in order, and index the channel after each; the first that fails ends it,
+    and what was built before stays.
 
     Args:
         upstream: channels that dependencies come from.
@@ -81,11 +82,30 @@ def build(
     place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
     program = engine.choose(wish)
-    return [_build_one(variant, place, program, root, upstream, overrides, test, lambda phase, one=variant: on_phase(one, phase)) for variant in variants]  # type: ignore[misc]
+    return [
+        _build_one(
+            variant,
+            place,
+            program,
+            root,
+            upstream,
+            overrides,
+            test,
+            lambda phase, one=variant: on_phase(one, phase),  # type: ignore[misc]
+        )
+        for variant in variants
+    ]
 
 
 def _build_one(
-    variant: Variant, place: Place, program: Engine, recipe: Path, upstream: Sequence[str], overrides: Sequence[Path], test: bool, on_phase: OnPhase
+    variant: Variant,
+    place: Place,
+    program: Engine,
+    recipe: Path,
+    upstream: Sequence[str],
+    overrides: Sequence[Path],
+    test: bool,
+    on_phase: OnPhase,
 ) -> Built:
     started = time.monotonic()
     output, log = place.work / variant.id, place.logs / f"{variant.id}.log"
@@ -101,7 +121,9 @@ def _build_one(
     except ChannelError as error:
         raise _explained(variant, error, log) from error
     except OSError as error:
-        raise ChannelError(f"variant {variant.id} cannot be built", found=str(error), log=log) from error
+        raise ChannelError(
+            f"variant {variant.id} cannot be built", found=str(error), log=log
+        ) from error
     on_phase("indexing")
     packages = [_publish(path, place, recipe) for path in made]
     index(place)
@@ -110,8 +132,13 @@ def _build_one(
 
 
 def _environment(variant: Variant) -> dict[str, str]:
-    """A machine that only builds has no driver: the solver is told of one that runs the variant, unless the user has told it already."""
-    return {"CONDA_OVERRIDE_CUDA": os.environ.get("CONDA_OVERRIDE_CUDA") or variant.cuda} if variant.cuda else {}
+    """A machine that only builds has no driver: the solver is told of one that runs the variant,
+    unless the user has told it already."""
+    return (
+        {"CONDA_OVERRIDE_CUDA": os.environ.get("CONDA_OVERRIDE_CUDA") or variant.cuda}
+        if variant.cuda
+        else {}
+    )
 
 
 def _tell(line: str, on_phase: OnPhase) -> None:
@@ -125,31 +152,54 @@ def _explained(variant: Variant, error: ChannelError, log: Path) -> ChannelError
         return error  # it says all there is to say: a tool is missing, say
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     told = explain(f"{text}\n{error.found}")
-    return ChannelError(f"variant {variant.id} cannot be built: {told.what}", found=told.found, fix=told.fix, log=log)
+    return ChannelError(
+        f"variant {variant.id} cannot be built: {told.what}",
+        found=told.found,
+        fix=told.fix,
+        log=log,
+    )
 
 
 def _made(output: Path) -> list[Path]:
     """Package files that passed their tests, of whichever sub-folder."""
-    return [path for path in sorted(output.glob("*/*.conda")) if path.parent.name not in ("broken", "bld", "src_cache")]
+    return [
+        path
+        for path in sorted(output.glob("*/*.conda"))
+        if path.parent.name not in ("broken", "bld", "src_cache")
+    ]
 
 
 def _publish(path: Path, place: Place, recipe: Path) -> Path:
     """Into the channel, whole or not at all. What is there already stays as it is.
 
     Raises:
-        ChannelError: another package of that very name is there. The build number is the recipe's: to raise it is for whoever changed something.
+        ChannelError: another package of that very name is there. The build number is the recipe's:
+            to raise it is for whoever changed something.
     """
     target = place.channel / path.parent.name / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
-    child("seal", {"package": str(path), "target": str(partial), "date": source_date(recipe.parent), "work": str(place.work)})
+    child(
+        "seal",
+        {
+            "package": str(path),
+            "target": str(partial),
+            "date": source_date(recipe.parent),
+            "work": str(place.work),
+        },
+    )
     if target.exists() and not filecmp.cmp(partial, target, shallow=False):
         partial.unlink()
         raise ChannelError(
             "a published package never changes",
             found=f"{target}, which is not what was built now",
-            required="unchanged inputs, which give the same package again, or a higher build number",
-            fix=f"raise `build:` in {recipe / 'recipe.yaml'}; or build into a fresh folder, with --channel",
+            required=(
+                "unchanged inputs, which give the same package again, or a higher build number"
+            ),
+            fix=(
+                f"raise `build:` in {recipe / 'recipe.yaml'}; or build into a fresh folder, with"
+                " --channel"
+            ),
         )
     os.replace(partial, target)
     return target

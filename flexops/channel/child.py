@@ -1,7 +1,9 @@
-"""What is done with the rattler bindings, each in a process of its own: ``python -m flexops.channel.child``, a JSON request on standard input.
+"""What is done with the rattler bindings, each in a process of its own: ``python -m
+flexops.channel.child``, a JSON request on standard input.
 
-Output is for the log. The answer is a JSON file, so that nothing else can be taken for it, and the process ends without the interpreter's own
-shutdown: the bindings' threads have been seen to crash in it.
+Output is for the log. The answer is a JSON file, so that nothing else can be taken for it, and the
+process ends without the interpreter's own shutdown: the bindings' threads have been seen to crash
+in it.
 """
 
 from __future__ import annotations
@@ -59,19 +61,40 @@ class _Log:
 
 def build(request: Request) -> Answer:
     """Build the one variant of a recipe that the given variant files leave."""
-    from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, ToolConfiguration, VariantConfig
+    from rattler_build import (
+        PlatformConfig,
+        RenderConfig,
+        Stage0Recipe,
+        ToolConfiguration,
+        VariantConfig,
+    )
 
     recipe = Stage0Recipe.from_file(request["recipe"])
-    rendered = recipe.render(VariantConfig.from_files(request["variants"]), RenderConfig(PlatformConfig()))
-    tools = ToolConfiguration(test_strategy="native" if request["test"] else "skip", channel_priority="strict")
+    rendered = recipe.render(
+        VariantConfig.from_files(request["variants"]), RenderConfig(PlatformConfig())
+    )
+    tools = ToolConfiguration(
+        test_strategy="native" if request["test"] else "skip", channel_priority="strict"
+    )
     log, packages = _Log(), []
     for variant in rendered:
         try:
             output, channels = request["output"], request["channels"]
             # The rendered recipe is left out: it is full of this machine's folders.
-            result = variant.run_build(tools, output_dir=output, channels=channels, progress_callback=log, no_build_id=True, no_include_recipe=True)
+            result = variant.run_build(
+                tools,
+                output_dir=output,
+                channels=channels,
+                progress_callback=log,
+                no_build_id=True,
+                no_include_recipe=True,
+            )
         except Exception as error:
-            raise RuntimeError("\n".join([*log.errors, str(error), _why_unsolvable(str(error), log.specs, request)])) from error
+            raise RuntimeError(
+                "\n".join(
+                    [*log.errors, str(error), _why_unsolvable(str(error), log.specs, request)]
+                )
+            ) from error
         packages += [str(path) for path in result.packages]
     return {"packages": packages}
 
@@ -81,7 +104,18 @@ def _why_unsolvable(error: str, specs: list[str], request: Request) -> str:
     if "resolve dependencies" not in error or not specs:
         return ""
     try:
-        asyncio.run(_solve({"channels": [channel for channel in request["channels"] if "://" not in channel or _is_there(channel)], "specs": specs}))
+        asyncio.run(
+            _solve(
+                {
+                    "channels": [
+                        channel
+                        for channel in request["channels"]
+                        if "://" not in channel or _is_there(channel)
+                    ],
+                    "specs": specs,
+                }
+            )
+        )
     except Exception as told:
         return str(told)
     return ""
@@ -93,12 +127,15 @@ def _is_there(channel: str) -> bool:
 
 def seal(request: Request) -> Answer:
     """Pack a package so that it is the same bytes at every build."""
-    sealing.seal(Path(request["package"]), Path(request["target"]), request["date"], Path(request["work"]))
+    sealing.seal(
+        Path(request["package"]), Path(request["target"]), request["date"], Path(request["work"])
+    )
     return {}
 
 
 def index(request: Request) -> Answer:
-    """Write the index of a channel that may have changed; ``force``: read again what it lists already."""
+    """Write the index of a channel that may have changed; ``force``: read again what it lists
+    already."""
     from rattler.index import index_fs
 
     asyncio.run(index_fs(request["channel"], force=request.get("force", False)))
@@ -107,12 +144,16 @@ def index(request: Request) -> Answer:
 
 def inspect(request: Request) -> Answer:
     """What is wrong inside each of the packages; those that are in order are left out."""
-    found = [[path, "; ".join(auditing.inspect(Path(path), Path(request["work"])))] for path in request["packages"]]
+    found = [
+        [path, "; ".join(auditing.inspect(Path(path), Path(request["work"])))]
+        for path in request["packages"]
+    ]
     return {"damaged": [[path, faults] for path, faults in found if faults]}
 
 
 def audit(request: Request) -> Answer:
-    """What the index of a channel lists under a name, and what is wrong with that. A folder is read as its clients will, from a server."""
+    """What the index of a channel lists under a name, and what is wrong with that. A folder is read
+    as its clients will, from a server."""
     with tempfile.TemporaryDirectory(dir=request["work"]) as work, contextlib.ExitStack() as stack:
         url = request["address"] or stack.enter_context(auditing.served(Path(request["folder"])))
         listed, faults = asyncio.run(auditing.audit(url, request["name"], Path(work)))
@@ -120,9 +161,15 @@ def audit(request: Request) -> Answer:
 
 
 def solve(request: Request) -> Answer:
-    """Which packages would be installed here; the driver is what ``CONDA_OVERRIDE_CUDA`` says, if it is set."""
+    """Which packages would be installed here; the driver is what ``CONDA_OVERRIDE_CUDA`` says, if
+    it is set."""
     records = asyncio.run(_solve(request))
-    return {"records": [[record.name.normalized, str(record.version), str(record.build), record.url] for record in records]}
+    return {
+        "records": [
+            [record.name.normalized, str(record.version), str(record.build), record.url]
+            for record in records
+        ]
+    }
 
 
 def install(request: Request) -> Answer:
@@ -131,7 +178,12 @@ def install(request: Request) -> Answer:
 
     records = asyncio.run(_solve(request)) if request["specs"] else []
     asyncio.run(rattler_install(records, request["prefix"], show_progress=False))
-    return {"records": [[record.name.normalized, str(record.version), str(record.build), record.url] for record in records]}
+    return {
+        "records": [
+            [record.name.normalized, str(record.version), str(record.build), record.url]
+            for record in records
+        ]
+    }
 
 
 async def _solve(request: Request) -> list[Any]:
@@ -142,7 +194,9 @@ async def _solve(request: Request) -> list[Any]:
     return list(await rattler_solve(request["channels"], request["specs"], virtual_packages=here))
 
 
-ACTIONS: dict[str, Callable[[Request], Answer]] = {one.__name__: one for one in (build, seal, index, inspect, audit, solve, install)}
+ACTIONS: dict[str, Callable[[Request], Answer]] = {
+    one.__name__: one for one in (build, seal, index, inspect, audit, solve, install)
+}
 
 
 def main() -> int:

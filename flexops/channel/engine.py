@@ -1,4 +1,5 @@
-"""The two programs that build a recipe: conda-build where it is installed, otherwise the rattler-build that Python has."""
+"""The two programs that build a recipe: conda-build where it is installed, otherwise the
+rattler-build that Python has."""
 
 from __future__ import annotations
 
@@ -51,7 +52,13 @@ class Engine:
         """Raises ``ChannelError`` with what the program said last."""
         if not self.command:
             recipe, variants = str(job.recipe / "recipe.yaml"), list(map(str, job.variants))
-            request = {"recipe": recipe, "variants": variants, "channels": list(job.channels), "output": str(job.output), "test": job.test}
+            request = {
+                "recipe": recipe,
+                "variants": variants,
+                "channels": list(job.channels),
+                "output": str(job.output),
+                "test": job.test,
+            }
             child("build", request, log=log, on_line=on_line, environment=job.environment)
             return
         errors: list[str] = []
@@ -70,7 +77,17 @@ def conda_build_command(command: Sequence[str], job: Job) -> list[str]:
     channels = [word for channel in job.channels for word in ("-c", channel)]
     tests = [] if job.test else ["--no-test"]
     form = ["--package-format", "2", "--no-include-recipe"]
-    return [*command, str(job.recipe), *variants, *channels, "--override-channels", "--output-folder", str(job.output), *form, *tests]
+    return [
+        *command,
+        str(job.recipe),
+        *variants,
+        *channels,
+        "--override-channels",
+        "--output-folder",
+        str(job.output),
+        *form,
+        *tests,
+    ]
 
 
 def choose(wish: Wish) -> Engine:
@@ -87,7 +104,12 @@ def choose(wish: Wish) -> Engine:
     if wish == "auto":
         return Engine("rattler-build")
     fix = f"conda install -n base 'conda-build>={LEAST_CONDA_BUILD}'"
-    raise ChannelError("conda-build cannot be used", found=found, required=f"conda-build {LEAST_CONDA_BUILD} or newer", fix=fix)
+    raise ChannelError(
+        "conda-build cannot be used",
+        found=found,
+        required=f"conda-build {LEAST_CONDA_BUILD} or newer",
+        fix=fix,
+    )
 
 
 def _conda_build() -> Engine | str:
@@ -95,7 +117,9 @@ def _conda_build() -> Engine | str:
     if path is None:
         return "no conda-build on PATH"
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=120, check=False).stdout
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=120, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}: {error}"
     release = re.search(r"(\d+)\.(\d+)", told)

@@ -21,8 +21,16 @@ OnLine = Callable[[str], None]
 BINDINGS = {"rattler_build": "py-rattler-build", "rattler": "py-rattler", "zstandard": "zstandard"}
 
 
-def logged(command: Sequence[str], log: Path | None, on_line: OnLine, *, request: str = "", environment: Mapping[str, str] | None = None) -> int:
-    """Run ``command``; every line of its output goes to ``log`` (kept whole) and to ``on_line``. Returns its exit code.
+def logged(
+    command: Sequence[str],
+    log: Path | None,
+    on_line: OnLine,
+    *,
+    request: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``command``; every line of its output goes to ``log`` (kept whole) and to ``on_line``.
+    Returns its exit code.
 
     Raises:
         OSError: it cannot be started, or the log cannot be written.
@@ -31,9 +39,16 @@ def logged(command: Sequence[str], log: Path | None, on_line: OnLine, *, request
         log.parent.mkdir(parents=True, exist_ok=True)
     with open(log or os.devnull, "w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
-            env={**os.environ, **(environment or {})}, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -52,25 +67,47 @@ def logged(command: Sequence[str], log: Path | None, on_line: OnLine, *, request
 
 
 def child(
-    action: str, request: Mapping[str, Any], *, log: Path | None = None, on_line: OnLine = lambda _: None, environment: Mapping[str, str] | None = None
+    action: str,
+    request: Mapping[str, Any],
+    *,
+    log: Path | None = None,
+    on_line: OnLine = lambda _: None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Do ``action`` of ``child`` in a process of its own; returns its answer.
 
     Raises:
-        ChannelError: the bindings are missing, the process died, or the action failed: ``found`` is what it said, ``what`` is for the caller to better.
+        ChannelError: the bindings are missing, the process died, or the action failed: ``found`` is
+            what it said, ``what`` is for the caller to better.
     """
-    missing = [package for module, package in BINDINGS.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package for module, package in BINDINGS.items() if importlib.util.find_spec(module) is None
+    ]
     if missing:
-        raise ChannelError("the tools that make conda packages are not installed", found=f"no {', '.join(missing)}", fix=distribution.with_extra("conda"))
+        raise ChannelError(
+            "the tools that make conda packages are not installed",
+            found=f"no {', '.join(missing)}",
+            fix=distribution.with_extra("conda"),
+        )
     with tempfile.TemporaryDirectory(prefix="flexops-channel-") as folder:
         answer = Path(folder, "answer.json")
         command = [sys.executable, "-m", f"{__package__}.child"]
         text = json.dumps({**request, "action": action, "answer": str(answer)})
-        code = logged(command, log, on_line, request=text, environment={**_import_path(), **(environment or {})})
+        code = logged(
+            command,
+            log,
+            on_line,
+            request=text,
+            environment={**_import_path(), **(environment or {})},
+        )
         try:
             told: dict[str, Any] = _json.load(answer)
         except (OSError, ValueError):
-            died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited {code} without an answer"
+            died = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited {code} without an answer"
+            )
             raise ChannelError(f"{action} {died}", fix="flexops doctor", log=log) from None
     if "error" in told:
         raise ChannelError(f"{action} failed", found=told["error"], log=log)

@@ -9,7 +9,8 @@ from ..errors import FlexopsError, SettingsError
 
 
 def main() -> None:
-    """Entry point of the ``flexops`` command. An error ends it with the error's own exit code, without a traceback."""
+    """Entry point of the ``flexops`` command. An error ends it with the error's own exit code,
+    without a traceback."""
     if (said := _said_at_once(sys.argv[1:])) is not None:
         print(said)
         sys.exit(0 if sys.argv[1:] else SettingsError.exit_code)
@@ -18,10 +19,14 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise
-        fix = f"{sys.executable} -m pip install typer rich   # `{sys.executable} -m flexops.doctor` works without"
+        fix = (
+            f"{sys.executable} -m pip install typer rich   # `{sys.executable} -m flexops.doctor`"
+            " works without"
+        )
         sys.exit(f"flexops: the command line needs {error.name}\n  fix: {fix}")
     try:
-        app(prog_name="flexops")  # also for `python -m flexops`: completion is installed for the command
+        # also for `python -m flexops`: completion is installed for the command
+        app(prog_name="flexops")
     except FlexopsError as error:
         print(f"flexops: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -22,10 +22,16 @@ from ..errors import ArchitectureError, FlexopsError
 from ..targets.fit import unfit
 
 _INNER = ("_backward", "_plain", "_forward")
-NAMES = "; ".join(f"{spec.name} ({', '.join(op for op in spec.ops if not op.endswith(_INNER)) or 'gradients'})" for spec in catalog.CATALOG)
+NAMES = "; ".join(
+    f"{spec.name} ({', '.join(op for op in spec.ops if not op.endswith(_INNER)) or 'gradients'})"
+    for spec in catalog.CATALOG
+)
 
 
-_HELP = f"Families or operators to build, or another project's library (mylib, mylib.scale); all of flexops' if none is named: {NAMES}."
+_HELP = (
+    "Families or operators to build, or another project's library (mylib, mylib.scale); all of"
+    f" flexops' if none is named: {NAMES}."
+)
 
 
 class Device(str, Enum):
@@ -37,26 +43,54 @@ class Device(str, Enum):
 
 def build(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=_HELP)] = None,
-    target: Annotated[str | None, typer.Option(help="Build for this row of the matrix (see `flexops target list`), with its torch and compiler.")] = None,
-    arch: Annotated[str | None, typer.Option(help='Build for these GPU architectures, such as "8.9;9.0+PTX", with what is here.')] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Build for this row of the matrix (see `flexops target list`), with its torch and"
+                " compiler."
+            )
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help='Build for these GPU architectures, such as "8.9;9.0+PTX", with what is here.'
+        ),
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Build for this device type only.")] = None,
     rare: Annotated[
-        bool, typer.Option("--rare", help="Also kernels of dtypes, shapes and options that few calls have, which else are compiled at their first launch.")
+        bool,
+        typer.Option(
+            "--rare",
+            help=(
+                "Also kernels of dtypes, shapes and options that few calls have, which else are"
+                " compiled at their first launch."
+            ),
+        ),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also copy the libraries and their manifests here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also copy the libraries and their manifests here.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Compile operators ahead of time, also for a GPU that this machine has not got."""
     if target and arch:
-        raise ArchitectureError("--target and --arch both name architectures", required="one of them", fix="leave --arch away")
+        raise ArchitectureError(
+            "--target and --arch both name architectures",
+            required="one of them",
+            fix="leave --arch away",
+        )
     chosen = settings.current()
     devices: tuple[DeviceType, ...] | None = None
     if target:
         row = targets.load().find(target)
         require_fit(row, chosen)
         devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
-        chosen = chosen._replace(rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
+        chosen = (
+            chosen._replace(rocm_arch_list=row.arch_list) if row.accelerator == "rocm" else chosen
+        )
         arch = row.arch_list if row.accelerator == "cuda" else None
     elif arch:
         devices = ("cpu", "cuda")
@@ -65,7 +99,15 @@ def build(
     chosen = chosen._replace(max_jobs=jobs or chosen.max_jobs)
     registered.load_for(tuple(ops or ()))
     with progress.shown("operators", "quiet" if as_json else chosen.log) as report:
-        results = aot.build(tuple(ops or ()), chosen, devices=devices, arch_list=arch, rare=rare, out=out, progress=report)
+        results = aot.build(
+            tuple(ops or ()),
+            chosen,
+            devices=devices,
+            arch_list=arch,
+            rare=rare,
+            out=out,
+            progress=report,
+        )
     if as_json:
         typer.echo(json.dumps([_as_dict(result) for result in results], indent=1))
     else:
@@ -79,7 +121,8 @@ def build(
 
 
 def require_fit(row: targets.Target, chosen: settings.Settings) -> None:
-    """Raises ``ToolchainError`` unless this environment's torch and device compiler are the row's own."""
+    """Raises ``ToolchainError`` unless this environment's torch and device compiler are the row's
+    own."""
     compiler = None
     if row.accelerator == "cuda" and (choice := toolchain.device_compiler(chosen)).value:
         compiler = choice.value.version
@@ -96,13 +139,25 @@ def _line(result: Result) -> str:
     what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
     if result.architectures:
         served = {kernel.plan.architecture.capability.base for kernel in result.kernels}
-        kept = [name for name in result.architectures if parse_arch_list(name)[0].capability.base in served]
+        kept = [
+            name
+            for name in result.architectures
+            if parse_arch_list(name)[0].capability.base in served
+        ]
         left = [name for name in result.architectures if name not in kept]
         made = sum(not kernel.cached for kernel in result.kernels)
-        what = f"{len(result.kernels)} kernels" + (f" for {', '.join(kept)}" if kept else "") + (f", {made} compiled now" if made else "")
+        what = (
+            f"{len(result.kernels)} kernels"
+            + (f" for {', '.join(kept)}" if kept else "")
+            + (f", {made} compiled now" if made else "")
+        )
         what += f"; none run on {', '.join(left)}, plain PyTorch does" if left else ""
-    how = "was there" if result.cached else "compiled"  # in one run with the others, whose time the line above tells
-    return f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB  {what}\n{'':<14} {entry.library}"
+    # in one run with the others, whose time the line above tells
+    how = "was there" if result.cached else "compiled"
+    return (
+        f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB "
+        f" {what}\n{'':<14} {entry.library}"
+    )
 
 
 def _as_dict(result: Result) -> dict[str, object]:
@@ -117,10 +172,24 @@ def _as_dict(result: Result) -> dict[str, object]:
         "isa_levels": list(manifest.isa_levels) if manifest else [],
         "cached": result.cached,
         "seconds": round(result.seconds, 3),
-        "error": None if error is None else {"what": error.what, "found": error.found, "required": error.required, "fix": error.fix},
+        "error": (
+            None
+            if error is None
+            else {
+                "what": error.what,
+                "found": error.found,
+                "required": error.required,
+                "fix": error.fix,
+            }
+        ),
     }
 
 
 def _kernel_as_dict(result: KernelResult) -> dict[str, object]:
     code = str(result.entry.library) if result.entry else None
-    return {"kernel": result.plan.expression, "architecture": str(result.plan.architecture), "code": code, "cached": result.cached}
+    return {
+        "kernel": result.plan.expression,
+        "architecture": str(result.plan.architecture),
+        "code": code,
+        "cached": result.cached,
+    }

@@ -36,19 +36,40 @@ def info(as_json: Json = False) -> None:
     """Where the cache is, what it holds, its bound, and what is wrong with it."""
     state = _cache().info()
     if as_json:
-        facts = {"root": str(state.root), "entries": state.entries, "bytes": state.size, "max_bytes": state.max_size}
-        typer.echo(json.dumps({**facts, "quarantined": state.quarantined, "problem": state.problem or None}, indent=1))
+        facts = {
+            "root": str(state.root),
+            "entries": state.entries,
+            "bytes": state.size,
+            "max_bytes": state.max_size,
+        }
+        typer.echo(
+            json.dumps(
+                {**facts, "quarantined": state.quarantined, "problem": state.problem or None},
+                indent=1,
+            )
+        )
         return
-    typer.echo(f"{state.root}\n{state.entries} entries, {size_in_words(state.size)} of at most {size_in_words(state.max_size)} (FLEXOPS_CACHE_MAX_SIZE)")
+    typer.echo(
+        f"{state.root}\n{state.entries} entries, {size_in_words(state.size)} of at most"
+        f" {size_in_words(state.max_size)} (FLEXOPS_CACHE_MAX_SIZE)"
+    )
     if state.quarantined:
-        typer.echo(f"damaged entries put aside: {state.quarantined}; `flexops cache clear` removes them")
+        typer.echo(
+            f"damaged entries put aside: {state.quarantined}; `flexops cache clear` removes them"
+        )
     if state.problem:
         typer.echo(f"not used: {state.problem}")
 
 
 @app.command()
-def stats(as_json: Json = False, prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format.")] = False) -> None:
-    """What cold starts got from where, of every process that used this cache: hits, misses, bytes and seconds. Warm starts write nothing down."""
+def stats(
+    as_json: Json = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print Prometheus' text format.")
+    ] = False,
+) -> None:
+    """What cold starts got from where, of every process that used this cache: hits, misses, bytes
+    and seconds. Warm starts write nothing down."""
     totals = counters.of_cache(_cache().root)
     if as_json:
         typer.echo(json.dumps(totals, indent=1))
@@ -57,7 +78,10 @@ def stats(as_json: Json = False, prometheus: Annotated[bool, typer.Option("--pro
     else:
         for tier in counters.WRITTEN:
             row = totals[tier]
-            typer.echo(f"{tier:<10} {row['hits']:>7.0f} hits {row['misses']:>7.0f} misses {size_in_words(row['bytes']):>10} {row['seconds']:>9.1f} s")
+            typer.echo(
+                f"{tier:<10} {row['hits']:>7.0f} hits {row['misses']:>7.0f} misses"
+                f" {size_in_words(row['bytes']):>10} {row['seconds']:>9.1f} s"
+            )
 
 
 @app.command("list")
@@ -75,14 +99,30 @@ def list_entries(as_json: Json = False) -> None:
     table.add_column("for", overflow="fold")
     for entry in entries:
         what = ", ".join(entry.manifest.architectures or entry.manifest.isa_levels)
-        table.add_row(entry.manifest.name, entry.manifest.key[:12], size_in_words(entry.size), _date(entry.last_used), what)
+        table.add_row(
+            entry.manifest.name,
+            entry.manifest.key[:12],
+            size_in_words(entry.size),
+            _date(entry.last_used),
+            what,
+        )
     if entries:
-        # A line for each entry where a program reads them; else as wide as the terminal, or COLUMNS.
-        Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _UNBOUNDED, highlight=False, markup=False).print(table)
+        # A line for each entry where a program reads them; else as wide as the terminal, or
+        # COLUMNS.
+        Console(
+            width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _UNBOUNDED,
+            highlight=False,
+            markup=False,
+        ).print(table)
 
 
 @app.command()
-def prune(max_size: Annotated[str | None, typer.Option(help="Bound to prune to, such as 500M; default FLEXOPS_CACHE_MAX_SIZE.")] = None) -> None:
+def prune(
+    max_size: Annotated[
+        str | None,
+        typer.Option(help="Bound to prune to, such as 500M; default FLEXOPS_CACHE_MAX_SIZE."),
+    ] = None,
+) -> None:
     """Remove the least recently used entries until the cache is within its bound."""
     bound = None if max_size is None else settings.parse_size("--max-size", max_size)
     _say_removed(_cache().prune(max_bytes=bound))
@@ -90,7 +130,12 @@ def prune(max_size: Annotated[str | None, typer.Option(help="Bound to prune to, 
 
 @app.command()
 def clear(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Entries to remove, as `list` names them; all if none.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Entries to remove, as `list` names them; all if none."
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove entries."""
@@ -98,10 +143,18 @@ def clear(
     known = sorted({entry.manifest.name for entry in cache.entries()})
     if unknown := sorted(set(wanted) - set(known)):
         found = f"{', '.join(unknown)}; {cache.root} holds {', '.join(known) or 'nothing'}"
-        raise CacheError("no entries are called so", found=found, required="names as `flexops cache list` shows them", fix="flexops cache list")
+        raise CacheError(
+            "no entries are called so",
+            found=found,
+            required="names as `flexops cache list` shows them",
+            fix="flexops cache list",
+        )
     if not yes:
         chosen = [entry for entry in cache.entries() if not wanted or entry.manifest.name in wanted]
-        _ask(f"Remove {len(chosen)} entries ({size_in_words(sum(entry.size for entry in chosen))}) from {cache.root}?")
+        _ask(
+            f"Remove {len(chosen)} entries ({size_in_words(sum(entry.size for entry in chosen))})"
+            f" from {cache.root}?"
+        )
     _say_removed(cache.clear(wanted))
 
 
@@ -111,7 +164,9 @@ def _ask(question: str) -> None:
         answer = typer.confirm(question, err=True)
     except typer.Abort:
         typer.echo("", err=True)
-        raise CacheError("nothing was removed: nobody answered", fix="flexops cache clear --yes") from None
+        raise CacheError(
+            "nothing was removed: nobody answered", fix="flexops cache clear --yes"
+        ) from None
     if not answer:
         raise typer.Exit(1)
 
@@ -124,7 +179,9 @@ def export(file: Annotated[Path, typer.Argument(help="The archive to write (.tar
 
 
 @app.command("import")
-def import_archive(file: Annotated[Path, typer.Argument(help="An archive that `flexops cache export` wrote.")]) -> None:
+def import_archive(
+    file: Annotated[Path, typer.Argument(help="An archive that `flexops cache export` wrote.")],
+) -> None:
     """Add the entries of an archive. They are code that will run: import only what you trust."""
     entries = cache_archive.import_archive(_cache(), file)
     typer.echo(f"{len(entries)} entries <- {file}")

@@ -1,8 +1,9 @@
 """The table of commands: where each is defined, and the line that ``flexops --help`` has about it.
 
-It imports neither torch nor the command line's libraries, so that ``flexops --help`` and ``--version``
-start as fast as Python does; a command's module is imported when that command runs. Another
-distribution adds its commands by an entry point of the group ``GROUP`` that names such a table::
+It imports neither torch nor the command line's libraries, so that ``flexops --help`` and
+``--version`` start as fast as Python does; a command's module is imported when that command runs.
+Another distribution adds its commands by an entry point of the group ``GROUP`` that names such a
+table::
 
     [project.entry-points."flexops.commands"]
     release = "flexops_release.commands:COMMANDS"
@@ -19,14 +20,16 @@ from typing import NamedTuple
 GROUP = "flexops.commands"
 SUMMARY = "Fused PyTorch operators: build, check, cache, targets, benchmarks."
 EPILOG = (
-    "Exit codes: 0, success; 1, a check or measurement failed; 2, a command line or setting that is "
-    "not understood; 3 to 12, one for each kind of error (docs/command-line.md). "
-    "`flexops COMMAND --help` has examples."
+    "Exit codes: 0, success; 1, a check or measurement failed; 2, a command line or setting that is"
+    " not understood; 3 to 12, one for each kind of error (docs/command-line.md). `flexops COMMAND"
+    " --help` has examples."
 )
 OPTIONS = {
     "--version": "Show the version and exit.",
     "--install-completion": "Install completion for the current shell.",
-    "--show-completion": "Show completion for the current shell, to copy it or customize the installation.",
+    "--show-completion": (
+        "Show completion for the current shell, to copy it or customize the installation."
+    ),
     "-h, --help": "Show this message and exit.",
 }
 _WIDEST = 100
@@ -58,8 +61,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "new": Command(
         "flexops.cli.new:new",
-        "Write a package of your own operators, with tests that pass at once "
-        "(docs/builder.md).",
+        "Write a package of your own operators, with tests that pass at once (docs/builder.md).",
     ),
     "cmake-dir": Command(
         "flexops.cli.new:cmake_dir",
@@ -77,8 +79,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "inspect": Command(
         "flexops.cli.inspect:inspect",
-        "Registers, spills, shared memory, occupancy and instructions of an operator's "
-        "kernels.",
+        "Registers, spills, shared memory, occupancy and instructions of an operator's kernels.",
     ),
     "profile": Command(
         "flexops.cli.profile:profile",

@@ -11,8 +11,11 @@ from ..doctor import report
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help=report.JSON_HELP)] = False,
-    target: Annotated[str | None, typer.Option("--target", metavar="ID", help=report.TARGET_HELP)] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="ID", help=report.TARGET_HELP)
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help=report.STRICT_HELP)] = False,
 ) -> None:
-    """Look at this machine, build a small op, run every operator against its reference, and say what is wrong and what mends it."""
+    """Look at this machine, build a small op, run every operator against its reference, and say
+    what is wrong and what mends it."""
     raise typer.Exit(report.run(target, as_json=as_json, strict=strict))

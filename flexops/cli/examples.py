@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "build": ("flexops build", "flexops build rms_norm attention --arch '8.0;9.0'", "flexops build mylib.scale --device cpu"),
-    "warm": ("flexops warm --record run.jsonl --arch 9.0 --remote", "flexops warm --model config.json --arch 9.0 --archive llama.tar.gz"),
+    "build": (
+        "flexops build",
+        "flexops build rms_norm attention --arch '8.0;9.0'",
+        "flexops build mylib.scale --device cpu",
+    ),
+    "warm": (
+        "flexops warm --record run.jsonl --arch 9.0 --remote",
+        "flexops warm --model config.json --arch 9.0 --archive llama.tar.gz",
+    ),
     "new": ("flexops new mylib", "flexops new mylib --family rotate"),
     "cmake-dir": ("cmake -B build -Dflexops_DIR=$(flexops cmake-dir)",),
-    "doctor": ("flexops doctor", "flexops doctor --target cu130-sm90 --strict", "flexops doctor --json"),
+    "doctor": (
+        "flexops doctor",
+        "flexops doctor --target cu130-sm90 --strict",
+        "flexops doctor --json",
+    ),
     "patch": ("flexops patch llama", "flexops patch path/to/config.json --json"),
-    "inspect": ("flexops inspect rms_norm --arch 9.0", "flexops inspect rope --kernel 'rotate<float>' --sass", "flexops inspect adam --diff HEAD"),
-    "profile": ("flexops profile rms_norm", "flexops profile benchmarks/scale.py --by torch --device cpu"),
+    "inspect": (
+        "flexops inspect rms_norm --arch 9.0",
+        "flexops inspect rope --kernel 'rotate<float>' --sass",
+        "flexops inspect adam --diff HEAD",
+    ),
+    "profile": (
+        "flexops profile rms_norm",
+        "flexops profile benchmarks/scale.py --by torch --device cpu",
+    ),
     "sanitize": ("flexops sanitize softmax", "flexops sanitize softmax --tool racecheck"),
     "watch": ("flexops watch mylib/csrc/scale -- pytest -k scale",),
     "cache info": ("flexops cache info", "flexops cache info --json"),
@@ -34,7 +52,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "channel index": ("flexops channel index --channel channel",),
     "channel check": ("flexops channel check --channel channel",),
     "image build": ("flexops image build cu130-sm90", "flexops image build 'cu130-*' --stage dev"),
-    "image run": ("flexops image run cu130-sm90", 'flexops image run cu130-sm90 -v "$PWD:/workspace" -- python train.py'),
+    "image run": (
+        "flexops image run cu130-sm90",
+        'flexops image run cu130-sm90 -v "$PWD:/workspace" -- python train.py',
+    ),
     "image check": ("flexops image check cu130-sm90",),
     "image list": ("flexops image list",),
     "bench build": ("flexops bench build",),

@@ -22,12 +22,31 @@ from ..targets import render as rendering
 if TYPE_CHECKING:
     from ..images.building import Built
 
-app = typer.Typer(no_args_is_help=True, help=f"Images of the targets. Needs a container engine and the docker SDK, {distribution.NAME}'s extra `images`.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help=(
+        f"Images of the targets. Needs a container engine and the docker SDK, {distribution.NAME}'s"
+        " extra `images`."
+    ),
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-StageOption = Annotated[str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")]
-TagOption = Annotated[str | None, typer.Option(help="Name of the image, or a repository that the usual tag is added to. Default: flexops:ID.")]
-Network = Annotated[str, typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ...")]
+StageOption = Annotated[
+    str, typer.Option(help="runtime, or dev: with compiler, ninja and ccache, for work on kernels.")
+]
+TagOption = Annotated[
+    str | None,
+    typer.Option(
+        help=(
+            "Name of the image, or a repository that the usual tag is added to. Default:"
+            " flexops:ID."
+        )
+    ),
+]
+Network = Annotated[
+    str,
+    typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ..."),
+]
 _INTERRUPTED = 130
 _INDEX = "Package index to download from; not kept. With user:password it takes BuildKit."
 _ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where its own index is silent."
@@ -35,18 +54,39 @@ _ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where its own i
 
 @app.command()
 def build(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Targets, or globs such as 'cu130-*'; 'all' is every one.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID...", help="Targets, or globs such as 'cu130-*'; 'all' is every one."
+        ),
+    ],
     stage: StageOption = "runtime",
     tag: TagOption = None,
-    build_base: Annotated[str, typer.Option(metavar="REF", help="Base of the build stages instead of the row's: a mirror's, or a local image.")] = "",
-    runtime_base: Annotated[str, typer.Option(metavar="REF", help="Base of the image itself instead of the row's.")] = "",
+    build_base: Annotated[
+        str,
+        typer.Option(
+            metavar="REF",
+            help="Base of the build stages instead of the row's: a mirror's, or a local image.",
+        ),
+    ] = "",
+    runtime_base: Annotated[
+        str, typer.Option(metavar="REF", help="Base of the image itself instead of the row's.")
+    ] = "",
     index_url: Annotated[str, typer.Option(metavar="URL", help=_INDEX)] = "",
     accept_other_torch: Annotated[bool, typer.Option("--accept-other-torch", help=_ACCEPT)] = False,
-    ca_bundle: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificates (PEM) to trust while downloading; not kept.")] = None,
+    ca_bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Certificates (PEM) to trust while downloading; not kept."
+        ),
+    ] = None,
     network: Network = "",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Build every step anew.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
-    push: Annotated[bool, typer.Option("--push", help="Push each image after it is built; --tag names the registry.")] = False,
+    push: Annotated[
+        bool,
+        typer.Option("--push", help="Push each image after it is built; --tag names the registry."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build images, from this checkout: toolkit, torch and operators that match, checked."""
@@ -66,15 +106,35 @@ def build(
             with _progress(wish.target.id, quiet=as_json) as report:
                 built = building.build(client, wish, root, report)
                 if push:
-                    building.push(client, wish.reference, lambda line: report(Step(1, 1, "push"), line) if report else None)
+                    building.push(
+                        client,
+                        wish.reference,
+                        lambda line: report(Step(1, 1, "push"), line) if report else None,
+                    )
             results.append({**_built(built), "error": None})
-            _say(f"{built.reference}  {built.size / 1e9:.2f} GB, {built.seconds:.0f} s, {built.cached} of {built.steps} steps were there", as_json)
+            _say(
+                f"{built.reference}  {built.size / 1e9:.2f} GB, {built.seconds:.0f} s,"
+                f" {built.cached} of {built.steps} steps were there",
+                as_json,
+            )
         except KeyboardInterrupt:
-            _say(f"flexops: stopped while building {wish.target.id}; nothing was tagged, finished steps are kept", False, error=True)
+            _say(
+                f"flexops: stopped while building {wish.target.id}; nothing was tagged, finished"
+                " steps are kept",
+                False,
+                error=True,
+            )
             raise typer.Exit(_INTERRUPTED) from None
         except FlexopsError as error:
             code = code or error.exit_code
-            results.append({"target": wish.target.id, "image": wish.reference, "error": _error(error), "log": str(building.log_path(root, wish))})
+            results.append(
+                {
+                    "target": wish.target.id,
+                    "image": wish.reference,
+                    "error": _error(error),
+                    "log": str(building.log_path(root, wish)),
+                }
+            )
             _say(f"flexops: {error}", as_json, error=True)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
@@ -83,14 +143,48 @@ def build(
 
 @app.command()
 def run(
-    target_id: Annotated[str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")],
-    command: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD]...", help="What to run; the report of `flexops doctor` by default.")] = None,
+    target_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")
+    ],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- CMD]...", help="What to run; the report of `flexops doctor` by default."
+        ),
+    ] = None,
     stage: StageOption = "runtime",
     tag: TagOption = None,
-    volume: Annotated[list[str] | None, typer.Option("--volume", "-v", metavar="SRC:DST", help="Mount a directory; may be repeated.")] = None,
-    user: Annotated[str, typer.Option(metavar="UID:GID", help="Run as this user. Default: you, where a directory is mounted; else the image's own.")] = "",
-    shm_size: Annotated[str, typer.Option(metavar="SIZE", help="Shared memory, which a DataLoader's workers need: 8g. Default: half of the memory.")] = "",
-    ipc: Annotated[str, typer.Option(metavar="MODE", help="The engine's mode for shared memory: host, private, ...")] = "",
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--volume", "-v", metavar="SRC:DST", help="Mount a directory; may be repeated."
+        ),
+    ] = None,
+    user: Annotated[
+        str,
+        typer.Option(
+            metavar="UID:GID",
+            help=(
+                "Run as this user. Default: you, where a directory is mounted; else the image's"
+                " own."
+            ),
+        ),
+    ] = "",
+    shm_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help=(
+                "Shared memory, which a DataLoader's workers need: 8g. Default: half of the memory."
+            ),
+        ),
+    ] = "",
+    ipc: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE", help="The engine's mode for shared memory: host, private, ..."
+        ),
+    ] = "",
     network: Network = "",
 ) -> None:
     """Run a command in an image, with this machine's GPUs and shared memory, and a cache volume."""
@@ -101,25 +195,36 @@ def run(
         typer.echo(f"flexops: {gpus.note}", err=True)
     mounts = [_absolute(one) for one in volume or ()]
     options = {
-        **running.engine_comfort(client, mounts=any(one.startswith("/") for one in mounts)), **gpus.options,
-        "volumes": [f"{running.CACHE_VOLUME}:/cache", *mounts], **_given(user=user, shm_size=shm_size, ipc_mode=ipc, network_mode=network),
-    }  # fmt: skip
-    raise typer.Exit(running.run(client, row, naming.reference(row.id, naming.stage(stage), tag), command or (), options))
+        **running.engine_comfort(client, mounts=any(one.startswith("/") for one in mounts)),
+        **gpus.options,
+        "volumes": [f"{running.CACHE_VOLUME}:/cache", *mounts],
+        **_given(user=user, shm_size=shm_size, ipc_mode=ipc, network_mode=network),
+    }
+    raise typer.Exit(
+        running.run(
+            client, row, naming.reference(row.id, naming.stage(stage), tag), command or (), options
+        )
+    )
 
 
 @app.command()
 def check(
-    target_id: Annotated[str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")],
+    target_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")
+    ],
     stage: StageOption = "runtime",
     tag: TagOption = None,
     network: Network = "",
     as_json: Json = False,
 ) -> None:
-    """Run doctor in an image in every way that it must work, and compare labels, versions and compiled architectures with the matrix."""
+    """Run doctor in an image in every way that it must work, and compare labels, versions and
+    compiled architectures with the matrix."""
     row = targets.load().find(target_id)
     client = connect()
     options = {**running.engine_gpus(client, row).options, **_given(network_mode=network)}
-    checked = checking.check(client, row, naming.reference(row.id, naming.stage(stage), tag), options)
+    checked = checking.check(
+        client, row, naming.reference(row.id, naming.stage(stage), tag), options
+    )
     if as_json:
         typer.echo(json.dumps(checked.as_dict(), indent=1))
     else:
@@ -140,7 +245,11 @@ def list_images(as_json: Json = False) -> None:
         return
     width = max(len(one.target) for one in found)
     for one in found:
-        what = f"{one.reference}  {one.size / 1e9:.2f} GB  {one.created}  {one.revision[:12]}" if one.reference else f"-  (flexops image build {one.target})"
+        what = (
+            f"{one.reference}  {one.size / 1e9:.2f} GB  {one.created}  {one.revision[:12]}"
+            if one.reference
+            else f"-  (flexops image build {one.target})"
+        )
         typer.echo(f"{one.target:<{width}}  {what}")
 
 
@@ -151,14 +260,24 @@ def _given(**options: str) -> dict[str, str]:
 def _absolute(volume: str) -> str:
     """A volume whose source is a path of this machine, made absolute; a named volume as it is."""
     source, colon, rest = volume.partition(":")
-    return f"{Path(source).expanduser().absolute()}{colon}{rest}" if source.startswith((".", "~", "/")) else volume
+    return (
+        f"{Path(source).expanduser().absolute()}{colon}{rest}"
+        if source.startswith((".", "~", "/"))
+        else volume
+    )
 
 
 def _built(built: Built) -> dict[str, Any]:
     return {
-        "target": built.target, "image": built.reference, "id": built.image, "seconds": built.seconds, "size": built.size, "steps": built.steps,
-        "cached": built.cached, "log": str(built.log),
-    }  # fmt: skip
+        "target": built.target,
+        "image": built.reference,
+        "id": built.image,
+        "seconds": built.seconds,
+        "size": built.size,
+        "steps": built.steps,
+        "cached": built.cached,
+        "log": str(built.log),
+    }
 
 
 def _error(error: FlexopsError) -> dict[str, str]:
@@ -192,15 +311,33 @@ def _progress(name: str, *, quiet: bool) -> Iterator[Report | None]:
         yield _line_reporter(name)
     else:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[line]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[line]}"),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(name, total=None, line="")
 
             def report(step: Step, line: str) -> None:
                 description = f"{name}: {step.instruction[:40]}"
-                bar.update(task, description=description, completed=step.number - 1, total=step.total, line=line.replace("[", r"\[")[:60])
+                bar.update(
+                    task,
+                    description=description,
+                    completed=step.number - 1,
+                    total=step.total,
+                    line=line.replace("[", r"\[")[:60],
+                )
 
             yield report
 

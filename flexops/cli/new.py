@@ -12,7 +12,9 @@ from ..builder import new as writing
 
 
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The package, and the namespace of its operators.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The package, and the namespace of its operators.")
+    ],
     family: Annotated[str, typer.Option(help="The first family, and its operator.")] = "scale",
 ) -> None:
     """Write a package of your own operators, with tests that pass at once (docs/builder.md)."""
@@ -22,5 +24,6 @@ def new(
 
 
 def cmake_dir() -> None:
-    """Print the directory for CMake's flexops_DIR, where find_package(flexops) looks (docs/builder.md)."""
+    """Print the directory for CMake's flexops_DIR, where find_package(flexops) looks
+    (docs/builder.md)."""
     typer.echo(layout.cmake_root())

@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-_MODEL_HELP = "A model's config.json, or the folder with it; an architecture, such as llama; or a model's name on the Hugging Face Hub."
+_MODEL_HELP = (
+    "A model's config.json, or the folder with it; an architecture, such as llama; or a model's"
+    " name on the Hugging Face Hub."
+)
 
 
 def patch(

@@ -1,4 +1,5 @@
-"""``flexops profile`` and ``flexops sanitize``: NVIDIA's tools, or torch's profiler, over cases that are there already."""
+"""``flexops profile`` and ``flexops sanitize``: NVIDIA's tools, or torch's profiler, over cases
+that are there already."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from ..builder import registered
 from ..errors import FlexopsError, SettingsError, ToolchainError
 from ..inspection import mix
 
-_OP_HELP = "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a file or module with cases."
+_OP_HELP = (
+    "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a"
+    " file or module with cases."
+)
 
 
 class Tool(str, Enum):
@@ -40,9 +44,15 @@ class By(str, Enum):
 
 def profile(
     op: Annotated[str, typer.Argument(metavar="OP", help=_OP_HELP)],
-    case: Annotated[str, typer.Option("--case", help="The first case whose name has this in it.")] = "",
-    contender: Annotated[str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")] = "",
-    by: Annotated[By | None, typer.Option(help="By default ncu where it is there, on a GPU.")] = None,
+    case: Annotated[
+        str, typer.Option("--case", help="The first case whose name has this in it.")
+    ] = "",
+    contender: Annotated[
+        str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")
+    ] = "",
+    by: Annotated[
+        By | None, typer.Option(help="By default ncu where it is there, on a GPU.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -50,17 +60,38 @@ def profile(
     import torch
 
     if device not in (None, "cpu", "cuda"):
-        raise SettingsError("there is no such device", found=str(device), required="cpu or cuda", fix="leave --device away")
+        raise SettingsError(
+            "there is no such device",
+            found=str(device),
+            required="cpu or cuda",
+            fix="leave --device away",
+        )
     seen = torch.cuda.is_available()
     if device == "cuda" and not seen:
         found = f"torch {torch.__version__} sees no GPU"
-        raise ToolchainError("there is no GPU to profile on", found=found, required="a GPU, or --device cpu", fix="flexops doctor")
+        raise ToolchainError(
+            "there is no GPU to profile on",
+            found=found,
+            required="a GPU, or --device cpu",
+            fix="flexops doctor",
+        )
     where = device or ("cuda" if seen else "cpu")
     place = op if op.endswith(".py") or Path(op).is_file() else _cases_of(op)
-    request = {"places": [place] if place else [], "op": "" if place else op, "case": case, "contender": contender, "device": where}
+    request = {
+        "places": [place] if place else [],
+        "op": "" if place else op,
+        "case": case,
+        "contender": contender,
+        "device": where,
+    }
     ncu = mix.find_tool("ncu")
     if by is By.ncu and not ncu:
-        raise ToolchainError("there is no ncu here", found="neither on PATH nor in a toolkit", required="Nsight Compute", fix="flexops profile --by torch")
+        raise ToolchainError(
+            "there is no ncu here",
+            found="neither on PATH nor in a toolkit",
+            required="Nsight Compute",
+            fix="flexops profile --by torch",
+        )
     use_ncu = by is By.ncu or (by is None and ncu is not None and where == "cuda")
     rows = profiling.by_ncu(ncu, request) if use_ncu and ncu else profiling.by_torch(request)
     if as_json:
@@ -73,60 +104,128 @@ def profile(
 
 
 def sanitize(
-    arguments: Annotated[list[str], typer.Argument(metavar="OP [-- COMMAND...]", help="An operator or family; its tests on a GPU, or the command, are run.")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OP [-- COMMAND...]",
+            help="An operator or family; its tests on a GPU, or the command, are run.",
+        ),
+    ],
     tool: Annotated[Tool, typer.Option(help="What to look for.")] = Tool.memcheck,
 ) -> None:
-    """compute-sanitizer over the contract's cases: accesses out of bounds, races, missing barriers, memory that nobody wrote. Needs a GPU."""
+    """compute-sanitizer over the contract's cases: accesses out of bounds, races, missing barriers,
+    memory that nobody wrote. Needs a GPU."""
     program = mix.find_tool("compute-sanitizer")
     if program is None:
         fix = "install a CUDA toolkit's compute-sanitizer, or pip install nvidia-cuda-sanitizer-api"
-        raise ToolchainError("there is no compute-sanitizer here", found="neither on PATH, in a toolkit nor in a wheel", required="CUDA's", fix=fix)
+        raise ToolchainError(
+            "there is no compute-sanitizer here",
+            found="neither on PATH, in a toolkit nor in a wheel",
+            required="CUDA's",
+            fix=fix,
+        )
     command = arguments[1:]  # `--` is gone, as options may stand behind the operator
     ours: list[str] = []
     if not command:
         registered.load_for((arguments[0],))
         spec = catalog.select((arguments[0],))[0]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(arguments[0])]
-        ours = ["--kernel-name", f"kns={spec.project.name}"]  # not torch's, of which tests launch more
-    # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into a neighbour.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *tests_of(arguments[0]),
+        ]
+        # not torch's, of which tests launch more
+        ours = ["--kernel-name", f"kns={spec.project.name}"]
+    # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into
+    # a neighbour.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    wrapped = [program, "--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99", *ours, *command]
-    with subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+    wrapped = [
+        program,
+        "--tool",
+        tool.value,
+        "--target-processes",
+        "all",
+        "--error-exitcode",
+        "99",
+        *ours,
+        *command,
+    ]
+    with subprocess.Popen(
+        wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         said = []
         for line in process.stdout:
             said.append(line)
             typer.echo(line, nl=False)
-    errors = sum(int(match[1]) for line in said if (match := re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", line)))
-    verdict = f"{errors} errors" if errors else "no errors" if process.returncode == 0 else f"the command ended with status {process.returncode}"
+    errors = sum(
+        int(match[1])
+        for line in said
+        if (match := re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", line))
+    )
+    verdict = (
+        f"{errors} errors"
+        if errors
+        else (
+            "no errors"
+            if process.returncode == 0
+            else f"the command ended with status {process.returncode}"
+        )
+    )
     typer.echo(f"{tool.value}: {verdict}")
     if process.returncode:
         raise typer.Exit(1)
 
 
 def _cases_of(op: str) -> str:
-    """The file or module with cases that is meant; nothing where it is flexops' own operator, whose cases are known."""
+    """The file or module with cases that is meant; nothing where it is flexops' own operator, whose
+    cases are known."""
     registered.load_for((op,))
-    if not any(op in (spec.project.name, spec.name) for spec in catalog.specs() if not spec.project.own):
+    if not any(
+        op in (spec.project.name, spec.name) for spec in catalog.specs() if not spec.project.own
+    ):
         return op if "." in op else ""
     file = f"benchmarks/{catalog.select((op,))[0].family}.py"
     if not Path(file).is_file():
-        raise FlexopsError(f"no cases of {op} are here", found=str(Path.cwd()), required=f"{file}, or the name of a file with cases(setup)")
+        raise FlexopsError(
+            f"no cases of {op} are here",
+            found=str(Path.cwd()),
+            required=f"{file}, or the name of a file with cases(setup)",
+        )
     return file
 
 
 def tests_of(op: str) -> list[str]:
-    """The tests of an operator's family that run on a GPU, in this checkout: those made for this, if there are any, since tools slow kernels down a
-    hundredfold.
+    """The tests of an operator's family that run on a GPU, in this checkout: those made for this,
+    if there are any, since tools slow kernels down a hundredfold.
 
     Raises:
         FlexopsError: there are none, so a command has to be named.
     """
     (spec,) = catalog.select((op,))[:1]
-    names = (f"ops/test_{spec.family}.py", f"gpu/test_{spec.family}_gpu.py", f"test_{spec.family}.py")
+    names = (
+        f"ops/test_{spec.family}.py",
+        f"gpu/test_{spec.family}_gpu.py",
+        f"test_{spec.family}.py",
+    )
     made_for_this = Path("tests", "gpu", f"test_{spec.family}_sanitized_gpu.py")
-    found = [str(made_for_this)] if made_for_this.is_file() else [str(path) for name in names if (path := Path("tests", name)).is_file()]
+    found = (
+        [str(made_for_this)]
+        if made_for_this.is_file()
+        else [str(path) for name in names if (path := Path("tests", name)).is_file()]
+    )
     if not found:
         fix = f"flexops sanitize {op} -- pytest -k {op}"
-        raise FlexopsError(f"no tests of {op} are here", found=str(Path("tests").absolute()), required="a checkout, or a command", fix=fix)
-    return [*found, "-k", "(cuda or gpu) and not graph"]  # a capture may not allocate memory, which every tensor does here
+        raise FlexopsError(
+            f"no tests of {op} are here",
+            found=str(Path("tests").absolute()),
+            required="a checkout, or a command",
+            fix=fix,
+        )
+    # a capture may not allocate memory, which every tensor does here
+    return [*found, "-k", "(cuda or gpu) and not graph"]

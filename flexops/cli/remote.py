@@ -18,7 +18,10 @@ from ..build.store.cache import BuildCache
 from ..build.store.remote import Object, Remote
 from ..errors import CacheError, SettingsError
 
-app = typer.Typer(no_args_is_help=True, help="Look at the remote cache (FLEXOPS_CACHE_REMOTE) and keep it in order.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at the remote cache (FLEXOPS_CACHE_REMOTE) and keep it in order.",
+)
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -29,11 +32,21 @@ def list_objects(as_json: Json = False) -> None:
     store = remote.required(settings.current())
     entries = [item for item in store.list() if item.name.endswith(remote.SUFFIX)]
     if as_json:
-        typer.echo(json.dumps([{"name": item.name, "bytes": item.size, "changed": item.changed or None} for item in entries], indent=1))
+        typer.echo(
+            json.dumps(
+                [
+                    {"name": item.name, "bytes": item.size, "changed": item.changed or None}
+                    for item in entries
+                ],
+                indent=1,
+            )
+        )
         return
     for item in entries:
         typer.echo(f"{item.size:>10}  {_date(item)}  {item.name}")
-    typer.echo(f"{len(entries)} entries, {sum(item.size for item in entries)} bytes in {store.name}")
+    typer.echo(
+        f"{len(entries)} entries, {sum(item.size for item in entries)} bytes in {store.name}"
+    )
 
 
 @app.command()
@@ -56,8 +69,16 @@ def check(as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(remove: Annotated[bool, typer.Option("--remove", help="Remove those that are not whole, or not signed as they should be.")] = False) -> None:
-    """Fetch every entry and verify it, as a machine that needs it does (with FLEXOPS_CACHE_TRUSTED_KEYS, its signature too). Nothing is opened."""
+def verify(
+    remove: Annotated[
+        bool,
+        typer.Option(
+            "--remove", help="Remove those that are not whole, or not signed as they should be."
+        ),
+    ] = False,
+) -> None:
+    """Fetch every entry and verify it, as a machine that needs it does (with
+    FLEXOPS_CACHE_TRUSTED_KEYS, its signature too). Nothing is opened."""
     chosen = settings.current()
     store = remote.required(chosen)
     entries, bad = [item for item in store.list() if item.name.endswith(remote.SUFFIX)], 0
@@ -77,7 +98,12 @@ def _wrong(store: Remote, item: Object, chosen: settings.Settings) -> str:
         file = Path(folder, "archive")
         store.download(item.name, file, chosen.cache_max_bytes)
         try:
-            cache = BuildCache(Path(folder, "cache"), max_bytes=chosen.cache_max_bytes, shared=True, trusted_keys=chosen.cache_trusted_keys)
+            cache = BuildCache(
+                Path(folder, "cache"),
+                max_bytes=chosen.cache_max_bytes,
+                shared=True,
+                trusted_keys=chosen.cache_trusted_keys,
+            )
             held = cache_archive.import_archive(cache, file)
         except CacheError as error:
             return "; ".join(part.replace(folder, "") for part in (error.what, error.found) if part)
@@ -87,23 +113,45 @@ def _wrong(store: Remote, item: Object, chosen: settings.Settings) -> str:
 
 @app.command()
 def prune(
-    older_than: Annotated[str | None, typer.Option(help="Remove what was put there longer ago, such as 30d or 12h.")] = None,
-    max_size: Annotated[str | None, typer.Option(help="Remove the oldest entries until no more is there, such as 10G.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Remove what was put there longer ago, such as 30d or 12h.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(help="Remove the oldest entries until no more is there, such as 10G."),
+    ] = None,
 ) -> None:
-    """Remove entries by age or size. A store's own lifecycle rules do the same without anybody's doing."""
+    """Remove entries by age or size. A store's own lifecycle rules do the same without anybody's
+    doing."""
     store = remote.required(settings.current())
     if older_than is None and max_size is None:
-        raise SettingsError("nothing says what to remove", required="--older-than or --max-size", fix="flexops cache remote prune --older-than 30d")
+        raise SettingsError(
+            "nothing says what to remove",
+            required="--older-than or --max-size",
+            fix="flexops cache remote prune --older-than 30d",
+        )
     items = sorted(store.list(), key=lambda item: item.changed)
     if any(not item.changed for item in items):
-        raise CacheError(f"{store.name} does not say how old its objects are", fix="use the registry's own rules for keeping tags")
-    gone = to_remove(items, now=time.time(), seconds=_seconds(older_than), most=None if max_size is None else settings.parse_size("--max-size", max_size))
+        raise CacheError(
+            f"{store.name} does not say how old its objects are",
+            fix="use the registry's own rules for keeping tags",
+        )
+    gone = to_remove(
+        items,
+        now=time.time(),
+        seconds=_seconds(older_than),
+        most=None if max_size is None else settings.parse_size("--max-size", max_size),
+    )
     for item in gone:
         store.remove(item.name)
-    typer.echo(f"removed {len(gone)} of {len(items)} objects ({sum(item.size for item in gone)} bytes)")
+    typer.echo(
+        f"removed {len(gone)} of {len(items)} objects ({sum(item.size for item in gone)} bytes)"
+    )
 
 
-def to_remove(items: list[Object], *, now: float, seconds: float | None, most: int | None) -> list[Object]:
+def to_remove(
+    items: list[Object], *, now: float, seconds: float | None, most: int | None
+) -> list[Object]:
     """Of objects, the oldest first: those that are too old, then as many as are too much."""
     gone = [item for item in items if seconds is not None and item.changed < now - seconds]
     left = items[len(gone) :]
@@ -121,9 +169,18 @@ def _seconds(text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
     if match is None:
-        raise SettingsError("--older-than is no age", found=text[:80], required="a number with m, h or d", fix="--older-than 30d")
+        raise SettingsError(
+            "--older-than is no age",
+            found=text[:80],
+            required="a number with m, h or d",
+            fix="--older-than 30d",
+        )
     return int(match[1]) * _UNITS[match[2]]
 
 
 def _date(item: Object) -> str:
-    return datetime.fromtimestamp(item.changed).strftime("%Y-%m-%d %H:%M") if item.changed else f"{'?':<16}"
+    return (
+        datetime.fromtimestamp(item.changed).strftime("%Y-%m-%d %H:%M")
+        if item.changed
+        else f"{'?':<16}"
+    )

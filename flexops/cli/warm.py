@@ -1,4 +1,5 @@
-"""``flexops warm``: what a run has recorded, or a model's operators may launch, compiled before the next one starts."""
+"""``flexops warm``: what a run has recorded, or a model's operators may launch, compiled before the
+next one starts."""
 
 from __future__ import annotations
 
@@ -16,29 +17,75 @@ from ..errors import SettingsError
 
 
 def warm(
-    records: Annotated[list[Path] | None, typer.Option("--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times.")] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL_CONFIG", help="Without a run: what flexops.patch's operators may launch in this model.")
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times."
+        ),
     ] = None,
-    arch: Annotated[str | None, typer.Option(help='Make kernels for these GPU architectures, such as "8.0;9.0"; by default, of the GPUs of that run.')] = None,
-    archive: Annotated[Path | None, typer.Option(help="Also write it all to this archive, for `flexops cache import`.")] = None,
-    to_remote: Annotated[bool, typer.Option("--remote", help="Also put it all into FLEXOPS_CACHE_REMOTE.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL_CONFIG",
+            help="Without a run: what flexops.patch's operators may launch in this model.",
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                'Make kernels for these GPU architectures, such as "8.0;9.0"; by default, of the'
+                " GPUs of that run."
+            )
+        ),
+    ] = None,
+    archive: Annotated[
+        Path | None,
+        typer.Option(help="Also write it all to this archive, for `flexops cache import`."),
+    ] = None,
+    to_remote: Annotated[
+        bool, typer.Option("--remote", help="Also put it all into FLEXOPS_CACHE_REMOTE.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
+    """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0
+    FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
     if not records and not model:
         required = "--record FILE, of a run, or --model MODEL_CONFIG"
-        raise SettingsError("nothing says what to make", required=required, fix="FLEXOPS_RECORD=FILE <what is to start warm>")
-    chosen, wanted, families = settings.current(), record.read(records or ()), _families(model) if model else ()
+        raise SettingsError(
+            "nothing says what to make",
+            required=required,
+            fix="FLEXOPS_RECORD=FILE <what is to start warm>",
+        )
+    chosen, wanted, families = (
+        settings.current(),
+        record.read(records or ()),
+        _families(model) if model else (),
+    )
     with progress.shown("what is to start warm", "quiet" if as_json else chosen.log) as report:
         made = warming.make(wanted, chosen, arch_list=arch, progress=report)
         if families:
             made += warming.make_families(families, chosen, arch_list=arch, progress=report)
     if as_json:
-        typer.echo(json.dumps([{"name": one.name, "cached": one.cached, "error": str(one.error) if one.error else None} for one in made], indent=1))
+        typer.echo(
+            json.dumps(
+                [
+                    {
+                        "name": one.name,
+                        "cached": one.cached,
+                        "error": str(one.error) if one.error else None,
+                    }
+                    for one in made
+                ],
+                indent=1,
+            )
+        )
     else:
         for one in made:
-            typer.echo(f"{one.name}: {f'FAILED {one.error}' if one.error else 'was there' if one.cached else 'made'}")
+            typer.echo(
+                f"{one.name}:"
+                f" {f'FAILED {one.error}' if one.error else 'was there' if one.cached else 'made'}"
+            )
     if archive:
         count = warming.archive(made, chosen, archive)
         typer.echo(f"{count} entries -> {archive}", err=as_json)

@@ -11,19 +11,34 @@ import typer
 from .. import watching
 from ..errors import FlexopsError
 
-_METRIC_HELP = r"A regular expression with a group for a number in the output, such as '([\d.]+) GB/s': the line tells how it changed."
+_METRIC_HELP = (
+    r"A regular expression with a group for a number in the output, such as '([\d.]+) GB/s': the"
+    r" line tells how it changed."
+)
 
 
 def watch(
-    arguments: Annotated[list[str], typer.Argument(metavar="PATH... -- COMMAND...", help="Files and directories to watch, and what to run.")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH... -- COMMAND...", help="Files and directories to watch, and what to run."
+        ),
+    ],
     metric: Annotated[str, typer.Option(help=_METRIC_HELP)] = "",
-    once: Annotated[bool, typer.Option("--once", hidden=True, help="End after the first change.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", hidden=True, help="End after the first change.")
+    ] = False,
 ) -> None:
-    """Run a command now and whenever a source changes; its result and the change of its speed on one line."""
+    """Run a command now and whenever a source changes; its result and the change of its speed on
+    one line."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     places = [Path(argument) for argument in arguments[:split]]
     if missing := [str(path) for path in places if not path.exists()]:
-        raise FlexopsError("what shall be watched is not there", found=", ".join(missing), required="files or directories, then -- and the command")
+        raise FlexopsError(
+            "what shall be watched is not there",
+            found=", ".join(missing),
+            required="files or directories, then -- and the command",
+        )
     runner = watching.Runner(arguments[split + 1 :], metric=metric)
     last: watching.Run | None = None
     files: list[str] = []
@@ -33,7 +48,10 @@ def watch(
             state = watching.snapshot(places)
             result = runner.run(places, state)
             if result:
-                typer.echo(f"flexops watch: {time.strftime('%H:%M:%S')}  {watching.line(result, last, files)}")
+                typer.echo(
+                    f"flexops watch: {time.strftime('%H:%M:%S')} "
+                    f" {watching.line(result, last, files)}"
+                )
                 last, runs = result, runs + 1
                 if once and runs > 1:
                     break

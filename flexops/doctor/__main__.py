@@ -1,4 +1,5 @@
-"""``python -m flexops.doctor``: the same as ``flexops doctor``, with nothing but the standard library."""
+"""``python -m flexops.doctor``: the same as ``flexops doctor``, with nothing but the standard
+library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Python in another process, where a torch that crashes or hangs does no harm.
 
-The child says what it has to say as JSON lines that start with ``MARK``; anything else on its output is noise, of which the end is kept.
+The child says what it has to say as JSON lines that start with ``MARK``; anything else on its
+output is noise, of which the end is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MARK = "@flexops-doctor "
 
 @dataclass(frozen=True)
 class Child:
-    """How a child ended. ``returncode`` is None when it was stopped because it took too long, negative for a signal."""
+    """How a child ended. ``returncode`` is None when it was stopped because it took too long,
+    negative for a signal."""
 
     returncode: int | None
     messages: tuple[dict[str, Any], ...]
@@ -48,12 +50,19 @@ def say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def run(arguments: Sequence[str], *, timeout: float, environment: dict[str, str] | None = None) -> Child:
-    """Run this Python with ``arguments``; its own children are stopped with it. Raises ``OSError`` if it cannot be started."""
+def run(
+    arguments: Sequence[str], *, timeout: float, environment: dict[str, str] | None = None
+) -> Child:
+    """Run this Python with ``arguments``; its own children are stopped with it. Raises ``OSError``
+    if it cannot be started."""
     process = subprocess.Popen(
-        [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
         env={**os.environ, **_import_path(), **(environment or {})},
-    )  # fmt: skip
+    )
     returncode: int | None
     try:
         output = process.communicate(timeout=timeout)[0]
@@ -85,12 +94,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _import_path() -> dict[str, str]:
-    """The child imports this very flexops, also from a checkout that is not installed, and nothing by accident from the working directory."""
+    """The child imports this very flexops, also from a checkout that is not installed, and nothing
+    by accident from the working directory."""
     home = Path(__file__).resolve().parents[2]
     safe = {"PYTHONSAFEPATH": "1"}
     if home.name in ("site-packages", "dist-packages"):
         return safe
-    return {**safe, "PYTHONPATH": os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH"))))}
+    return {
+        **safe,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH")))),
+    }
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,5 @@
-"""The whole examination: probes, each guarded, then trials, then judgement. Nothing here prints, and nothing that goes wrong ends it."""
+"""The whole examination: probes, each guarded, then trials, then judgement. Nothing here prints,
+and nothing that goes wrong ends it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ T = TypeVar("T")
 
 
 def examine(target_id: str | None = None) -> Report:
-    """Look at everything, try everything, judge everything; ``target_id`` names a row of the matrix to judge against. Never raises."""
+    """Look at everything, try everything, judge everything; ``target_id`` names a row of the matrix
+    to judge against. Never raises."""
     try:
         facts = gather(target_id)
         ops = () if isinstance(facts.ops, Unknown) else facts.ops
         return Report(_judged_target(target_id, facts), judge(facts), ops)
     except Exception as error:  # the one thing that doctor must not do is to say nothing
         found = f"the examination itself failed: {type(error).__name__}: {error}"
-        finding = fail("doctor", found, "a report", "python -X dev -m flexops.doctor   # and please report it")
+        finding = fail(
+            "doctor", found, "a report", "python -X dev -m flexops.doctor   # and please report it"
+        )
         return Report(target_id, (Section("doctor", (finding,)),))
 
 
@@ -42,13 +46,20 @@ def gather(target_id: str | None = None) -> Facts:
         facts = _look(target_id)
         facts = replace(facts, torch=torch.result())
     if isinstance(facts.torch, Unknown) or facts.torch.state != "ok":
-        return replace(facts, builds=tuple(BuildTrial(device, skipped="torch cannot be imported") for device in _DEVICES))
+        return replace(
+            facts,
+            builds=tuple(
+                BuildTrial(device, skipped="torch cannot be imported") for device in _DEVICES
+            ),
+        )
     facts = replace(facts, builds=_try_to_build(facts), ops=guarded(trial.ops))
-    return replace(facts, **_look_at_the_cache(facts))  # the ops may just have been compiled into it
+    # the ops may just have been compiled into it
+    return replace(facts, **_look_at_the_cache(facts))
 
 
 def _try_to_build(facts: Facts) -> tuple[BuildTrial, ...] | Unknown:
-    """The small op on each device type. One thing after the other: times that are reported want the machine to themselves."""
+    """The small op on each device type. One thing after the other: times that are reported want the
+    machine to themselves."""
     untried = {device: reason for device in _DEVICES if (reason := _cannot_build(facts, device))}
     devices = [device for device in _DEVICES if device not in untried]
     with trial.workplace(_cache_root(facts)) as place:
@@ -60,14 +71,19 @@ def _try_to_build(facts: Facts) -> tuple[BuildTrial, ...] | Unknown:
 
 
 def _cannot_build(facts: Facts, device: Literal["cpu", "cuda"]) -> str:
-    """Why there is no sense in trying; empty if there is. Whether that is a fault is judged where the tools are."""
+    """Why there is no sense in trying; empty if there is. Whether that is a fault is judged where
+    the tools are."""
     from ..toolchain import missing
 
     hip = not isinstance(facts.torch, Unknown) and bool(facts.torch.hip)
     tools = facts.cuda_tools if device == "cuda" and hip else facts.cpu_tools
     if isinstance(tools, Unknown):
         return tools.reason
-    if device == "cuda" and not hip and (isinstance(facts.device_compiler, Unknown) or facts.device_compiler.taken is None):
+    if (
+        device == "cuda"
+        and not hip
+        and (isinstance(facts.device_compiler, Unknown) or facts.device_compiler.taken is None)
+    ):
         return "there is no NVRTC that matches torch"
     error = missing(tools, "cuda" if device == "cuda" and hip else "cpu")
     return error.what if error else ""
@@ -131,7 +147,9 @@ def _look_at_the_cache(facts: Facts) -> dict[str, Any]:
     settings = facts.settings
     return {
         "cache": _with(settings, lambda fact: build_probes.cache(fact.settings)),
-        "libraries": _with(facts.cpu_tools, lambda tools: build_probes.libraries(tools, known(settings).settings)),
+        "libraries": _with(
+            facts.cpu_tools, lambda tools: build_probes.libraries(tools, known(settings).settings)
+        ),
     }
 
 

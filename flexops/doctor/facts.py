@@ -1,4 +1,5 @@
-"""What the probes see of a machine, as plain values. Judged in ``checks``; nothing here looks at anything."""
+"""What the probes see of a machine, as plain values. Judged in ``checks``; nothing here looks at
+anything."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class NotKnownError(Exception):
 
 
 def known(fact: T | Unknown) -> T:
-    """The fact itself; raises ``NotKnownError`` for an ``Unknown``, which turns the check into a warning that says so."""
+    """The fact itself; raises ``NotKnownError`` for an ``Unknown``, which turns the check into a
+    warning that says so."""
     if isinstance(fact, Unknown):
         raise NotKnownError(fact.reason)
     return fact
@@ -44,7 +46,8 @@ class PlatformFact:
     Attributes:
         libc: such as ``"glibc 2.36"``; empty where it is not the GNU one.
         container: what kind of container this is, ``"docker"`` for example; empty outside one.
-        installer: a command line that installs a system package, without its name: ``"sudo apt-get install -y"``.
+        installer: a command line that installs a system package, without its name: ``"sudo apt-get
+            install -y"``.
     """
 
     system: str
@@ -60,8 +63,9 @@ class PlatformFact:
 class PythonFact:
     """This Python. ``environment`` is venv, conda or system; ``headers``: is Python.h there?
 
-    ``origin`` is the Python below: the distribution's, conda's, or one of its own (uv, pyenv, built by hand), whose headers no package of the
-    distribution brings. ``namesake``: the other project's distribution called flexops, if it is installed too.
+    ``origin`` is the Python below: the distribution's, conda's, or one of its own (uv, pyenv, built
+    by hand), whose headers no package of the distribution brings. ``namesake``: the other project's
+    distribution called flexops, if it is installed too.
     """
 
     version: tuple[int, int, int]
@@ -74,7 +78,8 @@ class PythonFact:
 
 @dataclass(frozen=True)
 class SettingsFact:
-    """The settings, with the values that were not understood left away: ``(what, found, required, fix)`` of each in ``problems``."""
+    """The settings, with the values that were not understood left away: ``(what, found, required,
+    fix)`` of each in ``problems``."""
 
     settings: Settings
     problems: tuple[tuple[str, str, str, str], ...] = ()
@@ -82,7 +87,8 @@ class SettingsFact:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``capability`` is NVIDIA's ``"9.0"``, or AMD's ``"gfx942"``; ``memory_bytes`` is 0 where it is not known.
+    """One GPU. ``capability`` is NVIDIA's ``"9.0"``, or AMD's ``"gfx942"``; ``memory_bytes`` is 0
+    where it is not known.
 
     ``slices``: how many MIG slices there are of it; None where MIG is off.
     """
@@ -99,7 +105,8 @@ class GpuFact:
     """The GPUs that can be used here, their driver, and what stands in the way of others.
 
     Attributes:
-        unusable: GPUs that are on the bus while no driver shows them, such as ``"NVIDIA GPU at 0000:01:00.0"``.
+        unusable: GPUs that are on the bus while no driver shows them, such as ``"NVIDIA GPU at
+            0000:01:00.0"``.
         problem: what the driver's own library said when it failed.
     """
 
@@ -112,7 +119,8 @@ class GpuFact:
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """A shared library in a process that has imported torch. ``soname`` as in ``libcudart.so.13``."""
+    """A shared library in a process that has imported torch. ``soname`` as in
+    ``libcudart.so.13``."""
 
     soname: str
     path: str
@@ -123,12 +131,15 @@ class TorchFact:
     """What came of importing torch in another process.
 
     Attributes:
-        state: ``absent``: there is none; ``broken``: the import raised or the process died; ``hangs``: no answer in time.
+        state: ``absent``: there is none; ``broken``: the import raised or the process died;
+            ``hangs``: no answer in time.
         detail: the error's last line, or how the process died.
         cuda, hip: what it was built for.
-        gpu_count: the GPUs that torch can use; ``gpu_error`` is why it cannot use any though it is built for one.
+        gpu_count: the GPUs that torch can use; ``gpu_error`` is why it cannot use any though it is
+            built for one.
         loaded: CUDA and C++ runtime libraries in that process.
-        installed: the same kinds of library in torch's own directory and the ``nvidia`` packages beside it.
+        installed: the same kinds of library in torch's own directory and the ``nvidia`` packages
+            beside it.
     """
 
     state: Literal["ok", "absent", "broken", "hangs"]
@@ -147,7 +158,8 @@ class TorchFact:
 
 @dataclass(frozen=True)
 class LauncherFact:
-    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not tell; ``cleanups``: how often it made room."""
+    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not tell;
+    ``cleanups``: how often it made room."""
 
     hits: int | None = None
     misses: int | None = None
@@ -181,7 +193,8 @@ class CacheFact:
 
 @dataclass(frozen=True)
 class LockFile:
-    """A lock file of torch's cpp_extension. ``held``: some live process has it open (None: that cannot be told)."""
+    """A lock file of torch's cpp_extension. ``held``: some live process has it open (None: that
+    cannot be told)."""
 
     path: str
     age_seconds: float
@@ -190,7 +203,8 @@ class LockFile:
 
 @dataclass(frozen=True)
 class LibraryFact:
-    """An ahead-of-time or cached library of one op: what it is compiled for and by, and why it would not be loaded (empty if it would)."""
+    """An ahead-of-time or cached library of one op: what it is compiled for and by, and why it
+    would not be loaded (empty if it would)."""
 
     op: str
     device: str
@@ -204,7 +218,8 @@ class LibraryFact:
 
 @dataclass(frozen=True)
 class TargetFact:
-    """The row to judge against, or why there is none; and which row was detected for this machine."""
+    """The row to judge against, or why there is none; and which row was detected for this
+    machine."""
 
     asked: str | None
     row: Target | None = None
@@ -220,7 +235,8 @@ class BuildTrial:
     Attributes:
         skipped: why it was not tried.
         build_seconds: planning, compiling and publishing, from nothing.
-        load_seconds: from asking for the op to having it, in a new process, ``import torch`` left out.
+        load_seconds: from asking for the op to having it, in a new process, ``import torch`` left
+            out.
         max_error: of its result; None if it did not run (no such device here).
         error, fix: of what failed.
     """
@@ -237,7 +253,8 @@ class BuildTrial:
 
 @dataclass(frozen=True)
 class OpTrial:
-    """What came of running an op on a device against its reference. ``error``: it raised, or its process died."""
+    """What came of running an op on a device against its reference. ``error``: it raised, or its
+    process died."""
 
     name: str
     device: str
@@ -248,10 +265,19 @@ class OpTrial:
     error: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form, which has no word for NaN and infinity: such an error is left to the finding."""
+        """The JSON form, which has no word for NaN and infinity: such an error is left to the
+        finding."""
         reason = "; ".join(part for part in (self.error, self.reason) if part)
-        error = self.max_error if self.max_error is not None and math.isfinite(self.max_error) else None
-        return {"name": self.name, "device": self.device, "backend": self.backend, "reason": reason, "max_error": error}
+        error = (
+            self.max_error if self.max_error is not None and math.isfinite(self.max_error) else None
+        )
+        return {
+            "name": self.name,
+            "device": self.device,
+            "backend": self.backend,
+            "reason": reason,
+            "max_error": error,
+        }
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ class Finding:
 
     Attributes:
         id: stable, for scripts: ``torch``, ``cache``, ``op-adam-cpu``.
-        status: ``fail``: operators or builds cannot work; ``warn``: they work, but not as well as they could; ``ok``.
+        status: ``fail``: operators or builds cannot work; ``warn``: they work, but not as well as
+            they could; ``ok``.
         found: what there is.
         required: what there would have to be; may be empty if it is ok.
         fix: a command to copy; may be empty if it is ok.
@@ -64,7 +65,8 @@ class Report:
     """A whole examination.
 
     Attributes:
-        target: the row that was judged against: the one asked for, else the one detected; None if neither is known.
+        target: the row that was judged against: the one asked for, else the one detected; None if
+            neither is known.
         sections: the findings, grouped.
         ops: every op on every device.
     """

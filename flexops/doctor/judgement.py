@@ -18,12 +18,19 @@ Judge = Callable[[Facts], "Finding | Iterable[Finding]"]
 
 
 def judge(facts: Facts) -> tuple[Section, ...]:
-    """Every finding. A check whose facts are not known, or that fails itself, becomes a finding that says so."""
-    return tuple(section for title, checks in SECTIONS if (section := _section(title, checks, facts)).findings)
+    """Every finding. A check whose facts are not known, or that fails itself, becomes a finding
+    that says so."""
+    return tuple(
+        section
+        for title, checks in SECTIONS
+        if (section := _section(title, checks, facts)).findings
+    )
 
 
 def _section(title: str, checks: tuple[tuple[str, Judge], ...], facts: Facts) -> Section:
-    return Section(title, tuple(finding for name, check in checks for finding in _guarded(name, check, facts)))
+    return Section(
+        title, tuple(finding for name, check in checks for finding in _guarded(name, check, facts))
+    )
 
 
 def _guarded(name: str, check: Judge, facts: Facts) -> list[Finding]:
@@ -31,22 +38,30 @@ def _guarded(name: str, check: Judge, facts: Facts) -> list[Finding]:
         outcome = check(facts)
         return [outcome] if isinstance(outcome, Finding) else list(outcome)
     except NotKnownError as error:
-        return [_unjudged(name, f"could not be looked at: {error}", "a machine that can be looked at")]
+        return [
+            _unjudged(name, f"could not be looked at: {error}", "a machine that can be looked at")
+        ]
     except Exception as error:  # a fault in a check must not cost the others
-        return [_unjudged(name, f"could not be judged: {type(error).__name__}: {error}", "a check that works")]
+        return [
+            _unjudged(
+                name, f"could not be judged: {type(error).__name__}: {error}", "a check that works"
+            )
+        ]
 
 
 def _unjudged(name: str, found: str, required: str) -> Finding:
-    """A warning; but where nobody knows whether torch, builds or ops work, nobody may say that they do."""
+    """A warning; but where nobody knows whether torch, builds or ops work, nobody may say that they
+    do."""
     fix = f"flexops doctor --json   # please report it: the {name} check of flexops failed here"
     return (fail if name in _DECISIVE else warn)(name, found, required, fix)
 
 
-# ---- what several checks need to know -----------------------------------------------------------------------------------------------------
+# ---- what several checks need to know ------------------------------------------------------------
 
 
 def _ops(device: str = "") -> tuple[str, ...]:
-    """The ops, or those with kernels for a device type: on another they are plain PyTorch, and nothing is missing."""
+    """The ops, or those with kernels for a device type: on another they are plain PyTorch, and
+    nothing is missing."""
     from ..build.describe.catalog import CATALOG
 
     return tuple(spec.name for spec in CATALOG if not device or device in spec.devices)
@@ -82,7 +97,7 @@ def _jit(facts: Facts) -> bool:
     return known(facts.settings).settings.jit
 
 
-# ---- the checks ---------------------------------------------------------------------------------------------------------------------------
+# ---- the checks ----------------------------------------------------------------------------------
 
 
 def _python(facts: Facts) -> Finding:
@@ -92,34 +107,64 @@ def _python(facts: Facts) -> Finding:
 
 def _gpu(facts: Facts) -> Finding:
     row = _row(facts)
-    return machine.gpu(known(facts.gpu), known(facts.torch), known(facts.platform), known(facts.environment), row.accelerator if row else "")
+    return machine.gpu(
+        known(facts.gpu),
+        known(facts.torch),
+        known(facts.platform),
+        known(facts.environment),
+        row.accelerator if row else "",
+    )
 
 
 def _toolkit(facts: Facts) -> Finding:
-    return tools.toolkit(known(facts.cuda_tools), known(facts.torch), gpu=_gpu_here(facts), needed=_must_build(facts, "cuda"), jit=_jit(facts))
+    return tools.toolkit(
+        known(facts.cuda_tools),
+        known(facts.torch),
+        gpu=_gpu_here(facts),
+        needed=_must_build(facts, "cuda"),
+        jit=_jit(facts),
+    )
 
 
 def _device_compiler(facts: Facts) -> Finding:
     return tools.device_compiler(
-        known(facts.device_compiler), known(facts.torch), gpu=_gpu_here(facts), needed=_must_build(facts, "cuda"), jit=_jit(facts)
+        known(facts.device_compiler),
+        known(facts.torch),
+        gpu=_gpu_here(facts),
+        needed=_must_build(facts, "cuda"),
+        jit=_jit(facts),
     )
 
 
 def _host_compiler(facts: Facts) -> Finding:
-    return tools.host_compiler(known(facts.cpu_tools), known(facts.cuda_tools), needed=_needed(facts), jit=_jit(facts))
+    return tools.host_compiler(
+        known(facts.cpu_tools), known(facts.cuda_tools), needed=_needed(facts), jit=_jit(facts)
+    )
 
 
 def _launcher(facts: Facts) -> Finding:
     installer = "" if isinstance(facts.platform, Unknown) else facts.platform.installer
-    return tools.launcher(known(facts.cpu_tools), known(facts.launcher), installer, known(facts.settings).settings.launcher)
+    return tools.launcher(
+        known(facts.cpu_tools),
+        known(facts.launcher),
+        installer,
+        known(facts.settings).settings.launcher,
+    )
 
 
 def _architectures(facts: Facts) -> Finding:
     row = _row(facts)
     suggested = row.arch_list if row and row.accelerator == "cuda" else ""
     found, torch = known(facts.device_compiler), known(facts.torch)
-    builds = bool(torch.cuda) and _host_compiler_here(facts)  # an image that is to run elsewhere has no compiler
-    return build.architectures(known(facts.settings).settings, found.value, known(facts.gpu).gpus, builds=builds, suggested=suggested)
+    # an image that is to run elsewhere has no compiler
+    builds = bool(torch.cuda) and _host_compiler_here(facts)
+    return build.architectures(
+        known(facts.settings).settings,
+        found.value,
+        known(facts.gpu).gpus,
+        builds=builds,
+        suggested=suggested,
+    )
 
 
 def _libraries(facts: Facts) -> Iterator[Finding]:
@@ -150,10 +195,18 @@ def _target_row(facts: Facts) -> Iterator[Finding]:
     else:
         chosen = known(facts.settings).settings
         rocm = row.accelerator == "rocm"
-        yield target.toolkit(row, known(facts.cuda_tools).rocm if rocm else known(facts.device_compiler).value, compiled=compiled)
-        yield target.host_compiler(row, known(facts.cuda_tools if rocm else facts.cpu_tools), compiled=compiled)
+        yield target.toolkit(
+            row,
+            known(facts.cuda_tools).rocm if rocm else known(facts.device_compiler).value,
+            compiled=compiled,
+        )
+        yield target.host_compiler(
+            row, known(facts.cuda_tools if rocm else facts.cpu_tools), compiled=compiled
+        )
         yield from target.gpu(row, known(facts.gpu))
-        yield target.architectures(row, chosen.rocm_arch_list if row.accelerator == "rocm" else chosen.arch_list)
+        yield target.architectures(
+            row, chosen.rocm_arch_list if row.accelerator == "rocm" else chosen.arch_list
+        )
     yield target.libraries(row, libraries, ops)
 
 
@@ -174,8 +227,16 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Judge], ...]], ...] = (
         "torch",
         (
             ("torch", lambda facts: machine.torch(known(facts.torch))),
-            ("torch-gpu", lambda facts: machine.torch_gpu(known(facts.torch), known(facts.gpu), known(facts.environment))),
-            ("cuda-libraries", lambda facts: tools.cuda_libraries(known(facts.torch), known(facts.environment))),
+            (
+                "torch-gpu",
+                lambda facts: machine.torch_gpu(
+                    known(facts.torch), known(facts.gpu), known(facts.environment)
+                ),
+            ),
+            (
+                "cuda-libraries",
+                lambda facts: tools.cuda_libraries(known(facts.torch), known(facts.environment)),
+            ),
         ),
     ),
     (
@@ -184,23 +245,48 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Judge], ...]], ...] = (
             ("device-compiler", _device_compiler),
             ("toolkit", _toolkit),
             ("host-compiler", _host_compiler),
-            ("ninja", lambda facts: tools.ninja(known(facts.cpu_tools), needed=_needed(facts), jit=_jit(facts))),
+            (
+                "ninja",
+                lambda facts: tools.ninja(
+                    known(facts.cpu_tools), needed=_needed(facts), jit=_jit(facts)
+                ),
+            ),
             ("launcher", _launcher),
         ),
     ),
     (
         "building",
         (
-            ("cache", lambda facts: build.cache(known(facts.cache), needed=_needed(facts) and _jit(facts))),
+            (
+                "cache",
+                lambda facts: build.cache(
+                    known(facts.cache), needed=_needed(facts) and _jit(facts)
+                ),
+            ),
             ("cache-damage", lambda facts: build.quarantine(known(facts.cache))),
             ("torch-locks", lambda facts: build.stale_locks(known(facts.locks))),
             ("architectures", _architectures),
-            ("jobs", lambda facts: build.jobs(known(facts.settings).settings, known(facts.resources))),
+            (
+                "jobs",
+                lambda facts: build.jobs(known(facts.settings).settings, known(facts.resources)),
+            ),
             ("libraries", _libraries),
             ("build", _builds),
         ),
     ),
-    ("operators", (("op", _op_trials), ("op-unregistered", lambda facts: build.unregistered(known(facts.unregistered))),)),
-    ("target", (("target", lambda facts: target.target(known(facts.target))), ("target-pins", _target_row))),
+    (
+        "operators",
+        (
+            ("op", _op_trials),
+            ("op-unregistered", lambda facts: build.unregistered(known(facts.unregistered))),
+        ),
+    ),
+    (
+        "target",
+        (
+            ("target", lambda facts: target.target(known(facts.target))),
+            ("target-pins", _target_row),
+        ),
+    ),
 )
 """Titles, and in each the name (of the finding, if its facts are not known) and the check."""

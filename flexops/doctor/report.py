@@ -12,7 +12,10 @@ from typing import TextIO
 from .examination import examine
 from .finding import Finding, Report, Status
 
-HELP = "Look at this machine, build a small op, run every operator against its reference, and say what is wrong and what mends it."
+HELP = (
+    "Look at this machine, build a small op, run every operator against its reference, and say what"
+    " is wrong and what mends it."
+)
 JSON_HELP = "Print the report as JSON."
 TARGET_HELP = "Judge the machine against this row of the matrix (see `flexops target list`)."
 STRICT_HELP = "Exit 1 for a warning too."
@@ -29,7 +32,8 @@ Line = tuple[str, str]
 
 
 def run(target: str | None, *, as_json: bool, strict: bool) -> int:
-    """Examine, print, and return the exit status: 0 unless something failed (``strict``: or is worth a warning)."""
+    """Examine, print, and return the exit status: 0 unless something failed (``strict``: or is
+    worth a warning)."""
     with _waiting(as_json):
         report = examine(target)
     with contextlib.suppress(BrokenPipeError):
@@ -41,8 +45,9 @@ def run(target: str | None, *, as_json: bool, strict: bool) -> int:
 
 
 def lines(report: Report) -> Iterator[Line]:
-    """The text report: grouped, aligned, with what is required and the mend below each finding that needs one. The verdict comes first, for whoever
-    reads a log, and once more at the end, where a terminal stops."""
+    """The text report: grouped, aligned, with what is required and the mend below each finding that
+    needs one. The verdict comes first, for whoever reads a log, and once more at the end, where a
+    terminal stops."""
     yield "flexops doctor" + (f", target {report.target}" if report.target else ""), "bold"
     yield _verdict(report), _STYLES[report.status]
     width = max((len(finding.id) for finding in report.findings), default=0)
@@ -56,7 +61,10 @@ def lines(report: Report) -> Iterator[Line]:
 
 
 def _finding_lines(finding: Finding, width: int) -> Iterator[Line]:
-    yield f"  {finding.status:<4}  {finding.id:<{width}}  {finding.found}", "" if finding.status == "ok" else _STYLES[finding.status]
+    yield (
+        f"  {finding.status:<4}  {finding.id:<{width}}  {finding.found}",
+        "" if finding.status == "ok" else _STYLES[finding.status],
+    )
     if finding.status != "ok":
         indent = " " * (width + 10)
         if finding.required:
@@ -66,9 +74,18 @@ def _finding_lines(finding: Finding, width: int) -> Iterator[Line]:
 
 
 def _verdict(report: Report) -> str:
-    counts = {status: [one.id for one in report.findings if one.status == status] for status in ("fail", "warn")}
-    named = [f"{len(ids)} {status}: {', '.join(dict.fromkeys(ids))}" for status, ids in counts.items() if ids]
-    return f"{report.status}: {_VERDICTS[report.status]}" + (f" ({'; '.join(named)})" if named else "")
+    counts = {
+        status: [one.id for one in report.findings if one.status == status]
+        for status in ("fail", "warn")
+    }
+    named = [
+        f"{len(ids)} {status}: {', '.join(dict.fromkeys(ids))}"
+        for status, ids in counts.items()
+        if ids
+    ]
+    return f"{report.status}: {_VERDICTS[report.status]}" + (
+        f" ({'; '.join(named)})" if named else ""
+    )
 
 
 def _print_lines(rendered: Iterator[Line]) -> None:
@@ -93,7 +110,12 @@ def _waiting(as_json: bool) -> Iterator[None]:
     if as_json or not stream.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
-    print("flexops doctor: looking, building a small op, running every operator ...", end="", file=stream, flush=True)
+    print(
+        "flexops doctor: looking, building a small op, running every operator ...",
+        end="",
+        file=stream,
+        flush=True,
+    )
     try:
         yield
     finally:

@@ -61,7 +61,8 @@ class Wish:
         return without_credentials(self.index_url)[1]
 
     def args(self, origin: Mapping[str, str], seed: str = "") -> dict[str, str]:
-        """Every build argument: the row's, overruled by the wishes. ``seed``: an image with libraries of an earlier build."""
+        """Every build argument: the row's, overruled by the wishes. ``seed``: an image with
+        libraries of an earlier build."""
         wishes = {
             "BUILD_BASE": self.build_base,
             "RUNTIME_BASE": self.runtime_base,
@@ -70,7 +71,11 @@ class Wish:
             "JOBS": str(self.jobs or ""),
             "SEED": seed,
         }
-        return {**build_args(self.target), **{name: value for name, value in wishes.items() if value}, **origin}
+        return {
+            **build_args(self.target),
+            **{name: value for name, value in wishes.items() if value},
+            **origin,
+        }
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,15 @@ class _Progress:
             return None
         instruction = self.step.instruction
         if instruction.startswith("FROM"):
-            instruction = re.sub(r"\$\{(\w+)\}", lambda match: args.get(match[1], match[0]), instruction)
+            instruction = re.sub(
+                r"\$\{(\w+)\}", lambda match: args.get(match[1], match[0]), instruction
+            )
         return replace(self.step, instruction=instruction, output="".join(self.output))
 
 
 def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = None) -> Built:
-    """Build and tag one image. Steps that were built before are reused; an interrupted build leaves nothing but its finished steps.
+    """Build and tag one image. Steps that were built before are reused; an interrupted build leaves
+    nothing but its finished steps.
 
     Raises:
         ImageError: what failed, why, and what mends it.
@@ -119,7 +127,9 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
     started = time.monotonic()
     log = log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
-    text = dockerfile.only((root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage)
+    text = dockerfile.only(
+        (root / dockerfile_path(wish.target.accelerator)).read_text(encoding="utf-8"), wish.stage
+    )
     args = wish.args(origin(root), _seed(client, wish))
     if wish.credentials:
         return _with_secret(client, wish, root, text, args, log, report)
@@ -133,7 +143,13 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
         _keep_kernels(client, wish, progress.compiled)
     if progress.error or not progress.image:
         message = progress.error or "the engine ended the build without an image"
-        raise explain(wish.target.id, progress.failed_step(args), message, free_bytes=_free_bytes(client), log=log)
+        raise explain(
+            wish.target.id,
+            progress.failed_step(args),
+            message,
+            free_bytes=_free_bytes(client),
+            log=log,
+        )
     steps = progress.step.total if progress.step else 0
     return _tagged(client, wish, progress.image, args, log, started, (steps, progress.cached))
 
@@ -183,7 +199,8 @@ def _tagged(
 
 
 def _seed(client: DockerClient, wish: Wish) -> str:
-    """The image with the libraries of this row's last build; empty if there is none, or all is to be built anew."""
+    """The image with the libraries of this row's last build; empty if there is none, or all is to
+    be built anew."""
     from docker.errors import DockerException
 
     name = naming.kernels(wish.target.id)
@@ -195,36 +212,61 @@ def _seed(client: DockerClient, wish: Wish) -> str:
 
 
 def _keep_kernels(client: DockerClient, wish: Wish, image: str) -> None:
-    """Keep what was compiled as a small image of its own, for the next build. If that cannot be done, the next build only takes longer."""
+    """Keep what was compiled as a small image of its own, for the next build. If that cannot be
+    done, the next build only takes longer."""
     from docker.errors import DockerException
 
     text = f"FROM scratch\nCOPY --from={image} /opt/kernels /opt/kernels\n"
     with contextlib.suppress(DockerException):
-        for event in client.api.build(fileobj=io.BytesIO(text.encode()), tag=naming.kernels(wish.target.id), rm=True, forcerm=True, decode=True):
+        for event in client.api.build(
+            fileobj=io.BytesIO(text.encode()),
+            tag=naming.kernels(wish.target.id),
+            rm=True,
+            forcerm=True,
+            decode=True,
+        ):
             if "error" in event:
                 break
 
 
 def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, str]) -> str:
-    """The id of that image with labels that say what is in it, which the build can only find out by looking into it; the same id for the same contents."""
-    code, out, err, _ = run_quietly(client, wish.target, image, FACTS_COMMAND, {"network_mode": "none"})
+    """The id of that image with labels that say what is in it, which the build can only find out by
+    looking into it; the same id for the same contents."""
+    code, out, err, _ = run_quietly(
+        client, wish.target, image, FACTS_COMMAND, {"network_mode": "none"}
+    )
     if code:
-        raise ImageError(f"{wish.target.id}: the image cannot say what is in it", found=err.strip(), fix=f"flexops image build --no-cache {wish.target.id}")
+        raise ImageError(
+            f"{wish.target.id}: the image cannot say what is in it",
+            found=err.strip(),
+            fix=f"flexops image build --no-cache {wish.target.id}",
+        )
     labels = contents_labels(ImageFacts.from_dict(json.loads(out)))
     if digest := _registry_digest(client, args[BASES[wish.stage]]):
         labels["org.opencontainers.image.base.digest"] = digest
-    text = f"FROM {image}\nLABEL " + " ".join(f"{name}={json.dumps(value)}" for name, value in labels.items()) + "\n"
+    text = (
+        f"FROM {image}\nLABEL "
+        + " ".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
+        + "\n"
+    )
     progress = _Progress()
-    for event in client.api.build(fileobj=io.BytesIO(text.encode()), rm=True, forcerm=True, decode=True):
+    for event in client.api.build(
+        fileobj=io.BytesIO(text.encode()), rm=True, forcerm=True, decode=True
+    ):
         progress.error = event.get("error", progress.error)
         progress.image = event.get("aux", {}).get("ID", progress.image)
     if progress.error or not progress.image:
-        raise ImageError(f"{wish.target.id}: the image cannot be labelled", found=progress.error or "the engine gave no image", fix="docker info")
+        raise ImageError(
+            f"{wish.target.id}: the image cannot be labelled",
+            found=progress.error or "the engine gave no image",
+            fix="docker info",
+        )
     return progress.image
 
 
 def _registry_digest(client: DockerClient, name: str) -> str:
-    """What the registry that an image came from calls it; empty for one that was made on this engine."""
+    """What the registry that an image came from calls it; empty for one that was made on this
+    engine."""
     from docker.errors import DockerException
 
     with contextlib.suppress(DockerException):
@@ -233,17 +275,27 @@ def _registry_digest(client: DockerClient, name: str) -> str:
     return ""
 
 
-def _events(client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The engine's events. When the consumer stops, by an interrupt above all, the connection is closed, at which the engine stops building."""
+def _events(
+    client: DockerClient, wish: Wish, packed: IO[bytes], args: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The engine's events. When the consumer stops, by an interrupt above all, the connection is
+    closed, at which the engine stops building."""
     from docker.errors import APIError
     from requests.exceptions import RequestException
 
     options: dict[str, Any] = {"network_mode": wish.network} if wish.network else {}
     try:
         yield from client.api.build(
-            fileobj=packed, custom_context=True, dockerfile=context.DOCKERFILE, buildargs=args, nocache=wish.no_cache, rm=True, forcerm=True, decode=True,
+            fileobj=packed,
+            custom_context=True,
+            dockerfile=context.DOCKERFILE,
+            buildargs=args,
+            nocache=wish.no_cache,
+            rm=True,
+            forcerm=True,
+            decode=True,
             **options,
-        )  # fmt: skip
+        )
     except (APIError, RequestException, OSError) as error:
         yield {"error": str(error)}
     except (KeyboardInterrupt, GeneratorExit):
@@ -264,7 +316,10 @@ def _take(event: dict[str, Any], progress: _Progress, log: IO[str], report: Repo
         log.flush()
         _stream(text, progress, report)
     elif "status" in event and progress.step and report:
-        report(progress.step, " ".join(str(event[name]) for name in ("status", "id", "progress") if event.get(name)))
+        report(
+            progress.step,
+            " ".join(str(event[name]) for name in ("status", "id", "progress") if event.get(name)),
+        )
 
 
 def _stream(text: str, progress: _Progress, report: Report | None) -> None:
@@ -275,7 +330,12 @@ def _stream(text: str, progress: _Progress, report: Report | None) -> None:
     elif text.strip() == "---> Using cache":
         progress.cached += 1
         progress.step_cached = True
-    elif (done := _STEP_DONE.match(text)) and progress.step and _COMPILES in progress.step.instruction and not progress.step_cached:
+    elif (
+        (done := _STEP_DONE.match(text))
+        and progress.step
+        and _COMPILES in progress.step.instruction
+        and not progress.step_cached
+    ):
         progress.compiled = done[1]
     elif not text.startswith((" --->", "Removing intermediate container")):
         progress.output.append(text)
@@ -291,7 +351,8 @@ def log_path(root: Path, wish: Wish) -> Path:
 def origin(root: Path) -> dict[str, str]:
     """Where an image of this checkout comes from, as build arguments.
 
-    ``CREATED`` is the commit's date, not the build's: an image that differs from the last one in nothing else is the same image.
+    ``CREATED`` is the commit's date, not the build's: an image that differs from the last one in
+    nothing else is the same image.
     """
     changed = "+changed" if _git(root, "status", "--porcelain") else ""
     return {
@@ -305,7 +366,9 @@ def origin(root: Path) -> dict[str, str]:
 def _git(root: Path, *arguments: str) -> str:
     """What git says; nothing where it cannot tell."""
     try:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -314,7 +377,11 @@ def without_credentials(url: str) -> tuple[str, str]:
     """A URL without its ``user:password``, and these; both empty if they are."""
     scheme, separator, rest = url.partition("://")
     credentials, at, _ = rest.partition("/")[0].rpartition("@")
-    return (f"{scheme}://{rest[len(credentials) + 1:]}", credentials) if separator and at else (url, "")
+    return (
+        (f"{scheme}://{rest[len(credentials) + 1 :]}", credentials)
+        if separator and at
+        else (url, "")
+    )
 
 
 def _free_bytes(client: DockerClient) -> int | None:
@@ -326,10 +393,15 @@ def _free_bytes(client: DockerClient) -> int | None:
 
 
 def push(client: DockerClient, name: str, say: Callable[[str], None] | None = None) -> None:
-    """Push an image to the registry in its name; raises ``ImageError`` with the registry's own words."""
+    """Push an image to the registry in its name; raises ``ImageError`` with the registry's own
+    words."""
     repository, tag = split(name)
     for event in client.api.push(repository, tag=tag, stream=True, decode=True):
         if "error" in event:
-            raise ImageError(f"{name} could not be pushed", found=event["error"], fix=f"docker login, and --tag REGISTRY/{repository}")
+            raise ImageError(
+                f"{name} could not be pushed",
+                found=event["error"],
+                fix=f"docker login, and --tag REGISTRY/{repository}",
+            )
         if say and event.get("status"):
             say(" ".join(str(event[key]) for key in ("status", "id", "progress") if event.get(key)))

@@ -1,4 +1,5 @@
-"""Checking an image: doctor in it under different circumstances, its labels and contents against the matrix, its layers."""
+"""Checking an image: doctor in it under different circumstances, its labels and contents against
+the matrix, its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ TRIALS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("plain", "", {}),
     ("as-root", "--user 0:0", {"user": "0:0"}),
     ("as-an-arbitrary-user", "--user 43210:54321", {"user": "43210:54321"}),
-    ("read-only", "--read-only --tmpfs /cache:exec,mode=1777", {"read_only": True, "tmpfs": {"/cache": "exec,mode=1777"}}),
+    (
+        "read-only",
+        "--read-only --tmpfs /cache:exec,mode=1777",
+        {"read_only": True, "tmpfs": {"/cache": "exec,mode=1777"}},
+    ),
     ("without-network", "--network none", {"network_mode": "none"}),
 )
 """The circumstances that doctor has to work in, as words for docker and as options of the SDK."""
@@ -63,7 +68,9 @@ class Checked:
         }
 
 
-def check(client: DockerClient, row: Target, name: str, options: Mapping[str, Any] | None = None) -> Checked:
+def check(
+    client: DockerClient, row: Target, name: str, options: Mapping[str, Any] | None = None
+) -> Checked:
     """Check one image.
 
     Args:
@@ -81,11 +88,18 @@ def check(client: DockerClient, row: Target, name: str, options: Mapping[str, An
     common = dict(options or {})
     known = _facts(client, row, name, common)
     findings = [*judge_labels(row, image.labels, known), *_contents(row, image.labels, known)]
-    findings += [_trial(client, row, name, what, words, {**common, **circumstances}) for what, words, circumstances in TRIALS]
-    return Checked(row.id, name, tuple(findings), tuple(layers(image.history())), int(image.attrs["Size"]))
+    findings += [
+        _trial(client, row, name, what, words, {**common, **circumstances})
+        for what, words, circumstances in TRIALS
+    ]
+    return Checked(
+        row.id, name, tuple(findings), tuple(layers(image.history())), int(image.attrs["Size"])
+    )
 
 
-def _facts(client: DockerClient, row: Target, name: str, options: Mapping[str, Any]) -> ImageFacts | str:
+def _facts(
+    client: DockerClient, row: Target, name: str, options: Mapping[str, Any]
+) -> ImageFacts | str:
     """What is in the image, by its own account, or why that cannot be had."""
     code, out, err, _ = run_quietly(client, row, name, FACTS_COMMAND, options)
     try:
@@ -96,22 +110,37 @@ def _facts(client: DockerClient, row: Target, name: str, options: Mapping[str, A
 
 def _contents(row: Target, labels: Mapping[str, str], known: ImageFacts | str) -> Iterator[Finding]:
     if isinstance(known, str):
-        yield fail("contents", known, "an image that can say what is in it", f"flexops image build {row.id}")
+        yield fail(
+            "contents",
+            known,
+            "an image that can say what is in it",
+            f"flexops image build {row.id}",
+        )
         return
     args = build_args(row)
     stage = labels.get(STAGE_LABEL, "runtime")
-    own_base = labels.get("org.opencontainers.image.base.name") == args[BASES[stage]] and labels.get(LABEL_PREFIX + "build-base") == args["BUILD_BASE"]
+    own_base = (
+        labels.get("org.opencontainers.image.base.name") == args[BASES[stage]]
+        and labels.get(LABEL_PREFIX + "build-base") == args["BUILD_BASE"]
+    )
     yield from judge(row, known, strict_base=own_base, runtime=stage != "dev")
 
 
-def _trial(client: DockerClient, row: Target, name: str, what: str, words: str, options: Mapping[str, Any]) -> Finding:
+def _trial(
+    client: DockerClient, row: Target, name: str, what: str, words: str, options: Mapping[str, Any]
+) -> Finding:
     """Doctor, as the default command runs it, under these circumstances."""
     code, out, err, seconds = run_quietly(client, row, name, ["doctor", "--json"], options)
     command = " ".join(["docker run --rm", *words.split(), name])
     try:
         return judge_report(f"doctor-{what}", json.loads(out), code, seconds, command)
     except ValueError:
-        return fail(f"doctor-{what}", f"no report: {_last(err) or f'exit code {code}'}", "doctor's report", command)
+        return fail(
+            f"doctor-{what}",
+            f"no report: {_last(err) or f'exit code {code}'}",
+            "doctor's report",
+            command,
+        )
 
 
 def _last(text: str) -> str:
@@ -122,5 +151,9 @@ def layers(history: Sequence[Mapping[str, Any]]) -> Iterator[Layer]:
     """The layers that hold something, from the base up."""
     for entry in reversed(history):
         if entry["Size"]:
-            text = re.sub(r"^/bin/sh -c (#\(nop\) )?|^\|\d+ .*?/bin/sh -c ", "", entry.get("CreatedBy") or entry.get("Comment") or "(base)")
+            text = re.sub(
+                r"^/bin/sh -c (#\(nop\) )?|^\|\d+ .*?/bin/sh -c ",
+                "",
+                entry.get("CreatedBy") or entry.get("Comment") or "(base)",
+            )
             yield Layer(int(entry["Size"]), " ".join(text.split())[:120])

@@ -1,7 +1,8 @@
 """A Dockerfile, reduced to what one stage needs.
 
-BuildKit skips stages that the wanted one does not build upon; the classic builder, which is what the SDK speaks to, builds all that stand before it.
-Sending it only the needed ones gives the same image for less time and space.
+BuildKit skips stages that the wanted one does not build upon; the classic builder, which is what
+the SDK speaks to, builds all that stand before it. Sending it only the needed ones gives the same
+image for less time and space.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def stages(text: str) -> tuple[str, tuple[Stage, ...]]:
     head = text[: starts[0].start()] if starts else text
     defaults = dict(_ARG.findall(head))
     ends = [start.start() for start in starts[1:]] + [len(text)]
-    return head, tuple(_stage(match, text[match.start() : end], defaults) for match, end in zip(starts, ends, strict=True))
+    return head, tuple(
+        _stage(match, text[match.start() : end], defaults)
+        for match, end in zip(starts, ends, strict=True)
+    )
 
 
 def _stage(match: re.Match[str], text: str, defaults: dict[str, str]) -> Stage:
@@ -46,11 +50,16 @@ def without_secrets(text: str) -> str:
 
 
 def only(text: str, wanted: str) -> str:
-    """The Dockerfile with the stage ``wanted``, which is the last then, and what it builds upon; raises ``ImageError`` if there is no such stage."""
+    """The Dockerfile with the stage ``wanted``, which is the last then, and what it builds upon;
+    raises ``ImageError`` if there is no such stage."""
     head, found = stages(text)
     by_name = {stage.name: stage for stage in found}
     if wanted not in by_name:
-        raise ImageError(f"there is no stage called {wanted!r}", required=", ".join(by_name), fix="--stage runtime")
+        raise ImageError(
+            f"there is no stage called {wanted!r}",
+            required=", ".join(by_name),
+            fix="--stage runtime",
+        )
     needed, ahead = set(), [wanted]
     while ahead:
         name = ahead.pop()

@@ -10,7 +10,10 @@ from ..errors import ImageError
 if TYPE_CHECKING:
     from docker import DockerClient
 
-GET_ONE = "sudo apt-get install -y docker.io && sudo systemctl start docker   # or export DOCKER_HOST=unix://… of an engine that runs elsewhere"
+GET_ONE = (
+    "sudo apt-get install -y docker.io && sudo systemctl start docker   # or export"
+    " DOCKER_HOST=unix://… of an engine that runs elsewhere"
+)
 _TIMEOUT = 600
 
 
@@ -25,11 +28,16 @@ def connect() -> DockerClient:
         ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the mend.
     """
     try:
-        # Not `import docker`: in a checkout without the SDK that succeeds, and is the folder docker/.
+        # Not `import docker`: in a checkout without the SDK that succeeds, and is the folder
+        # docker/.
         from docker import DockerClient
         from docker.errors import DockerException
     except ImportError as error:
-        raise NoSdk("this needs the docker SDK for Python", found=str(error), fix=distribution.with_extra("images")) from error
+        raise NoSdk(
+            "this needs the docker SDK for Python",
+            found=str(error),
+            fix=distribution.with_extra("images"),
+        ) from error
     try:
         client = DockerClient.from_env(timeout=_TIMEOUT)
         client.ping()
@@ -42,10 +50,14 @@ def unreachable(message: str) -> ImageError:
     """Why no engine can be used, told from what the SDK says."""
     if "Permission denied" in message or "PermissionError" in message:
         return ImageError(
-            "this user may not use the container engine", found=message, required="membership in the group docker, or a rootless engine",
+            "this user may not use the container engine",
+            found=message,
+            required="membership in the group docker, or a rootless engine",
             fix="sudo usermod -aG docker $USER && newgrp docker",
-        )  # fmt: skip
-    return ImageError("no container engine answers", found=message, required="a running engine", fix=GET_ONE)
+        )
+    return ImageError(
+        "no container engine answers", found=message, required="a running engine", fix=GET_ONE
+    )
 
 
 def engine_root(client: DockerClient) -> str:

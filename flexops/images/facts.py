@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Library:
-    """One ahead-of-time library: ``name`` is ``<op>-<device>``; ``refusal`` is why it would not be loaded."""
+    """One ahead-of-time library: ``name`` is ``<op>-<device>``; ``refusal`` is why it would not be
+    loaded."""
 
     name: str
     device: str = ""
@@ -49,5 +50,15 @@ class ImageFacts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ImageFacts:
         """Raises ``TypeError`` or ``KeyError`` if these are not an image's facts."""
-        libraries = tuple(Library(**{**one, "architectures": tuple(one["architectures"])}) for one in values["libraries"])
-        return cls(**{**values, "libraries": libraries, "compilers": tuple(values["compilers"]), "leftovers": tuple(values["leftovers"])})
+        libraries = tuple(
+            Library(**{**one, "architectures": tuple(one["architectures"])})
+            for one in values["libraries"]
+        )
+        return cls(
+            **{
+                **values,
+                "libraries": libraries,
+                "compilers": tuple(values["compilers"]),
+                "leftovers": tuple(values["leftovers"]),
+            }
+        )

@@ -1,4 +1,5 @@
-"""Whether an image's contents and labels are what its row of the matrix asks for. Pure: facts in, findings out."""
+"""Whether an image's contents and labels are what its row of the matrix asks for. Pure: facts in,
+findings out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from .facts import ImageFacts, Library
 MOST_ADDED_BYTES = 40_000_000
 
 
-def judge(row: Target, facts: ImageFacts, *, strict_base: bool, runtime: bool = True) -> Iterator[Finding]:
+def judge(
+    row: Target, facts: ImageFacts, *, strict_base: bool, runtime: bool = True
+) -> Iterator[Finding]:
     """Everything about the contents.
 
     Args:
@@ -40,7 +43,12 @@ def _python(row: Target, facts: ImageFacts, strict_base: bool, rebuild: str) -> 
     oldest, newest = map(Version.parse, row.python_range)
     if strict_base or not oldest <= Version.parse(minor) <= newest:
         return fail("image-python", facts.python, f"Python {row.python}", rebuild)
-    return warn("image-python", f"{facts.python}, the base image's", f"Python {row.python}, which the row's base has", f"{rebuild}   # without another base")
+    return warn(
+        "image-python",
+        f"{facts.python}, the base image's",
+        f"Python {row.python}, which the row's base has",
+        f"{rebuild}   # without another base",
+    )
 
 
 def _packages(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]:
@@ -54,7 +62,13 @@ def _packages(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]
         return
     fits = built_for.split(".")[:2] == row.toolkit.split(".")[:2]
     what = f"torch for {row.accelerator.upper()} {built_for or 'nothing'}"
-    yield ok("image-torch-build", what) if fits else fail("image-torch-build", what, f"{row.accelerator.upper()} {row.toolkit_minor}", rebuild)
+    yield (
+        ok("image-torch-build", what)
+        if fits
+        else fail(
+            "image-torch-build", what, f"{row.accelerator.upper()} {row.toolkit_minor}", rebuild
+        )
+    )
 
 
 def _cpu_torch(facts: ImageFacts, rebuild: str) -> Finding:
@@ -74,12 +88,15 @@ def _torch_build(facts: ImageFacts) -> str:
 
 
 def _libraries(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding]:
-    """One for each op, on the CPU and on what the row is for; and one for whatever else is damaged: kernels, above all."""
+    """One for each op, on the CPU and on what the row is for; and one for whatever else is damaged:
+    kernels, above all."""
     there = {library.name: library for library in facts.libraries}
     devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
     for spec in CATALOG:
         for device in (device for device in devices if device in spec.devices):
-            library = there.pop(f"{spec.name}-{device}", None) or Library(f"{spec.name}-{device}", refusal="is not there")
+            library = there.pop(f"{spec.name}-{device}", None) or Library(
+                f"{spec.name}-{device}", refusal="is not there"
+            )
             yield _library(row, library, device, rebuild)
     for other in there.values():
         if other.refusal:
@@ -88,7 +105,14 @@ def _libraries(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding
 
 def _library(row: Target, library: Library, device: str, rebuild: str) -> Finding:
     name = f"image-{library.name}"
-    needs = ", ".join(part for part in (f"glibc {library.glibc}" * bool(library.glibc), f"GLIBCXX {library.glibcxx}" * bool(library.glibcxx)) if part)
+    needs = ", ".join(
+        part
+        for part in (
+            f"glibc {library.glibc}" * bool(library.glibc),
+            f"GLIBCXX {library.glibcxx}" * bool(library.glibcxx),
+        )
+        if part
+    )
     if library.refusal:
         return fail(name, library.refusal, "a library that can be loaded here", rebuild)
     if device == "cpu":
@@ -96,7 +120,12 @@ def _library(row: Target, library: Library, device: str, rebuild: str) -> Findin
     compiled = ", ".join(library.architectures) or "no architecture"
     lacking = [one for one in row.capabilities if not _covers(row, library, one)]
     if row.accelerator == "cuda" and library.cuda_version != row.toolkit_minor:
-        return fail(name, f"compiled with CUDA {library.cuda_version or 'unknown'}", f"CUDA {row.toolkit_minor}", rebuild)
+        return fail(
+            name,
+            f"compiled with CUDA {library.cuda_version or 'unknown'}",
+            f"CUDA {row.toolkit_minor}",
+            rebuild,
+        )
     if lacking:
         return fail(name, f"compiled for {compiled}", f"code for {', '.join(lacking)}", rebuild)
     return ok(name, f"compiled for {compiled}, needs {needs or 'nothing special'}")
@@ -110,16 +139,31 @@ def _covers(row: Target, library: Library, capability: str) -> bool:
 
 def _clean(facts: ImageFacts) -> Finding:
     if facts.leftovers:
-        return fail("image-clean", f"left over from the build: {', '.join(facts.leftovers)}", "nothing of the build", "report it with the build's log")
+        return fail(
+            "image-clean",
+            f"left over from the build: {', '.join(facts.leftovers)}",
+            "nothing of the build",
+            "report it with the build's log",
+        )
     if facts.compilers:
-        return warn("image-clean", f"compilers: {', '.join(facts.compilers)}", "none in the runtime stage", "a base without: --runtime-base ubuntu:24.04")
+        return warn(
+            "image-clean",
+            f"compilers: {', '.join(facts.compilers)}",
+            "none in the runtime stage",
+            "a base without: --runtime-base ubuntu:24.04",
+        )
     return ok("image-clean", "no toolkit, compiler, wheelhouse or index setting")
 
 
 def _small(facts: ImageFacts) -> Finding:
     found = f"flexops adds {facts.added_bytes / 1e6:.1f} MB over torch and Python"
     if facts.added_bytes > MOST_ADDED_BYTES:
-        return warn("image-added", found, f"at most {MOST_ADDED_BYTES / 1e6:.0f} MB", "python -m flexops.images.inside facts   # shows what")
+        return warn(
+            "image-added",
+            found,
+            f"at most {MOST_ADDED_BYTES / 1e6:.0f} MB",
+            "python -m flexops.images.inside facts   # shows what",
+        )
     return ok("image-added", found)
 
 
@@ -130,38 +174,65 @@ def contents_labels(facts: ImageFacts) -> dict[str, str]:
         "torch": facts.packages.get("torch", ""),
         "torch-build": _torch_build(facts),
         "ninja": facts.packages.get("ninja", ""),
-        "toolkit": " ".join(sorted({library.cuda_version for library in facts.libraries if library.cuda_version})),
-        "arch-list": ";".join(dict.fromkeys(one for library in facts.libraries for one in library.architectures)),
+        "toolkit": " ".join(
+            sorted({library.cuda_version for library in facts.libraries if library.cuda_version})
+        ),
+        "arch-list": ";".join(
+            dict.fromkeys(one for library in facts.libraries for one in library.architectures)
+        ),
     }
     return {LABEL_PREFIX + name: value for name, value in there.items()}
 
 
-def judge_labels(row: Target, found: Mapping[str, str], facts: ImageFacts | str) -> Iterator[Finding]:
-    """The labels against the matrix, and against what is in the image (text: why that is not known)."""
+def judge_labels(
+    row: Target, found: Mapping[str, str], facts: ImageFacts | str
+) -> Iterator[Finding]:
+    """The labels against the matrix, and against what is in the image (text: why that is not
+    known)."""
     rebuild = f"flexops image build {row.id}"
     inside = {} if isinstance(facts, str) else contents_labels(facts)
     wanted = {**expected_labels(row), **inside}
     wrong = {name: value for name, value in wanted.items() if found.get(name, value) != value}
     for name, value in wrong.items():
-        yield fail("labels", f"{name}={found[name]}", f"{value}, which is {'in the image' if name in inside else 'the row'}", rebuild)
+        yield fail(
+            "labels",
+            f"{name}={found[name]}",
+            f"{value}, which is {'in the image' if name in inside else 'the row'}",
+            rebuild,
+        )
     if lacking := [name for name in wanted if name not in found]:
-        yield warn("labels", f"no {', '.join(lacking)}", "a label for each of them, which docker alone cannot give", rebuild)
+        yield warn(
+            "labels",
+            f"no {', '.join(lacking)}",
+            "a label for each of them, which docker alone cannot give",
+            rebuild,
+        )
     if not wrong and not lacking:
         yield ok("labels", f"{len(wanted)}, as in the matrix and in the image")
     revision = found.get("org.opencontainers.image.revision", "unknown")
     if revision == "unknown":
-        yield warn("revision", "not recorded", "the source revision", f"{rebuild}   # in a git checkout")
+        yield warn(
+            "revision", "not recorded", "the source revision", f"{rebuild}   # in a git checkout"
+        )
     else:
         yield ok("revision", revision)
 
 
-def judge_report(identifier: str, report: Mapping[str, Any], code: int, seconds: float, command: str) -> Finding:
-    """Doctor's report, as its JSON has it, from a container that ``command`` shows again; what is wrong is named by what doctor says of it."""
+def judge_report(
+    identifier: str, report: Mapping[str, Any], code: int, seconds: float, command: str
+) -> Finding:
+    """Doctor's report, as its JSON has it, from a container that ``command`` shows again; what is
+    wrong is named by what doctor says of it."""
     for status, make in (("fail", fail), ("warn", warn)):
         faults = [one for one in report["findings"] if one["status"] == status]
         if faults:
             found = "; ".join(f"{one['id']}: {one['found']}" for one in faults)
-            return make(identifier, found, "; ".join(one["required"] for one in faults), f"{command}   # shows each with its mend")
+            return make(
+                identifier,
+                found,
+                "; ".join(one["required"] for one in faults),
+                f"{command}   # shows each with its mend",
+            )
     if code:
         return fail(identifier, f"exit code {code}", "exit code 0", command)
     return ok(identifier, f"{report['status']}, in {seconds:.1f} s")

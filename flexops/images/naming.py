@@ -23,11 +23,14 @@ def stage(name: str) -> Stage:
     for known in STAGES:
         if known == name:
             return known
-    raise ImageError(f"there is no stage {name!r}", required=" | ".join(STAGES), fix="--stage runtime")
+    raise ImageError(
+        f"there is no stage {name!r}", required=" | ".join(STAGES), fix="--stage runtime"
+    )
 
 
 def select(matrix: Matrix, patterns: Sequence[str]) -> tuple[Target, ...]:
-    """The rows that ids and globs (``cu130-*``, ``all``) name, in the matrix's order; raises ``TargetError`` for one that names none."""
+    """The rows that ids and globs (``cu130-*``, ``all``) name, in the matrix's order; raises
+    ``TargetError`` for one that names none."""
     wanted: set[str] = set()
     for pattern in patterns:
         matching = {name for name in matrix.ids if pattern == "all" or fnmatchcase(name, pattern)}
@@ -35,11 +38,14 @@ def select(matrix: Matrix, patterns: Sequence[str]) -> tuple[Target, ...]:
     return tuple(target for target in matrix.targets if target.id in wanted)
 
 
-def reference(target_id: str, stage: Stage, tag: str | None = None, *, several: bool = False) -> str:
+def reference(
+    target_id: str, stage: Stage, tag: str | None = None, *, several: bool = False
+) -> str:
     """The image's name: ``flexops:cu130-sm90``, or ``-dev`` for that stage.
 
     Args:
-        tag: what ``--tag`` says: a whole reference, or a repository, to which the usual tag is added.
+        tag: what ``--tag`` says: a whole reference, or a repository, to which the usual tag is
+            added.
         several: more than one image is built, so a whole reference cannot be meant.
     """
     usual = target_id if stage == "runtime" else f"{target_id}-{stage}"
@@ -48,7 +54,12 @@ def reference(target_id: str, stage: Stage, tag: str | None = None, *, several: 
     if ":" not in tag.rpartition("/")[2]:
         return f"{tag}:{usual}"
     if several:
-        raise ImageError("one --tag cannot name several images", found=tag, required="a repository without a tag", fix=f"--tag {tag.rpartition(':')[0]}")
+        raise ImageError(
+            "one --tag cannot name several images",
+            found=tag,
+            required="a repository without a tag",
+            fix=f"--tag {tag.rpartition(':')[0]}",
+        )
     return tag
 
 
@@ -56,12 +67,15 @@ def build_command(target_id: str, name: str) -> str:
     """The command that makes the image of that name."""
     for stage in STAGES:
         if name == reference(target_id, stage):
-            return f"flexops image build {target_id}" + ("" if stage == "runtime" else f" --stage {stage}")
+            return f"flexops image build {target_id}" + (
+                "" if stage == "runtime" else f" --stage {stage}"
+            )
     return f"flexops image build {target_id} --tag {name}"
 
 
 def kernels(target_id: str) -> str:
-    """The image that keeps the libraries of a row's last build, so that the next one compiles only what has changed."""
+    """The image that keeps the libraries of a row's last build, so that the next one compiles only
+    what has changed."""
     return f"{REPOSITORY}-kernels:{target_id}"
 
 

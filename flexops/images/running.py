@@ -1,4 +1,5 @@
-"""Running an image: the GPU options that the host supports, and a container whose output, signals and exit code are this process's."""
+"""Running an image: the GPU options that the host supports, and a container whose output, signals
+and exit code are this process's."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class HostGpus:
         nvidia: an NVIDIA GPU's device file is there.
         hook: the container toolkit's programs are there.
         amd_devices: device files for ROCm.
-        amd_groups: the numbers of the groups that own them; their names differ between host and image, so names are no use.
+        amd_groups: the numbers of the groups that own them; their names differ between host and
+            image, so names are no use.
     """
 
     nvidia: bool = False
@@ -58,7 +60,10 @@ def look() -> HostGpus:
     devices = tuple(path for path in ("/dev/kfd", "/dev/dri") if os.path.exists(path))
     return HostGpus(
         nvidia=any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")),
-        hook=any(shutil.which(name) for name in ("nvidia-container-runtime-hook", "nvidia-container-toolkit", "nvidia-ctk")),
+        hook=any(
+            shutil.which(name)
+            for name in ("nvidia-container-runtime-hook", "nvidia-container-toolkit", "nvidia-ctk")
+        ),
         amd_devices=devices if "/dev/kfd" in devices else (),
         amd_groups=tuple(sorted(_groups())),
     )
@@ -82,24 +87,49 @@ def gpu_options(row: Target, engine: Mapping[str, Any], host: HostGpus) -> GpuOp
         return GpuOptions()
     if row.accelerator == "rocm":
         if not host.amd_devices:
-            return GpuOptions(note="no AMD GPU on this machine (no /dev/kfd): the operators run on the CPU")
-        return GpuOptions({"devices": [f"{path}:{path}:rwm" for path in host.amd_devices], "group_add": list(dict.fromkeys(host.amd_groups))})
-    devices = [str(one.get("ID", "")) for one in engine.get("DiscoveredDevices") or [] if one.get("Source") == "cdi"]
+            return GpuOptions(
+                note="no AMD GPU on this machine (no /dev/kfd): the operators run on the CPU"
+            )
+        return GpuOptions(
+            {
+                "devices": [f"{path}:{path}:rwm" for path in host.amd_devices],
+                "group_add": list(dict.fromkeys(host.amd_groups)),
+            }
+        )
+    devices = [
+        str(one.get("ID", ""))
+        for one in engine.get("DiscoveredDevices") or []
+        if one.get("Source") == "cdi"
+    ]
     if "nvidia.com/gpu=all" in devices:
-        return GpuOptions({"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]})
+        return GpuOptions(
+            {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}
+        )
     if "nvidia" in (engine.get("Runtimes") or {}) or (host.nvidia and host.hook):
-        return GpuOptions({"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]})
+        return GpuOptions(
+            {"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]}
+        )
     if host.nvidia:
-        fix = "install nvidia-container-toolkit (https://docs.nvidia.com/datacenter/cloud-native/container-toolkit), and restart the engine"
-        return GpuOptions(note=f"there is an NVIDIA GPU, but the engine cannot pass it on: the operators run on the CPU\n  fix: {fix}")
+        fix = (
+            "install nvidia-container-toolkit"
+            " (https://docs.nvidia.com/datacenter/cloud-native/container-toolkit), and restart the"
+            " engine"
+        )
+        return GpuOptions(
+            note=(
+                "there is an NVIDIA GPU, but the engine cannot pass it on: the operators run on"
+                f" the CPU\n  fix: {fix}"
+            )
+        )
     return GpuOptions(note="no NVIDIA GPU on this machine: the operators run on the CPU")
 
 
 def comfort(engine: Mapping[str, Any], uid: int, gid: int, *, mounts: bool) -> dict[str, Any]:
     """What a container gets unless it is asked for otherwise. Pure.
 
-    Shared memory as Linux itself gives it, half of the memory: the engine's 64 MB end a DataLoader's workers with a bus error. Where a directory of this
-    machine is mounted, the user who calls, to whom it belongs; under an engine without root that user is the container's root.
+    Shared memory as Linux itself gives it, half of the memory: the engine's 64 MB end a
+    DataLoader's workers with a bus error. Where a directory of this machine is mounted, the user
+    who calls, to whom it belongs; under an engine without root that user is the container's root.
     """
     options: dict[str, Any] = {"shm_size": int(engine.get("MemTotal") or 0) // 2 or None}
     if mounts:
@@ -108,21 +138,28 @@ def comfort(engine: Mapping[str, Any], uid: int, gid: int, *, mounts: bool) -> d
     return {name: value for name, value in options.items() if value}
 
 
-def run(client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]) -> int:
-    """Run a command (empty: the image's own) in a new container and return its exit code. Signals are passed on; the container is removed.
+def run(
+    client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
+) -> int:
+    """Run a command (empty: the image's own) in a new container and return its exit code. Signals
+    are passed on; the container is removed.
 
     Raises:
         ImageError: the image is not there, or the engine refuses to start it.
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    created = create(client, row, name, command, {"tty": interactive, "stdin_open": interactive, **options})
+    created = create(
+        client, row, name, command, {"tty": interactive, "stdin_open": interactive, **options}
+    )
     try:
         return _interactive(client, created) if interactive else _attached(created)
     finally:
         created.remove(force=True)
 
 
-def create(client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]) -> Container:
+def create(
+    client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
+) -> Container:
     """A container that has not started yet; raises ``ImageError``."""
     from docker.errors import APIError, DockerException, ImageNotFound
 
@@ -130,17 +167,26 @@ def create(client: DockerClient, row: Target, name: str, command: Sequence[str],
     try:
         return client.containers.create(name, list(command), **options)
     except ImageNotFound as error:
-        raise ImageError(f"there is no image {name}", found=str(error.explanation), fix=build_command(row.id, name)) from error
+        raise ImageError(
+            f"there is no image {name}",
+            found=str(error.explanation),
+            fix=build_command(row.id, name),
+        ) from error
     except APIError as error:
-        raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
+        raise ImageError(
+            f"{name} cannot be run", found=str(error.explanation), fix="docker info"
+        ) from error
     except DockerException as error:  # the SDK itself refuses an option
-        raise ImageError(f"{name} cannot be run", found=str(error), fix="flexops image run --help") from error
+        raise ImageError(
+            f"{name} cannot be run", found=str(error), fix="flexops image run --help"
+        ) from error
 
 
 def run_quietly(
     client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[int, str, str, float]:
-    """Exit code, output, errors and seconds of a container, which is removed; raises ``ImageError`` if it cannot be run."""
+    """Exit code, output, errors and seconds of a container, which is removed; raises ``ImageError``
+    if it cannot be run."""
     from docker.errors import APIError
 
     container = create(client, row, name, command, options)
@@ -149,10 +195,15 @@ def run_quietly(
         container.start()
         code = int(container.wait(timeout=_SECONDS)["StatusCode"])
         seconds = time.monotonic() - started
-        out, err = (container.logs(stdout=stdout, stderr=not stdout).decode(errors="replace") for stdout in (True, False))
+        out, err = (
+            container.logs(stdout=stdout, stderr=not stdout).decode(errors="replace")
+            for stdout in (True, False)
+        )
         return code, out, err, seconds
     except APIError as error:
-        raise ImageError(f"{name} cannot be run", found=str(error.explanation), fix="docker info") from error
+        raise ImageError(
+            f"{name} cannot be run", found=str(error.explanation), fix="docker info"
+        ) from error
     finally:
         container.remove(force=True)
 
@@ -175,7 +226,11 @@ def _start(container: Container) -> None:
     try:
         container.start()
     except APIError as error:
-        raise ImageError("the container cannot be started", found=str(error.explanation), fix="docker info   # GPUs need the container toolkit") from error
+        raise ImageError(
+            "the container cannot be started",
+            found=str(error.explanation),
+            fix="docker info   # GPUs need the container toolkit",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -195,12 +250,15 @@ def _signals_to(container: Container) -> Iterator[None]:
 
 
 def _interactive(client: DockerClient, container: Container) -> int:
-    """A terminal of the container's own: keys go in as they are typed, its output comes out as it is."""
+    """A terminal of the container's own: keys go in as they are typed, its output comes out as it
+    is."""
     import select
     import termios
     import tty
 
-    connection = client.api.attach_socket(str(container.id), {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    connection = client.api.attach_socket(
+        str(container.id), {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+    )
     raw = getattr(connection, "_sock", connection)
     _start(container)
     keyboard, before = sys.stdin.fileno(), termios.tcgetattr(sys.stdin)

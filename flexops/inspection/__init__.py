@@ -1,4 +1,5 @@
-"""What kernels take of a GPU, and what an edit changed: ``flexops inspect`` and ``flexops target prove`` (docs/inspecting.md).
+"""What kernels take of a GPU, and what an edit changed: ``flexops inspect`` and ``flexops target
+prove`` (docs/inspecting.md).
 
     measuring.py    a family's kernels compiled, with what ptxas told of each
     cubin.py        reads what a cubin says of its kernel's launch bounds

@@ -22,7 +22,8 @@ Baseline = dict[str, dict[str, list[int]]]
 
 
 class Change(NamedTuple):
-    """A kernel whose resources are not the baseline's; ``was`` is empty for a new one, ``now`` for one that is gone."""
+    """A kernel whose resources are not the baseline's; ``was`` is empty for a new one, ``now`` for
+    one that is gone."""
 
     where: str
     kernel: str
@@ -31,19 +32,28 @@ class Change(NamedTuple):
 
     @property
     def worse(self) -> bool:
-        """Spills or stack where there were fewer, eight registers more, or more shared memory; any spills of a new kernel, which is held against nothing."""
+        """Spills or stack where there were fewer, eight registers more, or more shared memory; any
+        spills of a new kernel, which is held against nothing."""
         if not self.now:
             return False
         if not self.was:
             return any(self.now[2:4])
-        return self.now[0] >= self.was[0] + _WITHIN_REGISTERS or any(now > was for was, now in zip(self.was[1:], self.now[1:], strict=True))
+        return self.now[0] >= self.was[0] + _WITHIN_REGISTERS or any(
+            now > was for was, now in zip(self.was[1:], self.now[1:], strict=True)
+        )
 
     def __str__(self) -> str:
         if not self.was:
-            return f"{self.where}  {self.kernel}: new" + (f", spills {self.now[2]}/{self.now[3]} bytes  WORSE" if self.worse else "")
+            return f"{self.where}  {self.kernel}: new" + (
+                f", spills {self.now[2]}/{self.now[3]} bytes  WORSE" if self.worse else ""
+            )
         if not self.now:
             return f"{self.where}  {self.kernel}: gone"
-        parts = [f"{name} {was} -> {now}" for name, was, now in zip(NAMES, self.was, self.now, strict=True) if was != now]
+        parts = [
+            f"{name} {was} -> {now}"
+            for name, was, now in zip(NAMES, self.was, self.now, strict=True)
+            if was != now
+        ]
         return f"{self.where}  {self.kernel}: {', '.join(parts)}{'  WORSE' if self.worse else ''}"
 
 
@@ -67,7 +77,8 @@ def where(one: Measured) -> str:
 
 
 def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
-    """What differs, at the places and in the families that were measured: kernels with other numbers, new ones, and those that nobody compiles any more."""
+    """What differs, at the places and in the families that were measured: kernels with other
+    numbers, new ones, and those that nobody compiles any more."""
     changes = []
     for one in measured:
         was = tuple(known.get(where(one), {}).get(_key(one), ()))
@@ -76,7 +87,11 @@ def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
     now = {(where(one), _key(one)) for one in measured}
     families = {(where(one), one.family) for one in measured}
     for place, kernels in known.items():
-        gone = (key for key in kernels if (place, key) not in now and (place, key.partition(" ")[0]) in families)
+        gone = (
+            key
+            for key in kernels
+            if (place, key) not in now and (place, key.partition(" ")[0]) in families
+        )
         changes += [Change(place, key, tuple(kernels[key]), ()) for key in gone]
     return changes
 
@@ -85,12 +100,18 @@ def read(path: Path) -> Baseline:
     try:
         found: Baseline = _json.load(path)
     except (OSError, ValueError) as error:
-        raise FlexopsError("the baseline cannot be read", found=f"{path}: {error}", required="a checkout", fix="flexops target prove --update") from error
+        raise FlexopsError(
+            "the baseline cannot be read",
+            found=f"{path}: {error}",
+            required="a checkout",
+            fix="flexops target prove --update",
+        ) from error
     return found
 
 
 def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
-    """The baseline with what was measured in the place of what it had, a kernel a line, so that a diff can be read."""
+    """The baseline with what was measured in the place of what it had, a kernel a line, so that a
+    diff can be read."""
     renewed = {place: dict(kernels) for place, kernels in known.items()}
     for change in compare(known, measured):
         if not change.now:
@@ -99,6 +120,9 @@ def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
         renewed.setdefault(place, {}).update(kernels)
     places = []
     for place, kernels in sorted(renewed.items()):
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in sorted(kernels.items()))
+        lines = ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(values)}"
+            for name, values in sorted(kernels.items())
+        )
         places.append(f" {json.dumps(place)}: {{\n{lines}\n }}")
     path.write_text("{\n" + ",\n".join(places) + "\n}\n", encoding="utf-8")

@@ -14,10 +14,21 @@ def sections(code: bytes) -> dict[str, bytes]:
     if code[:5] != b"\x7fELF\x02":
         raise ValueError("not a 64-bit ELF file")
     try:
-        start, size, count, names = (*struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HHH", code, 58))
-        headers = [struct.unpack_from("<IIQQQQ", code, start + number * size) for number in range(count)]
+        start, size, count, names = (
+            *struct.unpack_from("<Q", code, 40),
+            *struct.unpack_from("<HHH", code, 58),
+        )
+        headers = [
+            struct.unpack_from("<IIQQQQ", code, start + number * size) for number in range(count)
+        ]
         texts = headers[names][4]
-        return {code[texts + one[0] : code.index(b"\0", texts + one[0])].decode(): code[one[4] : one[4] + one[5]] for one in headers if one[1] != 8}
+        return {
+            code[texts + one[0] : code.index(b"\0", texts + one[0])].decode(): code[
+                one[4] : one[4] + one[5]
+            ]
+            for one in headers
+            if one[1] != 8
+        }
     except (struct.error, IndexError, OverflowError) as error:
         raise ValueError("a damaged ELF file") from error
 

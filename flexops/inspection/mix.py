@@ -1,4 +1,5 @@
-"""Instructions by kind: of PTX, which any NVRTC writes, and of machine code, where there is a disassembler."""
+"""Instructions by kind: of PTX, which any NVRTC writes, and of machine code, where there is a
+disassembler."""
 
 from __future__ import annotations
 
@@ -13,14 +14,26 @@ from ..errors import ToolchainError
 KINDS: tuple[tuple[str, str, str], ...] = (
     # kind, what PTX's instructions of it begin with, what SASS's do; the first that fits counts
     ("matrix", r"mma|wgmma|wmma", r"[HIDQB]?G?MMA|WARPGROUP"),
-    ("global memory", r"ld\.global|st\.global|ld\.nc|red\.global|atom", r"LDG|STG|RED|ATOMG?\b|LD\.|ST\.|LD\b|ST\b"),
-    ("shared memory", r"ld\.shared|st\.shared|ldmatrix|stmatrix|atom\.shared", r"LDS|STS|LDSM|STSM|ATOMS"),
+    (
+        "global memory",
+        r"ld\.global|st\.global|ld\.nc|red\.global|atom",
+        r"LDG|STG|RED|ATOMG?\b|LD\.|ST\.|LD\b|ST\b",
+    ),
+    (
+        "shared memory",
+        r"ld\.shared|st\.shared|ldmatrix|stmatrix|atom\.shared",
+        r"LDS|STS|LDSM|STSM|ATOMS",
+    ),
     ("asynchronous copy", r"cp\.", r"LDGSTS|UTMA|UBLKCP|LDGDEPBAR|DEPBAR"),
     ("local memory", r"ld\.local|st\.local", r"LDL|STL"),
     ("parameters and constants", r"ld\.param|ld\.const|st\.param", r"LDC|ULDC"),
     ("special functions", r"ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh", r"MUFU"),
     ("conversion", r"cvt", r"F2F|F2I|I2F|I2I|F2FP|FRND"),
-    ("floating point", r"(fma|add|sub|mul|div|min|max|neg|abs)\.(\w+\.)*(f|bf)", r"[FDH](ADD|MUL|FMA|MNMX|SETP?|SEL|CHK)"),
+    (
+        "floating point",
+        r"(fma|add|sub|mul|div|min|max|neg|abs)\.(\w+\.)*(f|bf)",
+        r"[FDH](ADD|MUL|FMA|MNMX|SETP?|SEL|CHK)",
+    ),
     ("shuffles and votes", r"shfl|vote|redux|match", r"SHFL|VOTE|REDUX|MATCH"),
     ("barriers", r"bar|mbarrier|membar|fence", r"BAR|SYNCS|MEMBAR|FENCE|WARPSYNC|ERRBAR|CCTL"),
     ("branches", r"bra|call|ret|exit", r"BRA|BRX|CALL|RET|EXIT|BSSY|BSYNC|JMP"),
@@ -31,7 +44,11 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 def of_ptx(text: str) -> Counter[str]:
     """The instructions of a kernel's PTX, as they stand: a loop's count once."""
     lines = (line.strip() for line in text.partition(".entry")[2].splitlines())
-    words = (re.sub(r"^@!?%\w+\s+", "", line) for line in lines if line.endswith(";") and not line.startswith((".", "//", "ret")))
+    words = (
+        re.sub(r"^@!?%\w+\s+", "", line)
+        for line in lines
+        if line.endswith(";") and not line.startswith((".", "//", "ret"))
+    )
     return _counted((word.split()[0].rstrip(";") for word in words if word), 1)
 
 
@@ -49,8 +66,18 @@ def disassembly(cubin: Path) -> str:
     """
     for name, options in (("nvdisasm", ["-c"]), ("cuobjdump", ["-sass"])):
         if tool := find_tool(name):
-            return subprocess.run([tool, *options, str(cubin)], capture_output=True, text=True, check=True, timeout=120).stdout
-    raise ToolchainError("there is no disassembler here", found="neither nvdisasm nor cuobjdump", fix="pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+            return subprocess.run(
+                [tool, *options, str(cubin)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            ).stdout
+    raise ToolchainError(
+        "there is no disassembler here",
+        found="neither nvdisasm nor cuobjdump",
+        fix="pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm",
+    )
 
 
 def find_tool(name: str) -> str | None:
@@ -61,7 +88,11 @@ def find_tool(name: str) -> str | None:
         return found
     chosen = settings.current()
     places = [*filter(None, [chosen.cuda_home]), Path("/usr/local/cuda")]
-    places += [path for site in toolchain.discovery.search_context(chosen).site_dirs for path in sorted(Path(site, "nvidia").glob("*"))]
+    places += [
+        path
+        for site in toolchain.discovery.search_context(chosen).site_dirs
+        for path in sorted(Path(site, "nvidia").glob("*"))
+    ]
     return next((str(path) for place in places if (path := place / "bin" / name).is_file()), None)
 
 

@@ -1,4 +1,5 @@
-"""Which compilers and architectures stand for which rows of the matrix, and the report of what was measured."""
+"""Which compilers and architectures stand for which rows of the matrix, and the report of what was
+measured."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ _USUAL = "cu130-sm90"
 _RULE = "| --- | --- | --- | --- | --- | --- | --- |"
 
 
-def places(ids: Sequence[str], chosen: Settings, *, quick: bool = False) -> Iterator[tuple[DeviceCompiler, list[str]]]:
-    """Each NVRTC that is here with the architectures to compile for: those of the rows that are named, or ``ARCHITECTURES``.
+def places(
+    ids: Sequence[str], chosen: Settings, *, quick: bool = False
+) -> Iterator[tuple[DeviceCompiler, list[str]]]:
+    """Each NVRTC that is here with the architectures to compile for: those of the rows that are
+    named, or ``ARCHITECTURES``.
 
     Raises:
         TargetError: a row is named whose NVRTC is not here, or there is none at all.
@@ -79,13 +83,22 @@ def install_nvrtc(version: str, target_id: str) -> str:
 
 
 def prove(
-    ids: Sequence[str], families: Sequence[str], known: Baseline, chosen: Settings, *, quick: bool = False, progress: Progress | None = None
+    ids: Sequence[str],
+    families: Sequence[str],
+    known: Baseline,
+    chosen: Settings,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[list[Measured], list[Change]]:
-    """Compile flexops' own kernels by the NVRTCs that ``places`` gives; what each takes, and how that differs from the baseline."""
+    """Compile flexops' own kernels by the NVRTCs that ``places`` gives; what each takes, and how
+    that differs from the baseline."""
     specs = [spec for spec in catalog.select(tuple(families)) if spec.project.own]
     measured: list[Measured] = []
     for compiler, architectures in places(ids, chosen, quick=quick):
-        measured += measure(specs, parse_arch_list(";".join(architectures)), compiler, chosen, progress=progress)
+        measured += measure(
+            specs, parse_arch_list(";".join(architectures)), compiler, chosen, progress=progress
+        )
     return measured, compare(known, measured)
 
 
@@ -112,22 +125,50 @@ def facts(
 
 
 def report(measured: Sequence[Measured], amd: Sequence[hip_proof.Compiled] = ()) -> str:
-    """Markdown: for each family, compiler and architecture how many kernels, the most registers, and every kernel that spills or has a stack."""
+    """Markdown: for each family, compiler and architecture how many kernels, the most registers,
+    and every kernel that spills or has a stack."""
     groups: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
     for one in measured:
         groups[one.family, one.compiler, one.architecture.capability.base.sm].append(one)
-    lines = ["| family | compiler | for | kernels | registers: least, median, most | with a stack or spills | KiB of machine code |", _RULE]
+    lines = [
+        (
+            "| family | compiler | for | kernels | registers: least, median, most | with a stack or"
+            " spills | KiB of machine code |"
+        ),
+        _RULE,
+    ]
     for (family, compiler, architecture), kernels in sorted(groups.items()):
         registers = sorted(one.resources.get("registers", 0) for one in kernels)
-        spilling = sum(bool(one.resources.get("stack") or one.resources.get("spill_stores")) for one in kernels)
+        spilling = sum(
+            bool(one.resources.get("stack") or one.resources.get("spill_stores")) for one in kernels
+        )
         size = sum(one.code.stat().st_size for one in kernels) / 1024
         middle = registers[len(registers) // 2]
-        lines.append(f"| {family} | {compiler} | {architecture} | {len(kernels)} | {registers[0]}, {middle}, {registers[-1]} | {spilling or ''} | {size:.0f} |")
-    lines += [f"| {one.family} | {one.compiler} | {one.architecture} | {len(one.kernels)} | | | |" for one in amd]
-    odd = sorted({(one.kernel, one.compiler, one.architecture.capability.sm, *_spills(one)) for one in measured if any(_spills(one))})
+        lines.append(
+            f"| {family} | {compiler} | {architecture} | {len(kernels)} | {registers[0]}, {middle},"
+            f" {registers[-1]} | {spilling or ''} | {size:.0f} |"
+        )
+    lines += [
+        f"| {one.family} | {one.compiler} | {one.architecture} | {len(one.kernels)} | | | |"
+        for one in amd
+    ]
+    odd = sorted(
+        {
+            (one.kernel, one.compiler, one.architecture.capability.sm, *_spills(one))
+            for one in measured
+            if any(_spills(one))
+        }
+    )
     if odd:
-        lines += ["", "| kernel | compiler | for | bytes of stack | spilled: stores, loads |", "| --- | --- | --- | --- | --- |"]
-        lines += [f"| `{kernel}` | {compiler} | {sm} | {stack} | {stores}, {loads} |" for kernel, compiler, sm, stack, stores, loads in odd]
+        lines += [
+            "",
+            "| kernel | compiler | for | bytes of stack | spilled: stores, loads |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        lines += [
+            f"| `{kernel}` | {compiler} | {sm} | {stack} | {stores}, {loads} |"
+            for kernel, compiler, sm, stack, stores, loads in odd
+        ]
     return "\n".join(lines) + "\n"
 
 

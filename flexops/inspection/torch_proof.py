@@ -1,6 +1,8 @@
-"""What holds with the torch that is here: libraries compiled and linked against it, opened in it, native results on the CPU, and the operators' tests.
+"""What holds with the torch that is here: libraries compiled and linked against it, opened in it,
+native results on the CPU, and the operators' tests.
 
-Needs no GPU, and a build of torch for CUDA runs without one; where there is one, the kernels run on it, too.
+Needs no GPU, and a build of torch for CUDA runs without one; where there is one, the kernels run on
+it, too.
 """
 
 from __future__ import annotations
@@ -46,12 +48,20 @@ def prove(chosen: Settings, *, say: Say = lambda _: None) -> tuple[Facts, list[s
     """
     torch = toolchain.torch_build()
     if torch is None:
-        raise ToolchainError("there is no torch to prove anything of", required="an environment with a row's torch", fix="flexops target show ID")
+        raise ToolchainError(
+            "there is no torch to prove anything of",
+            required="an environment with a row's torch",
+            fix="flexops target show ID",
+        )
     say(f"torch {torch.version}: compiling and linking")
     specs = [spec for spec in catalog.select(()) if spec.project.own]
     devices: tuple[DeviceType, ...] = ("cpu", "cuda") if torch.cuda else ("cpu",)
     results = aot.build_specs(specs, devices, chosen, kernels=False)
-    wrong = [f"{result.plan.name} does not compile: {result.error}" for result in results if result.entry is None]
+    wrong = [
+        f"{result.plan.name} does not compile: {result.error}"
+        for result in results
+        if result.entry is None
+    ]
     say("opening")
     unopened = load(results)
     say("the operators' results")
@@ -60,11 +70,13 @@ def prove(chosen: Settings, *, say: Say = lambda _: None) -> tuple[Facts, list[s
     here = [result.plan.device for result in results if result.entry is not None]
     facts: Facts = {
         "abi": torch.abi_id,
-        "python": platform.python_version(), "machine": platform.machine(), "compiler": _compiler(chosen),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "compiler": _compiler(chosen),
         "compiled": {device: here.count(device) for device in dict.fromkeys(here)},
         "opened": len(here) - len(unopened),
         "right on the CPU": sum(one.device == "cpu" and not _problem(one) for one in trials),
-    }  # fmt: skip
+    }
     if gpus := [one for one in trials if one.device != "cpu"]:
         facts["gpu"] = _gpu(torch.cuda or "") | {"right": sum(not _problem(one) for one in gpus)}
     return facts, wrong
@@ -85,23 +97,42 @@ def tested(version: str, facts: Facts, tests: Mapping[str, str]) -> list[proven.
 
 
 def load(results: Sequence[Result]) -> list[str]:
-    """Open each library in a process that has this torch and our operators' schemas; what is wrong with those that do not open."""
+    """Open each library in a process that has this torch and our operators' schemas; what is wrong
+    with those that do not open."""
     libraries = {str(result.entry.library): result.plan.name for result in results if result.entry}
-    child = children.run(["-m", __name__, *libraries], timeout=_LOAD_SECONDS, environment={"FLEXOPS_JIT": "0", "FLEXOPS_LOG": "quiet"})
+    child = children.run(
+        ["-m", __name__, *libraries],
+        timeout=_LOAD_SECONDS,
+        environment={"FLEXOPS_JIT": "0", "FLEXOPS_LOG": "quiet"},
+    )
     told = {message["library"]: message["error"] for message in child.messages}
     failure = f"its process {child.failure}" if child.failure else "its process said nothing"
-    return [f"{name} cannot be opened: {error}" for library, name in libraries.items() if (error := told.get(library, failure))]
+    return [
+        f"{name} cannot be opened: {error}"
+        for library, name in libraries.items()
+        if (error := told.get(library, failure))
+    ]
 
 
 def run_tests(arguments: str, root: Path) -> tuple[dict[str, str], list[str]]:
-    """Run the tests that pytest finds for ``arguments`` (``"tests/ops -k parity"``), on the CPU only.
+    """Run the tests that pytest finds for ``arguments`` (``"tests/ops -k parity"``), on the CPU
+    only.
 
     Returns:
         The outcome by folder (``part of`` a folder if it was narrowed), and what is wrong.
     """
     with tempfile.TemporaryDirectory(prefix="flexops-prove-") as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow and not image", f"--junitxml={report}", *shlex.split(arguments)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not gpu and not slow and not image",
+            f"--junitxml={report}",
+            *shlex.split(arguments),
+        ]
         done = subprocess.run(command, cwd=root, check=False, stdout=sys.stderr)
         try:
             files = counted(report, root)
@@ -130,7 +161,9 @@ def outcome(files: Sequence[Facts]) -> str:
         "failed": sum(len(one["failed"]) for one in files),
         "skipped": sum(sum(one["skipped"].values()) for one in files),
     }
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "passed")
+    return ", ".join(
+        f"{count} {name}" for name, count in counts.items() if count or name == "passed"
+    )
 
 
 def _is_there(path: Path) -> bool:
@@ -141,29 +174,46 @@ def _is_there(path: Path) -> bool:
 
 
 def counted(report: Path, root: Path) -> dict[str, Facts]:
-    """Of a report in JUnit's XML, by file: how many tests passed, which failed, how many were skipped for which reason."""
+    """Of a report in JUnit's XML, by file: how many tests passed, which failed, how many were
+    skipped for which reason."""
     files: dict[str, Facts] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         parts = (case.get("classname") or "").split(".")
-        depth = next((depth for depth in range(len(parts), 0, -1) if (root / Path(*parts[:depth])).with_suffix(".py").is_file()), len(parts))
-        one = files.setdefault("/".join(parts[:depth]) + ".py", {"passed": 0, "failed": [], "skipped": {}})
+        depth = next(
+            (
+                depth
+                for depth in range(len(parts), 0, -1)
+                if (root / Path(*parts[:depth])).with_suffix(".py").is_file()
+            ),
+            len(parts),
+        )
+        one = files.setdefault(
+            "/".join(parts[:depth]) + ".py", {"passed": 0, "failed": [], "skipped": {}}
+        )
         if case.find("failure") is not None or case.find("error") is not None:
             one["failed"].append("::".join([*parts[depth:], case.get("name") or ""]))
         elif (reason := case.find("skipped")) is not None:
-            one["skipped"][reason.get("message", "")] = one["skipped"].get(reason.get("message", ""), 0) + 1
+            one["skipped"][reason.get("message", "")] = (
+                one["skipped"].get(reason.get("message", ""), 0) + 1
+            )
         else:
             one["passed"] += 1
     return files
 
 
 def _problem(one: OpTrial) -> str:
-    """What is wrong with an operator's run; empty if its native kernels gave the reference's result."""
+    """What is wrong with an operator's run; empty if its native kernels gave the reference's
+    result."""
     name = f"{one.name} on {one.device}"
     if one.error:
         return f"{name}: {one.error}"
     if one.backend == "reference":
         return f"{name} is not native: {one.reason}"
-    return "" if one.max_error is not None and one.max_error <= TOLERANCE else f"{name} is off by {one.max_error}"
+    return (
+        ""
+        if one.max_error is not None and one.max_error <= TOLERANCE
+        else f"{name} is off by {one.max_error}"
+    )
 
 
 def _compiler(chosen: Settings) -> str:

@@ -1,13 +1,16 @@
-"""Which of an operator's arguments and results each parameter of a kernel gets, and the Python of a call, written once when a kernel is defined.
+"""Which of an operator's arguments and results each parameter of a kernel gets, and the Python of a
+call, written once when a kernel is defined.
 
-The text of a call for ``scale(Tensor x, float factor) -> Tensor`` and ``scale(const T* x, T* out, float factor, int64_t n)`` is, in short,
+The text of a call for ``scale(Tensor x, float factor) -> Tensor`` and ``scale(const T* x, T* out,
+float factor, int64_t n)`` is, in short,
 
     out = empty_like(x)
     kernel = kernels.get((device, x.dtype)) or prepare(...)
     pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ..., x.data_ptr(), out.data_ptr(), factor, out.numel())
     launch(config, kernel, None, extra)
 
-so that a call costs what these lines cost. Everything that can be wrong with a definition is found here, before anything is compiled.
+so that a call costs what these lines cost. Everything that can be wrong with a definition is found
+here, before anything is compiled.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Argument(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """An operator's schema; ``results`` are the names of the tensors that it returns: ``out`` where the schema has none."""
+    """An operator's schema; ``results`` are the names of the tensors that it returns: ``out`` where
+    the schema has none."""
 
     text: str
     qualname: str
@@ -84,11 +88,13 @@ class Bound(NamedTuple):
     Attributes:
         values: the Python expression of each parameter's value.
         letters: of ``struct``, for each parameter.
-        typed: (tensor, type of the pointer that it becomes, or the template's parameter) for each pointer.
+        typed: (tensor, type of the pointer that it becomes, or the template's parameter) for each
+            pointer.
         template: (name, expression) of each of the kernel's template arguments that is a value.
         functions: what expressions call.
-        text: the Python of ``run`` (the launch), ``fake``, ``values`` (of the template), ``complete`` (the arguments by name), ``refer`` (if there is a
-            reference) and ``__call__(self, ...)``.
+        text: the Python of ``run`` (the launch), ``fake``, ``values`` (of the template),
+            ``complete`` (the arguments by name), ``refer`` (if there is a reference) and
+            ``__call__(self, ...)``.
     """
 
     values: tuple[str, ...]
@@ -99,7 +105,9 @@ class Bound(NamedTuple):
     text: str
 
 
-def bind(signature: Signature, schema: Schema, options: Options, reference: Function | None = None) -> Bound:
+def bind(
+    signature: Signature, schema: Schema, options: Options, reference: Function | None = None
+) -> Bound:
     """Raises ``FlexopsError`` for a definition whose parts do not fit together."""
     functions: dict[str, Any] = {}
     inputs = [argument.name for argument in schema.arguments]
@@ -107,14 +115,27 @@ def bind(signature: Signature, schema: Schema, options: Options, reference: Func
     values, letters = [], []
     for parameter in signature.parameters:
         if not parameter.pointer and parameter.type not in SCALARS:
-            raise _wrong(schema, f"the parameter {parameter} cannot be passed by value", f"one of {', '.join(SCALARS)}, or a pointer")
+            raise _wrong(
+                schema,
+                f"the parameter {parameter} cannot be passed by value",
+                f"one of {', '.join(SCALARS)}, or a pointer",
+            )
         letters.append("Q" if parameter.pointer else SCALARS[parameter.type])
-        values.append(_value(parameter.name, parameter.pointer, schema, options, functions, known, signature))
+        values.append(
+            _value(parameter.name, parameter.pointer, schema, options, functions, known, signature)
+        )
     if unused := sorted(set(options.args) - {parameter.name for parameter in signature.parameters}):
-        raise _wrong(schema, f"args names {', '.join(unused)}", f"parameters of {signature.name}: {', '.join(one.name for one in signature.parameters)}")
+        raise _wrong(
+            schema,
+            f"args names {', '.join(unused)}",
+            f"parameters of {signature.name}:"
+            f" {', '.join(one.name for one in signature.parameters)}",
+        )
     template = tuple(_template(signature, schema, options, functions, inputs))
     tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
-    typed = tuple((one.name, one.type) for one in signature.parameters if one.pointer and one.name in tensors)
+    typed = tuple(
+        (one.name, one.type) for one in signature.parameters if one.pointer and one.name in tensors
+    )
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     launch = list(_run(signature, schema, options, bound, known))
     pieces = {
@@ -122,29 +143,56 @@ def bind(signature: Signature, schema: Schema, options: Options, reference: Func
         "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
         "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
         "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
-        "refer": [f"{'return ' if schema.results else ''}{_evaluated('_reference', reference, schema, functions, inputs)}"] if reference else [],
+        "refer": (
+            [
+                f"{'return ' if schema.results else ''}{_evaluated('_reference', reference, schema, functions, inputs)}"
+            ]
+            if reference
+            else []
+        ),
     }
     declared = ", ".join(map(_declared, schema.arguments))
-    text = "".join(f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines) for name, lines in pieces.items() if lines)
-    return bound._replace(text=text + _call(schema, list(_run_again(signature, schema, options, bound)) or launch))
+    text = "".join(
+        f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines)
+        for name, lines in pieces.items()
+        if lines
+    )
+    return bound._replace(
+        text=text + _call(schema, list(_run_again(signature, schema, options, bound)) or launch)
+    )
 
 
 def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
-    """The kernel as C++ names it, with its template's arguments; what has a default may be left out at the end."""
+    """The kernel as C++ names it, with its template's arguments; what has a default may be left out
+    at the end."""
     given = [arguments.get(one.name, "") for one in signature.template]
     while given and not given[-1]:
         given.pop()
     return f"{signature.name}<{', '.join(given)}>" if given else signature.name
 
 
-def _value(name: str, pointer: bool, schema: Schema, options: Options, functions: dict[str, Any], known: Sequence[str], signature: Signature) -> str:
-    """The expression of one parameter: what ``args`` says, an argument or result of its name, a size of one, or the number of elements."""
+def _value(
+    name: str,
+    pointer: bool,
+    schema: Schema,
+    options: Options,
+    functions: dict[str, Any],
+    known: Sequence[str],
+    signature: Signature,
+) -> str:
+    """The expression of one parameter: what ``args`` says, an argument or result of its name, a
+    size of one, or the number of elements."""
     if name in options.args:
         return _evaluated(f"_args_{name}", options.args[name], schema, functions, known)
     found = next((argument for argument in schema.arguments if argument.name == name), None)
     if found and found.tensor != pointer:
         what = "a tensor, whose pointer it would be" if found.tensor else "no tensor"
-        raise _wrong(schema, f"the parameter {name} of {signature.name} and the argument {found.type} {name} do not fit: that is {what}", "one of their kind")
+        raise _wrong(
+            schema,
+            f"the parameter {name} of {signature.name} and the argument {found.type} {name} do not"
+            f" fit: that is {what}",
+            "one of their kind",
+        )
     if found and found.tensor and found.optional:
         return f"(0 if {name} is None else {name}.data_ptr())"
     if found or name in schema.results:
@@ -152,15 +200,28 @@ def _value(name: str, pointer: bool, schema: Schema, options: Options, functions
             raise _wrong(schema, f"the parameter {name} is a result, and no pointer", f"T* {name}")
         return f"{name}.data_ptr()" if pointer else name
     derived = _DERIVED.fullmatch(name)
-    if derived and derived[1] in (*(tensor.name for tensor in schema.tensors), *schema.results) and not pointer:
-        return f"{derived[1]}.numel()" if derived[2] == "numel" else f"{derived[1]}.{derived[2][:-1]}({derived[2][-1]})"
+    if (
+        derived
+        and derived[1] in (*(tensor.name for tensor in schema.tensors), *schema.results)
+        and not pointer
+    ):
+        return (
+            f"{derived[1]}.numel()"
+            if derived[2] == "numel"
+            else f"{derived[1]}.{derived[2][:-1]}({derived[2][-1]})"
+        )
     if name == "n" and not pointer:
         return f"{_counted(schema)}.numel()"
-    sizes = f"{schema.tensors[0].name}_numel, {schema.tensors[0].name}_size0, {schema.tensors[0].name}_stride0, n (elements of {_counted(schema)})"
+    sizes = (
+        f"{schema.tensors[0].name}_numel, {schema.tensors[0].name}_size0,"
+        f" {schema.tensors[0].name}_stride0, n (elements of {_counted(schema)})"
+    )
     raise _wrong(
-        schema, f"nothing says what the parameter {name} of {signature.name} (line {signature.line}) gets",
-        f"a name of the schema ({', '.join(known)}), a size ({sizes}), or args={{{name!r}: lambda {', '.join(a.name for a in schema.arguments)}: ...}}",
-    )  # fmt: skip
+        schema,
+        f"nothing says what the parameter {name} of {signature.name} (line {signature.line}) gets",
+        f"a name of the schema ({', '.join(known)}), a size ({sizes}), or args={{{name!r}: lambda"
+        f" {', '.join(a.name for a in schema.arguments)}: ...}}",
+    )
 
 
 def _counted(schema: Schema) -> str:
@@ -169,28 +230,57 @@ def _counted(schema: Schema) -> str:
     return [*schema.results, *mutable, schema.tensors[0].name][0]
 
 
-def _template(signature: Signature, schema: Schema, options: Options, functions: dict[str, Any], inputs: Sequence[str]) -> Iterable[tuple[str, str]]:
+def _template(
+    signature: Signature,
+    schema: Schema,
+    options: Options,
+    functions: dict[str, Any],
+    inputs: Sequence[str],
+) -> Iterable[tuple[str, str]]:
     for one in signature.template:
         if one.name in options.template:
-            yield one.name, _evaluated(f"_template_{one.name}", options.template[one.name], schema, functions, inputs)
+            yield (
+                one.name,
+                _evaluated(
+                    f"_template_{one.name}", options.template[one.name], schema, functions, inputs
+                ),
+            )
         elif one.kind != "typename" and one.name in inputs:
             yield one.name, one.name
         elif one.kind != "typename" and not one.has_default:
-            raise _wrong(schema, f"nothing says what the template's {one.kind} {one.name} is", f"template={{{one.name!r}: ...}}, or an argument of that name")
-        elif one.kind == "typename" and not one.has_default and not _deduced(one.name, signature, schema):
-            required = f"a parameter {one.name}* of a tensor's name, or template={{{one.name!r}: 'float'}}"
+            raise _wrong(
+                schema,
+                f"nothing says what the template's {one.kind} {one.name} is",
+                f"template={{{one.name!r}: ...}}, or an argument of that name",
+            )
+        elif (
+            one.kind == "typename"
+            and not one.has_default
+            and not _deduced(one.name, signature, schema)
+        ):
+            required = (
+                f"a parameter {one.name}* of a tensor's name, or template={{{one.name!r}: 'float'}}"
+            )
             raise _wrong(schema, f"no tensor tells the template's type {one.name}", required)
     if unknown := sorted(set(options.template) - {one.name for one in signature.template}):
         have = ", ".join(one.name for one in signature.template) or "none"
-        raise _wrong(schema, f"template names {', '.join(unknown)}", f"the template's parameters of {signature.name}: {have}")
+        raise _wrong(
+            schema,
+            f"template names {', '.join(unknown)}",
+            f"the template's parameters of {signature.name}: {have}",
+        )
 
 
 def _deduced(name: str, signature: Signature, schema: Schema) -> bool:
     tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
-    return any(one.pointer and one.type == name and one.name in tensors for one in signature.parameters)
+    return any(
+        one.pointer and one.type == name and one.name in tensors for one in signature.parameters
+    )
 
 
-def _evaluated(label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]) -> str:
+def _evaluated(
+    label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]
+) -> str:
     """A constant, or a call of what was given by name with those of ``known`` that it asks for."""
     functions[label] = given
     if not callable(given):
@@ -201,14 +291,25 @@ def _evaluated(label: str, given: Any, schema: Schema, functions: dict[str, Any]
         parameters = None
     if parameters is None or any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return f"{label}({', '.join(argument.name for argument in schema.arguments)})"
-    if unknown := [one.name for one in parameters if one.name not in known and one.default is one.empty]:
+    if unknown := [
+        one.name for one in parameters if one.name not in known and one.default is one.empty
+    ]:
         what = label.strip("_").removesuffix("_of").replace("_", " of ", 1)
-        raise _wrong(schema, f"the function given for {what} asks for {', '.join(unknown)}", f"names of the schema: {', '.join(known)}")
-    by_name = {one.name: f"{one.name}={one.name}" if one.kind is one.KEYWORD_ONLY else one.name for one in parameters}
+        raise _wrong(
+            schema,
+            f"the function given for {what} asks for {', '.join(unknown)}",
+            f"names of the schema: {', '.join(known)}",
+        )
+    by_name = {
+        one.name: f"{one.name}={one.name}" if one.kind is one.KEYWORD_ONLY else one.name
+        for one in parameters
+    }
     return f"{label}({', '.join(text for name, text in by_name.items() if name in known)})"
 
 
-def _run(signature: Signature, schema: Schema, options: Options, bound: Bound, known: Sequence[str]) -> Iterable[str]:
+def _run(
+    signature: Signature, schema: Schema, options: Options, bound: Bound, known: Sequence[str]
+) -> Iterable[str]:
     inputs, functions = [argument.name for argument in schema.arguments], bound.functions
     first = next(tensor.name for tensor in schema.tensors if not tensor.optional)
     yield from _on_its_device(schema, first)
@@ -229,55 +330,104 @@ def _run(signature: Signature, schema: Schema, options: Options, bound: Bound, k
     yield f"_shared = {_evaluated('_shared_of', options.shared, schema, functions, known)}"
     if callable(options.shared) or options.shared > 0:
         yield "if _shared > _WITHOUT_ASKING: _allow(_kernel, _shared, _device)"
-    yield from _launched(schema, options, bound.values, "_grid_x, _grid_y, _grid_z", "_block_x, _block_y, _block_z", "_shared")
+    yield from _launched(
+        schema,
+        options,
+        bound.values,
+        "_grid_x, _grid_y, _grid_z",
+        "_block_x, _block_y, _block_z",
+        "_shared",
+    )
 
 
-def _run_again(signature: Signature, schema: Schema, options: Options, bound: Bound) -> Iterable[str]:
-    """The same where all but the values follows from dtypes and the first result's shape: that is worked out once for each. Nothing, where it does not."""
+def _run_again(
+    signature: Signature, schema: Schema, options: Options, bound: Bound
+) -> Iterable[str]:
+    """The same where all but the values follows from dtypes and the first result's shape: that is
+    worked out once for each. Nothing, where it does not."""
     pointers = {parameter.name for parameter in signature.parameters if parameter.pointer}
     functions = (options.grid, options.block, options.shared, options.out)
-    if any(map(callable, functions)) or options.grid is not None or len(schema.results) != 1 or options.strided or _like(schema, options) not in pointers:
+    if (
+        any(map(callable, functions))
+        or options.grid is not None
+        or len(schema.results) != 1
+        or options.strided
+        or _like(schema, options) not in pointers
+    ):
         return
-    first, like = next(tensor.name for tensor in schema.tensors if not tensor.optional), _like(schema, options)
+    first, like = (
+        next(tensor.name for tensor in schema.tensors if not tensor.optional),
+        _like(schema, options),
+    )
     yield from _on_its_device(schema, first)
     yield from _contiguous(schema, pointers)
     yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
     yield "_plan = _plans.get(_key)"
-    yield f"if _plan is None: return _remember(_key, {like}, _run({', '.join(argument.name for argument in schema.arguments)}))"
+    yield (
+        f"if _plan is None: return _remember(_key, {like},"
+        f" _run({', '.join(argument.name for argument in schema.arguments)}))"
+    )
     yield "_kernel, _grid_x, _n, _size, _stride = _plan"
     yield f"{schema.results[0]} = _empty_strided(_size, _stride, {like}.dtype)"
     values = ["_n" if value == f"{schema.results[0]}.numel()" else value for value in bound.values]
-    block = (*(options.block if isinstance(options.block, (tuple, list)) else (options.block,)), 1, 1)[:3]
-    yield from _launched(schema, options, values, "_grid_x, 1, 1", ", ".join(map(str, block)), str(options.shared))
+    block = (
+        *(options.block if isinstance(options.block, (tuple, list)) else (options.block,)),
+        1,
+        1,
+    )[:3]
+    yield from _launched(
+        schema, options, values, "_grid_x, 1, 1", ", ".join(map(str, block)), str(options.shared)
+    )
 
 
 def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
     yield f"_device = {first}.get_device()"
     yield "if _device != _current_device():"
-    yield f"    with _guard(_device): return _run({', '.join(argument.name for argument in schema.arguments)})"
+    yield (
+        "    with _guard(_device): return"
+        f" _run({', '.join(argument.name for argument in schema.arguments)})"
+    )
 
 
-def _launched(schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str) -> Iterable[str]:
+def _launched(
+    schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str
+) -> Iterable[str]:
     given = "".join(f"{value}, " for value in values)
     yield "_memory, _config, _attribute, _extra = _buffers.all"
     yield "try:"
     attribute = "_attribute, 1" if options.cluster else "0, 0"
-    yield f"    _pack(_memory, 0, {grid}, {block}, {shared}, _stream(_device), {attribute}, {given})"
+    yield (
+        f"    _pack(_memory, 0, {grid}, {block}, {shared}, _stream(_device), {attribute}, {given})"
+    )
     yield "except _NOT_PACKED:"
     yield f"    _explain(({grid}), ({block}), {shared}, ({given}))"
     yield "    raise"
     yield "_status = _launch(_config, _kernel, None, _extra)"
-    yield f"if _status: _failed(_status, _device, _config, _kernel, _extra, ({grid}), ({block}), {shared})"
+    yield (
+        f"if _status: _failed(_status, _device, _config, _kernel, _extra, ({grid}), ({block}),"
+        f" {shared})"
+    )
     yield from (f"_count_write({tensor.name})" for tensor in schema.tensors if tensor.mutable)
     yield _returned(schema)
 
 
-def _made(signature: Signature, schema: Schema, options: Options, functions: dict[str, Any], inputs: Sequence[str]) -> Iterable[str]:
+def _made(
+    signature: Signature,
+    schema: Schema,
+    options: Options,
+    functions: dict[str, Any],
+    inputs: Sequence[str],
+) -> Iterable[str]:
     """Lines that make contiguous what becomes a pointer, and the results: of fake tensors, too."""
     if not options.strided:
-        yield from _contiguous(schema, {parameter.name for parameter in signature.parameters if parameter.pointer})
+        yield from _contiguous(
+            schema, {parameter.name for parameter in signature.parameters if parameter.pointer}
+        )
     if callable(options.out):
-        yield f"{', '.join(schema.results)} = {_evaluated('_out', options.out, schema, functions, inputs)}"
+        yield (
+            f"{', '.join(schema.results)} ="
+            f" {_evaluated('_out', options.out, schema, functions, inputs)}"
+        )
     elif schema.results:
         yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
 
@@ -287,7 +437,11 @@ def _contiguous(schema: Schema, pointers: Container[str]) -> Iterable[str]:
         if tensor.name in pointers:
             there = f"{tensor.name} is not None and " if tensor.optional else ""
             yield f"if {there}not {tensor.name}.is_contiguous():"
-            yield f"    _refuse_strides({tensor.name!r})" if tensor.mutable else f"    {tensor.name} = {tensor.name}.contiguous()"
+            yield (
+                f"    _refuse_strides({tensor.name!r})"
+                if tensor.mutable
+                else f"    {tensor.name} = {tensor.name}.contiguous()"
+            )
 
 
 def _like(schema: Schema, options: Options) -> str:
@@ -295,7 +449,12 @@ def _like(schema: Schema, options: Options) -> str:
     given = options.out or next(tensor.name for tensor in schema.tensors if not tensor.optional)
     names = [tensor.name for tensor in schema.tensors if not tensor.optional]
     if len(schema.results) != 1 or given not in names:
-        raise _wrong(schema, f"out is {options.out!r}", f"one of {', '.join(names)}, which the one result is like, or a function that returns the result(s)")
+        raise _wrong(
+            schema,
+            f"out is {options.out!r}",
+            f"one of {', '.join(names)}, which the one result is like, or a function that returns"
+            " the result(s)",
+        )
     return str(given)
 
 
@@ -303,13 +462,20 @@ def _returned(schema: Schema) -> str:
     return f"return {', '.join(schema.results)}".rstrip()
 
 
-def _dimensions(label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]) -> Iterable[str]:
-    """Lines that give ``<label>_x``, ``_y`` and ``_z`` from a number, up to three of them, or a function that returns such."""
+def _dimensions(
+    label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]
+) -> Iterable[str]:
+    """Lines that give ``<label>_x``, ``_y`` and ``_z`` from a number, up to three of them, or a
+    function that returns such."""
     names = ", ".join(f"{label}_{axis}" for axis in "xyz")
     if not callable(given):
         dimensions = (*(given if isinstance(given, (tuple, list)) else (given,)), 1, 1)[:3]
         if not all(isinstance(size, int) for size in dimensions):
-            raise _wrong(schema, f"{label.strip('_')} is {given!r}", "a whole number, up to three of them, or a function that returns such")
+            raise _wrong(
+                schema,
+                f"{label.strip('_')} is {given!r}",
+                "a whole number, up to three of them, or a function that returns such",
+            )
         yield f"{names} = {', '.join(map(str, dimensions))}"
         return
     text = _evaluated(f"{label}_of", given, schema, functions, known)
@@ -319,38 +485,57 @@ def _dimensions(label: str, given: Any, schema: Schema, functions: dict[str, Any
 
 
 def _key(schema: Schema, bound: Bound, first: str) -> str:
-    """What decides which compiled kernel a call takes, and all that is checked of its tensors: a new combination is looked at by ``_prepare``."""
+    """What decides which compiled kernel a call takes, and all that is checked of its tensors: a
+    new combination is looked at by ``_prepare``."""
     pieces = ["_device"]
     for tensor in schema.tensors:
-        alone = f"{tensor.name}.dtype" if tensor.name == first else f"{tensor.name}.dtype, {tensor.name}.get_device()"
-        pieces.append(f"(None if {tensor.name} is None else ({alone}))" if tensor.optional else alone)
+        alone = (
+            f"{tensor.name}.dtype"
+            if tensor.name == first
+            else f"{tensor.name}.dtype, {tensor.name}.get_device()"
+        )
+        pieces.append(
+            f"(None if {tensor.name} is None else ({alone}))" if tensor.optional else alone
+        )
     return ", ".join([*pieces, *(text for _, text in bound.template)])
 
 
 def _call(schema: Schema, launch: Iterable[str]) -> str:
-    """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it. The launch stands in it once more: a call costs."""
+    """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it.
+    The launch stands in it once more: a call costs."""
     positional = [_declared(argument) for argument in schema.arguments if not argument.keyword_only]
     keywords = [_declared(argument) for argument in schema.arguments if argument.keyword_only]
     declared = ", ".join(["_self", *positional, *(["*", *keywords] if keywords else [])])
-    forwarded = ", ".join(f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments)
+    forwarded = ", ".join(
+        f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments
+    )
     names = ", ".join(argument.name for argument in schema.arguments)
     conditions = []
     for tensor in schema.tensors:
         plain = f"type({tensor.name}) in _PLAIN and {tensor.name}.is_cuda"
-        conditions.append(f"not ({tensor.name} is None or {plain})" if tensor.optional else f"not ({plain})")
-    grads = " or ".join(f"({one.name} is not None and {one.name}.requires_grad)" if one.optional else f"{one.name}.requires_grad" for one in schema.tensors)
+        conditions.append(
+            f"not ({tensor.name} is None or {plain})" if tensor.optional else f"not ({plain})"
+        )
+    grads = " or ".join(
+        (
+            f"({one.name} is not None and {one.name}.requires_grad)"
+            if one.optional
+            else f"{one.name}.requires_grad"
+        )
+        for one in schema.tensors
+    )
     conditions += ["_modes()", f"(({grads}) and _is_grad_enabled())"]
     return (
         f"def __call__({declared}):\n"
-        f"    if _is_compiling() or _compiler._is_compiling_flag:\n"
+        "    if _is_compiling() or _compiler._is_compiling_flag:\n"
         f"        return _op({forwarded})\n"
-        f"    if _is_transforming() or _forward_mode._current_level >= 0:\n"
+        "    if _is_transforming() or _forward_mode._current_level >= 0:\n"
         f"        return _transformed({names})\n"
         f"    if {' or '.join(conditions)}:\n"
         f"        return _op({forwarded})\n"
-        f"    try:\n"
+        "    try:\n"
         f"{''.join(f'        {line}' + chr(10) for line in launch)}"
-        f"    except _MISSING as error:\n"
+        "    except _MISSING as error:\n"
         f"        return _fall_back(error, ({names},))\n"
     )
 
@@ -359,8 +544,11 @@ def _declared(argument: Argument) -> str:
     return f"{argument.name}=_default_{argument.name}" if argument.has_default else argument.name
 
 
-def check_types(signature: Signature, bound: Bound, dtypes: Mapping[str, str | None]) -> dict[str, str]:
-    """The dtype of each of the template's types, told by the tensors (their dtypes by name, None for one that is not there).
+def check_types(
+    signature: Signature, bound: Bound, dtypes: Mapping[str, str | None]
+) -> dict[str, str]:
+    """The dtype of each of the template's types, told by the tensors (their dtypes by name, None
+    for one that is not there).
 
     Raises:
         TypeError: a tensor has another dtype than its pointer says, or two of one type differ.
@@ -374,11 +562,21 @@ def check_types(signature: Signature, bound: Bound, dtypes: Mapping[str, str | N
         if type_ in types:
             name, before = found.setdefault(type_, (tensor, dtype))
             if before != dtype:
-                raise TypeError(f"{signature.name}: {tensor} must be {before} like {name} (both are {type_}*), got {dtype}")
+                raise TypeError(
+                    f"{signature.name}: {tensor} must be {before} like {name} (both are {type_}*),"
+                    f" got {dtype}"
+                )
         elif ELEMENTS.get(type_, dtype) != dtype:
-            raise TypeError(f"{signature.name}: {tensor} must be {ELEMENTS[type_]} ({type_}*), got {dtype}")
+            raise TypeError(
+                f"{signature.name}: {tensor} must be {ELEMENTS[type_]} ({type_}*), got {dtype}"
+            )
     return {type_: dtype for type_, (_, dtype) in found.items()}
 
 
 def _wrong(schema: Schema, found: str, required: str) -> FlexopsError:
-    return FlexopsError(f"flexops.kernel: {schema.text} and its kernel do not fit together", found=found, required=required, fix="see docs/kernels.md")
+    return FlexopsError(
+        f"flexops.kernel: {schema.text} and its kernel do not fit together",
+        found=found,
+        required=required,
+        fix="see docs/kernels.md",
+    )

@@ -32,15 +32,35 @@ NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
 _FP8 = '#include "common/fp8.cuh"\n'
 _MENDS = {
-    "cuda_bf16.h": "bfloat16 is there without a header; for CUDA's own: include=[<a toolkit's include directory>]",
-    "cuda_fp16.h": "float16 is there without a header; for CUDA's own: include=[<a toolkit's include directory>]",
-    "__nv_bfloat16": "write bfloat16, which is there without a header and converts to and from float",
+    "cuda_bf16.h": (
+        "bfloat16 is there without a header; for CUDA's own: include=[<a toolkit's include"
+        " directory>]"
+    ),
+    "cuda_fp16.h": (
+        "float16 is there without a header; for CUDA's own: include=[<a toolkit's include"
+        " directory>]"
+    ),
+    "__nv_bfloat16": (
+        "write bfloat16, which is there without a header and converts to and from float"
+    ),
     "__half": "write float16, which is there without a header and converts to and from float",
-    'source file "cmath"': "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header",
-    'source file "math.h"': "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header",
-    "unrecognized option": "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them",
-    "cannot open source file": "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are there without it)",
-    '"std"': "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a toolkit's include directory>] has cuda/std)",
+    'source file "cmath"': (
+        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
+    ),
+    'source file "math.h"': (
+        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
+    ),
+    "unrecognized option": (
+        "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them"
+    ),
+    "cannot open source file": (
+        "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are"
+        " there without it)"
+    ),
+    '"std"': (
+        "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a"
+        " toolkit's include directory>] has cuda/std)"
+    ),
 }
 """What mends an error of the compiler, by what it says."""
 
@@ -72,42 +92,54 @@ def kernel(
     include: Sequence[str | Path] = (),
     options: Sequence[str] = (),
 ) -> Kernel:
-    """Make an operator of a CUDA kernel in a string. NVRTC, which torch brings, compiles it at its first call; no C++ compiler takes part.
+    """Make an operator of a CUDA kernel in a string. NVRTC, which torch brings, compiles it at its
+    first call; no C++ compiler takes part.
 
-    The operator is ``torch.ops.flexops_kernels.<name>`` (or of the schema's own namespace) and works under ``torch.compile(fullgraph=True)``, in CUDA
-    graphs, on any stream and device. docs/kernels.md is the guide.
+    The operator is ``torch.ops.flexops_kernels.<name>`` (or of the schema's own namespace) and
+    works under ``torch.compile(fullgraph=True)``, in CUDA graphs, on any stream and device.
+    docs/kernels.md is the guide.
 
-    Each of the kernel's parameters gets what is called like it: an argument or a result of the schema (a tensor's pointer, a number), a size of one
-    (``x_numel``, ``x_size0``, ``x_stride0``), ``n``, which is the number of elements of the first result, or what ``args`` says.
+    Each of the kernel's parameters gets what is called like it: an argument or a result of the
+    schema (a tensor's pointer, a number), a size of one (``x_numel``, ``x_size0``, ``x_stride0``),
+    ``n``, which is the number of elements of the first result, or what ``args`` says.
 
-    Functions given for ``grid``, ``block``, ``shared``, ``args``, ``template`` and ``out`` take, by name, those arguments of the schema that they need
-    (all but the last two may ask for results too).
+    Functions given for ``grid``, ``block``, ``shared``, ``args``, ``template`` and ``out`` take, by
+    name, those arguments of the schema that they need (all but the last two may ask for results
+    too).
 
     Args:
-        source: device code. ``bfloat16``, ``float16`` and the integers of ``<cstdint>`` are there; flexops' own headers can be included
-            (``#include "common/reduce.cuh"``).
-        schema: as for ``torch.library``: ``"scale(Tensor x, float factor) -> Tensor"``; ``Tensor(a!) x`` is written in place. A result is called ``out``
-            if it is the only one and has no name, several ``out0``, ``out1``...
-        grid: blocks: a number, up to three, or a function that returns such. By default as many as give each element of the first result a thread.
+        source: device code. ``bfloat16``, ``float16`` and the integers of ``<cstdint>`` are there;
+            flexops' own headers can be included (``#include "common/reduce.cuh"``).
+        schema: as for ``torch.library``: ``"scale(Tensor x, float factor) -> Tensor"``;
+            ``Tensor(a!) x`` is written in place. A result is called ``out`` if it is the only one
+            and has no name, several ``out0``, ``out1``...
+        grid: blocks: a number, up to three, or a function that returns such. By default as many as
+            give each element of the first result a thread.
         block: threads of a block, likewise.
         shared: bytes of dynamic shared memory.
         cluster: blocks of a cluster (Hopper and newer), a number or up to three.
         name: the kernel's in the source, if it is not the operator's: a source may have several.
         args: parameter -> constant or function.
-        template: template parameter -> constant or function; a type as C++ text or a ``torch.dtype``. What is not given is told by the tensors
-            (``T`` of ``const T* x`` by x's dtype) or is the argument of its name.
-        out: the tensor that the result is like, by name (default: the first), or a function that returns the result(s), such as
-            ``lambda x: x.new_empty(x.shape[0])``: it runs on fake tensors, too.
-        strided: tensors go in with the strides that they have. Otherwise they are made contiguous first.
-        reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no kernel can be had; the oracle for tests.
-        backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a backward pass that needs the gradient raises, and a
-            call that writes a tensor does where one of its tensors requires a gradient: on each device, and under ``torch.compile``.
+        template: template parameter -> constant or function; a type as C++ text or a
+            ``torch.dtype``. What is not given is told by the tensors (``T`` of ``const T* x`` by
+            x's dtype) or is the argument of its name.
+        out: the tensor that the result is like, by name (default: the first), or a function that
+            returns the result(s), such as ``lambda x: x.new_empty(x.shape[0])``: it runs on fake
+            tensors, too.
+        strided: tensors go in with the strides that they have. Otherwise they are made contiguous
+            first.
+        reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no
+            kernel can be had; the oracle for tests.
+        backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a
+            backward pass that needs the gradient raises, and a call that writes a tensor does where
+            one of its tensors requires a gradient: on each device, and under ``torch.compile``.
         defines: macros, as ``-D``.
         include: directories with headers of your own.
         options: further options of NVRTC, such as ``"--use_fast_math"``.
 
     Raises:
-        FlexopsError: source and schema do not fit together; the error says where. Nothing is compiled yet.
+        FlexopsError: source and schema do not fit together; the error says where. Nothing is
+            compiled yet.
     """
     parsed = _parsed(schema)
     if backward and not parsed.functional:
@@ -118,7 +150,16 @@ def kernel(
     caller = sys._getframe(1).f_globals.get("__name__", "")
     bound = binding.bind(signature, parsed, given, reference)
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
-    made = _Code(source, signature, parsed, bound, given, reference, tuple(str(Path(path).absolute()) for path in include), flags)
+    made = _Code(
+        source,
+        signature,
+        parsed,
+        bound,
+        given,
+        reference,
+        tuple(str(Path(path).absolute()) for path in include),
+        flags,
+    )
     with _lock:
         registered = _register(parsed, backward, setup_context, caller)
         registered.current = made
@@ -144,10 +185,12 @@ class Kernel:
         raise NotImplementedError  # each kernel's class has its own
 
     def compile(self, *args: Any, arch: str | None = None, **kwargs: Any) -> list[Path]:
-        """Compile, into the cache, what a call with these arguments launches; tensors may be on any device, ``meta`` too.
+        """Compile, into the cache, what a call with these arguments launches; tensors may be on any
+        device, ``meta`` too.
 
         Args:
-            arch: the GPUs to compile for, such as ``"8.0;9.0+PTX"``; by default ``TORCH_CUDA_ARCH_LIST``, else those here.
+            arch: the GPUs to compile for, such as ``"8.0;9.0+PTX"``; by default
+                ``TORCH_CUDA_ARCH_LIST``, else those here.
 
         Returns:
             The files of machine code or PTX, one for each architecture.
@@ -156,16 +199,25 @@ class Kernel:
             CompileError: with the source's line.
             ToolchainError: there is no NVRTC that matches torch.
         """
-        return [entry.library for entry in self._code.compiled(self._code.expression(*args, **kwargs), arch)]
+        return [
+            entry.library
+            for entry in self._code.compiled(self._code.expression(*args, **kwargs), arch)
+        ]
 
-    def resources(self, *args: Any, arch: str | None = None, **kwargs: Any) -> dict[str, dict[str, int]]:
-        """What the kernel of a call with these arguments takes, by architecture: registers of a thread, bytes of stack, of spill stores and loads, and of
-        static shared memory, and barriers. As for ``compile``; nothing is told of PTX."""
+    def resources(
+        self, *args: Any, arch: str | None = None, **kwargs: Any
+    ) -> dict[str, dict[str, int]]:
+        """What the kernel of a call with these arguments takes, by architecture: registers of a
+        thread, bytes of stack, of spill stores and loads, and of static shared memory, and
+        barriers. As for ``compile``; nothing is told of PTX."""
         entries = self._code.compiled(self._code.expression(*args, **kwargs), arch)
-        return {entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries}
+        return {
+            entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries
+        }
 
     def expression(self, *args: Any, **kwargs: Any) -> str:
-        """The kernel that a call with these arguments launches, as C++ names it: ``scale<float>``."""
+        """The kernel that a call with these arguments launches, as C++ names it:
+        ``scale<float>``."""
         return self._code.expression(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -176,10 +228,24 @@ class _Code:
     """A kernel's source and what calls need of it."""
 
     def __init__(
-        self, source: str, signature: Signature, schema: Schema, bound: binding.Bound, options: Options, reference: Callable[..., Any] | None,
-        include: tuple[str, ...], flags: tuple[str, ...],
-    ) -> None:  # fmt: skip
-        self.source, self.signature, self.schema, self.bound, self.options, self.reference = source, signature, schema, bound, options, reference
+        self,
+        source: str,
+        signature: Signature,
+        schema: Schema,
+        bound: binding.Bound,
+        options: Options,
+        reference: Callable[..., Any] | None,
+        include: tuple[str, ...],
+        flags: tuple[str, ...],
+    ) -> None:
+        self.source, self.signature, self.schema, self.bound, self.options, self.reference = (
+            source,
+            signature,
+            schema,
+            bound,
+            options,
+            reference,
+        )
         self.include, self.flags = include, flags
         self._kernels: dict[tuple[Any, ...], ctypes.c_void_p] = {}
         self._plans: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -187,20 +253,44 @@ class _Code:
         self._allowed: dict[tuple[int, int], int] = {}
         self._told = False
         format_ = launch.layout(bound.letters)
-        cluster = options.cluster if isinstance(options.cluster, (tuple, list)) else (options.cluster or 1,)
+        cluster = (
+            options.cluster
+            if isinstance(options.cluster, (tuple, list))
+            else (options.cluster or 1,)
+        )
         self.names: dict[str, Any] = {
             **bound.functions,
             **{f"_default_{one.name}": one.default for one in schema.arguments if one.has_default},
-            "_kernels": self._kernels, "_prepare": self._prepare, "_allow": self._allow, "_explain": self._explain, "_failed": self._failed,
-            "_plans": self._plans, "_remember": self._remember, "_empty_strided": _torch.empty_strided_cuda,
-            "_refuse_strides": self._refuse_strides, "_three": self._three, "_fall_back": self._fall_back, "_MISSING": (ToolchainError, NativeUnavailableError),
-            "_NOT_PACKED": (struct.error, OverflowError, TypeError), "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
-            "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]), "_pack": struct.Struct(format_).pack_into, "_launch": self._first_launch,
-            "_empty_like": torch.empty_like, "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}), "_guard": torch.cuda.device,
-            "_current_device": _torch.current_gpu, "_stream": _torch.current_stream, "_is_compiling": _torch.is_compiling, "_compiler": _torch.compiler,
-            "_count_write": _count_write, "_forward_mode": _torch.forward_mode,
-            "_modes": _torch.count_of_modes, "_is_transforming": _torch.is_transforming, "_is_grad_enabled": _torch.is_grad_enabled,
-        }  # fmt: skip
+            "_kernels": self._kernels,
+            "_prepare": self._prepare,
+            "_allow": self._allow,
+            "_explain": self._explain,
+            "_failed": self._failed,
+            "_plans": self._plans,
+            "_remember": self._remember,
+            "_empty_strided": _torch.empty_strided_cuda,
+            "_refuse_strides": self._refuse_strides,
+            "_three": self._three,
+            "_fall_back": self._fall_back,
+            "_MISSING": (ToolchainError, NativeUnavailableError),
+            "_NOT_PACKED": (struct.error, OverflowError, TypeError),
+            "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
+            "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]),
+            "_pack": struct.Struct(format_).pack_into,
+            "_launch": self._first_launch,
+            "_empty_like": torch.empty_like,
+            "_PLAIN": frozenset({torch.Tensor, torch.nn.Parameter}),
+            "_guard": torch.cuda.device,
+            "_current_device": _torch.current_gpu,
+            "_stream": _torch.current_stream,
+            "_is_compiling": _torch.is_compiling,
+            "_compiler": _torch.compiler,
+            "_count_write": _count_write,
+            "_forward_mode": _torch.forward_mode,
+            "_modes": _torch.count_of_modes,
+            "_is_transforming": _torch.is_transforming,
+            "_is_grad_enabled": _torch.is_grad_enabled,
+        }
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
         self.run: Callable[..., Any] = self.names["run"]
         self.names["_run"] = self.run  # an argument may be called run
@@ -209,8 +299,16 @@ class _Code:
     def public(self, registered: _Registered) -> Kernel:
         op = self.names["_op"] = registered.op
         self.names["_transformed"] = registered.transformed
-        made: Kernel = type("Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text})()
-        made.op, made.source, made.schema, made.reference, made._code = op, self.source, self.schema.text, self.reference, self
+        made: Kernel = type(
+            "Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text}
+        )()
+        made.op, made.source, made.schema, made.reference, made._code = (
+            op,
+            self.source,
+            self.schema.text,
+            self.reference,
+            self,
+        )
         return made
 
     def native(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,76 +322,137 @@ class _Code:
         """What the dispatcher calls for all other tensors."""
         if self.reference is None:
             raise NativeUnavailableError(
-                f"{self.schema.qualname} has a kernel for GPUs only", found="tensors that are on none", required="a reference for other devices",
+                f"{self.schema.qualname} has a kernel for GPUs only",
+                found="tensors that are on none",
+                required="a reference for other devices",
                 fix="flexops.kernel(..., reference=<a function in plain PyTorch>)",
-            )  # fmt: skip
+            )
         return self.names["refer"](*args, **kwargs)
 
-    # ---- compiling ---------------------------------------------------------------------------------------------------------------------------
+    # ---- compiling -------------------------------------------------------------------------------
 
     def expression(self, *args: Any, **kwargs: Any) -> str:
         arguments = self.names["complete"](*args, **kwargs)
         made = self.fake(*args, **kwargs)
         results = made if isinstance(made, tuple) else (made,)
-        return self._expression({**arguments, **dict(zip(self.schema.results, results, strict=False))}, self.names["values"](*args, **kwargs))
+        return self._expression(
+            {**arguments, **dict(zip(self.schema.results, results, strict=False))},
+            self.names["values"](*args, **kwargs),
+        )
 
     def _expression(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-        dtypes = {name: _dtype_name(value.dtype) if isinstance(value, torch.Tensor) else None for name, value in arguments.items()}
+        dtypes = {
+            name: _dtype_name(value.dtype) if isinstance(value, torch.Tensor) else None
+            for name, value in arguments.items()
+        }
         types = binding.check_types(self.signature, self.bound, dtypes)
-        spelled = {name: CPP_TYPES[dtype] if dtype in CPP_TYPES else self._no_type(name, dtype) for name, dtype in types.items()}
-        return binding.expression_of(self.signature, {**spelled, **{name: _literal(name, value) for name, value in values.items()}})
+        spelled = {
+            name: CPP_TYPES[dtype] if dtype in CPP_TYPES else self._no_type(name, dtype)
+            for name, dtype in types.items()
+        }
+        return binding.expression_of(
+            self.signature,
+            {**spelled, **{name: _literal(name, value) for name, value in values.items()}},
+        )
 
     def _no_type(self, name: str, dtype: str) -> NoReturn:
-        raise TypeError(f"{self.schema.name}: {dtype} has no type in C++ that {name} could be: template={{{name!r}: ...}} names one")
+        raise TypeError(
+            f"{self.schema.name}: {dtype} has no type in C++ that {name} could be:"
+            f" template={{{name!r}: ...}} names one"
+        )
 
     def text_kernel(self, expression: str) -> kernel_plan.TextKernel:
         first = _FP8 if "flexops::e" in expression else ""
         text = f'{_PRELUDE}{first}#line 1 "{self.schema.name}.cu"\n{self.source}\n'
-        return kernel_plan.TextKernel(self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags)
+        return kernel_plan.TextKernel(
+            self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags
+        )
 
     def compiled(self, expression: str, arch: str | None) -> list[Any]:
         from .. import toolchain
 
         chosen = settings.current()
-        choice = provider.compiler_for(chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list)
-        if choice.compiler.kind != "nvrtc":  # nvcc takes C++'s library and CUDA's headers, which NVRTC rejects on the machine of the call
+        choice = provider.compiler_for(
+            chosen, toolchain.local_capabilities(), asked=arch or chosen.arch_list
+        )
+        # nvcc takes C++'s library and CUDA's headers, which NVRTC rejects on the machine of the
+        # call
+        if choice.compiler.kind != "nvrtc":
             what = f"{self.schema.qualname} cannot be verified: there is no NVRTC"
             found = f"{choice.compiler}, which compiles more than NVRTC does"
-            raise ToolchainError(what, found=found, required="NVRTC of torch's CUDA", fix=toolchain.nvrtc_fix(choice.compiler.version))
-        plans = [self.text_kernel(expression).plan(one, choice.compiler) for one in kernel_names.single(choice.architectures)]
+            raise ToolchainError(
+                what,
+                found=found,
+                required="NVRTC of torch's CUDA",
+                fix=toolchain.nvrtc_fix(choice.compiler.version),
+            )
+        plans = [
+            self.text_kernel(expression).plan(one, choice.compiler)
+            for one in kernel_names.single(choice.architectures)
+        ]
         try:
-            return [result.require() for result in device_code.obtain(plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout)]
+            return [
+                result.require()
+                for result in device_code.obtain(
+                    plans, loader.open_cache(chosen), time_limit=chosen.compile_timeout
+                )
+            ]
         except CompileError as error:
             raise _mended(error) from None
 
-    def _remember(self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Keep what the next call with tensors of these dtypes and this shape need not work out; this one's result is there already."""
+    def _remember(
+        self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep what the next call with tensors of these dtypes and this shape need not work out;
+        this one's result is there already."""
         kernel, n = self._kernels.get(key[:-1]), result.numel()
         if kernel is not None and n > 0:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            threads = math.prod(self.options.block) if isinstance(self.options.block, Sequence) else self.options.block
+            threads = (
+                math.prod(self.options.block)
+                if isinstance(self.options.block, Sequence)
+                else self.options.block
+            )
             self._plans[key] = (kernel, -(-n // threads), n, tuple(like.shape), like.stride())
         return result
 
-    def _prepare(self, key: tuple[Any, ...], device: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> ctypes.c_void_p:
-        """The kernel for a combination of dtypes that is new: everything that can be wrong with tensors is looked at here, and only here."""
+    def _prepare(
+        self,
+        key: tuple[Any, ...],
+        device: int,
+        arguments: Mapping[str, Any],
+        values: Mapping[str, Any],
+    ) -> ctypes.c_void_p:
+        """The kernel for a combination of dtypes that is new: everything that can be wrong with
+        tensors is looked at here, and only here."""
         first = next(tensor.name for tensor in self.schema.tensors if not tensor.optional)
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.get_device() != device:
-                raise ValueError(f"{self.schema.name}: {name} must be on the device of {first}, got {value.device}")
+                raise ValueError(
+                    f"{self.schema.name}: {name} must be on the device of {first}, got"
+                    f" {value.device}"
+                )
         for name in () if self.options.strided else self.schema.results:
             if not arguments[name].is_contiguous():
-                raise ValueError(f"{self.schema.name}: the result {name} must be contiguous, as out= makes it; or strided=True")
+                raise ValueError(
+                    f"{self.schema.name}: the result {name} must be contiguous, as out= makes it;"
+                    " or strided=True"
+                )
         expression = self._expression(arguments, values)
         if torch.version.hip:
-            raise ToolchainError(f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not", fix="reference=<a function in plain PyTorch>")
+            raise ToolchainError(
+                f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not",
+                fix="reference=<a function in plain PyTorch>",
+            )
         with _lock:
             capability = libcuda.driver().capability(device)
             loaded = self._loaded.get((expression, capability))
             if loaded is None:
                 try:
-                    loaded = self._loaded[expression, capability] = provider.load(self.text_kernel(expression), capability)
+                    loaded = self._loaded[expression, capability] = provider.load(
+                        self.text_kernel(expression), capability
+                    )
                 except CompileError as error:
                     raise _mended(error) from None
             self._kernels[key] = found = ctypes.c_void_p(loaded)
@@ -305,11 +464,14 @@ class _Code:
             raise error
         if policy == "warn" and not self._told:
             self._told = True
-            message = f"flexops: {self.schema.qualname} runs as plain PyTorch: {error}\n  silence: FLEXOPS_FALLBACK=allow"
+            message = (
+                f"flexops: {self.schema.qualname} runs as plain PyTorch: {error}\n  silence:"
+                " FLEXOPS_FALLBACK=allow"
+            )
             warnings.warn(message, loader.FallbackWarning, stacklevel=3)
         return self.names["refer"](*args)
 
-    # ---- launching ---------------------------------------------------------------------------------------------------------------------------
+    # ---- launching -------------------------------------------------------------------------------
 
     def _first_launch(self, *arguments: Any) -> int:
         self.names["_launch"] = found = launch.driver_call()
@@ -321,7 +483,10 @@ class _Code:
             try:
                 libcuda.driver().allow_shared(loaded, size, device)
             except RuntimeError as error:
-                raise RuntimeError(f"{self.schema.name}: {size} bytes of dynamic shared memory: {error}: a GPU of this kind has not so much") from None
+                raise RuntimeError(
+                    f"{self.schema.name}: {size} bytes of dynamic shared memory: {error}: a GPU of"
+                    " this kind has not so much"
+                ) from None
             self._allowed[loaded, device] = size
 
     def _three(self, what: str, given: Any) -> tuple[int, int, int]:
@@ -330,27 +495,52 @@ class _Code:
         try:
             x, y, z = (*map(operator.index, values), *(1,) * (3 - len(values)))
         except (TypeError, ValueError):
-            raise TypeError(f"{self.schema.name}: {what} must be a whole number, or up to three of them, got {given!r}") from None
+            raise TypeError(
+                f"{self.schema.name}: {what} must be a whole number, or up to three of them, got"
+                f" {given!r}"
+            ) from None
         return x, y, z
 
     def _refuse_strides(self, name: str) -> NoReturn:
-        raise ValueError(f"{self.schema.name}: {name} is written in place and must be contiguous; or strided=True, and a kernel that knows strides")
+        raise ValueError(
+            f"{self.schema.name}: {name} is written in place and must be contiguous; or"
+            " strided=True, and a kernel that knows strides"
+        )
 
-    def _explain(self, grid: Sequence[Any], block: Sequence[Any], shared: Any, values: Sequence[Any]) -> None:
+    def _explain(
+        self, grid: Sequence[Any], block: Sequence[Any], shared: Any, values: Sequence[Any]
+    ) -> None:
         """Raise for the first value that does not fit, by its name."""
-        named = [*zip(("grid",) * 3, "I" * 3, grid, strict=True), *zip(("block",) * 3, "I" * 3, block, strict=True), ("shared", "I", shared)]
-        parameters = zip((str(one) for one in self.signature.parameters), self.bound.letters, values, strict=True)
+        named = [
+            *zip(("grid",) * 3, "I" * 3, grid, strict=True),
+            *zip(("block",) * 3, "I" * 3, block, strict=True),
+            ("shared", "I", shared),
+        ]
+        parameters = zip(
+            (str(one) for one in self.signature.parameters), self.bound.letters, values, strict=True
+        )
         for name, letter, value in [*named, *parameters]:
             try:
                 struct.pack("=" + letter, value)
             except (struct.error, OverflowError, TypeError) as error:
-                kind = TypeError if isinstance(error, TypeError) or not isinstance(value, (int, float)) else ValueError
+                kind = (
+                    TypeError
+                    if isinstance(error, TypeError) or not isinstance(value, (int, float))
+                    else ValueError
+                )
                 raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
 
     def _failed(
-        self, status: int, device: int, config: launch.Pointer, kernel: launch.Pointer, extra: launch.Pointer, grid: object, block: tuple[int, int, int],
+        self,
+        status: int,
+        device: int,
+        config: launch.Pointer,
+        kernel: launch.Pointer,
+        extra: launch.Pointer,
+        grid: object,
+        block: tuple[int, int, int],
         shared: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
             libcuda.driver().enter_context(device)
             status = self.names["_launch"](config, kernel, None, extra)
@@ -359,12 +549,19 @@ class _Code:
             if math.prod(block) > _MOST_THREADS:
                 mend = f": a block has at most {_MOST_THREADS} threads, not {math.prod(block)}"
             elif status == launch.OUT_OF_RESOURCES:
-                mend = ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by which each gets fewer registers"
-            raise RuntimeError(f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared} bytes of dynamic shared memory){mend}")
+                mend = (
+                    ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by"
+                    " which each gets fewer registers"
+                )
+            raise RuntimeError(
+                f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared}"
+                f" bytes of dynamic shared memory){mend}"
+            )
 
 
 class _Registered:
-    """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run again and again."""
+    """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run
+    again and again."""
 
     def __init__(self, schema: Schema, library: Any, op: Any, caller: str) -> None:
         self.schema, self.library, self.op, self.caller = schema, library, op, caller
@@ -432,13 +629,20 @@ class _Registered:
         return Functional
 
 
-def _register(schema: Schema, backward: Callable[..., Any] | None, setup_context: Callable[..., None] | None, caller: str) -> _Registered:
+def _register(
+    schema: Schema,
+    backward: Callable[..., Any] | None,
+    setup_context: Callable[..., None] | None,
+    caller: str,
+) -> _Registered:
     known = _defined.get(schema.qualname)
     if known and caller != known.caller:
         raise FlexopsError(
-            f"there is an operator {schema.qualname} already", found=f"{known.schema.text}, defined in {known.caller}", required="one definition",
+            f"there is an operator {schema.qualname} already",
+            found=f"{known.schema.text}, defined in {known.caller}",
+            required="one definition",
             fix=f'a namespace of your own: "{caller.partition(".")[0]}::{schema.text}"',
-        )  # fmt: skip
+        )
     if known and known.schema.text != schema.text:
         _torch.forget(known.library)
         known = None
@@ -452,13 +656,32 @@ def _new(schema: Schema, caller: str) -> _Registered:
     namespace, _, name = schema.qualname.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     try:
-        library.define(schema.text.partition("::")[2] if "::" in schema.text.partition("(")[0] else schema.text, tags=(torch.Tag.pt2_compliant_tag,))
+        library.define(
+            (
+                schema.text.partition("::")[2]
+                if "::" in schema.text.partition("(")[0]
+                else schema.text
+            ),
+            tags=(torch.Tag.pt2_compliant_tag,),
+        )
     except RuntimeError as error:  # somebody else's, of this name
-        raise FlexopsError(f"{schema.qualname} cannot be defined", found=str(error).splitlines()[0], fix="another name or namespace") from None
-    made = _Registered(schema, library, getattr(getattr(torch.ops, namespace), name).default, caller)
+        raise FlexopsError(
+            f"{schema.qualname} cannot be defined",
+            found=str(error).splitlines()[0],
+            fix="another name or namespace",
+        ) from None
+    made = _Registered(
+        schema, library, getattr(getattr(torch.ops, namespace), name).default, caller
+    )
     library.impl(name, lambda *args, **kwargs: made.current.native(*args, **kwargs), "CUDA")
-    library.impl(name, lambda *args, **kwargs: made.current.elsewhere(*args, **kwargs), "CompositeExplicitAutograd")
-    torch.library.register_fake(schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library)
+    library.impl(
+        name,
+        lambda *args, **kwargs: made.current.elsewhere(*args, **kwargs),
+        "CompositeExplicitAutograd",
+    )
+    torch.library.register_fake(
+        schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library
+    )
     if schema.functional:
         _let_differentiate(made)
     else:
@@ -467,7 +690,8 @@ def _new(schema: Schema, caller: str) -> _Registered:
 
 
 def _let_differentiate(made: _Registered) -> None:
-    """Register the gradient, be it there or not: torch would differentiate the reference on the CPU, and leave the gradient out elsewhere."""
+    """Register the gradient, be it there or not: torch would differentiate the reference on the
+    CPU, and leave the gradient out elsewhere."""
 
     torch.library.register_autograd(
         made.schema.qualname, made.differentiate, setup_context=made.setup, lib=made.library
@@ -480,7 +704,10 @@ def _is_dual(value: Any) -> bool:
 
 
 def _no_forward_mode(made: _Registered) -> NoReturn:
-    what = f"{made.schema.qualname} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    what = (
+        f"{made.schema.qualname} has no derivative in forward mode (torch.func.jvp, jacfwd,"
+        " hessian; forward_ad)"
+    )
     raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
@@ -493,8 +720,13 @@ def _guarded(made: _Registered, *args: Any, **kwargs: Any) -> Any:
 
 
 def _no_gradient(made: _Registered) -> NoReturn:
-    what = f"{made.schema.qualname} has no gradient: call it under torch.no_grad(), or on detached tensors"
-    raise RuntimeError(f"{what}{', or give it one (backward=...)' if made.schema.functional else ''}")
+    what = (
+        f"{made.schema.qualname} has no gradient: call it under torch.no_grad(), or on detached"
+        " tensors"
+    )
+    raise RuntimeError(
+        f"{what}{', or give it one (backward=...)' if made.schema.functional else ''}"
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -505,34 +737,65 @@ def _parsed(text: str) -> Schema:
         parsed = _torch.parse_schema(text)
     except (RuntimeError, IndexError) as error:
         # of a number, torch says an IndexError of C++'s: "stod"
-        said = str(error).strip() if isinstance(error, RuntimeError) else f"in {text}: a number that no double holds"
+        said = (
+            str(error).strip()
+            if isinstance(error, RuntimeError)
+            else f"in {text}: a number that no double holds"
+        )
         raise FlexopsError(
-            "flexops.kernel: the schema cannot be read", found=said, required="such as: scale(Tensor x, float factor) -> Tensor",
+            "flexops.kernel: the schema cannot be read",
+            found=said,
+            required="such as: scale(Tensor x, float factor) -> Tensor",
             fix="see docs/kernels.md",
-        ) from None  # fmt: skip
+        ) from None
     arguments = tuple(
         Argument(
-            one.name, str(one.type), bool(one.alias_info and one.alias_info.is_write), one.kwarg_only,
-            one.has_default_value() if hasattr(one, "has_default_value") else one.default_value is not None, one.default_value,
+            one.name,
+            str(one.type),
+            bool(one.alias_info and one.alias_info.is_write),
+            one.kwarg_only,
+            (
+                one.has_default_value()
+                if hasattr(one, "has_default_value")
+                else one.default_value is not None
+            ),
+            one.default_value,
         )
         for one in parsed.arguments
-    )  # fmt: skip
-    results = tuple(one.name or (f"out{number}" if len(parsed.returns) > 1 else "out") for number, one in enumerate(parsed.returns))
+    )
+    results = tuple(
+        one.name or (f"out{number}" if len(parsed.returns) > 1 else "out")
+        for number, one in enumerate(parsed.returns)
+    )
     qualname = parsed.name if "::" in parsed.name else f"{NAMESPACE}::{parsed.name}"
     schema = Schema(text, qualname, arguments, results)
     if wrong := _unfit(schema, parsed):
-        raise FlexopsError(f"flexops.kernel: {text} is no operator that a kernel can be", found=wrong[0], required=wrong[1], fix="see docs/kernels.md")
+        raise FlexopsError(
+            f"flexops.kernel: {text} is no operator that a kernel can be",
+            found=wrong[0],
+            required=wrong[1],
+            fix="see docs/kernels.md",
+        )
     return schema
 
 
 def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
     if parsed.overload_name:
-        return f"an overload: {schema.qualname}.{parsed.overload_name}", "a name of its own: without a dot"
+        return (
+            f"an overload: {schema.qualname}.{parsed.overload_name}",
+            "a name of its own: without a dot",
+        )
     if len(schema.qualname) > _LONGEST_NAME:
-        return f"a name of {len(schema.qualname)} characters", f"at most {_LONGEST_NAME}: files get it"
+        return (
+            f"a name of {len(schema.qualname)} characters",
+            f"at most {_LONGEST_NAME}: files get it",
+        )
     for one in schema.arguments:
         if keyword.iskeyword(one.name) or one.name.startswith("_"):
-            return f"an argument called {one.name}", "no word of Python, and no name that begins with _"
+            return (
+                f"an argument called {one.name}",
+                "no word of Python, and no name that begins with _",
+            )
     if not any(one.tensor and not one.optional for one in schema.arguments):
         return "no argument that is a Tensor", "one: it tells the device"
     if any(one.alias_info for one in parsed.returns):
@@ -548,14 +811,26 @@ def _chosen(source: str, name: str, schema: str) -> Signature:
     found = kernels(source)
     chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
     if len(chosen) != 1:
-        there = ", ".join(f"{one.name} (line {one.line})" for one in found) or "no __global__ function"
-        required = f"one kernel called {name}" if not chosen else f"one kernel called {name}, not {len(chosen)}"
-        raise FlexopsError(f"flexops.kernel: which kernel {schema} is cannot be told", found=there, required=required, fix="name=<the kernel's name>")
+        there = (
+            ", ".join(f"{one.name} (line {one.line})" for one in found) or "no __global__ function"
+        )
+        required = (
+            f"one kernel called {name}"
+            if not chosen
+            else f"one kernel called {name}, not {len(chosen)}"
+        )
+        raise FlexopsError(
+            f"flexops.kernel: which kernel {schema} is cannot be told",
+            found=there,
+            required=required,
+            fix="name=<the kernel's name>",
+        )
     return chosen[0]
 
 
 def _count_write(tensor: torch.Tensor | None) -> None:
-    """Tell autograd that a kernel wrote the tensor: a backward pass that had saved it then says so instead of being silently wrong."""
+    """Tell autograd that a kernel wrote the tensor: a backward pass that had saved it then says so
+    instead of being silently wrong."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
@@ -576,9 +851,14 @@ def _literal(name: str, value: Any) -> str:
         return CPP_TYPES[_dtype_name(value)]
     if isinstance(value, (int, str)):
         return str(value)
-    raise TypeError(f"the template's {name} cannot be {value!r}: a whole number, a truth value, a dtype or C++ text")
+    raise TypeError(
+        f"the template's {name} cannot be {value!r}: a whole number, a truth value, a dtype or C++"
+        " text"
+    )
 
 
 def _mended(error: CompileError) -> CompileError:
     fix = next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
-    return CompileError(error.what, found=error.found, required=error.required, fix=fix, log=error.log)
+    return CompileError(
+        error.what, found=error.found, required=error.required, fix=fix, log=error.log
+    )

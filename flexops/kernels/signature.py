@@ -15,7 +15,9 @@ SCALARS: dict[str, str] = {
     **dict.fromkeys(("int", "int32_t", "i32"), "i"),
     **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
     **dict.fromkeys(("long", "long int", "long long", "int64_t", "i64", "ptrdiff_t"), "q"),
-    **dict.fromkeys(("unsigned long", "unsigned long long", "uint64_t", "u64", "size_t", "uintptr_t"), "Q"),
+    **dict.fromkeys(
+        ("unsigned long", "unsigned long long", "uint64_t", "u64", "size_t", "uintptr_t"), "Q"
+    ),
     **dict.fromkeys(("float",), "f"),
     **dict.fromkeys(("double",), "d"),
 }
@@ -34,16 +36,38 @@ ELEMENTS: dict[str, str] = {
     **dict.fromkeys(("e4m3",), "float8_e4m3fn"),
     **dict.fromkeys(("e5m2",), "float8_e5m2"),
 }
-"""The dtypes that pointers to these types are for. Others (``void``, ``uint8_t``, ``float4``, a struct) take any."""
+"""The dtypes that pointers to these types are for. Others (``void``, ``uint8_t``, ``float4``, a
+struct) take any."""
 
 CPP_TYPES: dict[str, str] = {
-    "float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16", "int8": "int8_t", "uint8": "uint8_t", "int16": "int16_t",
-    "int32": "int32_t", "int64": "int64_t", "bool": "bool", "float8_e4m3fn": "flexops::e4m3", "float8_e5m2": "flexops::e5m2",
-    "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t",
-}  # fmt: skip
+    "float32": "float",
+    "float64": "double",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "int8_t",
+    "uint8": "uint8_t",
+    "int16": "int16_t",
+    "int32": "int32_t",
+    "int64": "int64_t",
+    "bool": "bool",
+    "float8_e4m3fn": "flexops::e4m3",
+    "float8_e5m2": "flexops::e5m2",
+    "uint16": "uint16_t",
+    "uint32": "uint32_t",
+    "uint64": "uint64_t",
+}
 """What a template's type parameter becomes for a tensor of a dtype."""
 
-_IGNORED = {"const", "volatile", "__restrict__", "restrict", "__restrict", "__grid_constant__", "struct", "FLEXOPS_GRID_CONSTANT"}
+_IGNORED = {
+    "const",
+    "volatile",
+    "__restrict__",
+    "restrict",
+    "__restrict",
+    "__grid_constant__",
+    "struct",
+    "FLEXOPS_GRID_CONSTANT",
+}
 
 
 class Parameter(NamedTuple):
@@ -80,7 +104,8 @@ class Signature(NamedTuple):
 
 
 def kernels(source: str) -> list[Signature]:
-    """Every ``__global__`` function in a source text, in its order; one that is declared first and defined later, where it is defined."""
+    """Every ``__global__`` function in a source text, in its order; one that is declared first and
+    defined later, where it is defined."""
     text = _blanked(source)
     found, defined = [], set()
     for match in re.finditer(r"\b__global__\b", text):
@@ -91,8 +116,17 @@ def kernels(source: str) -> list[Signature]:
         closing = _matching(text, opening)
         own = text[opening + 1 : closing]
         namespaces = _namespaces(text[: match.start()])
-        parameters = tuple(_parameter(part) for part in _split(own) if part.strip() not in ("", "void"))
-        found.append(Signature("::".join([*namespaces, name]), _template(text[: match.start()]), parameters, text.count("\n", 0, match.start()) + 1))
+        parameters = tuple(
+            _parameter(part) for part in _split(own) if part.strip() not in ("", "void")
+        )
+        found.append(
+            Signature(
+                "::".join([*namespaces, name]),
+                _template(text[: match.start()]),
+                parameters,
+                text.count("\n", 0, match.start()) + 1,
+            )
+        )
         if text[closing + 1 :].lstrip()[:1] == "{":
             defined.add(found[-1])
     names = {one.name for one in defined}
@@ -100,17 +134,21 @@ def kernels(source: str) -> list[Signature]:
 
 
 def _blanked(source: str) -> str:
-    """The source with comments, strings and preprocessor lines as blanks, each character where it was."""
+    """The source with comments, strings and preprocessor lines as blanks, each character where it
+    was."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
-    pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
+    pattern = (
+        r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
+    )
     return re.sub(pattern, blank, source, flags=re.DOTALL | re.MULTILINE)
 
 
 def _head(text: str, position: int) -> tuple[str, int] | None:
-    """The name behind ``__global__``, and where its parameters open: ``void``, attributes and launch bounds stand between."""
+    """The name behind ``__global__``, and where its parameters open: ``void``, attributes and
+    launch bounds stand between."""
     while match := re.compile(r"\s*(\w+)\s*").match(text, position):
         word, position = match[1], match.end()
         opens = text[position : position + 1] == "("
@@ -133,7 +171,8 @@ def _matching(text: str, opening: int) -> int:
 
 def _template(before: str) -> tuple[TemplateParameter, ...]:
     """The template's parameters, if what stands directly before a kernel is a template's head."""
-    before = re.sub(r"\([^()]*\)", lambda match: " " * len(match[0]), before)  # a comparison in parentheses closes nothing
+    # a comparison in parentheses closes nothing
+    before = re.sub(r"\([^()]*\)", lambda match: " " * len(match[0]), before)
     start = before.rfind("template")
     opening = before.find("<", start)
     if start < 0 or opening < 0:
@@ -149,7 +188,13 @@ def _template(before: str) -> tuple[TemplateParameter, ...]:
     for part in _split(before[opening + 1 : closing]):
         declared, equals, _ = part.partition("=")
         *kind, name = declared.split()
-        parameters.append(TemplateParameter(name, "typename" if kind in (["typename"], ["class"]) else " ".join(kind), bool(equals)))
+        parameters.append(
+            TemplateParameter(
+                name,
+                "typename" if kind in (["typename"], ["class"]) else " ".join(kind),
+                bool(equals),
+            )
+        )
     return tuple(parameters)
 
 
@@ -169,7 +214,9 @@ def _split(text: str) -> Iterator[str]:
     """The parts between commas that no bracket encloses."""
     depth, start = 0, 0
     for position, character in enumerate(text):
-        depth += {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}.get(character, 0)
+        depth += {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}.get(
+            character, 0
+        )
         if character == "," and depth == 0:
             yield text[start:position]
             start = position + 1
@@ -179,7 +226,12 @@ def _split(text: str) -> Iterator[str]:
 def _parameter(text: str) -> Parameter:
     declared = text.partition("=")[0]
     pointer = "*" in declared or "[" in declared
-    words = [word for word in re.findall(r"[\w:]+(?:<[^>]*>)?", declared.partition("[")[0]) if word not in _IGNORED]
+    words = [
+        word
+        for word in re.findall(r"[\w:]+(?:<[^>]*>)?", declared.partition("[")[0])
+        if word not in _IGNORED
+    ]
     *kind, name = words
-    kind += ["*"] * (declared.count("*") > 1)  # a pointer to pointers, which tensors of any dtype may hold
+    # a pointer to pointers, which tensors of any dtype may hold
+    kind += ["*"] * (declared.count("*") > 1)
     return Parameter(name, " ".join(kind).replace("std::", "").removeprefix("flexops::"), pointer)

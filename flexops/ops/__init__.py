@@ -1,4 +1,5 @@
-"""The operators: each module defines its torch ops (schema, reference, fake kernel) and its public functions."""
+"""The operators: each module defines its torch ops (schema, reference, fake kernel) and its public
+functions."""
 
 from . import activation as activation
 from . import adagrad as adagrad

@@ -15,8 +15,9 @@ _MOST_COLUMNS = 256
 
 
 class Options(NamedTuple):
-    """The operators' arguments behind q, k and v, by the names that torch has for them. What most calls leave alone stands behind what they give: a call
-    hands over no more of them than it has to, because each takes the host a tenth of a microsecond."""
+    """The operators' arguments behind q, k and v, by the names that torch has for them. What most
+    calls leave alone stands behind what they give: a call hands over no more of them than it has
+    to, because each takes the host a tenth of a microsecond."""
 
     heads_first: bool = False  # [batch, heads, length, head_dim]
     window_right: int = -1
@@ -35,9 +36,10 @@ class Options(NamedTuple):
 
 
 SCHEMA = (
-    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool deterministic=False, Tensor? bias=None, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int max_seqlen_k=0, "
-    "int score_mod=0"
+    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
+    " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
+    " sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int"
+    " max_seqlen_k=0, int score_mod=0"
 )
 
 
@@ -66,7 +68,8 @@ def is_ragged(q: Any, v: Any) -> bool:
 
 
 def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, their columns a multiple of 8: those that are added are zeros, without gradients."""
+    """The tensors, their columns a multiple of 8: those that are added are zeros, without
+    gradients."""
     pad = torch.nn.functional.pad
     return tuple(pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in tensors)
 
@@ -94,8 +97,15 @@ def kind_of(value: object) -> str:
 
 
 def window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or any(x is not None and (not isinstance(x, int) or x < -1) for x in window):
-        fail(f"window must be two numbers of keys, left and right, each None or -1 for no limit, got {window!r}")
+    if (
+        not isinstance(window, (tuple, list))
+        or len(window) != 2
+        or any(x is not None and (not isinstance(x, int) or x < -1) for x in window)
+    ):
+        fail(
+            "window must be two numbers of keys, left and right, each None or -1 for no limit, got"
+            f" {window!r}"
+        )
     left, right = window
     return -1 if left is None else left, -1 if right is None else right
 
@@ -110,7 +120,15 @@ def longest_of(cumulative: Any, given: int | None) -> int:
 
 def check(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> None:
     o = Options(*given, **named)  # torch leaves out what is the default
-    tensors = {"q": q, "k": k, "v": v, **{name: getattr(o, name) for name in ("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")}}
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{
+            name: getattr(o, name)
+            for name in ("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+        },
+    }
     check_places("flexops.attention", tensors)
     _check_dtypes(q, k, v)
     packed = o.cu_seqlens_q is not None
@@ -123,8 +141,15 @@ def check(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> None:
         batch, lengths = _check_packing(o), (o.max_seqlen_q, o.max_seqlen_k)
     if not o.score_mod:
         _check_bias(o.bias, (batch, heads, *lengths))
-    elif o.softcap or o.alibi_slopes is not None or (o.bias is not None and (o.bias.dtype != torch.int32 or o.bias.dim() != 1)):
-        fail("score_mod must come without softcap and alibi_slopes, and a bias that is int32 words to look things up in")
+    elif (
+        o.softcap
+        or o.alibi_slopes is not None
+        or (o.bias is not None and (o.bias.dtype != torch.int32 or o.bias.dim() != 1))
+    ):
+        fail(
+            "score_mod must come without softcap and alibi_slopes, and a bias that is int32 words"
+            " to look things up in"
+        )
     _check_of_heads("alibi_slopes", o.alibi_slopes, ((heads,), (batch, heads)))
     _check_of_heads("sinks", o.sinks, ((heads,),))
     if o.alibi_slopes is not None and o.alibi_slopes.requires_grad and torch.is_grad_enabled():
@@ -142,12 +167,23 @@ def _check_dtypes(q: Any, k: Any, v: Any) -> None:
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packed: bool, heads_first: bool) -> None:
     if packed and heads_first:
         fail("heads_first must be False with cu_seqlens_q and cu_seqlens_k")
-    form = "[tokens, heads, head_dim], packed" if packed else "[batch, heads, length, head_dim]" if heads_first else "[batch, length, heads, head_dim]"
+    form = (
+        "[tokens, heads, head_dim], packed"
+        if packed
+        else (
+            "[batch, heads, length, head_dim]"
+            if heads_first
+            else "[batch, length, heads, head_dim]"
+        )
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != (3 if packed else 4):
             fail(f"{name} must have shape {form}, got {list(x.shape)}")
     if k.shape[-1] != q.shape[-1] or (not packed and k.shape[0] != q.shape[0]):
-        batch, middle = "" if packed else f"{q.shape[0]}, ", "key heads, any" if heads_first else "any, key heads"
+        batch, middle = (
+            "" if packed else f"{q.shape[0]}, ",
+            "key heads, any" if heads_first else "any, key heads",
+        )
         fail(f"k must have shape [{batch}{middle}, {q.shape[-1]}], as q, got {list(k.shape)}")
     head = 1 if heads_first else -2
     heads, key_heads = q.shape[head], k.shape[head]
@@ -176,16 +212,29 @@ def _check_bias(bias: Any, target: tuple[int, ...]) -> None:
     if bias is None:
         return
     if not isinstance(bias, Tensor) or bias.dtype not in (torch.bool, *FLOATS):
-        fail(f"bias must be a bool, float32, bfloat16 or float16 tensor, got {kind_of(bias)}", TypeError)
+        fail(
+            f"bias must be a bool, float32, bfloat16 or float16 tensor, got {kind_of(bias)}",
+            TypeError,
+        )
     missing = 4 - bias.dim()
-    if missing < 0 or any(size not in (1, wanted) for size, wanted in zip(bias.shape, target[missing:], strict=True)):
-        fail(f"bias must be broadcastable to [batch, heads, queries, keys], {list(target)}, got {list(bias.shape)}")
+    if missing < 0 or any(
+        size not in (1, wanted) for size, wanted in zip(bias.shape, target[missing:], strict=True)
+    ):
+        fail(
+            f"bias must be broadcastable to [batch, heads, queries, keys], {list(target)}, got"
+            f" {list(bias.shape)}"
+        )
 
 
 def _check_of_heads(name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
     if x is None:
         return
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
-        fail(f"{name} must be a float32 tensor (or bfloat16 or float16), got {kind_of(x)}", TypeError)
+        fail(
+            f"{name} must be a float32 tensor (or bfloat16 or float16), got {kind_of(x)}", TypeError
+        )
     if tuple(x.shape) not in shapes:
-        fail(f"{name} must have shape {' or '.join(str(list(shape)) for shape in shapes)}, got {list(x.shape)}")
+        fail(
+            f"{name} must have shape {' or '.join(str(list(shape)) for shape in shapes)}, got"
+            f" {list(x.shape)}"
+        )

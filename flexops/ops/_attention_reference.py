@@ -1,5 +1,5 @@
-"""Attention in plain PyTorch, in pieces, so that memory stays linear in length: the tests' oracle, and what runs where kernels do not. Formulas: see
-:mod:`flexops.ops.attention`."""
+"""Attention in plain PyTorch, in pieces, so that memory stays linear in length: the tests' oracle,
+and what runs where kernels do not. Formulas: see :mod:`flexops.ops.attention`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _PIECE = 2**25  # scores that are held at once
 
 
 class _Piece(NamedTuple):
-    """Some queries of a sequence (of all, if they are not packed) with its keys: indices of ``[batch, length, ...]`` tensors."""
+    """Some queries of a sequence (of all, if they are not packed) with its keys: indices of
+    ``[batch, length, ...]`` tensors."""
 
     batch: slice  # of bias and slopes
     first: int  # query, within the sequence
@@ -31,16 +32,26 @@ def _pieces(q: Tensor, k: Tensor, o: Options) -> Iterator[_Piece]:
         sequences = [(slice(None), 0, q.shape[1], 0, k.shape[1])]
     else:
         at_q, at_k = o.cu_seqlens_q.tolist(), o.cu_seqlens_k.tolist()
-        sequences = [(slice(i, i + 1), at_q[i], at_q[i + 1], at_k[i], at_k[i + 1]) for i in range(len(at_q) - 1)]
+        sequences = [
+            (slice(i, i + 1), at_q[i], at_q[i + 1], at_k[i], at_k[i + 1])
+            for i in range(len(at_q) - 1)
+        ]
     for batch, begin, end, first_key, last_key in sequences:
         rows = max(1, _PIECE // max(1, q.shape[0] * q.shape[2] * (last_key - first_key)))
         for first in range(begin, end, rows):
             offset = (last_key - first_key) - (end - begin)
-            yield _Piece(batch, first - begin, offset, slice(first, min(end, first + rows)), slice(first_key, last_key))
+            yield _Piece(
+                batch,
+                first - begin,
+                offset,
+                slice(first, min(end, first + rows)),
+                slice(first_key, last_key),
+            )
 
 
 def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Tensor | None]:
-    """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale q k``."""
+    """``[batch, heads, queries, keys]``, and by what a gradient is multiplied on its way to ``scale
+    q k``."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale_of(q, o.scale)
     slope = None
     if o.softcap:
@@ -52,7 +63,9 @@ def _scores(q: Tensor, k: Tensor, piece: _Piece, o: Options) -> tuple[Tensor, Te
         from ._score_mod import known  # who has no such function needs none of it
 
         s, slope = known[o.score_mod](s, *at, words=o.bias)
-    distance = torch.arange(columns, device=q.device) - (torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset)
+    distance = torch.arange(columns, device=q.device) - (
+        torch.arange(rows, device=q.device)[:, None] + piece.first + piece.offset
+    )
     if o.alibi_slopes is not None:
         slopes = o.alibi_slopes[piece.batch] if o.alibi_slopes.dim() == 2 else o.alibi_slopes[None]
         s = s - slopes.to(s.dtype)[:, :, None, None] * distance.abs()
@@ -108,7 +121,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
     if o.heads_first:
         out, lse = reference(*rows_first(q, k, v), *o._replace(heads_first=False))
         return out.transpose(1, 2), lse
-    wide_q, wide_k, wide_v = _wide(q), _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
+    wide_q, wide_k, wide_v = (
+        _wide(q),
+        _for_all_heads(_wide(k), heads),
+        _for_all_heads(_wide(v), heads),
+    )
     out = wide_q.new_zeros(*wide_q.shape[:3], v.shape[-1])
     lse = wide_q.new_full((wide_q.shape[0], heads, wide_q.shape[1]), -torch.inf)
     for piece in _pieces(wide_q, wide_k, o):
@@ -117,7 +134,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, T
         if o.sinks is not None:
             part = torch.logaddexp(part, o.sinks.to(s.dtype)[:, None])
         lse[..., piece.queries] = part
-        out[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", _weights(s, part), wide_v[:, piece.keys])
+        out[:, piece.queries] = torch.einsum(
+            "bhqk,bkhd->bqhd", _weights(s, part), wide_v[:, piece.keys]
+        )
     out = out.to(q.dtype)
     return (out, lse) if q.dim() == 4 else (out[0], lse[0])
 
@@ -129,9 +148,17 @@ def delta_of(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _score_gradients(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    o: Options,
 ) -> Iterator[tuple[_Piece, Tensor, Tensor, Tensor | None]]:
-    """Piece after piece its weights, their scores' gradients, and the latter's way to ``scale q k``. Takes wide tensors."""
+    """Piece after piece its weights, their scores' gradients, and the latter's way to ``scale q
+    k``. Takes wide tensors."""
     delta = delta_of(grad, grad_lse, out)
     lse = lse if lse.dim() == 3 else lse[None]
     for piece in _pieces(q, k, o):
@@ -142,27 +169,51 @@ def _score_gradients(
 
 
 def backward_reference(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     o, heads = Options(*options), q.shape[-2]
     if o.heads_first:
         grad, q, k, v, out = rows_first(grad, q, k, v, out)
-        dq, dk, dv = rows_first(*backward_reference(grad, grad_lse, q, k, v, out, lse, *o._replace(heads_first=False)))
+        dq, dk, dv = rows_first(
+            *backward_reference(grad, grad_lse, q, k, v, out, lse, *o._replace(heads_first=False))
+        )
         return dq, dk, dv
     wide_grad, wide_q = _wide(grad), _wide(q)
     wide_k, wide_v = _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    for piece, weights, ds, slope in _score_gradients(wide_grad, grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o):
+    for piece, weights, ds, slope in _score_gradients(
+        wide_grad, grad_lse, wide_q, wide_k, wide_v, _wide(out), lse, o
+    ):
         dv[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", weights, wide_grad[:, piece.queries])
         ds = (ds if slope is None else ds * slope) * scale_of(q, o.scale)
         dq[:, piece.queries] = torch.einsum("bhqk,bkhd->bqhd", ds, wide_k[:, piece.keys])
         dk[:, piece.keys] += torch.einsum("bhqk,bqhd->bkhd", ds, wide_q[:, piece.queries])
-    pairs = ((dq, q), (_summed_over_groups(dk, _wide(k)), k), (_summed_over_groups(dv, _wide(v)), v))
+    pairs = (
+        (dq, q),
+        (_summed_over_groups(dk, _wide(k)), k),
+        (_summed_over_groups(dv, _wide(v)), v),
+    )
     dq, dk, dv = (gradient.reshape(x.shape).to(x.dtype).contiguous() for gradient, x in pairs)
     return dq, dk, dv
 
 
-def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
+def bias_reference(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> Tensor:
     """The gradient of bias."""
     o = Options(*options)
     if o.heads_first:
@@ -171,7 +222,16 @@ def bias_reference(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, 
     assert o.bias is not None
     wide_q = _wide(q)
     total = wide_q.new_zeros(o.bias.shape)
-    arguments = (_wide(grad), grad_lse, wide_q, _for_all_heads(_wide(k), heads), _for_all_heads(_wide(v), heads), _wide(out), lse, o)
+    arguments = (
+        _wide(grad),
+        grad_lse,
+        wide_q,
+        _for_all_heads(_wide(k), heads),
+        _for_all_heads(_wide(v), heads),
+        _wide(out),
+        lse,
+        o,
+    )
     for piece, _, ds, _ in _score_gradients(*arguments):
         part = _bias_part(total, piece, *ds.shape[2:])
         part += ds.sum_to_size(part.shape)
@@ -212,12 +272,19 @@ def tables_reference(
 
 
 def rows_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``[batch, length, heads, head_dim]`` of ``[batch, heads, length, head_dim]``, and the other way round."""
+    """``[batch, length, heads, head_dim]`` of ``[batch, heads, length, head_dim]``, and the other
+    way round."""
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
 def _lse_shape(q: Tensor, heads_first: bool) -> tuple[int, ...]:
-    return tuple(q.shape[:3]) if heads_first else (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return (
+        tuple(q.shape[:3])
+        if heads_first
+        else (q.shape[0], q.shape[2], q.shape[1])
+        if q.dim() == 4
+        else (q.shape[1], q.shape[0])
+    )
 
 
 def _empty_rows(like: Tensor, columns: int, heads_first: bool) -> Tensor:
@@ -227,13 +294,25 @@ def _empty_rows(like: Tensor, columns: int, heads_first: bool) -> Tensor:
     return like.new_empty(like.shape[0], like.shape[2], like.shape[1], columns).transpose(1, 2)
 
 
-def fake(q: Tensor, _k: Tensor, v: Tensor, heads_first: bool = False, *_: Any) -> tuple[Tensor, Tensor]:
+def fake(
+    q: Tensor, _k: Tensor, v: Tensor, heads_first: bool = False, *_: Any
+) -> tuple[Tensor, Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_rows(q, v.shape[-1], heads_first), q.new_empty(_lse_shape(q, heads_first), dtype=lse)
+    return _empty_rows(q, v.shape[-1], heads_first), q.new_empty(
+        _lse_shape(q, heads_first), dtype=lse
+    )
 
 
 def backward_fake(
-    _grad: Tensor, _grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, heads_first: bool = False, *_: Any
+    _grad: Tensor,
+    _grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _out: Tensor,
+    _lse: Tensor,
+    heads_first: bool = False,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (_empty_rows(x, x.shape[-1], heads_first) for x in (q, k, v))
     return dq, dk, dv
@@ -245,9 +324,14 @@ def bias_fake(*args: Any) -> Tensor:
     return bias.new_empty(bias.shape)
 
 
-def check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any) -> None:
+def check_backward(
+    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any
+) -> None:
     check(q, k, v, *options)
-    shape_out, shape_lse = (*q.shape[:-1], v.shape[-1]), _lse_shape(q, Options(*options).heads_first)
+    shape_out, shape_lse = (
+        (*q.shape[:-1], v.shape[-1]),
+        _lse_shape(q, Options(*options).heads_first),
+    )
     for name, x, dtype, shape in (
         ("grad", grad, q.dtype, shape_out),
         ("out", out, q.dtype, shape_out),
@@ -255,11 +339,17 @@ def check_backward(grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, l
         ("grad_lse", lse if grad_lse is None else grad_lse, torch.float32, shape_lse),
     ):
         if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != tuple(shape):
-            fail(f"{name} must be a {dtype} tensor of shape {list(shape)}, got {kind_of(x)} {list(getattr(x, 'shape', ()))}")
+            fail(
+                f"{name} must be a {dtype} tensor of shape {list(shape)}, got {kind_of(x)}"
+                f" {list(getattr(x, 'shape', ()))}"
+            )
 
 
-def noting(reference: Any, why: Callable[[Tensor, Tensor, int], str], q_at: int, options_at: int) -> Any:
-    """A reference that stands in for kernels, and says so. The numbers are positions of arguments."""
+def noting(
+    reference: Any, why: Callable[[Tensor, Tensor, int], str], q_at: int, options_at: int
+) -> Any:
+    """A reference that stands in for kernels, and says so. The numbers are positions of
+    arguments."""
 
     @functools.wraps(reference)
     def call(*args: Any) -> Any:

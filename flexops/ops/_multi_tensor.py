@@ -1,4 +1,5 @@
-"""What ops on lists of tensors share: the learning rate as a number or a tensor, autograd's version counters, and errors that name an entry."""
+"""What ops on lists of tensors share: the learning rate as a number or a tensor, autograd's version
+counters, and errors that name an entry."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .._torch import compiles_written_lists, not_compiled
 from ._register import is_dense
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What parameters, gradients, copies and Adam's averages may be. Steps, and other states that are not quantized, are float32."""
+"""What parameters, gradients, copies and Adam's averages may be. Steps, and other states that are
+not quantized, are float32."""
 
 Lists = Mapping[str, tuple[Sequence[Any], tuple[torch.dtype, ...]]]
 """An op's lists by name, the parameters first, each with the dtypes that it may hold."""
@@ -23,7 +25,9 @@ def listed(op: str, **lists: Iterable[Tensor]) -> list[list[Tensor]]:
     """The lists, as lists."""
     for name, tensors in lists.items():
         if not isinstance(tensors, Iterable) or isinstance(tensors, Tensor):
-            raise TypeError(f"flexops::{op}: {name} must be a list of tensors, got {type(tensors).__name__}")
+            raise TypeError(
+                f"flexops::{op}: {name} must be a list of tensors, got {type(tensors).__name__}"
+            )
     return [tensors if isinstance(tensors, list) else list(tensors) for tensors in lists.values()]
 
 
@@ -41,29 +45,45 @@ def on_cpu(tensors: Sequence[Any]) -> bool:
 
 
 def resolving_negatives(op: Any, *args: Any, **numbers: Any) -> Any:
-    """``op(*args, **numbers)``, also where a tensor of a list has torch's negative bit, as what comes from ``.imag`` of a conjugate may: torch sees to that
-    before it calls a kernel, but not in lists that are written."""
+    """``op(*args, **numbers)``, also where a tensor of a list has torch's negative bit, as what
+    comes from ``.imag`` of a conjugate may: torch sees to that before it calls a kernel, but not in
+    lists that are written."""
     try:
         return op(*args, **numbers)
     except RuntimeError:
         lists = [arg for arg in args if isinstance(arg, list)]
-        negative = {id(tensor): tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_neg()}
+        negative = {
+            id(tensor): tensor
+            for tensors in lists
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and tensor.is_neg()
+        }
         if not negative:
             raise
     resolved = {key: tensor.resolve_neg() for key, tensor in negative.items()}
-    args = tuple([resolved.get(id(item), item) for item in arg] if isinstance(arg, list) else arg for arg in args)
+    args = tuple(
+        [resolved.get(id(item), item) for item in arg] if isinstance(arg, list) else arg
+        for arg in args
+    )
     result = op(*args, **numbers)
     for key, tensor in negative.items():
-        if all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):  # an expanded one is only read
+        # an expanded one is only read
+        if all(
+            stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             tensor.copy_(resolved[key])
     return result
 
 
-def call_lists(op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]) -> Any:
-    """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in it there is nothing to do.
+def call_lists(
+    op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]
+) -> Any:
+    """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in
+    it there is nothing to do.
 
-    Checking thousands of tensors in Python at every call would cost more than the step. The native kernels check, too: only when they have
-    refused is it found out here, by ``check``, what to tell, in the same words and with the same type for every backend.
+    Checking thousands of tensors in Python at every call would cost more than the step. The native
+    kernels check, too: only when they have refused is it found out here, by ``check``, what to
+    tell, in the same words and with the same type for every backend.
     """
     if not args[0]:
         return check()
@@ -82,10 +102,15 @@ write_lists = call_lists if compiles_written_lists else not_compiled(call_lists)
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd that the tensors were written: a backward pass that had saved one of them then says so instead of being silently wrong."""
+    """Tell autograd that the tensors were written: a backward pass that had saved one of them then
+    says so instead of being silently wrong."""
     if torch.compiler.is_compiling():
         return  # the compiler sees the mutation in the schema
-    tensors = [tensor for tensor in tensors if not tensor.is_inference()] if torch.is_inference_mode_enabled() else tensors
+    tensors = (
+        [tensor for tensor in tensors if not tensor.is_inference()]
+        if torch.is_inference_mode_enabled()
+        else tensors
+    )
     if _counts_many_at_once():
         torch.autograd.graph.increment_version(tensors)
     else:
@@ -103,7 +128,12 @@ def _counts_many_at_once() -> bool:
     return True
 
 
-def check_rates(name: str, lr: float | Tensor | None = None, betas: tuple[float, ...] = (), **not_negative: float) -> None:
+def check_rates(
+    name: str,
+    lr: float | Tensor | None = None,
+    betas: tuple[float, ...] = (),
+    **not_negative: float,
+) -> None:
     """Raise ``ValueError`` if a number is out of range, naming it."""
     for index, value in enumerate(betas, 1):
         if not 0.0 <= value < 1.0:
@@ -116,12 +146,14 @@ def check_rates(name: str, lr: float | Tensor | None = None, betas: tuple[float,
 
 
 def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together, naming the first that does not.
+    """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together, naming the first
+    that does not.
 
     Args:
         name: the op's, without namespace.
-        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element, or one contiguous tensor of as many elements as there are
-            parameters; every other list, tensors of their parameters' shapes.
+        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element, or one contiguous
+            tensor of as many elements as there are parameters; every other list, tensors of their
+            parameters' shapes.
         scalars: float32 tensors of one element on the parameters' device, or None.
     """
     (first, (params, _)), *_ = lists.items()
@@ -130,44 +162,69 @@ def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
             _check_tensor(f"flexops::{name}: {label}[0]", tensors[0], dtypes, first, params)
             continue
         if len(tensors) != len(params):
-            raise ValueError(f"flexops::{name}: {label} must hold {len(params)} tensors, as {first} does, got {len(tensors)}")
+            raise ValueError(
+                f"flexops::{name}: {label} must hold {len(params)} tensors, as {first} does, got"
+                f" {len(tensors)}"
+            )
         for index, tensor in enumerate(tensors):
             _check_tensor(f"flexops::{name}: {label}[{index}]", tensor, dtypes, first, params)
             if label == "state_steps":
                 if tensor.numel() != 1:
-                    raise ValueError(f"flexops::{name}: {label}[{index}] must have one element, got shape {list(tensor.shape)}")
+                    raise ValueError(
+                        f"flexops::{name}: {label}[{index}] must have one element, got shape"
+                        f" {list(tensor.shape)}"
+                    )
             elif tensor.shape != params[index].shape:
                 shapes = f"{list(params[index].shape)}, got {list(tensor.shape)}"
-                raise ValueError(f"flexops::{name}: {label}[{index}] must have the shape of its parameter, {shapes}")
+                raise ValueError(
+                    f"flexops::{name}: {label}[{index}] must have the shape of its parameter,"
+                    f" {shapes}"
+                )
     for label, scalar in scalars.items():
         if scalar is None:
             continue
         if scalar.dtype != torch.float32 or scalar.numel() != 1:
             raise TypeError(f"flexops::{name}: {label} must be a float32 tensor of one element")
         if params and scalar.device != params[0].device:
-            raise ValueError(f"flexops::{name}: {label} must be on the device of {first}, {params[0].device}, got {scalar.device}")
+            raise ValueError(
+                f"flexops::{name}: {label} must be on the device of {first}, {params[0].device},"
+                f" got {scalar.device}"
+            )
 
 
 def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:
     """Whether one tensor holds all parameters' step counts."""
-    return len(steps) == 1 < len(params) and isinstance(steps[0], Tensor) and steps[0].shape == (len(params),) and steps[0].is_contiguous()
+    return (
+        len(steps) == 1 < len(params)
+        and isinstance(steps[0], Tensor)
+        and steps[0].shape == (len(params),)
+        and steps[0].is_contiguous()
+    )
 
 
 def each_step(steps: list[Tensor], params: list[Tensor]) -> list[Tensor]:
-    """A tensor of one element for each parameter's step count, also where one tensor holds them all."""
+    """A tensor of one element for each parameter's step count, also where one tensor holds them
+    all."""
     return list(steps[0].unbind()) if _are_joined(steps, params) else steps
 
 
-def _check_tensor(where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]) -> None:
+def _check_tensor(
+    where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]
+) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
     if not is_dense(tensor):
-        raise TypeError(f"{where} must be a dense (strided) tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
+        raise TypeError(
+            f"{where} must be a dense (strided) tensor, got"
+            f" {'a nested one' if tensor.is_nested else tensor.layout}"
+        )
     if tensor.dtype not in dtypes:
         accepted = " or ".join(", ".join(_dtype_name(dtype) for dtype in dtypes).rsplit(", ", 1))
         raise TypeError(f"{where} must be {accepted}, got {_dtype_name(tensor.dtype)}")
     if tensor.device != params[0].device:
-        raise ValueError(f"{where} must be on the device of {first}[0], {params[0].device}, got {tensor.device}")
+        raise ValueError(
+            f"{where} must be on the device of {first}[0], {params[0].device}, got {tensor.device}"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -179,13 +236,16 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Writer:
-    """Writes results of a reference's step, unless ``found_inf`` says not to; waits for no device."""
+    """Writes results of a reference's step, unless ``found_inf`` says not to; waits for no
+    device."""
 
     def __init__(self, found_inf: Tensor | None) -> None:
         self._skip = None if found_inf is None else found_inf.reshape(()) != 0
 
     def put(self, target: Tensor, value: Tensor) -> None:
-        target.copy_(value if self._skip is None else torch.where(self._skip, target, value.to(target.dtype)))
+        target.copy_(
+            value if self._skip is None else torch.where(self._skip, target, value.to(target.dtype))
+        )
 
     def gradient(self, grad: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:
         """The gradient in float32, unscaled (also where it lies), and turned round to maximize."""
@@ -204,11 +264,18 @@ def scramble(x: Tensor) -> Tensor:
 
 
 def step_noise(step: Tensor, tensors: Sequence[Tensor], start: int = 0) -> Tensor:
-    """32 random bits, in int64, for each element of tensors of one shape: from the step's number and where in memory an element comes, from ``start`` on."""
+    """32 random bits, in int64, for each element of tensors of one shape: from the step's number
+    and where in memory an element comes, from ``start`` on."""
     first = tensors[0]
     count = torch.arange(start, start + first.numel(), device=first.device)
-    if len({tensor.stride() for tensor in tensors}) == 1 and torch.empty_like(first).stride() == first.stride():  # not row-major, but dense
-        places = torch.empty_strided(first.shape, first.stride(), dtype=torch.int64, device=first.device)
+    # not row-major, but dense
+    if (
+        len({tensor.stride() for tensor in tensors}) == 1
+        and torch.empty_like(first).stride() == first.stride()
+    ):
+        places = torch.empty_strided(
+            first.shape, first.stride(), dtype=torch.int64, device=first.device
+        )
         places.as_strided((first.numel(),), (1,)).copy_(count)
     else:
         places = count.view(first.shape)
@@ -216,15 +283,18 @@ def step_noise(step: Tensor, tensors: Sequence[Tensor], start: int = 0) -> Tenso
 
 
 def round_to_bfloat16(value: Tensor, noise: Tensor) -> Tensor:
-    """float32 to one of its neighbours in bfloat16, to each as likely as it is near; ``noise`` is uniform below 2**16."""
+    """float32 to one of its neighbours in bfloat16, to each as likely as it is near; ``noise`` is
+    uniform below 2**16."""
     rounded = ((value.view(torch.int32) + noise.to(torch.int32)) & -65536).view(torch.float32)
     return torch.where(value.isfinite(), rounded, value).bfloat16()
 
 
 def largest_difference(device: str, states: int, steps: Sequence[Callable[..., object]]) -> float:
-    """Three steps on random float32 numbers by each of two ways to make one, for ``flexops doctor``: the largest difference of all that they write.
+    """Three steps on random float32 numbers by each of two ways to make one, for ``flexops
+    doctor``: the largest difference of all that they write.
 
-    Parameters are of size 1. With a step of size 0.1, a wrong formula shows as 0.01 and more, rounding as 1e-6.
+    Parameters are of size 1. With a step of size 0.1, a wrong formula shows as 0.01 and more,
+    rounding as 1e-6.
 
     Args:
         states: how many states of the parameter's shape a step has; zero to begin with.

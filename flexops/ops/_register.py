@@ -1,8 +1,9 @@
 """How an op is registered with torch, once for all of them.
 
-Python defines the schema, the fake kernel and the reference; a native library only adds kernels for ``CPU`` or ``CUDA``, and the dispatcher
-prefers those. The reference is what asks the loader for that library, the first time it is reached on a device. So nothing but the dispatcher
-chooses between native and reference, and once the library is loaded a call costs no Python of ours.
+Python defines the schema, the fake kernel and the reference; a native library only adds kernels for
+``CPU`` or ``CUDA``, and the dispatcher prefers those. The reference is what asks the loader for
+that library, the first time it is reached on a device. So nothing but the dispatcher chooses
+between native and reference, and once the library is loaded a call costs no Python of ours.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ _refusing: set[Any] = set()
 _applies: dict[Any, Callable[[], Callable[..., Any]]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[str, Any] = {}
-"""For each overload (its name) that is the forward pass of another one where there is a gradient, that one."""
+"""For each overload (its name) that is the forward pass of another one where there is a gradient,
+that one."""
 references: dict[str, Callable[..., Any]] = {}
-"""The reference of each op (``op.name()``), which is what tests hold native kernels against. Names, because most ops are never called in a process,
-and to make the object that stands for one takes torch longer than to define it."""
+"""The reference of each op (``op.name()``), which is what tests hold native kernels against. Names,
+because most ops are never called in a process, and to make the object that stands for one takes
+torch longer than to define it."""
 
 
 def define(
@@ -75,22 +78,29 @@ def define(
 
     Args:
         family: the op's name in the catalogue: which native library implements it.
-        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only arguments. ``name.overload`` is another one of the op
-            ``name``, which is there already.
-        reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the schema says so.
+        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only
+            arguments. ``name.overload`` is another one of the op ``name``, which is there already.
+        reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the
+            schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
-        check: with the schema's arguments, raises if one is not as the public function says, in its words. It is asked before the reference and the
-            fake kernel, and by ``caller`` after native kernels have refused an argument: these check in less time, and a call that is right waits for no
-            Python. That all tensors are dense and on one device needs no check of
-            the op's own.
+        check: with the schema's arguments, raises if one is not as the public function says, in its
+            words. It is asked before the reference and the fake kernel, and by ``caller`` after
+            native kernels have refused an argument: these check in less time, and a call that is
+            right waits for no Python. That all tensors are dense and on one device needs no check
+            of the op's own.
         always: the part of ``check`` that native kernels lack: asked where the op itself is called
             above autograd. ``caller`` leaves it to the public function.
-        setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with ``backward``, for an op that has a gradient.
-        backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A gradient that nobody asked for is None
-            coming in (not all of them are), and need not be made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more raises.
-        plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller`` takes that one where nothing requires a gradient, and
-            is spared the guard that keeps the op from coming back to Python, which takes torch as long as a small tensor does.
-        hidden: the op is invisible to autograd: its results never require a gradient, and it is not for users.
+        setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with
+            ``backward``, for an op that has a gradient.
+        backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A
+            gradient that nobody asked for is None coming in (not all of them are), and need not be
+            made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more
+            raises.
+        plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller``
+            takes that one where nothing requires a gradient, and is spared the guard that keeps the
+            op from coming back to Python, which takes torch as long as a small tensor does.
+        hidden: the op is invisible to autograd: its results never require a gradient, and it is not
+            for users.
         native: the library has kernels for the op.
         function: the public function that errors name, if its name is not the op's.
         project: whose op it is.
@@ -103,7 +113,11 @@ def define(
     refuse = _refusal(called, _argument_names(schema), check)
     library.define(schema, tags=tags)
     op = f"{project.name}::{name}"
-    library.impl(name, _checked(refuse, _loading(project.label(family), op, reference) if native else reference), "CompositeExplicitAutograd")
+    library.impl(
+        name,
+        _checked(refuse, _loading(project.label(family), op, reference) if native else reference),
+        "CompositeExplicitAutograd",
+    )
     register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
     if native:
@@ -112,9 +126,21 @@ def define(
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     if plain:
         plain_schema, function = schema.replace(name, f"{name}_plain", 1), function or name
-        define(family, plain_schema, reference, fake, check=check, hidden=True, function=function, tags=tags, project=project)
+        define(
+            family,
+            plain_schema,
+            reference,
+            fake,
+            check=check,
+            hidden=True,
+            function=function,
+            tags=tags,
+            project=project,
+        )
         # modes and subclasses of tensors see the op that was called
-        library.impl(f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python")
+        library.impl(
+            f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python"
+        )
     _parts[op] = _Parts(library, f"{op}_plain" if plain else "", refuse, called, always)
     if backward is not None and setup_context is not None:
         add_gradient(operator_of(op), setup_context, backward)
@@ -147,36 +173,64 @@ def _below(op: Any) -> Callable[..., Any]:
 
 
 def add_gradient(
-    op: Any, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any], *, forward: str = ""
+    op: Any,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
+    *,
+    forward: str = "",
 ) -> None:
     """Give an op that is defined its gradient; arguments as for :func:`define`.
 
-    ``forward`` names a hidden overload of the op with the same arguments, which runs instead where there will be a gradient. Behind the op's results it has
-    what ``backward`` needs; ``setup_context`` gets all of them. Being an overload, it is the same operator to dispatch modes and to profilers.
+    ``forward`` names a hidden overload of the op with the same arguments, which runs instead where
+    there will be a gradient. Behind the op's results it has what ``backward`` needs;
+    ``setup_context`` gets all of them. Being an overload, it is the same operator to dispatch modes
+    and to profilers.
     """
     if forward:
         public[forward] = op
     library, _, refuse, called, always = _parts[op.name()]
     known = op in _differentiable
     _refusing.discard(op)
-    function = _differentiable[op] = functools.cache(functools.partial(_function, op, forward, setup_context, backward))
+    function = _differentiable[op] = functools.cache(
+        functools.partial(_function, op, forward, setup_context, backward)
+    )
     if not known:
-        library.impl(schema_of(op).name.partition("::")[2], functools.partial(_autograd, op, always), "Autograd")
+        library.impl(
+            schema_of(op).name.partition("::")[2],
+            functools.partial(_autograd, op, always),
+            "Autograd",
+        )
     _applies[op] = functools.cache(lambda: _without_lists(op, called, apply_of(function())))
-    transformed = _no_transform(called) if schema_of(op).is_mutable else _functional(op, forward, setup_context, backward)
-    _callers[op] = _caller(op, _applies[op], lambda *args: _without_lists(op, called, transformed)(*args), refuse)
+    transformed = (
+        _no_transform(called)
+        if schema_of(op).is_mutable
+        else _functional(op, forward, setup_context, backward)
+    )
+    _callers[op] = _caller(
+        op, _applies[op], lambda *args: _without_lists(op, called, transformed)(*args), refuse
+    )
 
 
 def _without_lists(op: Any, called: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    lists = [(index, argument.name) for index, argument in enumerate(schema_of(op).arguments) if str(argument.type) == "List[Tensor]"]
+    lists = [
+        (index, argument.name)
+        for index, argument in enumerate(schema_of(op).arguments)
+        if str(argument.type) == "List[Tensor]"
+    ]
     return functools.partial(_apply_without_lists, called, lists, apply) if lists else apply
 
 
-def _apply_without_lists(called: str, lists: list[tuple[int, str]], apply: Callable[..., Any], *args: Any) -> Any:
-    """torch looks for tensors among the arguments themselves: gradients of those in lists would be left out without a word."""
+def _apply_without_lists(
+    called: str, lists: list[tuple[int, str]], apply: Callable[..., Any], *args: Any
+) -> Any:
+    """torch looks for tensors among the arguments themselves: gradients of those in lists would be
+    left out without a word."""
     for index, name in lists:
         if any_requires_grad(*args[index]):
-            raise RuntimeError(f"{called} has no gradient for the tensors in {name}, a list: detach them, or call it under torch.no_grad()")
+            raise RuntimeError(
+                f"{called} has no gradient for the tensors in {name}, a list: detach them, or call"
+                " it under torch.no_grad()"
+            )
     return apply(*args)
 
 
@@ -190,25 +244,42 @@ def refusal_of(op: Any) -> Callable[..., None]:
 
 
 def guard_gradient(op: Any) -> None:
-    """Let whoever needs a gradient of an op that has none be told so, where torch would leave it out without a word; :func:`add_gradient` may still give
-    it one. And whoever writes a tensor that a backward pass has saved: native kernels do not count that."""
-    schema, (library, _, refuse, called, always), below = schema_of(op), _parts[op.name()], _below(op)
+    """Let whoever needs a gradient of an op that has none be told so, where torch would leave it
+    out without a word; :func:`add_gradient` may still give it one. And whoever writes a tensor that
+    a backward pass has saved: native kernels do not count that."""
+    schema, (library, _, refuse, called, always), below = (
+        schema_of(op),
+        _parts[op.name()],
+        _below(op),
+    )
     name = schema.name.partition("::")[2]
     what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
-        add_gradient(op, _saves_nothing, functools.partial(_no_gradient, f"{what}, or give it one (@{name}.backward)"))
+        add_gradient(
+            op,
+            _saves_nothing,
+            functools.partial(_no_gradient, f"{what}, or give it one (@{name}.backward)"),
+        )
         _refusing.add(op)
         return
 
     def guarded(*args: Any) -> Any:
         if always is not None:
             always(*args)
-        return _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
+        return (
+            _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
+        )
 
     library.impl(name, guarded, "Autograd")
     _callers[op] = _caller(op, lambda: guarded, op, refuse)
-    written = [index for index, argument in enumerate(schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write]
-    library.impl(name, functools.partial(_count_writes, op, written), "ADInplaceOrView", with_keyset=True)
+    written = [
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    library.impl(
+        name, functools.partial(_count_writes, op, written), "ADInplaceOrView", with_keyset=True
+    )
 
 
 def _saves_nothing(*_: Any) -> None:
@@ -229,17 +300,23 @@ def _count_writes(op: Any, written: list[int], keys: Any, *args: Any) -> Any:
 
 
 def caller(op: Any) -> Callable[..., Any]:
-    """What gives what ``op`` does at less cost: an op with a gradient goes through Python twice, if it is called itself, and through none of
-    autograd's if nothing requires a gradient.
+    """What gives what ``op`` does at less cost: an op with a gradient goes through Python twice, if
+    it is called itself, and through none of autograd's if nothing requires a gradient.
 
-    Public functions call ops through this, before anything is checked: what native kernels refuse is looked at by the op's ``check``, for its wording.
+    Public functions call ops through this, before anything is checked: what native kernels refuse
+    is looked at by the op's ``check``, for its wording.
     """
     if op not in _callers:
         _callers[op] = _caller(op, lambda: _below(op), op, _parts[op.name()].refuse)
     return _callers[op]
 
 
-def _caller(op: Any, make_apply: Callable[[], Callable[..., Any]], transformed: Callable[..., Any], refuse: Callable[..., None]) -> Callable[..., Any]:
+def _caller(
+    op: Any,
+    make_apply: Callable[[], Callable[..., Any]],
+    transformed: Callable[..., Any],
+    refuse: Callable[..., None],
+) -> Callable[..., Any]:
     apply: Callable[..., Any]
     plain: Callable[..., Any]
 
@@ -283,8 +360,8 @@ def is_tracing() -> bool:
 
 
 def _autograd(op: Any, always: Callable[..., None] | None, *args: Any) -> Any:
-    """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch refuses here to differentiate by ``torch.func``, which
-    public functions do elsewhere."""
+    """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch
+    refuses here to differentiate by ``torch.func``, which public functions do elsewhere."""
     if always is not None:
         always(*args)
     if is_grad_enabled() and any_requires_grad(*args):
@@ -293,11 +370,18 @@ def _autograd(op: Any, always: Callable[..., None] | None, *args: Any) -> Any:
 
 
 def _function(
-    op: Any, forward: str, setup_context: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
+    op: Any,
+    forward: str,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
 ) -> type[torch.autograd.Function]:
-    """``forward``, if there is one, computes the results, with more behind them, which is only kept."""
+    """``forward``, if there is one, computes the results, with more behind them, which is only
+    kept."""
     count, more = len(schema_of(op).returns), bool(forward)
-    shown, below = 0 if count == 1 else slice(count), builtin(operator_of(forward)) if forward else _below(op)
+    shown, below = (
+        0 if count == 1 else slice(count),
+        builtin(operator_of(forward)) if forward else _below(op),
+    )
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -323,7 +407,10 @@ def _function(
 
 def _no_forward_mode(function: str, *_: Any) -> Any:
     """What every ``jvp`` is: torch's own error names none of the functions."""
-    what = f"{function} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian; forward_ad)"
+    what = (
+        f"{function} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian;"
+        " forward_ad)"
+    )
     raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
@@ -332,7 +419,8 @@ def _name_of(op: Any) -> str:
 
 
 class _Once(torch.autograd.Function):
-    """The first ``count`` tensors, which depend on all of them in a way that has no derivative here."""
+    """The first ``count`` tensors, which depend on all of them in a way that has no derivative
+    here."""
 
     generate_vmap_rule = True
 
@@ -348,33 +436,47 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(*_: Any) -> Any:
-        raise RuntimeError("flexops: trying to differentiate twice: operators of flexops have a first derivative only")
+        raise RuntimeError(
+            "flexops: trying to differentiate twice: operators of flexops have a first derivative"
+            " only"
+        )
 
 
 def _once(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """``backward`` where its results may be differentiated again. (torch's own ``once_differentiable`` notices that only if the gradients that come
-    in require a gradient, and leaves a gradient penalty out without a word.)"""
+    """``backward`` where its results may be differentiated again. (torch's own
+    ``once_differentiable`` notices that only if the gradients that come in require a gradient, and
+    leaves a gradient penalty out without a word.)"""
     sources = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None]
     with torch.no_grad():
         results = list(backward(ctx, *gradients))
     there = [i for i, result in enumerate(results) if result is not None]
-    for i, result in zip(there, _Once.apply(len(there), *(results[i] for i in there), *sources), strict=True):
+    for i, result in zip(
+        there, _Once.apply(len(there), *(results[i] for i in there), *sources), strict=True
+    ):
         results[i] = result
     return tuple(results)
 
 
 def _no_transform(function: str) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
-        raise RuntimeError(f"{function}: what is written in place has no gradient under torch.func: leave inplace=True out (docs/training.md)")
+        raise RuntimeError(
+            f"{function}: what is written in place has no gradient under torch.func: leave"
+            " inplace=True out (docs/training.md)"
+        )
 
     return refuse
 
 
-def _functional(op: Any, forward: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for transforms of ``torch.func``, which want forward and context apart, and everything that is kept among the results."""
+def _functional(
+    op: Any, forward: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The same for transforms of ``torch.func``, which want forward and context apart, and
+    everything that is kept among the results."""
     count = len(schema_of(op).returns)
 
-    @functools.cache  # made when it is first needed: most processes need none, and to make a class takes as long as a call
+    # made when it is first needed: most processes need none, and to make a class takes as long as a
+    # call
+    @functools.cache
     def function() -> type[torch.autograd.Function]:
         native = operator_of(forward) if forward else op
 
@@ -388,7 +490,8 @@ def _functional(op: Any, forward: str, setup_context: Callable[..., None], backw
 
             @staticmethod
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                setup_context(ctx, inputs, output)  # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
+                # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
+                setup_context(ctx, inputs, output)
 
             @staticmethod
             def backward(ctx: Any, *gradients: Any) -> Any:
@@ -407,11 +510,18 @@ def _functional(op: Any, forward: str, setup_context: Callable[..., None], backw
 
 
 def _argument_names(schema: str) -> list[str]:
-    return [argument.partition("=")[0].split()[-1] for argument in schema.partition("(")[2].partition(") ->")[0].split(", ") if argument != "*"]
+    return [
+        argument.partition("=")[0].split()[-1]
+        for argument in schema.partition("(")[2].partition(") ->")[0].split(", ")
+        if argument != "*"
+    ]
 
 
-def _refusal(function: str, names: list[str], check: Callable[..., None] | None) -> Callable[..., None]:
-    """What raises if the arguments are not what any op takes (see :func:`check_places`), or not as ``check`` wants them."""
+def _refusal(
+    function: str, names: list[str], check: Callable[..., None] | None
+) -> Callable[..., None]:
+    """What raises if the arguments are not what any op takes (see :func:`check_places`), or not as
+    ``check`` wants them."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         check_places(function, dict(zip(names, args, strict=False)) | kwargs)
@@ -435,18 +545,34 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def check_places(function: str, arguments: dict[str, Any]) -> None:
-    """Raise if a tensor is not dense, or not where the first one is: to the dispatcher, one on ``meta`` is enough to compute nothing."""
+    """Raise if a tensor is not dense, or not where the first one is: to the dispatcher, one on
+    ``meta`` is enough to compute nothing."""
     first: tuple[str, torch.device] | None = None
     for name, tensor in _tensors(arguments):
         if tensor.is_quantized or not is_dense(tensor):
-            found = "a quantized one" if tensor.is_quantized else "a nested one" if tensor.is_nested else str(tensor.layout)
+            found = (
+                "a quantized one"
+                if tensor.is_quantized
+                else "a nested one"
+                if tensor.is_nested
+                else str(tensor.layout)
+            )
             raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {found}")
         if is_distributed(tensor):
-            mend = f"call it in the forward pass of the module that holds {name}, where fully_shard has gathered it, or with {name}.full_tensor()"
-            raise TypeError(f"{function}: {name} must be a plain tensor, got a DTensor, of which each rank has a part: {mend} (docs/training.md)")
+            mend = (
+                f"call it in the forward pass of the module that holds {name}, where fully_shard"
+                f" has gathered it, or with {name}.full_tensor()"
+            )
+            raise TypeError(
+                f"{function}: {name} must be a plain tensor, got a DTensor, of which each rank has"
+                f" a part: {mend} (docs/training.md)"
+            )
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
-            raise ValueError(f"{function}: {name} must be on the device of {first[0]}, {first[1]}, got {tensor.device}")
+            raise ValueError(
+                f"{function}: {name} must be on the device of {first[0]}, {first[1]}, got"
+                f" {tensor.device}"
+            )
 
 
 def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -478,7 +604,8 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def references_only() -> Iterator[None]:
-    """On this thread, inside, no native library is looked for: what is not loaded runs as plain PyTorch."""
+    """On this thread, inside, no native library is looked for: what is not loaded runs as plain
+    PyTorch."""
     before, _thread.references_only = _thread.references_only, True
     try:
         yield
@@ -487,7 +614,8 @@ def references_only() -> Iterator[None]:
 
 
 def has_native(family: str, device: str) -> bool:
-    """Whether a call may count on native kernels: they are loaded if they can be had, but not inside of :func:`references_only`."""
+    """Whether a call may count on native kernels: they are loaded if they can be had, but not
+    inside of :func:`references_only`."""
     return not _thread.references_only and loader.ensure(family, device)
 
 
@@ -496,7 +624,15 @@ def _loading(family: str, op: str, reference: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(reference)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        device = next((tensor.device.type for _, tensor in _tensors({str(i): arg for i, arg in enumerate((*args, *kwargs.values()))})), "cpu")
+        device = next(
+            (
+                tensor.device.type
+                for _, tensor in _tensors(
+                    {str(i): arg for i, arg in enumerate((*args, *kwargs.values()))}
+                )
+            ),
+            "cpu",
+        )
         if has_native(family, device) and has_kernel(op, _DISPATCH_KEYS[device]):
             return operator_of(op)(*args, **kwargs)
         return reference(*args, **kwargs)
@@ -505,10 +641,11 @@ def _loading(family: str, op: str, reference: Callable[..., Any]) -> Callable[..
 
 
 def _stand_in(family: str, key: str = "CUDA") -> None:
-    """Let the references stand in for kernels that few calls launch, where these are not compiled and nothing may compile them.
+    """Let the references stand in for kernels that few calls launch, where these are not compiled
+    and nothing may compile them.
 
-    Native kernels raise before they have launched anything then. With a torch older than 2.9, which gives nobody the kernel that another takes the
-    place of, that is all.
+    Native kernels raise before they have launched anything then. With a torch older than 2.9, which
+    gives nobody the kernel that another takes the place of, that is all.
     """
     get_kernel: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
@@ -516,13 +653,19 @@ def _stand_in(family: str, key: str = "CUDA") -> None:
     for op in _families.get(family, ()):
         if has_kernel(op, key):
             namespace, _, name = op.partition("::")
-            standing = _standing(family, get_kernel(operator_of(op), key).call_boxed, references[op])
+            standing = _standing(
+                family, get_kernel(operator_of(op), key).call_boxed, references[op]
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns of what is meant here
-                _libraries[namespace].impl(name, standing, key, with_keyset=True, allow_override=True)
+                _libraries[namespace].impl(
+                    name, standing, key, with_keyset=True, allow_override=True
+                )
 
 
-def _standing(family: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def _standing(
+    family: str, kernel: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return kernel(keys, *args, **kwargs)

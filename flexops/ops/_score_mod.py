@@ -143,8 +143,9 @@ def _is_torchs(value: Any) -> bool:
 
 
 class ScoreMod:
-    """A function ``(score, b, h, q, k) -> score`` as attention's kernels take it: ``score`` is ``scale q k``, the others
-    are the numbers of the sequence, the query head, the query and the key (within a packed sequence).
+    """A function ``(score, b, h, q, k) -> score`` as attention's kernels take it: ``score`` is
+    ``scale q k``, the others are the numbers of the sequence, the query head, the query and the key
+    (within a packed sequence).
 
     It may use arithmetic, comparisons, logic, bits of integers, powers, and the functions and
     methods of torch that its errors list (``where``, ``exp``, ``exp2``, ``log``, ``tanh``,
@@ -171,7 +172,10 @@ class ScoreMod:
         if isinstance(function, str):
             function = function_of(function)
         if not callable(function):
-            raise TypeError(f"flexops.ScoreMod: function must be a function of (score, b, h, q, k), or an expression, got {type(function).__name__}")
+            raise TypeError(
+                "flexops.ScoreMod: function must be a function of (score, b, h, q, k), or an"
+                f" expression, got {type(function).__name__}"
+            )
         for name, table in tables.items():
             if not isinstance(table, Tensor):
                 raise TypeError(
@@ -253,7 +257,9 @@ class ScoreMod:
         def value(arg: Any) -> Any:
             if isinstance(arg, Symbol):
                 return values[arg.position]
-            return torch.tensor(arg, device=score.device, dtype=score.dtype if isinstance(arg, float) else None)
+            return torch.tensor(
+                arg, device=score.device, dtype=score.dtype if isinstance(arg, float) else None
+            )
 
         def slope(arg: Any) -> Any:
             return slopes[arg.position] if isinstance(arg, Symbol) else 0.0
@@ -288,7 +294,10 @@ class ScoreMod:
             slopes.append(along)
         position = self._result.position
         shape = torch.broadcast_shapes(score.shape, values[position].shape)
-        made, slope_of = (torch.as_tensor(x, dtype=score.dtype, device=score.device).expand(shape) for x in (values[position], slopes[position]))
+        made, slope_of = (
+            torch.as_tensor(x, dtype=score.dtype, device=score.device).expand(shape)
+            for x in (values[position], slopes[position])
+        )
         return made, slope_of
 
     def _looked_up(
@@ -324,7 +333,9 @@ class ScoreMod:
         if isinstance(arg, (bool, int)):
             return str(int(arg))
         if arg != arg or arg in (float("inf"), -float("inf")):
-            return {"inf": "infinity()", "-inf": "-infinity()"}.get(str(arg), "bit_cast<float>(0x7fffffffu)")
+            return {"inf": "infinity()", "-inf": "-infinity()"}.get(
+                str(arg), "bit_cast<float>(0x7fffffffu)"
+            )
         return f"{arg.hex()}f"
 
     def _line(self, position: int) -> str:
@@ -365,8 +376,10 @@ _LONG = 24  # operations; a function counts as four
 
 
 def _at_once(trace: list[Line]) -> int:
-    """For how many of a thread's scores kernels write a modifier out, 0 for all of them (``csrc/attention/attention_score.cuh``). Written out for all, a long
-    one is most of what NVRTC has to do: ten seconds for twenty functions, where a loop over eight scores, which moves registers, takes it 1.7."""
+    """For how many of a thread's scores kernels write a modifier out, 0 for all of them
+    (``csrc/attention/attention_score.cuh``). Written out for all, a long one is most of what NVRTC
+    has to do: ten seconds for twenty functions, where a loop over eight scores, which moves
+    registers, takes it 1.7."""
     operations = sum(4 if name in _FUNCTIONS else 1 for name, _, _ in trace[len(ARGUMENTS) :])
     return 8 if operations > _LONG else 0
 
@@ -389,7 +402,8 @@ def _words(tensors: Sequence[Tensor]) -> Tensor:
 
 
 known: dict[int, ScoreMod] = {}
-"""One of each number, which operators take, of this process. What they look up is an argument of the operators."""
+"""One of each number, which operators take, of this process. What they look up is an argument of
+the operators."""
 
 _cache: dict[Any, tuple[ScoreMod, list[Any]]] = {}
 _MOST_CACHED = 64
@@ -412,7 +426,10 @@ def made(score_mod: Any) -> ScoreMod:
         return _of_text(score_mod)
     if not callable(score_mod):
         found = type(score_mod).__name__
-        raise TypeError(f"flexops.attention: score_mod must be a function of (score, b, h, q, k), an expression or a flexops.ScoreMod, got {found}")
+        raise TypeError(
+            "flexops.attention: score_mod must be a function of (score, b, h, q, k), an expression"
+            f" or a flexops.ScoreMod, got {found}"
+        )
     fingerprint = _fingerprint(score_mod)
     if fingerprint is None:
         return ScoreMod(score_mod)

@@ -8,11 +8,13 @@
 ``geglu``          ``gelu(gate) * up``
 =================  ===============================================================================
 
-Everything between reading the inputs and rounding the result is float32: ``x + bias`` is not rounded to x's dtype, as two operations would. Backward
-passes keep the inputs only and work out the rest again; a bias's gradient is added up in float32, in an order that depends on the shape and the
+Everything between reading the inputs and rounding the result is float32: ``x + bias`` is not
+rounded to x's dtype, as two operations would. Backward passes keep the inputs only and work out the
+rest again; a bias's gradient is added up in float32, in an order that depends on the shape and the
 device alone, so it has the same bits every time.
 
-As in torch, infinite inputs give NaN where a formula has infinity times zero: ``gelu(-inf)``, ``silu(-inf)``, and gradients at either infinity.
+As in torch, infinite inputs give NaN where a formula has infinity times zero: ``gelu(-inf)``,
+``silu(-inf)``, and gradients at either infinity.
 """
 
 from __future__ import annotations
@@ -35,18 +37,22 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation 
     """``gelu(x + bias)``, in one pass; the backward pass works out both gradients in one, too.
 
     Args:
-        x: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer ones are read where they are.
+        x: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer
+            ones are read where they are.
         bias: ``[n]``, of any of these dtypes, or None.
         approximate: ``"none"`` (erf) or ``"tanh"``, as in ``torch.nn.functional.gelu``.
 
     Returns:
-        a contiguous tensor of x's shape and dtype. Differentiable, once, with respect to ``x`` and ``bias``.
+        a contiguous tensor of x's shape and dtype. Differentiable, once, with respect to ``x`` and
+        ``bias``.
 
     Raises:
         TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
         ValueError: a shape or ``approximate`` is not as above.
     """
-    result: Tensor = _bias_gelu(x, bias, approximate == "tanh" or not_tanh("bias_gelu", approximate))
+    result: Tensor = _bias_gelu(
+        x, bias, approximate == "tanh" or not_tanh("bias_gelu", approximate)
+    )
     return result
 
 
@@ -60,14 +66,16 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, interleaved: bool = False)
     """``silu(gate) * up``, from two tensors or from one that holds both.
 
     Args:
-        gate: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer ones, such as the chunks of a packed
-            projection, are read where they are. Without ``up``: ``[..., 2 n]``, gate and up packed, and its gradient is packed as well.
+        gate: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of
+            longer ones, such as the chunks of a packed projection, are read where they are. Without
+            ``up``: ``[..., 2 n]``, gate and up packed, and its gradient is packed as well.
         up: of gate's shape and dtype; None if ``gate`` holds both.
-        interleaved: how they are packed: gate and up alternate (``gate[..., ::2]``, ``gate[..., 1::2]``), or, if False, the gate is the first
-            half and up the second.
+        interleaved: how they are packed: gate and up alternate (``gate[..., ::2]``, ``gate[...,
+            1::2]``), or, if False, the gate is the first half and up the second.
 
     Returns:
-        a contiguous tensor ``[..., n]`` of gate's dtype. Differentiable, once, with respect to ``gate`` and ``up``.
+        a contiguous tensor ``[..., n]`` of gate's dtype. Differentiable, once, with respect to
+        ``gate`` and ``up``.
 
     Raises:
         TypeError: ``gate`` is no tensor of these dtypes, or ``up`` none of gate's.
@@ -77,21 +85,35 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, interleaved: bool = False)
     return result
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation = "none", interleaved: bool = False) -> Tensor:
-    """``gelu(gate) * up``; see :func:`swiglu` for the arguments, and :func:`bias_gelu` for ``approximate``.
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: Approximation = "none",
+    interleaved: bool = False,
+) -> Tensor:
+    """``gelu(gate) * up``; see :func:`swiglu` for the arguments, and :func:`bias_gelu` for
+    ``approximate``.
 
-    Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half: call ``geglu(*reversed(x.chunk(2, -1)))`` there,
-    which copies nothing.
+    Some models (Stable Diffusion's feed-forward blocks, say) pack the gate as the *second* half:
+    call ``geglu(*reversed(x.chunk(2, -1)))`` there, which copies nothing.
     """
-    result: Tensor = _geglu(gate, up, approximate == "tanh" or not_tanh("geglu", approximate), interleaved)
+    result: Tensor = _geglu(
+        gate, up, approximate == "tanh" or not_tanh("geglu", approximate), interleaved
+    )
     return result
 
 
-# ---- checks --------------------------------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
-def _wrong_dtype(op: str, name: str, value: Any, accepted: str = "a float32, bfloat16 or float16 tensor") -> TypeError:
-    return TypeError(f"flexops.{op}: {name} must be {accepted}, got {value.dtype if isinstance(value, Tensor) else type(value).__name__}")
+def _wrong_dtype(
+    op: str, name: str, value: Any, accepted: str = "a float32, bfloat16 or float16 tensor"
+) -> TypeError:
+    return TypeError(
+        f"flexops.{op}: {name} must be {accepted}, got"
+        f" {value.dtype if isinstance(value, Tensor) else type(value).__name__}"
+    )
 
 
 def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
@@ -104,7 +126,10 @@ def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
     if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
         raise _wrong_dtype(op, "bias", bias, "a float32, bfloat16 or float16 tensor or None")
     if bias.dim() != 1 or bias.size(0) != x.size(-1):
-        raise ValueError(f"flexops.{op}: bias must have shape [{x.size(-1)}], as x's last dimension, got {list(bias.shape)}")
+        raise ValueError(
+            f"flexops.{op}: bias must have shape [{x.size(-1)}], as x's last dimension, got"
+            f" {list(bias.shape)}"
+        )
 
 
 def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
@@ -114,14 +139,22 @@ def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> 
         raise ValueError(f"flexops.{op}: gate must have at least one dimension")
     if up is None:
         if gate.size(-1) % 2:
-            raise ValueError(f"flexops.{op}: gate must have an even last dimension, since it holds gate and up if up is None, got {list(gate.shape)}")
+            raise ValueError(
+                f"flexops.{op}: gate must have an even last dimension, since it holds gate and up"
+                f" if up is None, got {list(gate.shape)}"
+            )
         return
     if not isinstance(up, Tensor) or up.dtype != gate.dtype:
         raise _wrong_dtype(op, "up", up, f"a {gate.dtype} tensor, as gate, or None")
     if up.shape != gate.shape:
-        raise ValueError(f"flexops.{op}: up must have gate's shape {list(gate.shape)}, got {list(up.shape)}")
+        raise ValueError(
+            f"flexops.{op}: up must have gate's shape {list(gate.shape)}, got {list(up.shape)}"
+        )
     if interleaved:
-        raise ValueError(f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds both")
+        raise ValueError(
+            f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds"
+            " both"
+        )
 
 
 def not_tanh(op: str, approximate: str) -> bool:
@@ -130,7 +163,7 @@ def not_tanh(op: str, approximate: str) -> bool:
     return False
 
 
-# ---- references: plain PyTorch ---------------------------------------------------------------------------------------------------------------
+# ---- references: plain PyTorch -------------------------------------------------------------------
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -147,7 +180,8 @@ def _phi(x: Tensor) -> Tensor:
 
 
 def _argument(x: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """``t``, of which silu and gelu(tanh) are ``x * sigmoid(t)`` because ``(1 + tanh(u)) / 2 = sigmoid(2 u)``; and its derivative."""
+    """``t``, of which silu and gelu(tanh) are ``x * sigmoid(t)`` because ``(1 + tanh(u)) / 2 =
+    sigmoid(2 u)``; and its derivative."""
     if which == "silu":
         return x, torch.ones_like(x)
     square = x.square().clamp(max=100.0)  # beyond that, sigmoid(t) is 0 or 1
@@ -172,12 +206,20 @@ def _biased(x: Tensor, bias: Tensor | None, which: str) -> Tensor:
     return _activation(before, which).to(x.dtype).contiguous()
 
 
-def _biased_backward(grad: Tensor, x: Tensor, bias: Tensor | None, which: str, bias_gradient: bool) -> tuple[Tensor, Tensor]:
+def _biased_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, which: str, bias_gradient: bool
+) -> tuple[Tensor, Tensor]:
     before = _wide(x) if bias is None else _wide(x) + _wide(bias)
     inner = _wide(grad) * _slope(before, which)
     if bias is None or not bias_gradient:
-        return inner.to(x.dtype).contiguous(), x.new_empty(0, dtype=x.dtype if bias is None else bias.dtype)
-    return inner.to(x.dtype).contiguous(), inner.sum(tuple(range(x.dim() - 1))).to(bias.dtype) if x.dim() > 1 else inner.to(bias.dtype, copy=True)
+        return inner.to(x.dtype).contiguous(), x.new_empty(
+            0, dtype=x.dtype if bias is None else bias.dtype
+        )
+    return inner.to(x.dtype).contiguous(), (
+        inner.sum(tuple(range(x.dim() - 1))).to(bias.dtype)
+        if x.dim() > 1
+        else inner.to(bias.dtype, copy=True)
+    )
 
 
 def _split(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -194,25 +236,35 @@ def gated_reference(gate: Tensor, up: Tensor | None, which: str, interleaved: bo
     return (_activation(_wide(gates), which) * _wide(ups)).to(gate.dtype).contiguous()
 
 
-def gated_backward_reference(grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+def gated_backward_reference(
+    grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     gates, ups = (_wide(part) for part in _split(gate, up, interleaved))
     outer = _wide(grad)
     gate_grad, up_grad = outer * ups * _slope(gates, which), outer * _activation(gates, which)
     if up is not None:
         return gate_grad.to(gate.dtype).contiguous(), up_grad.to(gate.dtype).contiguous()
-    packed = torch.stack([gate_grad, up_grad], -1).flatten(-2) if interleaved else torch.cat([gate_grad, up_grad], -1)
+    packed = (
+        torch.stack([gate_grad, up_grad], -1).flatten(-2)
+        if interleaved
+        else torch.cat([gate_grad, up_grad], -1)
+    )
     return packed.to(gate.dtype).contiguous(), gate.new_empty(0)
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def _biased_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _biased_backward_fake(_: Tensor, x: Tensor, bias: Tensor | None, *options: bool) -> tuple[Tensor, Tensor]:
-    of_bias = x.new_empty([x.shape[-1] if options[-1] else 0], dtype=x.dtype if bias is None else bias.dtype)
+def _biased_backward_fake(
+    _: Tensor, x: Tensor, bias: Tensor | None, *options: bool
+) -> tuple[Tensor, Tensor]:
+    of_bias = x.new_empty(
+        [x.shape[-1] if options[-1] else 0], dtype=x.dtype if bias is None else bias.dtype
+    )
     return x.new_empty(x.shape), of_bias
 
 
@@ -220,7 +272,9 @@ def _gated_fake(gate: Tensor, up: Tensor | None, *_: bool) -> Tensor:
     return gate.new_empty(gate.shape if up is not None else [*gate.shape[:-1], gate.shape[-1] // 2])
 
 
-def _gated_backward_fake(_: Tensor, gate: Tensor, up: Tensor | None, *__: bool) -> tuple[Tensor, Tensor]:
+def _gated_backward_fake(
+    _: Tensor, gate: Tensor, up: Tensor | None, *__: bool
+) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape if up is not None else [0])
 
 
@@ -253,7 +307,9 @@ define(
 define(
     "activation",
     declared.BIAS_GELU_BACKWARD.schema,
-    lambda grad, x, bias, tanh, bias_gradient: _biased_backward(grad, x, bias, _gelu_name(tanh), bias_gradient),
+    lambda grad, x, bias, tanh, bias_gradient: _biased_backward(
+        grad, x, bias, _gelu_name(tanh), bias_gradient
+    ),
     _biased_backward_fake,
 )
 define(
@@ -285,7 +341,9 @@ define(
 define(
     "activation",
     declared.SWIGLU_BACKWARD.schema,
-    lambda grad, gate, up, interleaved: gated_backward_reference(grad, gate, up, "silu", interleaved),
+    lambda grad, gate, up, interleaved: gated_backward_reference(
+        grad, gate, up, "silu", interleaved
+    ),
     _gated_backward_fake,
 )
 define(
@@ -301,7 +359,9 @@ define(
 define(
     "activation",
     declared.GEGLU_BACKWARD.schema,
-    lambda grad, gate, up, tanh, interleaved: gated_backward_reference(grad, gate, up, _gelu_name(tanh), interleaved),
+    lambda grad, gate, up, tanh, interleaved: gated_backward_reference(
+        grad, gate, up, _gelu_name(tanh), interleaved
+    ),
     _gated_backward_fake,
 )
 
@@ -317,12 +377,16 @@ _geglu_backward: Any = torch.ops.flexops.geglu_backward.default
 
 
 def self_check(device: str) -> float:
-    """Every activation and its gradients on random numbers of size 1, by whatever kernels calls reach on ``device`` and by the reference.
+    """Every activation and its gradients on random numbers of size 1, by whatever kernels calls
+    reach on ``device`` and by the reference.
 
     For ``flexops doctor``. Returns the largest difference.
     """
     generator = torch.Generator().manual_seed(0)
-    x, up, grad, bias = (torch.randn(shape, generator=generator).to(device) for shape in ((65, 96), (65, 96), (65, 96), (96,)))
+    x, up, grad, bias = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((65, 96), (65, 96), (65, 96), (96,))
+    )
     ops, pairs = torch.ops.flexops, []
     with torch.no_grad():
         for which in ("silu", "tanh", "none"):
@@ -330,8 +394,16 @@ def self_check(device: str) -> float:
             biased, gated = ("bias_silu", "swiglu") if which == "silu" else ("bias_gelu", "geglu")
             pairs += [
                 (getattr(ops, biased)(x, bias, *gelu), _biased(x, bias, which)),
-                *zip(getattr(ops, f"{biased}_backward")(grad, x, bias, *gelu, True), _biased_backward(grad, x, bias, which, True), strict=True),
+                *zip(
+                    getattr(ops, f"{biased}_backward")(grad, x, bias, *gelu, True),
+                    _biased_backward(grad, x, bias, which, True),
+                    strict=True,
+                ),
                 (getattr(ops, gated)(x, up, *gelu, False), gated_reference(x, up, which, False)),
-                *zip(getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False), gated_backward_reference(grad, x, up, which, False), strict=True),
+                *zip(
+                    getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False),
+                    gated_backward_reference(grad, x, up, which, False),
+                    strict=True,
+                ),
             ]
     return difference(*zip(*pairs, strict=True))

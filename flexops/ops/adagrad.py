@@ -1,7 +1,7 @@
 """Adagrad steps on lists of tensors, in place.
 
-The formula is that of Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011), as
-``torch.optim.Adagrad`` computes it.
+The formula is that of Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
+and Stochastic Optimization" (2011), as ``torch.optim.Adagrad`` computes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,20 @@ import torch
 from torch import Tensor
 
 from ..build.describe.declared import ADAGRAD
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, largest_difference, listed, nothing, on_cpu, split_lr, write_lists
+from ._multi_tensor import (
+    PARAM_DTYPES,
+    Lists,
+    Writer,
+    check_lists,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    nothing,
+    on_cpu,
+    split_lr,
+    write_lists,
+)
 from ._register import define
 
 
@@ -40,26 +53,39 @@ def adagrad_(
         s     = s + g * g                                       (sums)
         param = param - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-    The lists hold one entry for each parameter, all on one device; strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
+    The lists hold one entry for each parameter, all on one device; strides, streams and CUDA graphs
+    are as for :func:`flexops.adam_`.
 
     Args:
         sums: float32, of their parameters' shapes, written.
         lr_decay: how fast the learning rate falls.
         weight_decay: L2 factor, added to the gradient.
-        params, grads, state_steps, lr, eps, maximize, grad_scale, found_inf: see :func:`flexops.adam_`.
+        params, grads, state_steps, lr, eps, maximize, grad_scale, found_inf: see
+            :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
-        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the
+            message names it.
     """
     check_rates("adagrad_", lr, (), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
     lists = listed("adagrad_", params=params, grads=grads, sums=sums, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
-    write_lists(torch.ops.flexops.adagrad_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+    write_lists(
+        torch.ops.flexops.adagrad_.default,
+        args,
+        lists[0],
+        lambda: _check(lists, tensor, grad_scale, found_inf),
+    )
 
 
-def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _check(
+    lists: list[list[Tensor]],
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
     wanted: Lists = {
         "params": (lists[0], PARAM_DTYPES),
         "grads": (lists[1], PARAM_DTYPES),
@@ -87,14 +113,19 @@ def _reference(
     _check([params, grads, sums, state_steps], lr_tensor, grad_scale, found_inf)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = Writer(found_inf)
-    for param, grad_, sum_, steps in zip(params, grads, sums, each_step(state_steps, params), strict=True):
+    for param, grad_, sum_, steps in zip(
+        params, grads, sums, each_step(state_steps, params), strict=True
+    ):
         step = steps + 1
         writer.put(steps, step)
         grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
         if weight_decay:
             grad = grad + weight_decay * value
         total = sum_ + grad * grad
-        writer.put(param, value - rate / (1 + (step.reshape(()) - 1) * lr_decay) * grad / (total.sqrt() + eps))
+        writer.put(
+            param,
+            value - rate / (1 + (step.reshape(()) - 1) * lr_decay) * grad / (total.sqrt() + eps),
+        )
         writer.put(sum_, total)
 
 
@@ -102,6 +133,14 @@ define("adagrad", ADAGRAD.schema, _reference, nothing)
 
 
 def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
+    difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.adagrad_, _reference
-    return largest_difference(device, 1, [lambda *lists, step=step: step(*lists, 0.1, 0.1, 0.1, 1e-10, False, None, None, None) for step in steps])
+    return largest_difference(
+        device,
+        1,
+        [
+            lambda *lists, step=step: step(*lists, 0.1, 0.1, 0.1, 1e-10, False, None, None, None)
+            for step in steps
+        ],
+    )

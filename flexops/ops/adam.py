@@ -1,7 +1,8 @@
 """Adam and AdamW steps on lists of tensors, in place.
 
-The formula is that of Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), with decoupled weight decay after Loshchilov and Hutter,
-"Decoupled Weight Decay Regularization" (2019), and AMSGrad after Reddi, Kale and Kumar (2018), each as ``torch.optim`` computes it.
+The formula is that of Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), with
+decoupled weight decay after Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019),
+and AMSGrad after Reddi, Kale and Kumar (2018), each as ``torch.optim`` computes it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from ..build.describe.declared import ADAM, ADAM_COPY
 from . import _multi_tensor as multi
 from ._register import define
 
-_LIST_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps", "copies")
+_LIST_NAMES = (
+    "params",
+    "grads",
+    "exp_avgs",
+    "exp_avg_sqs",
+    "max_exp_avg_sqs",
+    "state_steps",
+    "copies",
+)
 
 
 def adam_(
@@ -53,23 +62,29 @@ def adam_(
         v'     = max(v', v) with amsgrad (max_exp_avg_sqs), else v
         param  = param - lr / (1 - beta1^t) * m / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
-    The lists hold one entry for each parameter, all on one device. Any strides will do, but where the tensors of one parameter do not hold their
-    elements in the same order without gaps, each costs a copy. On CUDA the step runs on the current stream, never waits for the device and can be
+    The lists hold one entry for each parameter, all on one device. Any strides will do, but where
+    the tensors of one parameter do not hold their elements in the same order without gaps, each
+    costs a copy. On CUDA the step runs on the current stream, never waits for the device and can be
     captured in a CUDA graph.
 
-    Native kernels take ``lr * weight_decay * param`` off a parameter, as torch's fused kernel for CUDA does: with decoupled decay, an element that is
-    infinite becomes NaN. It stays infinite in plain PyTorch, as in torch's other implementations.
+    Native kernels take ``lr * weight_decay * param`` off a parameter, as torch's fused kernel for
+    CUDA does: with decoupled decay, an element that is infinite becomes NaN. It stays infinite in
+    plain PyTorch, as in torch's other implementations.
 
     Args:
-        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one dtype.
-        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
-        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written. The step takes them before they
-            are rounded.
+        params: float32, bfloat16 or float16 tensors of any shape, written. They need not be of one
+            dtype.
+        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written
+            only with ``grad_scale``.
+        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters'
+            shapes, written. The step takes them before they are rounded.
         max_exp_avg_sqs: with ``amsgrad``, like ``exp_avg_sqs``; without, ignored.
-        state_steps: float32 tensors of one element, or one contiguous tensor of as many as there are parameters (which costs the host less): how
-            many steps were made before; incremented.
-        lr: learning rate. A float32 tensor of one element on the parameters' device is read when the step runs, so it can change under a captured
-            graph; a tensor on the CPU, for parameters that are not, is read at once.
+        state_steps: float32 tensors of one element, or one contiguous tensor of as many as there
+            are parameters (which costs the host less): how many steps were made before;
+            incremented.
+        lr: learning rate. A float32 tensor of one element on the parameters' device is read when
+            the step runs, so it can change under a captured graph; a tensor on the CPU, for
+            parameters that are not, is read at once.
         beta1, beta2: decay rates of the two averages, in [0, 1).
         eps: added to the denominator.
         weight_decay: L2 factor, or the rate of decoupled decay.
@@ -77,19 +92,39 @@ def adam_(
         maximize: ascend.
         decoupled: AdamW.
         grad_scale: float32, one element: what the gradients were multiplied by.
-        found_inf: float32, one element: nonzero means that multi.nothing at all is done, steps included.
-        stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours, to each as likely as it is near: to nearest, an
-            average forgets multi.nothing that is less than half of a unit in its last place, as is each step of one with ``beta2 = 0.999``. The random
-            numbers follow from the step's number and the element's place in its tensor alone, so every run and device draws the same.
-        grad_factor: float32, one element: what the step multiplies gradients by, such as to clip them, without that they are written.
+        found_inf: float32, one element: nonzero means that multi.nothing at all is done, steps
+            included.
+        stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours,
+            to each as likely as it is near: to nearest, an average forgets multi.nothing that is
+            less than half of a unit in its last place, as is each step of one with ``beta2 =
+            0.999``. The random numbers follow from the step's number and the element's place in its
+            tensor alone, so every run and device draws the same.
+        grad_factor: float32, one element: what the step multiplies gradients by, such as to clip
+            them, without that they are written.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
-        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the
+            message names it.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
-    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
-    _call("adam_", lists, lr, numbers, {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor}, stochastic)
+    numbers = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+        "decoupled": decoupled,
+    }
+    _call(
+        "adam_",
+        lists,
+        lr,
+        numbers,
+        {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor},
+        stochastic,
+    )
 
 
 def adam_copy_(
@@ -114,34 +149,82 @@ def adam_copy_(
     stochastic: bool = False,
     grad_factor: Tensor | None = None,
 ) -> None:
-    """Make the step of :func:`adam_` and, in the same pass over memory, write each new parameter into ``copies`` as well.
+    """Make the step of :func:`adam_` and, in the same pass over memory, write each new parameter
+    into ``copies`` as well.
 
-    This is for offloaded training: the float32 parameters and their states stay on the CPU, and the bfloat16 or float16 copy is what is sent to
-    the device. With ``found_inf`` nonzero the copies are not written either.
+    This is for offloaded training: the float32 parameters and their states stay on the CPU, and the
+    bfloat16 or float16 copy is what is sent to the device. With ``found_inf`` nonzero the copies
+    are not written either.
 
     Args:
-        copies: float32, bfloat16 or float16 tensors of their parameters' shapes, written (rounded to nearest even). The others: see :func:`adam_`.
+        copies: float32, bfloat16 or float16 tensors of their parameters' shapes, written (rounded
+            to nearest even). The others: see :func:`adam_`.
 
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps, copies)
-    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled}
-    _call("adam_copy_", lists, lr, numbers, {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor}, stochastic)
+    lists = (
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs if amsgrad else (),
+        state_steps,
+        copies,
+    )
+    numbers = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+        "decoupled": decoupled,
+    }
+    _call(
+        "adam_copy_",
+        lists,
+        lr,
+        numbers,
+        {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor},
+        stochastic,
+    )
 
 
 def _call(
-    name: str, sequences: Sequence[Sequence[Tensor]], lr: float | Tensor, numbers: dict[str, Any], scalars: dict[str, Tensor | None], stochastic: bool
+    name: str,
+    sequences: Sequence[Sequence[Tensor]],
+    lr: float | Tensor,
+    numbers: dict[str, Any],
+    scalars: dict[str, Tensor | None],
+    stochastic: bool,
 ) -> None:
     lists = multi.listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
-    multi.check_rates(name, lr, (numbers["beta1"], numbers["beta2"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
+    multi.check_rates(
+        name,
+        lr,
+        (numbers["beta1"], numbers["beta2"]),
+        eps=numbers["eps"],
+        weight_decay=numbers["weight_decay"],
+    )
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
-    call = functools.partial(getattr(torch.ops.flexops, name), lr=number, lr_tensor=tensor, stochastic=stochastic, **numbers, **scalars)
+    call = functools.partial(
+        getattr(torch.ops.flexops, name),
+        lr=number,
+        lr_tensor=tensor,
+        stochastic=stochastic,
+        **numbers,
+        **scalars,
+    )
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    multi.write_lists(call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars))
+    multi.write_lists(
+        call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars)
+    )
 
 
-def _check(name: str, lists: Sequence[list[Tensor]], amsgrad: bool, **scalars: Tensor | None) -> None:
+def _check(
+    name: str, lists: Sequence[list[Tensor]], amsgrad: bool, **scalars: Tensor | None
+) -> None:
     """Raise if the tensors do not fit together, naming the first that does not."""
     wanted: multi.Lists = {
         label: (tensors, (torch.float32,) if label == "state_steps" else multi.PARAM_DTYPES)
@@ -171,7 +254,15 @@ def _reference(
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
     if not lists[0]:
         return
-    _check(name, lists, amsgrad, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf, grad_factor=grad_factor)
+    _check(
+        name,
+        lists,
+        amsgrad,
+        lr=lr_tensor,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        grad_factor=grad_factor,
+    )
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = multi.Writer(found_inf)
     put = writer.put
@@ -189,12 +280,29 @@ def _reference(
         exp_avg = exp_avgs[i].float().lerp(grad, 1 - beta1)
         exp_avg_sq = exp_avg_sqs[i].float() * beta2 + (1 - beta2) * grad * grad
         largest = torch.maximum(max_exp_avg_sqs[i].float(), exp_avg_sq) if amsgrad else exp_avg_sq
-        count = step.double().reshape(())  # in float32, 1 - beta2 ** step would lose digits in the first steps
+        # in float32, 1 - beta2 ** step would lose digits in the first steps
+        count = step.double().reshape(())
         step_size, root = rate / (1 - beta1**count), (1 - beta2**count).sqrt()
         value = value - step_size * exp_avg / (largest.sqrt() / root + eps)
-        for half, (state, average) in enumerate(((exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq))):
+        for half, (state, average) in enumerate(
+            ((exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq))
+        ):
             if stochastic and state.dtype == torch.bfloat16:
-                noise = multi.step_noise(step, [tensors[i] for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, *copies) if tensors])
+                noise = multi.step_noise(
+                    step,
+                    [
+                        tensors[i]
+                        for tensors in (
+                            params,
+                            grads,
+                            exp_avgs,
+                            exp_avg_sqs,
+                            max_exp_avg_sqs,
+                            *copies,
+                        )
+                        if tensors
+                    ],
+                )
                 average = multi.round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
             put(state, average)
         if amsgrad:
@@ -209,7 +317,19 @@ define("adam", ADAM_COPY.schema, functools.partial(_reference, "adam_copy_"), mu
 
 
 def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
-    numbers: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": True, "maximize": False, "decoupled": True}
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
+    difference."""
+    numbers: dict[str, Any] = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "amsgrad": True,
+        "maximize": False,
+        "decoupled": True,
+    }
     steps: tuple[Any, Any] = torch.ops.flexops.adam_, functools.partial(_reference, "adam_")
-    return multi.largest_difference(device, 3, [functools.partial(step, **numbers) for step in steps])
+    return multi.largest_difference(
+        device, 3, [functools.partial(step, **numbers) for step in steps]
+    )

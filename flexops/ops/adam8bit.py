@@ -1,9 +1,11 @@
 """Adam and AdamW steps with both averages held in 8 bits, on lists of tensors, in place.
 
-States are quantized in blocks of 256 elements, each with the largest magnitude of its block, after Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit
-Optimizers via Block-wise Quantization" (2022). Two things are different here: the codes, which are roots instead of a table (so that they cost a
-few instructions, and relative precision falls off evenly instead of in decades), and rounding, which is stochastic: an average that moves by a
-thousandth a step would never leave its code if it were rounded to nearest.
+States are quantized in blocks of 256 elements, each with the largest magnitude of its block, after
+Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (2022).
+Two things are different here: the codes, which are roots instead of a table (so that they cost a
+few instructions, and relative precision falls off evenly instead of in decades), and rounding,
+which is stochastic: an average that moves by a thousandth a step would never leave its code if it
+were rounded to nearest.
 """
 
 from __future__ import annotations
@@ -15,12 +17,23 @@ import torch
 from torch import Tensor
 
 from ..build.describe.declared import ADAM8BIT
-from ._multi_tensor import PARAM_DTYPES, Lists, Writer, check_lists, check_rates, each_step, listed, nothing, on_cpu, split_lr, write_lists
+from ._multi_tensor import (
+    PARAM_DTYPES,
+    Lists,
+    Writer,
+    check_lists,
+    check_rates,
+    each_step,
+    listed,
+    nothing,
+    on_cpu,
+    split_lr,
+    write_lists,
+)
 from ._register import define
 
 BLOCK = 256
 """Elements that share a scale."""
-
 
 
 def adam8bit_(
@@ -42,31 +55,38 @@ def adam8bit_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Make one Adam step (AdamW with ``decoupled``) on every parameter, in place, with averages of 8 bits.
+    """Make one Adam step (AdamW with ``decoupled``) on every parameter, in place, with averages of
+    8 bits.
 
-    The formula is that of :func:`flexops.adam_`; the averages of before are read from their codes, and those of after written as codes. A block
-    is 256 elements in row-major order, the last one shorter. With s its scale, the largest magnitude in the block::
+    The formula is that of :func:`flexops.adam_`; the averages of before are read from their codes,
+    and those of after written as codes. A block is 256 elements in row-major order, the last one
+    shorter. With s its scale, the largest magnitude in the block::
 
         exp_avg    = s * sign(c) * (c / 127)^2    c: int8, -127 to 127
         exp_avg_sq = s * (c / 255)^4              c: uint8, 1 to 255 (0 before the first step)
 
-    A number between two codes becomes either, at random, so that it is right on average. The random number is a hash of the step and the
-    element's place: the same call gives the same result, on every device (up to the rounding of float32 arithmetic).
+    A number between two codes becomes either, at random, so that it is right on average. The random
+    number is a hash of the step and the element's place: the same call gives the same result, on
+    every device (up to the rounding of float32 arithmetic).
 
     Args:
-        params: float32, bfloat16 or float16 tensors of any shape, written. Row-major (contiguous) ones are stepped where they lie.
-        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written only with ``grad_scale``.
+        params: float32, bfloat16 or float16 tensors of any shape, written. Row-major (contiguous)
+            ones are stepped where they lie.
+        grads: float32, bfloat16 or float16 (each on its own), of their parameters' shapes; written
+            only with ``grad_scale``.
         exp_avgs: int8, of their parameters' shapes, written. Zero to begin with.
         exp_avg_sqs: uint8, of their parameters' shapes, written. Zero to begin with.
-        exp_avg_scales, exp_avg_sq_scales: contiguous float32 of at least ceil(elements / 256) elements, of which that many are written. Zero to
-            begin with.
+        exp_avg_scales, exp_avg_sq_scales: contiguous float32 of at least ceil(elements / 256)
+            elements, of which that many are written. Zero to begin with.
         state_steps: as in :func:`flexops.adam_`.
         eps: as in :func:`flexops.adam_`, but at least 1e-30.
-        lr, beta1, beta2, weight_decay, maximize, decoupled, grad_scale, found_inf: see :func:`flexops.adam_`.
+        lr, beta1, beta2, weight_decay, maximize, decoupled, grad_scale, found_inf: see
+            :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
-        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the
+            message names it.
     """
     check_rates("adam8bit_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
     lists = listed(
@@ -80,8 +100,25 @@ def adam8bit_(
         state_steps=state_steps,
     )
     number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (*lists, number, beta1, beta2, eps, weight_decay, maximize, decoupled, tensor, grad_scale, found_inf)
-    write_lists(torch.ops.flexops.adam8bit_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf))
+    args = (
+        *lists,
+        number,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        maximize,
+        decoupled,
+        tensor,
+        grad_scale,
+        found_inf,
+    )
+    write_lists(
+        torch.ops.flexops.adam8bit_.default,
+        args,
+        lists[0],
+        lambda: _check(lists, tensor, grad_scale, found_inf),
+    )
 
 
 def blocks(numel: int) -> int:
@@ -89,7 +126,12 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _check(
+    lists: list[list[Tensor]],
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
     params, grads, exp_avgs, exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, steps = lists
     wanted: Lists = {
         "params": (params, PARAM_DTYPES),
@@ -99,32 +141,54 @@ def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tens
         "state_steps": (steps, (torch.float32,)),
     }
     check_lists("adam8bit_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
-    for label, scales in (("exp_avg_scales", exp_avg_scales), ("exp_avg_sq_scales", exp_avg_sq_scales)):
+    for label, scales in (
+        ("exp_avg_scales", exp_avg_scales),
+        ("exp_avg_sq_scales", exp_avg_sq_scales),
+    ):
         if len(scales) != len(params):
-            raise ValueError(f"flexops::adam8bit_: {label} must hold {len(params)} tensors, as params does, got {len(scales)}")
+            raise ValueError(
+                f"flexops::adam8bit_: {label} must hold {len(params)} tensors, as params does, got"
+                f" {len(scales)}"
+            )
         for index, (scale, param) in enumerate(zip(scales, params, strict=True)):
             where = f"flexops::adam8bit_: {label}[{index}]"
-            if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or not scale.is_contiguous():
+            if (
+                not isinstance(scale, Tensor)
+                or scale.dtype != torch.float32
+                or not scale.is_contiguous()
+            ):
                 raise TypeError(f"{where} must be a contiguous float32 tensor")
             if scale.device != param.device:
-                raise ValueError(f"{where} must be on the device of params[0], {param.device}, got {scale.device}")
+                raise ValueError(
+                    f"{where} must be on the device of params[0], {param.device}, got"
+                    f" {scale.device}"
+                )
             if scale.numel() < blocks(param.numel()):
-                raise ValueError(f"{where} must have at least {blocks(param.numel())} elements, one for 256, got {scale.numel()}")
+                raise ValueError(
+                    f"{where} must have at least {blocks(param.numel())} elements, one for 256, got"
+                    f" {scale.numel()}"
+                )
 
 
-# --- the reference ------------------------------------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 def dequantize_averages(codes: Tensor, scales: Tensor) -> Tensor:
-    """An average in float32 from its codes (int8: the first moment, uint8: the second) and scales."""
+    """An average in float32 from its codes (int8: the first moment, uint8: the second) and
+    scales."""
     root = codes.flatten().float()
-    power, most = (root * root.abs(), 127.0**2) if codes.dtype == torch.int8 else (root.square().square(), 255.0**4)
+    power, most = (
+        (root * root.abs(), 127.0**2)
+        if codes.dtype == torch.int8
+        else (root.square().square(), 255.0**4)
+    )
     scale = (scales * (1 / most)).repeat_interleave(BLOCK)[: root.numel()]
     return (power * scale).view(codes.shape)
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A well-mixed 32-bit word of each 32-bit word (Wellons, "Prospecting for Hash Functions", lowbias32)."""
+    """A well-mixed 32-bit word of each 32-bit word (Wellons, "Prospecting for Hash Functions",
+    lowbias32)."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -153,8 +217,12 @@ def quantize_averages(
 
     def relative(magnitude: Tensor, most: float) -> tuple[Tensor, Tensor]:
         scales = _block_scales(magnitude)
-        factor = torch.where((scales > 0) & (scales < float("inf")), most / scales, 0.0).clamp(max=3e38)
-        return scales, (magnitude * factor.repeat_interleave(BLOCK)[: magnitude.numel()]).nan_to_num(0.0).clamp(max=most)
+        factor = torch.where((scales > 0) & (scales < float("inf")), most / scales, 0.0).clamp(
+            max=3e38
+        )
+        return scales, (
+            magnitude * factor.repeat_interleave(BLOCK)[: magnitude.numel()]
+        ).nan_to_num(0.0).clamp(max=most)
 
     scales1, power1 = relative(exp_avg.abs(), 127.0**2)
     low = power1.sqrt().floor()
@@ -164,7 +232,12 @@ def quantize_averages(
     low = power2.sqrt().sqrt().floor()
     low4, high4 = low.square().square(), (low + 1).square().square()
     code2 = (low + (power2 - low4 > random2 * (high4 - low4))).clamp(max=255)
-    return (code1 * exp_avg.sign().nan_to_num(0.0)).to(torch.int8), code2.to(torch.uint8), scales1, scales2
+    return (
+        (code1 * exp_avg.sign().nan_to_num(0.0)).to(torch.int8),
+        code2.to(torch.uint8),
+        scales1,
+        scales2,
+    )
 
 
 def _reference(
@@ -204,7 +277,9 @@ def _reference(
         exp_avg_sq = dequantize_averages(codes2, scales2) * beta2 + (1 - beta2) * grad * grad
         count = step.double().reshape(())
         step_size, root = rate / (1 - beta1**count), (1 - beta2**count).sqrt()
-        writer.put(param, value - step_size * exp_avg / (exp_avg_sq.sqrt() / root + max(eps, 1e-30)))
+        writer.put(
+            param, value - step_size * exp_avg / (exp_avg_sq.sqrt() / root + max(eps, 1e-30))
+        )
         made = quantize_averages(exp_avg.flatten(), exp_avg_sq.flatten(), step)
         new1, new2, new_scales1, new_scales2 = made
         writer.put(codes1, new1.view(codes1.shape))
@@ -217,8 +292,9 @@ define("adam8bit", ADAM8BIT.schema, _reference, nothing)
 
 
 def self_check(device: str) -> float:
-    """Three AdamW steps on random float32 numbers, by whatever kernel calls reach on ``device`` and by the reference: the largest difference of the
-    parameters and, where a code may be the neighbouring one, of the averages in units of their blocks' largest.
+    """Three AdamW steps on random float32 numbers, by whatever kernel calls reach on ``device`` and
+    by the reference: the largest difference of the parameters and, where a code may be the
+    neighbouring one, of the averages in units of their blocks' largest.
 
     For ``flexops doctor``.
     """
@@ -228,11 +304,14 @@ def self_check(device: str) -> float:
     steps: tuple[Any, Any] = (torch.ops.flexops.adam8bit_, _reference)
     for step in steps:
         param, count = params.clone(), torch.zeros((), device=device)
-        codes = [torch.zeros(1237, dtype=dtype, device=device) for dtype in (torch.int8, torch.uint8)]
+        codes = [
+            torch.zeros(1237, dtype=dtype, device=device) for dtype in (torch.int8, torch.uint8)
+        ]
         scales = [torch.zeros(blocks(1237), device=device) for _ in range(2)]
         for grad in grads:
             lists = [[each] for each in (param, grad, *codes, *scales, count)]
             step(*lists, 0.1, 0.9, 0.999, 1e-8, 0.1, False, True, None, None, None)
         results.append(param)
     difference = (results[0] - results[1]).abs()
-    return float(difference.quantile(0.99))  # a code that rounds the other way, by a last bit, shows in a few elements
+    # a code that rounds the other way, by a last bit, shows in a few elements
+    return float(difference.quantile(0.99))

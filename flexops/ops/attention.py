@@ -1,7 +1,9 @@
-"""Attention: ``softmax(score(scale q k^T)) v`` per sequence and head, without the matrix of scores in memory.
+"""Attention: ``softmax(score(scale q k^T)) v`` per sequence and head, without the matrix of scores
+in memory.
 
-Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022) and what followed it; the kernels' own pages
-(``csrc/attention/attention.cuh``) say which. With ``offset = keys - queries`` of a sequence, query ``i`` and key ``j``::
+Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022) and
+what followed it; the kernels' own pages (``csrc/attention/attention.cuh``) say which. With ``offset
+= keys - queries`` of a sequence, query ``i`` and key ``j``::
 
     s = scale q_i k_j;  s = softcap tanh(s / softcap);  s = s - slope |i + offset - j| + bias;  s = -inf where the query does not see the key
     lse_i = log(sum_j e^s + e^sink);  p = e^(s - lse_i);  o_i = sum_j p v_j
@@ -9,7 +11,8 @@ Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-A
     dp = do_i v_j;  delta_i = do_i o_i - dlse_i;  ds = p (dp - delta_i);  dv_j = sum_i p do_i;  dbias = ds;  dsink = -sum_i e^(sink - lse_i) delta_i
     ds = ds (1 - tanh^2(s / softcap));  dq_i = scale sum_j ds k_j;  dk_j = scale sum_i ds q_i
 
-A query that sees no key has zeros as its output and gradients, and ``-inf`` as its ``lse`` (without sinks).
+A query that sees no key has zeros as its output and gradients, and ``-inf`` as its ``lse`` (without
+sinks).
 """
 
 from __future__ import annotations
@@ -79,33 +82,42 @@ def attention(
     """``softmax(score(scale q k^T)) v``. Formulas: see the module.
 
     Args:
-        q: ``[batch, length, heads, head_dim]`` or, packed, ``[tokens, heads, head_dim]``; float32, bfloat16 or float16, any strides: a slice of a
-            packed projection goes in as it is.
-        k: like ``q``, with a length of its own and a number of heads that divides ``q``'s: ``heads / key heads`` neighbours share one.
+        q: ``[batch, length, heads, head_dim]`` or, packed, ``[tokens, heads, head_dim]``; float32,
+            bfloat16 or float16, any strides: a slice of a packed projection goes in as it is.
+        k: like ``q``, with a length of its own and a number of heads that divides ``q``'s: ``heads
+            / key heads`` neighbours share one.
         v: like ``k``; its ``head_dim`` may be another.
-        causal: query ``i`` sees keys up to ``i + keys - queries`` (aligned bottom right): the last query sees all of them.
+        causal: query ``i`` sees keys up to ``i + keys - queries`` (aligned bottom right): the last
+            query sees all of them.
         scale: of the product; None is ``head_dim ** -0.5``.
-        window: ``(left, right)``: query ``i`` sees only the keys from ``i + keys - queries - left`` to ``i + keys - queries + right``; None or -1 on a
-            side is no limit there.
-        bias: broadcastable to ``[batch, heads, queries, keys]`` (packed: of the longest), never expanded in memory. A bool one is True where a key
-            takes part; a float32, bfloat16 or float16 one is added. Its gradient, if it wants one, is computed by plain PyTorch, in pieces.
+        window: ``(left, right)``: query ``i`` sees only the keys from ``i + keys - queries - left``
+            to ``i + keys - queries + right``; None or -1 on a side is no limit there.
+        bias: broadcastable to ``[batch, heads, queries, keys]`` (packed: of the longest), never
+            expanded in memory. A bool one is True where a key takes part; a float32, bfloat16 or
+            float16 one is added. Its gradient, if it wants one, is computed by plain PyTorch, in
+            pieces.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``, float32 or what is cast to it; no gradient.
         softcap: ``score = softcap tanh(score / softcap)`` before bias and slopes; 0 leaves it out.
         sinks: ``[heads]``, one more score of each row, that has no value. Differentiable.
-        cu_seqlens_q: int32, ``[sequences + 1]``: where each sequence of ``q`` begins, and the end, for packed tensors; else None.
+        cu_seqlens_q: int32, ``[sequences + 1]``: where each sequence of ``q`` begins, and the end,
+            for packed tensors; else None.
         cu_seqlens_k: the same of ``k`` and ``v``.
         max_seqlen_q: the longest of ``q``'s; None asks ``cu_seqlens_q``, which waits for the GPU.
         max_seqlen_k: the same of ``k``'s.
         return_lse: give ``lse`` too, which is differentiable.
-        deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient in any order otherwise. On by itself under
-            ``torch.use_deterministic_algorithms(True)``.
-        score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers (:class:`flexops.ScoreMod` says which), or an expression of the same
-            as text, in place of ``softcap``, ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled into the kernels when it is first seen,
-            with its derivative. Under ``torch.compile`` it must be a :class:`flexops.ScoreMod`, made outside.
+        deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient
+            in any order otherwise. On by itself under ``torch.use_deterministic_algorithms(True)``.
+        score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers
+            (:class:`flexops.ScoreMod` says which), or an expression of the same as text, in place
+            of ``softcap``, ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled
+            into the kernels when it is first seen, with its derivative. Under ``torch.compile`` it
+            must be a :class:`flexops.ScoreMod`, made outside.
 
     Returns:
-        the output, ``q``'s shape with ``v``'s ``head_dim``, contiguous; with ``return_lse`` also the log of the sum of ``e^score``, float32, ``[batch,
-        heads, queries]`` or, packed, ``[heads, tokens]``. Under autocast ``q``, ``k`` and ``v`` are cast as for torch's attention.
+        the output, ``q``'s shape with ``v``'s ``head_dim``, contiguous; with ``return_lse`` also
+        the log of the sum of ``e^score``, float32, ``[batch, heads, queries]`` or, packed,
+        ``[heads, tokens]``. Under autocast ``q``, ``k`` and ``v`` are cast as for torch's
+        attention.
 
     Raises:
         TypeError: a tensor is not of the dtypes above.
@@ -121,19 +133,41 @@ def attention(
     number, modifier = 0, None
     if score_mod is not None:
         if bias is not None or softcap or alibi_slopes is not None:
-            fail("score_mod must come without softcap, bias and alibi_slopes, which it can compute itself")
+            fail(
+                "score_mod must come without softcap, bias and alibi_slopes, which it can compute"
+                " itself"
+            )
         modifier = _modifier(score_mod)
         number, bias = modifier.number, modifier.words(q.device)
     why, ragged, columns = declined(q, v, number), False, 0
     if not why and is_ragged(q, v):
         ragged, columns, scale = True, v.shape[-1], scale_of(q, scale)
-    usual = False, 0 if causal else right, left, scale, deterministic or torch.are_deterministic_algorithms_enabled(), bias
+    usual = (
+        False,
+        0 if causal else right,
+        left,
+        scale,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        bias,
+    )
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None
+    packed = (
+        cu_seqlens_q is not None
+        or cu_seqlens_k is not None
+        or max_seqlen_q is not None
+        or max_seqlen_k is not None
+    )
     if number or softcap or given or packed:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        options = (*usual, float(softcap), _in_float32(alibi_slopes), _in_float32(sinks), *packing, number)
+        options = (
+            *usual,
+            float(softcap),
+            _in_float32(alibi_slopes),
+            _in_float32(sinks),
+            *packing,
+            number,
+        )
     if ragged:
         check(q, k, v, *options)  # in the words of what was given
         q, k, v = padded(q, k, v)
@@ -153,9 +187,17 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# ---- what the operators are told, from what people say -----------------------------------------------------------------------------------------
+# ---- what the operators are told, from what people say -------------------------------------------
 
-def usual_options(heads_first: bool, right: int, left: int, scale: float | None, deterministic: bool, bias: Tensor | None) -> tuple[Any, ...]:
+
+def usual_options(
+    heads_first: bool,
+    right: int,
+    left: int,
+    scale: float | None,
+    deterministic: bool,
+    bias: Tensor | None,
+) -> tuple[Any, ...]:
     """The operators' arguments behind q, k and v, less what is the default at their end."""
     if bias is not None:
         return heads_first, right, left, scale, deterministic, bias
@@ -164,17 +206,29 @@ def usual_options(heads_first: bool, right: int, left: int, scale: float | None,
     return heads_first, right
 
 
-def _packing(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[Any, ...]:
+def _packing(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Any, ...]:
     """The same, with lengths for those that were left out."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        return cu_seqlens_q, cu_seqlens_k, longest_of(cu_seqlens_q, max_seqlen_q), longest_of(cu_seqlens_k, max_seqlen_k)
+        return (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            longest_of(cu_seqlens_q, max_seqlen_q),
+            longest_of(cu_seqlens_k, max_seqlen_k),
+        )
     if max_seqlen_q is not None or max_seqlen_k is not None:
         fail("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k, got none")
     return cu_seqlens_q, cu_seqlens_k, 0, 0
 
 
 def _in_float32(of_heads: Tensor | None) -> Tensor | None:
-    return of_heads.float() if isinstance(of_heads, Tensor) and of_heads.dtype in HALVES else of_heads
+    return (
+        of_heads.float() if isinstance(of_heads, Tensor) and of_heads.dtype in HALVES else of_heads
+    )
 
 
 def _modifier(score_mod: Callable[..., Any] | str | ScoreMod) -> ScoreMod:
@@ -207,7 +261,7 @@ class _OfTables(torch.autograd.Function):
         return (grad, grad_lse, *[None] * 6, *found.values())
 
 
-# ---- autograd ------------------------------------------------------------------------------------------------------------------------------
+# ---- autograd ------------------------------------------------------------------------------------
 
 
 def _keep(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
@@ -222,7 +276,9 @@ def _keep(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> No
     ctx.options = _with_tensors(options, *[None] * 5)
 
 
-def _backward(operator: Callable[..., Any], ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    operator: Callable[..., Any], ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     options = _with_tensors(ctx.options, *tensors) if tensors else ctx.options
     needs = ctx.needs_input_grad
@@ -239,18 +295,31 @@ def _backward(operator: Callable[..., Any], ctx: Any, grad: Tensor | None, grad_
     return tuple(gradients)
 
 
-_BIAS, _ALIBI, _SINKS = (3 + Options._fields.index(name) for name in ("bias", "alibi_slopes", "sinks"))  # positions of arguments
+# positions of arguments
+_BIAS, _ALIBI, _SINKS = (
+    3 + Options._fields.index(name) for name in ("bias", "alibi_slopes", "sinks")
+)
 
 
 def _tensors_of(o: Options) -> tuple[Tensor | None, ...]:
     return o.bias, o.alibi_slopes, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k
 
 
-def _with_tensors(options: Options, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> Options:
-    return options._replace(bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+def _with_tensors(
+    options: Options, bias: Any, alibi_slopes: Any, sinks: Any, cu_seqlens_q: Any, cu_seqlens_k: Any
+) -> Options:
+    return options._replace(
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
 
 
-def _gradient_of_sinks(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, options: Options) -> Tensor:
+def _gradient_of_sinks(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, options: Options
+) -> Tensor:
     if options.heads_first:
         grad, out = rows_first(grad, out)
     assert options.sinks is not None
@@ -278,8 +347,15 @@ define(
     native=False,
     function="attention",
 )
-for _name, _instead, _is_native in (("attention", reference, True), ("attention_composed", noting(reference, declined, 0, 3), False)):
-    _operator = builtin(torch.ops.flexops.attention_backward.default if _is_native else torch.ops.flexops.attention_composed_backward.default)
+for _name, _instead, _is_native in (
+    ("attention", reference, True),
+    ("attention_composed", noting(reference, declined, 0, 3), False),
+):
+    _operator = builtin(
+        torch.ops.flexops.attention_backward.default
+        if _is_native
+        else torch.ops.flexops.attention_composed_backward.default
+    )
     define(
         "attention",
         f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
@@ -302,19 +378,23 @@ define(
     function="attention",
 )
 
-# With arguments of the operators, in their order; those behind the last one that matters may be left out.
+# With arguments of the operators, in their order; those behind the last one that matters may be
+# left out.
 by_kernels = caller(torch.ops.flexops.attention.default)
 _composed = caller(torch.ops.flexops.attention_composed.default)
 
 
-# ---- operations, for torch's counter -------------------------------------------------------------------------------------------------------
+# ---- operations, for torch's counter -------------------------------------------------------------
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> int:
-    """Two products, as torch counts its own: what a mask leaves out is not taken off. Of packed sequences as if all were as long as the longest."""
+    """Two products, as torch counts its own: what a mask leaves out is not taken off. Of packed
+    sequences as if all were as long as the longest."""
     named.pop("out_val", None)  # the counter's
     o, batch = Options(*given, **named), q.shape[0]
-    (queries, heads), keys = (q.shape[2:0:-1], k.shape[2]) if o.heads_first else (q.shape[-3:-1], k.shape[-3])
+    (queries, heads), keys = (
+        (q.shape[2:0:-1], k.shape[2]) if o.heads_first else (q.shape[-3:-1], k.shape[-3])
+    )
     if o.cu_seqlens_q is not None:
         batch, queries, keys = o.cu_seqlens_q.shape[0] - 1, o.max_seqlen_q, o.max_seqlen_k
     count: int = 2 * batch * heads * queries * keys * (q.shape[-1] + v.shape[-1])
@@ -325,7 +405,11 @@ def _flops_backward(*args: Any, **_: Any) -> int:
     """Five products, scores once more among them."""
     q, _k, v = args[2:5]
     forward = _flops(*args[2:5], *args[7:])
-    return forward * 5 // 2 if q.shape[-1] == v.shape[-1] else forward // (q.shape[-1] + v.shape[-1]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return (
+        forward * 5 // 2
+        if q.shape[-1] == v.shape[-1]
+        else forward // (q.shape[-1] + v.shape[-1]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    )
 
 
 register_flops(
@@ -339,14 +423,18 @@ register_flops(
 
 
 def self_check(device: str) -> float:
-    """Grouped heads, unequal lengths, a window and a soft cap on random numbers of size 1, by whatever kernels calls reach on ``device`` and by the
-    reference.
+    """Grouped heads, unequal lengths, a window and a soft cap on random numbers of size 1, by
+    whatever kernels calls reach on ``device`` and by the reference.
 
-    For ``flexops doctor``. Returns the largest difference; a 32nd of it on a GPU, whose kernels take 16 bits: there results of this size round by 2^-7.
+    For ``flexops doctor``. Returns the largest difference; a 32nd of it on a GPU, whose kernels
+    take 16 bits: there results of this size round by 2^-7.
     """
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v, grad = (torch.randn(2, length, heads, 64, generator=generator).to(device, dtype) for length, heads in ((37, 4), (65, 2), (65, 2), (37, 4)))
+    q, k, v, grad = (
+        torch.randn(2, length, heads, 64, generator=generator).to(device, dtype)
+        for length, heads in ((37, 4), (65, 2), (65, 2), (37, 4))
+    )
     actual: list[Tensor] = []
     expected: list[Tensor] = []
     with torch.no_grad():
@@ -354,5 +442,8 @@ def self_check(device: str) -> float:
             options = (False, right, left, None, True, None, softcap)
             out, lse = reference(q, k, v, *options)
             expected += [out, lse, *backward_reference(grad, None, q, k, v, out, lse, *options)]
-            actual += [*by_kernels(q, k, v, *options), *torch.ops.flexops.attention_backward(grad, None, q, k, v, out, lse, *options)]
+            actual += [
+                *by_kernels(q, k, v, *options),
+                *torch.ops.flexops.attention_backward(grad, None, q, k, v, out, lse, *options),
+            ]
     return difference(actual, expected) / (1 if dtype == torch.float32 else 32)

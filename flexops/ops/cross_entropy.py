@@ -5,12 +5,15 @@ For a row ``x`` of ``V`` logits and its class ``t``, with ``lse = log(sum(exp(x)
     loss     = lse - (1 - label_smoothing) * x[t] - label_smoothing * mean(x) + z_loss * lse**2
     gradient = softmax(x) * (1 + 2 * z_loss * lse) - label_smoothing / V - (1 - label_smoothing) * (class == t)
 
-which without ``z_loss`` is what ``torch.nn.functional.cross_entropy`` computes; ``z_loss`` is PaLM's (Chowdhery et al., 2022, section 5). All of it is
-computed in float32, and so are losses, whatever the dtype of the logits: 8 bits would tell little of a loss. Gradients have the dtype of the logits.
+which without ``z_loss`` is what ``torch.nn.functional.cross_entropy`` computes; ``z_loss`` is
+PaLM's (Chowdhery et al., 2022, section 5). All of it is computed in float32, and so are losses,
+whatever the dtype of the logits: 8 bits would tell little of a loss. Gradients have the dtype of
+the logits.
 
-Rows whose class is ``ignore_index`` have loss and gradient 0 and do not count in a mean; their logits are not looked at. A class that is neither that
-nor one of the ``V`` makes its row's loss and gradient NaN: nothing outside of the logits is read, and finding it out on the host would stop a GPU.
-The mean over no rows at all is NaN, as in torch, and its gradient 0.
+Rows whose class is ``ignore_index`` have loss and gradient 0 and do not count in a mean; their
+logits are not looked at. A class that is neither that nor one of the ``V`` makes its row's loss and
+gradient NaN: nothing outside of the logits is read, and finding it out on the host would stop a
+GPU. The mean over no rows at all is NaN, as in torch, and its gradient 0.
 """
 
 from __future__ import annotations
@@ -39,19 +42,23 @@ def cross_entropy(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> Tensor:
-    """Cross entropy between ``logits`` and class numbers. Formulas, ignored and invalid classes: see the module.
+    """Cross entropy between ``logits`` and class numbers. Formulas, ignored and invalid classes:
+    see the module.
 
     Args:
-        logits: ``[..., V]``, float32, float16 or bfloat16, any strides; any ``V`` from 1 to 2**30. Classes are the last dimension.
+        logits: ``[..., V]``, float32, float16 or bfloat16, any strides; any ``V`` from 1 to 2**30.
+            Classes are the last dimension.
         target: int64 ``[...]``: a class in ``[0, V)``, or ``ignore_index``, for each row.
         ignore_index: the class number of rows that do not count.
         label_smoothing: 0 to 1.
         z_loss: weight of the squared log-sum-exp, at least 0.
         reduction: "mean" (over the rows that are not ignored), "sum" or "none".
-        inplace: **write the gradient over the logits**, in the same pass that computes the loss: the logits are destroyed, and training takes no
-            memory beyond them. Whatever else would need their values for its backward pass raises torch's "modified by an inplace operation"; that also
-            goes for a second backward pass. Logits are left alone where nothing requires a gradient, and where their rows are not contiguous, not evenly
-            spaced or lie over each other.
+        inplace: **write the gradient over the logits**, in the same pass that computes the loss:
+            the logits are destroyed, and training takes no memory beyond them. Whatever else would
+            need their values for its backward pass raises torch's "modified by an inplace
+            operation"; that also goes for a second backward pass. Logits are left alone where
+            nothing requires a gradient, and where their rows are not contiguous, not evenly spaced
+            or lie over each other.
 
     Returns:
         float32: a scalar, or ``[...]`` with "none".
@@ -60,42 +67,70 @@ def cross_entropy(
         TypeError: ``logits`` or ``target`` is no tensor of the dtypes above.
         ValueError: shapes, devices or numbers are not as above.
 
-    Differentiable once, with respect to ``logits``. Without ``inplace`` the backward pass makes the gradient from the logits, which it keeps, and their
-    log-sum-exps. With it the gradient is there already, and multiplied by the loss's own gradient only if that is not 1, which a GPU finds out without
-    asking the host. Then float16 rounds the gradient before, not after, a ``GradScaler``'s factor is in it: prefer bfloat16, or ``reduction="sum"``.
+    Differentiable once, with respect to ``logits``. Without ``inplace`` the backward pass makes the
+    gradient from the logits, which it keeps, and their log-sum-exps. With it the gradient is there
+    already, and multiplied by the loss's own gradient only if that is not 1, which a GPU finds out
+    without asking the host. Then float16 rounds the gradient before, not after, a ``GradScaler``'s
+    factor is in it: prefer bfloat16, or ``reduction="sum"``.
     """
     check_arguments("cross_entropy", "logits", logits, target, label_smoothing, z_loss, reduction)
     if logits.shape[-1] == 0:  # "not" makes a compiler of torch 2.4 take the size for a constant
-        raise ValueError(f"flexops.cross_entropy: logits must have at least one class in their last dimension, got shape {tuple(logits.shape)}")
+        raise ValueError(
+            "flexops.cross_entropy: logits must have at least one class in their last dimension,"
+            f" got shape {tuple(logits.shape)}"
+        )
     shape, code = target.shape, REDUCTIONS[reduction]
     if len(shape) != 1:
         target, logits = target.reshape(-1), logits.reshape(-1, logits.shape[-1])
     if inplace and logits.requires_grad and torch.is_grad_enabled() and _has_rows(logits):
-        loss: Tensor = _INPLACE(logits, target, None, ignore_index, label_smoothing, z_loss, code)[0]
+        loss: Tensor = _INPLACE(logits, target, None, ignore_index, label_smoothing, z_loss, code)[
+            0
+        ]
     else:
         loss = _FORWARD(logits, target, ignore_index, label_smoothing, z_loss, code)[0]
     return loss.view(shape) if code == 0 and len(shape) != 1 else loss
 
 
-def check_arguments(op: str, name: str, values: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
-    """Those that every cross entropy has. ``values``, called ``name``, have a row for each class number."""
+def check_arguments(
+    op: str,
+    name: str,
+    values: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> None:
+    """Those that every cross entropy has. ``values``, called ``name``, have a row for each class
+    number."""
     if not isinstance(values, Tensor) or values.dtype not in FLOAT_DTYPES:
         found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"flexops.{op}: {name} must be a float32, float16 or bfloat16 tensor, got {found}")
+        raise TypeError(
+            f"flexops.{op}: {name} must be a float32, float16 or bfloat16 tensor, got {found}"
+        )
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         found = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"flexops.{op}: target must be an int64 tensor of class numbers, got {found}")
+        raise TypeError(
+            f"flexops.{op}: target must be an int64 tensor of class numbers, got {found}"
+        )
     if not is_dense(values) or not is_dense(target):
         check_places(f"flexops.{op}", {name: values, "target": target})
     if values.dim() == 0:
         raise ValueError(f"flexops.{op}: {name} must have at least one dimension, got a scalar")
     if values.device != target.device:
-        raise ValueError(f"flexops.{op}: target must be on the device of {name}, {values.device}, got {target.device}")
+        raise ValueError(
+            f"flexops.{op}: target must be on the device of {name}, {values.device}, got"
+            f" {target.device}"
+        )
     if values.shape[:-1] != target.shape:
         rows = tuple(values.shape[:-1])
-        raise ValueError(f"flexops.{op}: target must have shape {rows}, one class for each row of {name}, got {tuple(target.shape)}")
+        raise ValueError(
+            f"flexops.{op}: target must have shape {rows}, one class for each row of {name}, got"
+            f" {tuple(target.shape)}"
+        )
     if reduction not in REDUCTIONS:
-        raise ValueError(f"flexops.{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        raise ValueError(
+            f"flexops.{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}"
+        )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"flexops.{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if not z_loss >= 0.0:
@@ -108,7 +143,7 @@ def _has_rows(logits: Tensor) -> bool:
     return (classes == 1 or inner == 1) and (rows <= 1 or step >= classes)
 
 
-# ---- the ops: logits, [N, V], target [N] -----------------------------------------------------------------------------------------------------
+# ---- the ops: logits, [N, V], target [N] ---------------------------------------------------------
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -117,12 +152,18 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def divisor_of(target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype) -> Tensor:
-    """What the sum of the losses is divided by: for a mean, the number of rows that are not ignored."""
-    return (target != ignore_index).sum().to(dtype) if reduction == 2 else torch.ones((), dtype=dtype, device=target.device)
+    """What the sum of the losses is divided by: for a mean, the number of rows that are not
+    ignored."""
+    return (
+        (target != ignore_index).sum().to(dtype)
+        if reduction == 2
+        else torch.ones((), dtype=dtype, device=target.device)
+    )
 
 
 def _stats(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Of each row its greatest logit, and the sum of the powers of the distances to it; 0 if it is ignored."""
+    """Of each row its greatest logit, and the sum of the powers of the distances to it; 0 if it is
+    ignored."""
     greatest = x.amax(1)
     greatest = greatest.masked_fill(greatest == -torch.inf, 0.0)
     total = torch.exp(x - greatest.unsqueeze(1)).sum(1)
@@ -130,7 +171,14 @@ def _stats(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor
     return greatest.masked_fill(ignored, 0.0), total.masked_fill(ignored, 0.0)
 
 
-def _losses(x: Tensor, target: Tensor, stats: tuple[Tensor, Tensor], ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
+def _losses(
+    x: Tensor,
+    target: Tensor,
+    stats: tuple[Tensor, Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
     (greatest, total), classes = stats, x.shape[1]
     log = total.log()
     chosen = x.gather(1, target.clamp(0, classes - 1).unsqueeze(1)).squeeze(1)
@@ -141,19 +189,36 @@ def _losses(x: Tensor, target: Tensor, stats: tuple[Tensor, Tensor], ignore_inde
     return losses.masked_fill(target == ignore_index, 0.0)
 
 
-def _gradient(x: Tensor, target: Tensor, stats: tuple[Tensor, Tensor], factor: Tensor, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
+def _gradient(
+    x: Tensor,
+    target: Tensor,
+    stats: tuple[Tensor, Tensor],
+    factor: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
     """Of each row's loss, times ``factor``."""
     classes, (greatest, total) = x.shape[1], stats
     slope = (1 + 2 * z_loss * (greatest + total.log())) / total
     gradient = torch.exp(x - greatest.unsqueeze(1)) * slope.unsqueeze(1) - label_smoothing / classes
     chosen = target.clamp(0, classes - 1).unsqueeze(1)
-    gradient = gradient.scatter_add(1, chosen, gradient.new_full((), label_smoothing - 1.0).expand(chosen.shape))
+    gradient = gradient.scatter_add(
+        1, chosen, gradient.new_full((), label_smoothing - 1.0).expand(chosen.shape)
+    )
     gradient = gradient * (factor.unsqueeze(1) if factor.dim() == 1 else factor)
     gradient = gradient.masked_fill(((target < 0) | (target >= classes)).unsqueeze(1), torch.nan)
     return gradient.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
 
 
-def _cross_entropy_reference(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: int) -> tuple[Tensor, Tensor]:
+def _cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+) -> tuple[Tensor, Tensor]:
     x = _widen(logits)
     stats = _stats(x, target, ignore_index)
     losses = _losses(x, target, stats, ignore_index, label_smoothing, z_loss)
@@ -164,7 +229,13 @@ def _cross_entropy_reference(logits: Tensor, target: Tensor, ignore_index: int, 
 
 
 def _cross_entropy_inplace_reference(
-    logits: Tensor, target: Tensor, factors: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, reduction: int
+    logits: Tensor,
+    target: Tensor,
+    factors: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
 ) -> tuple[Tensor, Tensor]:
     x = _widen(logits)
     stats = _stats(x, target, ignore_index)
@@ -178,12 +249,21 @@ def _cross_entropy_inplace_reference(
 
 
 def _cross_entropy_backward_reference(
-    grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: int
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
 ) -> Tensor:
     rows = logits.shape[0]
     factor = grad if reduction == 0 else grad / stats[-1]
     pair = (stats[:rows], stats[rows : 2 * rows])
-    gradient = _gradient(_widen(logits), target, pair, factor, ignore_index, label_smoothing, z_loss)
+    gradient = _gradient(
+        _widen(logits), target, pair, factor, ignore_index, label_smoothing, z_loss
+    )
     return gradient.to(logits.dtype).contiguous()
 
 
@@ -217,13 +297,16 @@ def _cross_entropy_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor,
 
 def _cross_entropy_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     logits, target, stats = ctx.saved_tensors
-    gradient: Tensor = torch.ops.flexops.cross_entropy_backward.default(grad, logits, target, stats, *ctx.options)
+    gradient: Tensor = torch.ops.flexops.cross_entropy_backward.default(
+        grad, logits, target, stats, *ctx.options
+    )
     return gradient, None, None, None, None, None
 
 
 def _inplace_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
     logits = args[0]
-    torch.autograd.graph.increment_version(logits)  # the op went past autograd: now whoever needs the logits' values finds out
+    # the op went past autograd: now whoever needs the logits' values finds out
+    torch.autograd.graph.increment_version(logits)
     ctx.save_for_backward(logits)
     ctx.mark_non_differentiable(results[1])
 
@@ -234,13 +317,18 @@ def _inplace_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, .
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """In place, so that a second backward pass, which would do it again, has to find out; while a compiler looks on, as plain arithmetic."""
+    """In place, so that a second backward pass, which would do it again, has to find out; while a
+    compiler looks on, as plain arithmetic."""
     if type(gradient) is Tensor and gradient.is_contiguous() and not is_transforming():
         torch.ops.flexops.scale_rows_.default(gradient, factor)
         torch.autograd.graph.increment_version(gradient)
         return gradient
     factor = factor.unsqueeze(1) if factor.dim() == 1 else factor
-    return gradient.mul_(factor) if type(gradient) is Tensor and not is_transforming() else (gradient * factor).to(gradient.dtype)
+    return (
+        gradient.mul_(factor)
+        if type(gradient) is Tensor and not is_transforming()
+        else (gradient * factor).to(gradient.dtype)
+    )
 
 
 define(
@@ -260,13 +348,22 @@ define(
     backward=_inplace_backward,
     function="cross_entropy",
 )
-define("cross_entropy", declared.CROSS_ENTROPY_BACKWARD.schema, _cross_entropy_backward_reference, _cross_entropy_backward_fake)
+define(
+    "cross_entropy",
+    declared.CROSS_ENTROPY_BACKWARD.schema,
+    _cross_entropy_backward_reference,
+    _cross_entropy_backward_fake,
+)
 define("cross_entropy", declared.SCALE_ROWS.schema, _scale_rows_reference, _scale_rows_fake)
-_FORWARD, _INPLACE = caller(torch.ops.flexops.cross_entropy.default), caller(torch.ops.flexops.cross_entropy_.default)
+_FORWARD, _INPLACE = (
+    caller(torch.ops.flexops.cross_entropy.default),
+    caller(torch.ops.flexops.cross_entropy_.default),
+)
 
 
 def self_check(device: str) -> float:
-    """Random logits, losses and gradients both ways, by whatever kernels calls reach on ``device`` and by the reference.
+    """Random logits, losses and gradients both ways, by whatever kernels calls reach on ``device``
+    and by the reference.
 
     For ``flexops doctor``. Returns the largest difference of losses and gradients.
     """
@@ -277,8 +374,13 @@ def self_check(device: str) -> float:
     numbers = (-100, 0.1, 1e-4, 2)
     ops, one = torch.ops.flexops, logits.new_ones(())
     loss, stats = ops.cross_entropy(logits, target, *numbers)
-    gradient, written = ops.cross_entropy_backward(one, logits, target, stats, *numbers), logits.clone()
+    gradient, written = (
+        ops.cross_entropy_backward(one, logits, target, stats, *numbers),
+        logits.clone(),
+    )
     fused = ops.cross_entropy_(written, target, None, *numbers)[0]
     expected_loss, expected_stats = _cross_entropy_reference(logits, target, *numbers)
     expected = _cross_entropy_backward_reference(one, logits, target, expected_stats, *numbers)
-    return difference((loss, fused, gradient, written), (expected_loss, expected_loss, expected, expected))
+    return difference(
+        (loss, fused, gradient, written), (expected_loss, expected_loss, expected, expected)
+    )

@@ -1,8 +1,10 @@
-"""Quantization to scaled bytes, fp8 or int8, with a float32 scale a row, a group or a tensor, and back.
+"""Quantization to scaled bytes, fp8 or int8, with a float32 scale a row, a group or a tensor, and
+back.
 
-What matrix multiplications in 8 bits take (``torch._scaled_mm``, ``torch._int_mm``, and the kernels of inference engines): codes, and scales that
-their products are *multiplied* by, ``value = code * scale``. (The 4-bit and 8-bit groups of :func:`flexops.quantize` keep FlexGen's format,
-whose scales divide.)
+What matrix multiplications in 8 bits take (``torch._scaled_mm``, ``torch._int_mm``, and the kernels
+of inference engines): codes, and scales that their products are *multiplied* by, ``value = code *
+scale``. (The 4-bit and 8-bit groups of :func:`flexops.quantize` keep FlexGen's format, whose scales
+divide.)
 
 The arithmetic, in float32 with one rounding an operation, to nearest even::
 
@@ -11,13 +13,16 @@ The arithmetic, in float32 with one rounding an operation, to nearest even::
     code    = x * (1 / scale), clamped to [-B, B] and rounded to the nearest code (halves to even)
     value   = code * scale, rounded to the result's dtype
 
-with ``B`` = 448 for float8_e4m3fn, 57344 for float8_e5m2 and 127 for int8: the largest finite code. So no code is an infinity.
+with ``B`` = 448 for float8_e4m3fn, 57344 for float8_e5m2 and 127 for int8: the largest finite code.
+So no code is an infinity.
 
-A row, group or tensor that holds a NaN or an infinity is broken: its codes are 0 and its scale is NaN, and so all of it comes back as NaN, loudly;
-others are not touched. All zeros come back as zeros: their scale is 1. Where the scale is given, nothing looks for these: what is beyond the range,
-infinities included, becomes the largest code of its sign, and a NaN stays a NaN.
+A row, group or tensor that holds a NaN or an infinity is broken: its codes are 0 and its scale is
+NaN, and so all of it comes back as NaN, loudly; others are not touched. All zeros come back as
+zeros: their scale is 1. Where the scale is given, nothing looks for these: what is beyond the
+range, infinities included, becomes the largest code of its sign, and a NaN stays a NaN.
 
-The native CPU and CUDA kernels give exactly the codes, scales and values of the plain PyTorch version in this file (a NaN may be another NaN).
+The native CPU and CUDA kernels give exactly the codes, scales and values of the plain PyTorch
+version in this file (a NaN may be another NaN).
 """
 
 from __future__ import annotations
@@ -36,21 +41,32 @@ _PER_ROW, _PER_TENSOR = -1, 0  # in place of a group size, in the ops
 
 
 def quantize_fp8(
-    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "row", group_size: int = 128, scale: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling: str = "row",
+    group_size: int = 128,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize ``x`` to fp8. Formulas, and what becomes of NaN, infinities and zeros: see the module.
+    """Quantize ``x`` to fp8. Formulas, and what becomes of NaN, infinities and zeros: see the
+    module.
 
     Args:
-        x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty. A row is what lies along the last dimension.
-        dtype: ``torch.float8_e4m3fn`` (3 bits of fraction, up to 448) or ``torch.float8_e5m2`` (2 bits, up to 57344; for gradients).
-        scaling: ``"row"``; ``"group"``: of ``group_size`` consecutive elements of a row, of which the last may be short; or ``"tensor"``.
-        group_size: elements a group, from 1 on; for ``"group"`` only. Kernels are fastest with powers of two from 32 on.
-        scale: for ``"tensor"`` only: use this scale, one float32 number on x's device, instead of looking for the largest element, which reads
-            ``x`` once more. Not looked at on the host: nothing waits for the device.
+        x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty. A row is
+            what lies along the last dimension.
+        dtype: ``torch.float8_e4m3fn`` (3 bits of fraction, up to 448) or ``torch.float8_e5m2`` (2
+            bits, up to 57344; for gradients).
+        scaling: ``"row"``; ``"group"``: of ``group_size`` consecutive elements of a row, of which
+            the last may be short; or ``"tensor"``.
+        group_size: elements a group, from 1 on; for ``"group"`` only. Kernels are fastest with
+            powers of two from 32 on.
+        scale: for ``"tensor"`` only: use this scale, one float32 number on x's device, instead of
+            looking for the largest element, which reads ``x`` once more. Not looked at on the host:
+            nothing waits for the device.
 
     Returns:
-        ``(values, scales)``: ``values`` of ``dtype``, contiguous, of x's shape; ``scales`` float32, contiguous: ``[*before, 1]`` for rows,
-        ``[*before, ceil(length / group_size)]`` for groups, ``[]`` for the tensor (``scale`` itself if it was given). Row and tensor scales are what
+        ``(values, scales)``: ``values`` of ``dtype``, contiguous, of x's shape; ``scales`` float32,
+        contiguous: ``[*before, 1]`` for rows, ``[*before, ceil(length / group_size)]`` for groups,
+        ``[]`` for the tensor (``scale`` itself if it was given). Row and tensor scales are what
         ``torch._scaled_mm`` takes as ``scale_a`` (transposed, as ``scale_b``).
 
     Raises:
@@ -59,7 +75,12 @@ def quantize_fp8(
 
     Not differentiable: results do not require gradients.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES or dtype not in _FP8_DTYPES or scale is not None:
+    if (
+        not isinstance(x, Tensor)
+        or x.dtype not in _FLOAT_DTYPES
+        or dtype not in _FP8_DTYPES
+        or scale is not None
+    ):
         _check_fp8(x, dtype, scaling, scale)
     if not is_dense(x):
         check_places("flexops.quantize_fp8", {"x": x})
@@ -68,19 +89,29 @@ def quantize_fp8(
     if scale is not None:
         values: Tensor = torch.ops.flexops.quantize_fp8_scaled.default(x, scale.detach(), dtype)
         return values, scale
-    segment = _PER_ROW if scaling == "row" else _PER_TENSOR if scaling == "tensor" else _group(scaling, group_size)
+    segment = (
+        _PER_ROW
+        if scaling == "row"
+        else _PER_TENSOR
+        if scaling == "tensor"
+        else _group(scaling, group_size)
+    )
     if x.dim() == 0:
         raise ValueError("flexops.quantize_fp8: x must have at least one dimension, got a scalar")
     result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_fp8.default(x, dtype, segment)
     return result
 
 
-def dequantize_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, group_size: int = 128) -> Tensor:
-    """The tensor that ``values`` and ``scales`` stand for: ``values * scales``, each scale for its row, its group or all.
+def dequantize_fp8(
+    values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, group_size: int = 128
+) -> Tensor:
+    """The tensor that ``values`` and ``scales`` stand for: ``values * scales``, each scale for its
+    row, its group or all.
 
     Args:
         values: float8_e4m3fn or float8_e5m2, any strides.
-        scales: float32, on the same device: one number without dimensions for the tensor, ``[*before, 1]`` for rows, ``[*before, groups]`` for groups.
+        scales: float32, on the same device: one number without dimensions for the tensor,
+            ``[*before, 1]`` for rows, ``[*before, groups]`` for groups.
         dtype: float32, float16 or bfloat16. A value beyond its range becomes infinite.
         group_size: elements a group; looked at only if there are scales for groups.
 
@@ -93,21 +124,28 @@ def dequantize_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
     """
     if not isinstance(values, Tensor) or values.dtype not in _FP8_DTYPES:
         found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"flexops.dequantize_fp8: values must be a float8_e4m3fn or float8_e5m2 tensor, got {found}")
+        raise TypeError(
+            "flexops.dequantize_fp8: values must be a float8_e4m3fn or float8_e5m2 tensor, got"
+            f" {found}"
+        )
     segment = _check_dequantize("flexops.dequantize_fp8:", values, scales, dtype, group_size)
-    result: Tensor = torch.ops.flexops.dequantize_fp8.default(values, scales.detach() if scales.requires_grad else scales, segment, dtype)
+    result: Tensor = torch.ops.flexops.dequantize_fp8.default(
+        values, scales.detach() if scales.requires_grad else scales, segment, dtype
+    )
     return result
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row of ``x`` (a token's, in a model) to int8, symmetrically. Formulas, and what becomes of NaN, infinities and zeros: see the module.
+    """Quantize each row of ``x`` (a token's, in a model) to int8, symmetrically. Formulas, and what
+    becomes of NaN, infinities and zeros: see the module.
 
     Args:
-        x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty. A row is what lies along the last dimension.
+        x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty. A row is
+            what lies along the last dimension.
 
     Returns:
-        ``(values, scales)``: int8 of x's shape, from -127 to 127, contiguous; float32 ``[*before, 1]``: what a product of ``values`` is to be
-        multiplied by.
+        ``(values, scales)``: int8 of x's shape, from -127 to 127, contiguous; float32 ``[*before,
+        1]``: what a product of ``values`` is to be multiplied by.
 
     Raises:
         TypeError: ``x`` is no tensor of these dtypes.
@@ -121,12 +159,15 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
         check_places("flexops.quantize_int8", {"x": x})
     if x.dim() == 0:
         raise ValueError("flexops.quantize_int8: x must have at least one dimension, got a scalar")
-    result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_int8.default(x.detach() if x.requires_grad else x)
+    result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_int8.default(
+        x.detach() if x.requires_grad else x
+    )
     return result
 
 
 def dequantize_int8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor that ``values`` and ``scales`` stand for: ``values * scales``, each scale for its row.
+    """The tensor that ``values`` and ``scales`` stand for: ``values * scales``, each scale for its
+    row.
 
     Args:
         values: int8, any strides.
@@ -144,8 +185,13 @@ def dequantize_int8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
         found = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(f"flexops.dequantize_int8: values must be an int8 tensor, got {found}")
     if _check_dequantize("flexops.dequantize_int8:", values, scales, dtype, 1) != _PER_ROW:
-        raise ValueError(f"flexops.dequantize_int8: scales must have shape {[*values.shape[:-1], 1]}, got {list(scales.shape)}")
-    result: Tensor = torch.ops.flexops.dequantize_int8.default(values, scales.detach() if scales.requires_grad else scales, dtype)
+        raise ValueError(
+            f"flexops.dequantize_int8: scales must have shape {[*values.shape[:-1], 1]}, got"
+            f" {list(scales.shape)}"
+        )
+    result: Tensor = torch.ops.flexops.dequantize_int8.default(
+        values, scales.detach() if scales.requires_grad else scales, dtype
+    )
     return result
 
 
@@ -159,15 +205,22 @@ def _check_fp8(x: Tensor, dtype: torch.dtype, scaling: str, scale: Tensor | None
     if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
         raise _wrong_input(where, x)
     if dtype not in _FP8_DTYPES:
-        raise TypeError(f"{where} dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+        raise TypeError(
+            f"{where} dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}"
+        )
     if scale is None:
         return
     if scaling != "tensor":
-        raise ValueError(f"{where} scale must be None unless scaling is 'tensor', got scaling={scaling!r}")
+        raise ValueError(
+            f"{where} scale must be None unless scaling is 'tensor', got scaling={scaling!r}"
+        )
     if x.dim() == 0:
         raise ValueError(f"{where} x must have at least one dimension, got a scalar")
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{where} scale must be a float32 tensor, got {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}")
+        raise TypeError(
+            f"{where} scale must be a float32 tensor, got"
+            f" {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}"
+        )
     check_places(where[:-1], {"x": x, "scale": scale})
     if scale.numel() != 1:
         raise ValueError(f"{where} scale must be one number, got shape {list(scale.shape)}")
@@ -177,22 +230,31 @@ def _check_fp8(x: Tensor, dtype: torch.dtype, scaling: str, scale: Tensor | None
 
 def _group(scaling: str, group_size: int) -> int:
     if scaling != "group":
-        raise ValueError(f"flexops.quantize_fp8: scaling must be 'row', 'group' or 'tensor', got {scaling!r}")
+        raise ValueError(
+            f"flexops.quantize_fp8: scaling must be 'row', 'group' or 'tensor', got {scaling!r}"
+        )
     if group_size < 1:
         raise ValueError(f"flexops.quantize_fp8: group_size must be at least 1, got {group_size}")
     return group_size
 
 
-def _check_dequantize(where: str, values: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int) -> int:
+def _check_dequantize(
+    where: str, values: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int
+) -> int:
     """What the scales are for: a group size, _PER_ROW or _PER_TENSOR."""
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
-        raise TypeError(f"{where} scales must be a float32 tensor, got {scales.dtype if isinstance(scales, Tensor) else type(scales).__name__}")
+        raise TypeError(
+            f"{where} scales must be a float32 tensor, got"
+            f" {scales.dtype if isinstance(scales, Tensor) else type(scales).__name__}"
+        )
     if not is_dense(values) or not is_dense(scales):
         check_places(where[:-1], {"values": values, "scales": scales})
     if dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype}")
     if scales.device != values.device:
-        raise ValueError(f"{where} scales must be on values' device, {values.device}, got {scales.device}")
+        raise ValueError(
+            f"{where} scales must be on values' device, {values.device}, got {scales.device}"
+        )
     dims = values.dim()
     if dims == 0:
         raise ValueError(f"{where} values must have at least one dimension, got a scalar")
@@ -205,7 +267,11 @@ def _check_dequantize(where: str, values: Tensor, scales: Tensor, dtype: torch.d
             raise ValueError(f"{where} group_size must be at least 1, got {group_size}")
         if scales.shape[-1] == (values.shape[-1] + group_size - 1) // group_size:
             return group_size
-    expected = f"{[*values.shape[:-1], 1]} (rows), {[*values.shape[:-1], f'ceil({values.shape[-1]} / {group_size})']} (groups) or [] (tensor)"
+    expected = (
+        f"{[*values.shape[:-1], 1]} (rows),"
+        f" {[*values.shape[:-1], f'ceil({values.shape[-1]} / {group_size})']} (groups) or []"
+        " (tensor)"
+    )
     raise ValueError(f"{where} scales must have shape {expected}, got {list(scales.shape)}")
 
 
@@ -231,7 +297,11 @@ def _split(x: Tensor, segment: int) -> Tensor:
 
 def _join(x: Tensor, like: Tensor, segment: int) -> Tensor:
     """What _split took apart."""
-    joined: Tensor = x.flatten(-2).narrow(-1, 0, like.numel() if segment == _PER_TENSOR else like.shape[-1]).reshape(like.shape)
+    joined: Tensor = (
+        x.flatten(-2)
+        .narrow(-1, 0, like.numel() if segment == _PER_TENSOR else like.shape[-1])
+        .reshape(like.shape)
+    )
     return joined
 
 
@@ -249,20 +319,27 @@ def _quantize_reference(x: Tensor, dtype: torch.dtype, segment: int) -> tuple[Te
     shape = _scale_shape(x, segment)
     data = _split(x.detach().float(), segment)
     if x.numel() == 0:
-        return torch.empty(x.shape, dtype=dtype, device=x.device), torch.ones(shape, device=x.device)
+        return torch.empty(x.shape, dtype=dtype, device=x.device), torch.ones(
+            shape, device=x.device
+        )
     largest = data.abs().amax(-1, keepdim=True)
     broken = ~largest.isfinite()
-    most = torch.full_like(largest, _LARGEST[dtype])  # dividing by a plain number, torch multiplies by its reciprocal on a GPU
+    # dividing by a plain number, torch multiplies by its reciprocal on a GPU
+    most = torch.full_like(largest, _LARGEST[dtype])
     scale = (largest / most).clamp(min=_LEAST_SCALE).masked_fill((largest == 0) | broken, 1.0)
     codes = _encode(data.masked_fill(broken, 0.0), scale, dtype)
-    return _join(codes, x, segment).contiguous(), scale.masked_fill(broken, torch.nan).reshape(shape)
+    return _join(codes, x, segment).contiguous(), scale.masked_fill(broken, torch.nan).reshape(
+        shape
+    )
 
 
 def _quantize_scaled_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _encode(x.detach().float(), scale.reshape(()), dtype).contiguous()
 
 
-def _dequantize_reference(values: Tensor, scales: Tensor, segment: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_reference(
+    values: Tensor, scales: Tensor, segment: int, dtype: torch.dtype
+) -> Tensor:
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=dtype, device=values.device)
     scale = scales.reshape(1, 1) if segment == _PER_TENSOR else scales.unsqueeze(-1)
@@ -278,22 +355,39 @@ def _quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_fake(x: Tensor, dtype: torch.dtype, segment: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(_scale_shape(x, segment), device=x.device)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(
+        _scale_shape(x, segment), device=x.device
+    )
 
 
 def _dequantize_fake(values: Tensor, _scales: Tensor, _segment: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(values.shape, dtype=dtype, device=values.device)
 
 
-define("fp8", "quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) -> (Tensor, Tensor)", _quantize_reference, _quantize_fake)
+define(
+    "fp8",
+    "quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) -> (Tensor, Tensor)",
+    _quantize_reference,
+    _quantize_fake,
+)
 define(
     "fp8",
     "quantize_fp8_scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
     _quantize_scaled_reference,
     lambda x, _scale, dtype: torch.empty(x.shape, dtype=dtype, device=x.device),
 )
-define("fp8", "dequantize_fp8(Tensor values, Tensor scales, SymInt group_size, ScalarType dtype) -> Tensor", _dequantize_reference, _dequantize_fake)
-define("fp8", "quantize_int8(Tensor x) -> (Tensor, Tensor)", _quantize_int8_reference, lambda x: _quantize_fake(x, torch.int8, _PER_ROW))
+define(
+    "fp8",
+    "dequantize_fp8(Tensor values, Tensor scales, SymInt group_size, ScalarType dtype) -> Tensor",
+    _dequantize_reference,
+    _dequantize_fake,
+)
+define(
+    "fp8",
+    "quantize_int8(Tensor x) -> (Tensor, Tensor)",
+    _quantize_int8_reference,
+    lambda x: _quantize_fake(x, torch.int8, _PER_ROW),
+)
 define(
     "fp8",
     "dequantize_int8(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
@@ -303,17 +397,31 @@ define(
 
 
 def self_check(device: str) -> float:
-    """Random numbers of size 1 quantized and back, by whatever kernels calls reach on ``device`` and by the reference.
+    """Random numbers of size 1 quantized and back, by whatever kernels calls reach on ``device``
+    and by the reference.
 
-    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the scales.
+    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the
+    scales.
     """
     x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
     pairs = []
-    for dtype, segment in ((torch.float8_e4m3fn, _PER_ROW), (torch.float8_e5m2, 64), (torch.float8_e4m3fn, _PER_TENSOR)):
+    for dtype, segment in (
+        (torch.float8_e4m3fn, _PER_ROW),
+        (torch.float8_e5m2, 64),
+        (torch.float8_e4m3fn, _PER_TENSOR),
+    ):
         values, scales = torch.ops.flexops.quantize_fp8(x, dtype, segment)
         back = torch.ops.flexops.dequantize_fp8(values, scales, segment, x.dtype)
         expected_values, expected_scales = _quantize_reference(x, dtype, segment)
-        pairs += [(back, _dequantize_reference(expected_values, expected_scales, segment, x.dtype)), (scales, expected_scales)]
+        pairs += [
+            (back, _dequantize_reference(expected_values, expected_scales, segment, x.dtype)),
+            (scales, expected_scales),
+        ]
     values, scales = torch.ops.flexops.quantize_int8(x)
-    pairs.append((torch.ops.flexops.dequantize_int8(values, scales, x.dtype), _dequantize_int8_reference(*_quantize_int8_reference(x), x.dtype)))
+    pairs.append(
+        (
+            torch.ops.flexops.dequantize_int8(values, scales, x.dtype),
+            _dequantize_int8_reference(*_quantize_int8_reference(x), x.dtype),
+        )
+    )
     return difference(*zip(*pairs, strict=True))

@@ -1,4 +1,5 @@
-"""The norm of many tensors as one vector, and scaling them down by it, without waiting for the device."""
+"""The norm of many tensors as one vector, and scaling them down by it, without waiting for the
+device."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ from ._register import define
 def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Compute the p-norm of all tensors as if they were one vector.
 
-    Sums are in float32, in an order that depends on nothing but the sizes: the same input gives the same bits.
+    Sums are in float32, in an order that depends on nothing but the sizes: the same input gives the
+    same bits.
 
     Args:
-        grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device. None at all give a norm of 0 on the CPU.
+        grads: float32, bfloat16 or float16 tensors of any shapes and strides on one device. None at
+            all give a norm of 0 on the CPU.
         norm_type: p, more than 0; ``inf`` for the largest magnitude.
 
     Returns:
-        A float32 tensor without dimensions, on the tensors' device. NaN if one is among the elements.
+        A float32 tensor without dimensions, on the tensors' device. NaN if one is among the
+        elements.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted, or ``norm_type`` is
@@ -34,20 +38,31 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     norm_type = number("flexops::grad_norm: norm_type", norm_type)
     if not norm_type > 0:
-        raise ValueError(f"flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude), got {norm_type}")
+        raise ValueError(
+            "flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude),"
+            f" got {norm_type}"
+        )
     (tensors,) = listed("grad_norm", grads=grads)
     if not tensors:
         return torch.zeros(())
-    norm: Tensor = call_lists(torch.ops.flexops.grad_norm.default, (tensors, norm_type), [], lambda: _check("grad_norm", tensors))
+    norm: Tensor = call_lists(
+        torch.ops.flexops.grad_norm.default,
+        (tensors, norm_type),
+        [],
+        lambda: _check("grad_norm", tensors),
+    )
     return norm
 
 
 def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Scale all tensors in place by ``max_norm / (total_norm + 1e-6)``, if that is less than 1. The norm is read on the device.
+    """Scale all tensors in place by ``max_norm / (total_norm + 1e-6)``, if that is less than 1. The
+    norm is read on the device.
 
     Args:
-        grads: float32, bfloat16 or float16 tensors of any shapes on one device, written unless the factor is 1.
-        total_norm: a float32 tensor of one element on their device. NaN makes everything NaN, as in torch.
+        grads: float32, bfloat16 or float16 tensors of any shapes on one device, written unless the
+            factor is 1.
+        total_norm: a float32 tensor of one element on their device. NaN makes everything NaN, as in
+            torch.
         max_norm: what the norm becomes, if it is larger.
 
     Raises:
@@ -64,7 +79,12 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
         raise TypeError(f"flexops::clip_grads_: total_norm must be {wanted}, got {found}")
     if tensors:
         args = (tensors, total_norm, max_norm)
-        write_lists(torch.ops.flexops.clip_grads_.default, args, tensors, lambda: _check("clip_grads_", tensors, total_norm))
+        write_lists(
+            torch.ops.flexops.clip_grads_.default,
+            args,
+            tensors,
+            lambda: _check("clip_grads_", tensors, total_norm),
+        )
 
 
 def number(what: str, value: Any) -> float:
@@ -89,7 +109,14 @@ def _norm_reference(grads: list[Tensor], norm_type: float) -> Tensor:
     _check("grad_norm", grads)
     if not grads:
         raise ValueError("flexops::grad_norm: grads must hold at least one tensor")
-    norms = [torch.linalg.vector_norm(grad.float(), norm_type) if grad.numel() else grad.new_zeros((), dtype=torch.float32) for grad in grads]
+    norms = [
+        (
+            torch.linalg.vector_norm(grad.float(), norm_type)
+            if grad.numel()
+            else grad.new_zeros((), dtype=torch.float32)
+        )
+        for grad in grads
+    ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
 
@@ -110,14 +137,17 @@ define("grad_norm", CLIP_GRADS.schema, _clip_reference, nothing)
 
 
 def self_check(device: str) -> float:
-    """The norms of random numbers and what clipping by them gives, by whatever kernel calls reach on ``device`` and by the reference: the largest
-    difference. For ``flexops doctor``.
+    """The norms of random numbers and what clipping by them gives, by whatever kernel calls reach
+    on ``device`` and by the reference: the largest difference. For ``flexops doctor``.
     """
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(size, generator=generator).to(device) for size in (1237, 5, 64)]
     pairs = []
     for norm_type in (2.0, 1.0, math.inf):
-        norm, expected = torch.ops.flexops.grad_norm(grads, norm_type), _norm_reference(grads, norm_type)
+        norm, expected = (
+            torch.ops.flexops.grad_norm(grads, norm_type),
+            _norm_reference(grads, norm_type),
+        )
         pairs.append((norm / expected, torch.ones_like(expected)))
         clipped, reference = [grad.clone() for grad in grads], [grad.clone() for grad in grads]
         torch.ops.flexops.clip_grads_(clipped, norm, 0.5)

@@ -1,7 +1,8 @@
 """LAMB steps on lists of tensors, in place.
 
-The formula is that of You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh, "Large Batch Optimization for Deep Learning:
-Training BERT in 76 Minutes" (2020), with phi(z) = z. A step has two passes. They are ops of their own, too, so that the norms of a tensor that lies on
+The formula is that of You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh,
+"Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes" (2020), with phi(z) = z. A
+step has two passes. They are ops of their own, too, so that the norms of a tensor that lies on
 several ranks can be added up between them.
 """
 
@@ -48,38 +49,81 @@ def lamb_(
         ratio = |param| / |u|                                   (2-norms of the whole tensor; 1 if either is 0, or without adapt)
         param = param - lr * ratio * u
 
-    The norms stay on the device, and are added up in the same order every time. The lists hold one entry for each parameter, all on one device;
-    strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
+    The norms stay on the device, and are added up in the same order every time. The lists hold one
+    entry for each parameter, all on one device; strides, streams and CUDA graphs are as for
+    :func:`flexops.adam_`.
 
     Args:
         weight_decay: what of the parameter is added to its update, before the trust ratio.
-        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written. The norm of the update is taken
-            of them before they are rounded, the step of what is kept.
+        exp_avgs, exp_avg_sqs: float32, bfloat16 or float16 (each on its own), of their parameters'
+            shapes, written. The norm of the update is taken of them before they are rounded, the
+            step of what is kept.
         adapt: whether there is a trust ratio.
-        params, grads, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf, stochastic: see :func:`flexops.adam_`.
+        params, grads, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf,
+            stochastic: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
-        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the
+            message names it.
     """
     multi.check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = multi.listed("lamb_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, state_steps=state_steps)
+    lists = multi.listed(
+        "lamb_",
+        params=params,
+        grads=grads,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        state_steps=state_steps,
+    )
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
-    args = (*lists, number, beta1, beta2, eps, weight_decay, adapt, maximize, tensor, grad_scale, found_inf, stochastic)
+    args = (
+        *lists,
+        number,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        adapt,
+        maximize,
+        tensor,
+        grad_scale,
+        found_inf,
+        stochastic,
+    )
     scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
-    multi.write_lists(torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars))
+    multi.write_lists(
+        torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars)
+    )
 
 
 def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
     """``lists`` is what :func:`lamb_` takes, or without gradients."""
-    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps") if len(lists) == 5 else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
+    names = (
+        ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
+        if len(lists) == 5
+        else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
+    )
     dtypes = {"state_steps": (torch.float32,)}
-    wanted: multi.Lists = {label: (tensors, dtypes.get(label, multi.PARAM_DTYPES)) for label, tensors in zip(names, lists, strict=True)}
+    wanted: multi.Lists = {
+        label: (tensors, dtypes.get(label, multi.PARAM_DTYPES))
+        for label, tensors in zip(names, lists, strict=True)
+    }
     multi.check_lists(name, wanted, **scalars)
 
 
-def _update(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
-    count = step.double().reshape(())  # in float32, 1 - beta2 ** step would lose digits in the first steps
+def _update(
+    value: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
+    # in float32, 1 - beta2 ** step would lose digits in the first steps
+    count = step.double().reshape(())
     inverse1, inverse2 = (1 / (1 - beta1**count)).float(), (1 / (1 - beta2**count).sqrt()).float()
     return exp_avg * inverse1 / (exp_avg_sq.sqrt() * inverse2 + eps) + weight_decay * value
 
@@ -99,7 +143,8 @@ def _moments_reference(
     found_inf: Tensor | None,
     stochastic: bool = False,
 ) -> Tensor:
-    """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns ``[parameters, 2]``: the sums of squares of parameter and update."""
+    """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns
+    ``[parameters, 2]``: the sums of squares of parameter and update."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
     _check("lamb_moments_", lists, grad_scale=grad_scale, found_inf=found_inf)
     lists[-1] = multi.each_step(state_steps, params)
@@ -108,11 +153,18 @@ def _moments_reference(
     for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
         writer.put(steps, steps + 1)
         grad, value = writer.gradient(grad_, grad_scale, maximize), param.float()
-        averages = exp_avg.float() * beta1 + grad * (1 - beta1), exp_avg_sq.float() * beta2 + (1 - beta2) * grad * grad
+        averages = (
+            exp_avg.float() * beta1 + grad * (1 - beta1),
+            exp_avg_sq.float() * beta2 + (1 - beta2) * grad * grad,
+        )
         update = _update(value, *averages, steps, beta1, beta2, eps, weight_decay)
         for half, (state, average) in enumerate(zip((exp_avg, exp_avg_sq), averages, strict=True)):
             if stochastic and state.dtype == torch.bfloat16:
-                average = multi.round_to_bfloat16(average, multi.step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half & 0xFFFF)
+                average = multi.round_to_bfloat16(
+                    average,
+                    multi.step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half
+                    & 0xFFFF,
+                )
             writer.put(state, average)
         norms.append(torch.stack([value.square().sum(), update.square().sum()]))
     result = torch.stack(norms)
@@ -137,15 +189,24 @@ def _apply_reference(
     lists = [params, exp_avgs, exp_avg_sqs, state_steps]
     _check("lamb_apply_", lists, lr=lr_tensor, found_inf=found_inf)
     if norms.dtype != torch.float32 or norms.shape != (len(params), 2):
-        raise ValueError(f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got {norms.dtype} {list(norms.shape)}")
+        raise ValueError(
+            f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got"
+            f" {norms.dtype} {list(norms.shape)}"
+        )
     lists[-1] = multi.each_step(state_steps, params)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = multi.Writer(found_inf)
     for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
         value = param.float()
-        update = _update(value, exp_avg.float(), exp_avg_sq.float(), step, beta1, beta2, eps, weight_decay)
+        update = _update(
+            value, exp_avg.float(), exp_avg_sq.float(), step, beta1, beta2, eps, weight_decay
+        )
         of_param, of_update = norms[i].sqrt().unbind()
-        ratio = torch.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0) if adapt else 1.0
+        ratio = (
+            torch.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
+            if adapt
+            else 1.0
+        )
         writer.put(param, value - rate * ratio * update)
 
 
@@ -167,9 +228,17 @@ def _reference(
     found_inf: Tensor | None,
     stochastic: bool = False,
 ) -> None:
-    _check("lamb_", [params, grads, exp_avgs, exp_avg_sqs, state_steps], lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+    _check(
+        "lamb_",
+        [params, grads, exp_avgs, exp_avg_sqs, state_steps],
+        lr=lr_tensor,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
     numbers, states = (beta1, beta2, eps, weight_decay), (exp_avgs, exp_avg_sqs, state_steps)
-    norms = _moments_reference(params, grads, *states, *numbers, maximize, grad_scale, found_inf, stochastic)
+    norms = _moments_reference(
+        params, grads, *states, *numbers, maximize, grad_scale, found_inf, stochastic
+    )
     _apply_reference(params, *states, norms, lr, *numbers, adapt, lr_tensor, found_inf)
 
 
@@ -183,7 +252,10 @@ define("lamb", LAMB_APPLY.schema, _apply_reference, multi.nothing)
 
 
 def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
+    difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lamb_, _reference
     numbers: Any = (0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None)
-    return multi.largest_difference(device, 2, [lambda *lists, step=step: step(*lists, *numbers) for step in steps])
+    return multi.largest_difference(
+        device, 2, [lambda *lists, step=step: step(*lists, *numbers) for step in steps]
+    )

@@ -1,7 +1,7 @@
 """Lion steps on lists of tensors, in place.
 
-The formula is that of Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le, "Symbolic Discovery of Optimization Algorithms"
-(2023).
+The formula is that of Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu and Le,
+"Symbolic Discovery of Optimization Algorithms" (2023).
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def lion_(
         param = param - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * param)
         m     = beta2 * m + (1 - beta2) * g                     (exp_avgs)
 
-    A NaN gradient makes its parameter NaN. The lists hold one entry for each parameter, all on one device; strides, streams and CUDA graphs are
-    as for :func:`flexops.adam_`.
+    A NaN gradient makes its parameter NaN. The lists hold one entry for each parameter, all on one
+    device; strides, streams and CUDA graphs are as for :func:`flexops.adam_`.
 
     Args:
-        exp_avgs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes, written.
-        state_steps: as for :func:`flexops.adam_`, where ``stochastic`` draws its numbers from; or none.
+        exp_avgs: float32, bfloat16 or float16 (each on its own), of their parameters' shapes,
+            written.
+        state_steps: as for :func:`flexops.adam_`, where ``stochastic`` draws its numbers from; or
+            none.
         beta1, beta2: what the average weighs in the step, and in the next average, in [0, 1).
         weight_decay: rate of decoupled decay.
         stochastic: round averages in bfloat16 stochastically; needs ``state_steps``.
@@ -54,17 +56,46 @@ def lion_(
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
-        ValueError: lengths, shapes or devices do not match, or a number is out of range; the message names it.
+        ValueError: lengths, shapes or devices do not match, or a number is out of range; the
+            message names it.
     """
     multi.check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
-    lists = multi.listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
+    lists = multi.listed(
+        "lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps
+    )
     number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
-    args = (*lists[:3], number, beta1, beta2, weight_decay, maximize, tensor, grad_scale, found_inf, lists[3], stochastic)
-    multi.write_lists(torch.ops.flexops.lion_.default, args, lists[0], lambda: _check(lists, tensor, grad_scale, found_inf, stochastic))
+    args = (
+        *lists[:3],
+        number,
+        beta1,
+        beta2,
+        weight_decay,
+        maximize,
+        tensor,
+        grad_scale,
+        found_inf,
+        lists[3],
+        stochastic,
+    )
+    multi.write_lists(
+        torch.ops.flexops.lion_.default,
+        args,
+        lists[0],
+        lambda: _check(lists, tensor, grad_scale, found_inf, stochastic),
+    )
 
 
-def _check(lists: list[list[Tensor]], lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None, stochastic: bool) -> None:
-    wanted: multi.Lists = {label: (tensors, multi.PARAM_DTYPES) for label, tensors in zip(("params", "grads", "exp_avgs"), lists, strict=False)}
+def _check(
+    lists: list[list[Tensor]],
+    lr_tensor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    stochastic: bool,
+) -> None:
+    wanted: multi.Lists = {
+        label: (tensors, multi.PARAM_DTYPES)
+        for label, tensors in zip(("params", "grads", "exp_avgs"), lists, strict=False)
+    }
     if lists[3]:
         wanted = {**wanted, "state_steps": (lists[3], (torch.float32,))}
     elif stochastic:
@@ -95,13 +126,19 @@ def _reference(
     for step in steps:
         writer.put(step, step + 1)
     for i, (param, grad_, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-        grad, value, average = writer.gradient(grad_, grad_scale, maximize), param.float(), exp_avg.float()
+        grad, value, average = (
+            writer.gradient(grad_, grad_scale, maximize),
+            param.float(),
+            exp_avg.float(),
+        )
         mixed = average * beta1 + grad * (1 - beta1)
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())
         writer.put(param, value - value * (rate * weight_decay) - rate * direction)
         average = average * beta2 + grad * (1 - beta2)
         if stochastic and exp_avg.dtype == torch.bfloat16:
-            average = multi.round_to_bfloat16(average, multi.step_noise(steps[i], [param, grad_, exp_avg]) & 0xFFFF)
+            average = multi.round_to_bfloat16(
+                average, multi.step_noise(steps[i], [param, grad_, exp_avg]) & 0xFFFF
+            )
         writer.put(exp_avg, average)
 
 
@@ -109,7 +146,10 @@ define("lion", LION.schema, _reference, multi.nothing)
 
 
 def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest difference."""
+    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
+    difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
     numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, [], False)
-    return multi.largest_difference(device, 1, [lambda *lists, step=step: step(*lists[:3], *numbers) for step in steps])
+    return multi.largest_difference(
+        device, 1, [lambda *lists, step=step: step(*lists[:3], *numbers) for step in steps]
+    )

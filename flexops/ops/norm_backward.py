@@ -1,6 +1,7 @@
 """The norms' backward pass: a family of its own, because who only runs a model compiles without it.
 
-With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0), ``s = g * weight`` and ``mean_`` a mean over the row::
+With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0), ``s = g *
+weight`` and ``mean_`` a mean over the row::
 
     grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual      (RMS norm: without mean_(s))
     grad_weight = sum of g * u over the rows
@@ -22,7 +23,12 @@ def widen(x: Tensor) -> Tensor:
 
 
 def _differentiate(
-    grad: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
+    grad: Tensor,
+    grad_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what was normalized, of weight and of bias; not rounded."""
     wide, rstd = widen(grad), rstd.unsqueeze(-1)
@@ -49,7 +55,9 @@ def _layer_norm_backward_reference(
     need_bias: bool,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_weight, grad_bias = _differentiate(grad, grad_residual, x, weight, statistics[0], statistics[1])
+    grad_x, grad_weight, grad_bias = _differentiate(
+        grad, grad_residual, x, weight, statistics[0], statistics[1]
+    )
     weight_dtype = torch.float32 if weight is None else weight.dtype
     return (
         _kept(grad_x, need_x, x.dtype),
@@ -59,18 +67,28 @@ def _layer_norm_backward_reference(
 
 
 def _rms_norm_backward_reference(
-    grad: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, statistics: Tensor, need_x: bool, need_weight: bool
+    grad: Tensor,
+    grad_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    need_x: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight, _ = _differentiate(grad, grad_residual, x, weight, None, statistics)
     weight_dtype = torch.float32 if weight is None else weight.dtype
-    return _kept(grad_x, need_x, x.dtype), _kept(grad_weight, need_weight and weight is not None, weight_dtype)
+    return _kept(grad_x, need_x, x.dtype), _kept(
+        grad_weight, need_weight and weight is not None, weight_dtype
+    )
 
 
 def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype).contiguous() if needed else gradient.new_empty(0, dtype=dtype)
 
 
-def _gradient_fake(of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+def _gradient_fake(
+    of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32
+) -> Tensor:
     if of is None or not needed:
         return like.new_empty(0, dtype=dtype if of is None else of.dtype)
     return like.new_empty(of.shape, dtype=of.dtype)
@@ -92,7 +110,13 @@ def _layer_norm_backward_fake(
 
 
 def _rms_norm_backward_fake(
-    _grad: Tensor, _grad_residual: Tensor | None, x: Tensor, weight: Tensor | None, _statistics: Tensor, need_x: bool, need_weight: bool
+    _grad: Tensor,
+    _grad_residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    _statistics: Tensor,
+    need_x: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
 
@@ -100,14 +124,16 @@ def _rms_norm_backward_fake(
 _BACKWARD = "(Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, "
 define(
     "norm_backward",
-    f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+    f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool"
+    " need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
     _layer_norm_backward_reference,
     _layer_norm_backward_fake,
     hidden=True,
 )
 define(
     "norm_backward",
-    f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor, Tensor)",
+    f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor,"
+    " Tensor)",
     _rms_norm_backward_reference,
     _rms_norm_backward_fake,
     hidden=True,
@@ -126,7 +152,17 @@ def self_check(device: str) -> float:
     x, residual, grad = (torch.randn(33, 192, generator=generator).to(device) for _ in range(3))
     weight = torch.randn(192, generator=generator).to(device)
     rstd = x.var(-1, unbiased=False).add(1e-5).rsqrt()
-    layer = (grad, residual, x, weight, torch.stack([x.mean(-1), rstd]), True, True, True, torch.float32)
+    layer = (
+        grad,
+        residual,
+        x,
+        weight,
+        torch.stack([x.mean(-1), rstd]),
+        True,
+        True,
+        True,
+        torch.float32,
+    )
     rms = (grad, None, x, weight, rstd, True, True)
     results = (*LAYER_NORM_BACKWARD(*layer), *RMS_NORM_BACKWARD(*rms))
     expected = (*_layer_norm_backward_reference(*layer), *_rms_norm_backward_reference(*rms))

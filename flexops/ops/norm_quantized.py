@@ -15,9 +15,14 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def rms_norm_quantized(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, dtype: torch.dtype = torch.int8, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.int8,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RMS norm whose result is written as 8-bit codes with a scale a row: the input of an int8 or fp8 matrix product, in one pass.
+    """RMS norm whose result is written as 8-bit codes with a scale a row: the input of an int8 or
+    fp8 matrix product, in one pass.
 
     With ``y`` the norm in float32 (it is not rounded to x's dtype first) and ``top`` 127 or 448::
 
@@ -25,7 +30,8 @@ def rms_norm_quantized(
         code  = y * (1 / scale), rounded to nearest even
         y     = code * scale, as nearly as 8 bits can tell
 
-    A row that holds a NaN or an infinity has codes 0 and a scale of NaN, so that all of it comes back as NaN.
+    A row that holds a NaN or an infinity has codes 0 and a scale of NaN, so that all of it comes
+    back as NaN.
 
     Args:
         x, weight, eps: as :func:`rms_norm`'s.
@@ -33,8 +39,9 @@ def rms_norm_quantized(
         residual: as :func:`add_rms_norm`'s; None to leave the addition out.
 
     Returns:
-        ``(values, scales)``, or ``(values, scales, new_residual)`` with a residual: the codes, of ``dtype`` and x's shape; scales, float32
-        ``[..., 1]``, which is what ``torch._scaled_mm`` takes for a 2-dimensional ``x``; ``x + residual``, of residual's dtype. All contiguous.
+        ``(values, scales)``, or ``(values, scales, new_residual)`` with a residual: the codes, of
+        ``dtype`` and x's shape; scales, float32 ``[..., 1]``, which is what ``torch._scaled_mm``
+        takes for a 2-dimensional ``x``; ``x + residual``, of residual's dtype. All contiguous.
 
     Raises:
         TypeError, ValueError: as :func:`layer_norm`; ``dtype`` is another one.
@@ -49,10 +56,15 @@ def rms_norm_quantized(
     return results
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype) -> None:
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> None:
     check("rms_norm_quantized", x, residual, weight, None, eps)
     if dtype not in _CODES:
-        raise TypeError(f"flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
+        raise TypeError(
+            "flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got"
+            f" {dtype}"
+        )
 
 
 def _detached(x: Any) -> Any:
@@ -63,17 +75,29 @@ def _encode(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     top = 127.0 if dtype == torch.int8 else 448.0
     largest = y.abs().amax(-1, keepdim=True)
     broken = ~largest.isfinite()
-    most = torch.full_like(largest, top)  # dividing by a plain number, torch multiplies by its reciprocal on a GPU
-    scales = (largest / most).clamp(min=_LEAST_SCALE).masked_fill(largest == 0, 1.0).masked_fill(broken, torch.nan)
+    # dividing by a plain number, torch multiplies by its reciprocal on a GPU
+    most = torch.full_like(largest, top)
+    scales = (
+        (largest / most)
+        .clamp(min=_LEAST_SCALE)
+        .masked_fill(largest == 0, 1.0)
+        .masked_fill(broken, torch.nan)
+    )
     codes = (y * scales.reciprocal()).clamp(-top, top).masked_fill(broken, 0.0)
-    return (codes.round() if dtype == torch.int8 else codes).to(dtype).contiguous(), scales.float().contiguous()
+    return (codes.round() if dtype == torch.int8 else codes).to(
+        dtype
+    ).contiguous(), scales.float().contiguous()
 
 
-def _rms_norm_quantized_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rms_norm_quantized_reference(
+    x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     return _encode(normalize(x, weight, None, eps, False)[0], dtype)
 
 
-def _add_rms_norm_quantized_reference(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm_quantized_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     new_residual = add(x, residual)
     return *_encode(normalize(new_residual, weight, None, eps, False)[0], dtype), new_residual
 
@@ -82,11 +106,15 @@ def _scales(x: Tensor) -> Tensor:
     return x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
 
 
-def _rms_norm_quantized_fake(x: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rms_norm_quantized_fake(
+    x: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     return like(x, dtype), _scales(x)
 
 
-def _add_rms_norm_quantized_fake(x: Tensor, residual: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm_quantized_fake(
+    x: Tensor, residual: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     return like(x, dtype), _scales(x), like(residual)
 
 
@@ -99,10 +127,14 @@ define(
 )
 define(
     "norm",
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_quantized_reference,
     _add_rms_norm_quantized_fake,
     check=_check,
     function="rms_norm_quantized",
 )
-_RMS_NORM, _ADD_RMS_NORM = caller(torch.ops.flexops.rms_norm_quantized.default), caller(torch.ops.flexops.add_rms_norm_quantized.default)
+_RMS_NORM, _ADD_RMS_NORM = (
+    caller(torch.ops.flexops.rms_norm_quantized.default),
+    caller(torch.ops.flexops.add_rms_norm_quantized.default),
+)

@@ -1,12 +1,15 @@
 """Group-wise quantization to 4 or 8 bits, and back.
 
-A tensor is cut into groups of ``group_size`` consecutive elements along one dimension; the last group may be short. Each group is stored as
-integer codes and one pair ``(scale, minimum)``, or a ``scale`` alone if symmetric. Format and formulas are those of FlexGen's group-wise
-compression (Sheng et al., "FlexGen: High-Throughput Generative Inference of Large Language Models with a Single GPU", 2023, section 4.1), made
-total: constant groups, NaN and infinities have defined results, and 8 bits, symmetric codes and odd group sizes exist.
+A tensor is cut into groups of ``group_size`` consecutive elements along one dimension; the last
+group may be short. Each group is stored as integer codes and one pair ``(scale, minimum)``, or a
+``scale`` alone if symmetric. Format and formulas are those of FlexGen's group-wise compression
+(Sheng et al., "FlexGen: High-Throughput Generative Inference of Large Language Models with a Single
+GPU", 2023, section 4.1), made total: constant groups, NaN and infinities have defined results, and
+8 bits, symmetric codes and odd group sizes exist.
 
-The arithmetic, in float32 with one rounding an operation, to nearest even, and never a fused multiply-add (``lowest`` and ``highest`` are over the
-group's own elements: what pads a short group takes no part)::
+The arithmetic, in float32 with one rounding an operation, to nearest even, and never a fused
+multiply-add (``lowest`` and ``highest`` are over the group's own elements: what pads a short group
+takes no part)::
 
     asymmetric, B = 2**bits - 1                             symmetric, B = 2**(bits - 1) - 1
     minimum = lowest + 0.0                                  minimum = 0
@@ -15,7 +18,8 @@ group's own elements: what pads a short group takes no part)::
     code    = clamp(round((x - minimum) * scale), 0, B)     code    = clamp(round(x * scale), -B, B)
     value   = code * (1 / scale) + minimum, rounded to the result's dtype
 
-The native CPU and CUDA kernels give exactly the codes, pairs and values of the plain PyTorch version in this file.
+The native CPU and CUDA kernels give exactly the codes, pairs and values of the plain PyTorch
+version in this file.
 """
 
 from __future__ import annotations
@@ -35,14 +39,17 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 class QuantizedTensor(NamedTuple):
     """What :func:`quantize` returns and :func:`dequantize` takes.
 
-    With ``x`` of shape ``[*before, length, *after]`` grouped along ``dim``, ``G = ceil(length / group_size)``:
+    With ``x`` of shape ``[*before, length, *after]`` grouped along ``dim``, ``G = ceil(length /
+    group_size)``:
 
     Attributes:
-        packed: uint8 ``[*before, G * group_bytes, *after]``, contiguous; ``group_bytes`` is ``group_size`` with 8 bits and
-            ``ceil(group_size / 2)`` with 4. Every group starts on a byte. With 4 bits an even element of the group is in the high half of its
-            byte and the next one in the low half. Symmetric codes are two's complement. What pads a short group is 0.
-        scales: ``[*before, G, 2, *after]`` of x's dtype, contiguous: ``scale`` and ``minimum`` of each group; ``[*before, G, 1, *after]``,
-            the scale alone, if symmetric.
+        packed: uint8 ``[*before, G * group_bytes, *after]``, contiguous; ``group_bytes`` is
+            ``group_size`` with 8 bits and ``ceil(group_size / 2)`` with 4. Every group starts on a
+            byte. With 4 bits an even element of the group is in the high half of its byte and the
+            next one in the low half. Symmetric codes are two's complement. What pads a short group
+            is 0.
+        scales: ``[*before, G, 2, *after]`` of x's dtype, contiguous: ``scale`` and ``minimum`` of
+            each group; ``[*before, G, 1, *after]``, the scale alone, if symmetric.
         length: ``x.shape[dim]``.
         bits: 4 or 8.
         group_size: elements a group.
@@ -63,7 +70,8 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """Codes a unit of ``x``, ``[*before, G, *after]``: a view. A larger scale is a finer one."""
+        """Codes a unit of ``x``, ``[*before, G, *after]``: a view. A larger scale is a finer
+        one."""
         return self.scales.select(self.dim % self.packed.dim() + 1, 0)
 
     @property
@@ -83,31 +91,41 @@ class QuantizedTensor(NamedTuple):
         return self.packed.nbytes + self.scales.nbytes
 
 
-def quantize(x: Tensor, bits: int = 4, group_size: int = 64, dim: int = -1, symmetric: bool = False) -> QuantizedTensor:
-    """Quantize ``x`` in groups of ``group_size`` along ``dim``. Formulas: see the module; layout: see :class:`QuantizedTensor`.
+def quantize(
+    x: Tensor, bits: int = 4, group_size: int = 64, dim: int = -1, symmetric: bool = False
+) -> QuantizedTensor:
+    """Quantize ``x`` in groups of ``group_size`` along ``dim``. Formulas: see the module; layout:
+    see :class:`QuantizedTensor`.
 
     Results of special groups:
 
-    - constant (all elements equal, in asymmetric mode) and all zero (in either): reproduced exactly; the scale is 1 and the codes are 0.
-    - holding a NaN or an infinity, or spanning more than the largest float32: the codes are 0, scale and minimum are NaN, and so the whole
-      group comes back as NaN, loudly. Other groups are not touched.
-    - spanning less than ``B / torch.finfo(x.dtype).max`` (4e-3 for float16 and 8 bits): the scale stays at that largest number.
+    - constant (all elements equal, in asymmetric mode) and all zero (in either): reproduced
+      exactly; the scale is 1 and the codes are 0.
+    - holding a NaN or an infinity, or spanning more than the largest float32: the codes are 0,
+      scale and minimum are NaN, and so the whole group comes back as NaN, loudly. Other groups are
+      not touched.
+    - spanning less than ``B / torch.finfo(x.dtype).max`` (4e-3 for float16 and 8 bits): the scale
+      stays at that largest number.
 
-    Every other element comes back within half a step, ``0.5 / scale``, before the result is rounded to its dtype. Only with bfloat16, 8 bits and
-    asymmetric groups the elements nearest the maximum may be a whole step off, because a bfloat16 scale is known to 8 bits only.
+    Every other element comes back within half a step, ``0.5 / scale``, before the result is rounded
+    to its dtype. Only with bfloat16, 8 bits and asymmetric groups the elements nearest the maximum
+    may be a whole step off, because a bfloat16 scale is known to 8 bits only.
 
     Args:
         x: float32, float16 or bfloat16, at least one dimension, any strides; may be empty.
         bits: 4 or 8.
-        group_size: elements a group, from 1 on; -1 makes one group of the whole dimension. Kernels are fastest with powers of
-            two from 16 to 128, and next with other multiples of 8.
-        dim: the dimension to group along. FlexGen groups weights ``[out, in]`` along 0 and a KV cache ``[length, heads, size]`` along 0 or 2.
+        group_size: elements a group, from 1 on; -1 makes one group of the whole dimension. Kernels
+            are fastest with powers of two from 16 to 128, and next with other multiples of 8.
+        dim: the dimension to group along. FlexGen groups weights ``[out, in]`` along 0 and a KV
+            cache ``[length, heads, size]`` along 0 or 2.
         symmetric: codes around zero without a minimum, for ``x`` that is centred on zero.
 
     Returns:
-        a :class:`QuantizedTensor` on the device of ``x``. With 4 bits, asymmetric and an even ``group_size``, ``packed`` and ``scales`` are what
-        FlexGen's decompression reads (which divides codes by ``scale`` and adds ``minimum``). It quantizes float32 to the same bits, unless
-        the last group is short (FlexGen lets its padding of zeros into minimum and maximum) or a group is constant (FlexGen divides by zero).
+        a :class:`QuantizedTensor` on the device of ``x``. With 4 bits, asymmetric and an even
+        ``group_size``, ``packed`` and ``scales`` are what FlexGen's decompression reads (which
+        divides codes by ``scale`` and adds ``minimum``). It quantizes float32 to the same bits,
+        unless the last group is short (FlexGen lets its padding of zeros into minimum and maximum)
+        or a group is constant (FlexGen divides by zero).
 
     Raises:
         TypeError: ``x`` is no tensor of these dtypes.
@@ -121,17 +139,21 @@ def quantize(x: Tensor, bits: int = 4, group_size: int = 64, dim: int = -1, symm
     if group_size == -1:
         group_size = max(length, 1)
     _check_group_size("flexops.quantize:", group_size)
-    packed, scales = torch.ops.flexops.quantize(x.detach() if x.requires_grad else x, bits, group_size, dim, symmetric)
+    packed, scales = torch.ops.flexops.quantize(
+        x.detach() if x.requires_grad else x, bits, group_size, dim, symmetric
+    )
     return QuantizedTensor(packed, scales, length, bits, group_size, dim)
 
 
 def dequantize(quantized: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor that ``quantized`` stands for: ``code / scale + minimum`` (in this order: ``code * (1 / scale) + minimum``).
+    """The tensor that ``quantized`` stands for: ``code / scale + minimum`` (in this order: ``code *
+    (1 / scale) + minimum``).
 
     Args:
-        quantized: from :func:`quantize`, or made from FlexGen's data: ``QuantizedTensor(packed, scales, length, 4, group_size, dim)``. Any
-            strides; they need not be contiguous.
-        dtype: float32, float16 or bfloat16; that of ``quantized.scales`` if None. A value beyond the dtype's range becomes infinite.
+        quantized: from :func:`quantize`, or made from FlexGen's data: ``QuantizedTensor(packed,
+            scales, length, 4, group_size, dim)``. Any strides; they need not be contiguous.
+        dtype: float32, float16 or bfloat16; that of ``quantized.scales`` if None. A value beyond
+            the dtype's range becomes infinite.
 
     Returns:
         a contiguous tensor of ``quantized.shape``.
@@ -141,12 +163,17 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype | None = None) -> 
         ValueError: shapes, devices and numbers of ``quantized`` do not fit each other.
     """
     if not isinstance(quantized, QuantizedTensor):
-        raise TypeError(f"flexops.dequantize: quantized must be a QuantizedTensor, got {type(quantized).__name__}")
+        raise TypeError(
+            "flexops.dequantize: quantized must be a QuantizedTensor, got"
+            f" {type(quantized).__name__}"
+        )
     packed, scales, length, bits, group_size, dim = quantized
     dtype = scales.dtype if dtype is None else dtype
     scales = scales.detach() if scales.requires_grad else scales
     _check_dequantize(packed, scales, length, bits, group_size, dim, dtype)
-    result: Tensor = torch.ops.flexops.dequantize(packed, scales, length, bits, group_size, dim % packed.dim(), dtype)
+    result: Tensor = torch.ops.flexops.dequantize(
+        packed, scales, length, bits, group_size, dim % packed.dim(), dtype
+    )
     return result
 
 
@@ -166,15 +193,29 @@ def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> Non
     if bits not in (4, 8):
         raise ValueError(f"{where} bits must be 4 or 8, got {bits}")
     if not -dims <= dim < dims:
-        raise ValueError(f"{where} dim must be in [{-dims}, {dims - 1}] for {name} of {dims} dimensions, got {dim}")
+        raise ValueError(
+            f"{where} dim must be in [{-dims}, {dims - 1}] for {name} of {dims} dimensions, got"
+            f" {dim}"
+        )
 
 
 def _check_group_size(where: str, group_size: int) -> None:
     if group_size < 1:
-        raise ValueError(f"{where} group_size must be at least 1 (or, to quantize, -1 for the whole dimension), got {group_size}")
+        raise ValueError(
+            f"{where} group_size must be at least 1 (or, to quantize, -1 for the whole dimension),"
+            f" got {group_size}"
+        )
 
 
-def _check_dequantize(packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int, dtype: torch.dtype) -> None:
+def _check_dequantize(
+    packed: Tensor,
+    scales: Tensor,
+    length: int,
+    bits: int,
+    group_size: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> None:
     where = "flexops.dequantize:"
     for name, tensor in (("packed", packed), ("scales", scales)):
         if not isinstance(tensor, Tensor):
@@ -192,22 +233,29 @@ def _check_dequantize(packed: Tensor, scales: Tensor, length: int, bits: int, gr
     if length < 0:
         raise ValueError(f"{where} length must not be negative, got {length}")
     if packed.device != scales.device:
-        raise ValueError(f"{where} scales must be on packed's device, {packed.device}, got {scales.device}")
+        raise ValueError(
+            f"{where} scales must be on packed's device, {packed.device}, got {scales.device}"
+        )
     _check_packed_shapes(where, packed, scales, length, bits, group_size, dim % packed.dim())
 
 
-def _check_packed_shapes(where: str, packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int) -> None:
+def _check_packed_shapes(
+    where: str, packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int
+) -> None:
     groups = _group_count(length, group_size)
     expected = groups * _group_bytes(bits, group_size)
     if packed.shape[dim] != expected:
         raise ValueError(
-            f"{where} packed must have {expected} bytes along dim {dim} for length={length}, bits={bits}, group_size={group_size}, "
-            f"got shape {tuple(packed.shape)}"
+            f"{where} packed must have {expected} bytes along dim {dim} for length={length},"
+            f" bits={bits}, group_size={group_size}, got shape {tuple(packed.shape)}"
         )
     before, after = list(packed.shape[:dim]), list(packed.shape[dim + 1 :])
     shape = list(scales.shape)
     if shape != [*before, groups, 2, *after] and shape != [*before, groups, 1, *after]:
-        raise ValueError(f"{where} scales must have shape {[*before, groups, '2 (1 if symmetric)', *after]}, got {shape}")
+        raise ValueError(
+            f"{where} scales must have shape {[*before, groups, '2 (1 if symmetric)', *after]}, got"
+            f" {shape}"
+        )
 
 
 def _group_count(length: int, group_size: int) -> int:
@@ -222,15 +270,25 @@ def _largest_code(bits: int, symmetric: bool) -> int:
     return (1 << (bits - 1 if symmetric else bits)) - 1
 
 
-def _quantize_reference(x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _quantize_reference(
+    x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool
+) -> tuple[Tensor, Tensor]:
     _check_input(x, bits, dim)
     _check_group_size("flexops.quantize:", group_size)
     dim = dim % x.dim()
     length = x.shape[dim]
     data = _split_into_groups(x.detach().float(), group_size, dim)
-    scale, minimum, broken = _group_parameters(data, _largest_code(bits, symmetric), symmetric, x.dtype, dim + 1)
+    scale, minimum, broken = _group_parameters(
+        data, _largest_code(bits, symmetric), symmetric, x.dtype, dim + 1
+    )
     top = _largest_code(bits, symmetric)
-    codes = (data - minimum.float()).mul_(scale.float()).round_().clamp_(-top if symmetric else 0, top).masked_fill_(broken, 0.0)
+    codes = (
+        (data - minimum.float())
+        .mul_(scale.float())
+        .round_()
+        .clamp_(-top if symmetric else 0, top)
+        .masked_fill_(broken, 0.0)
+    )
     codes = codes.to(torch.int8).view(torch.uint8) if symmetric else codes.to(torch.uint8)
     codes = codes.contiguous()
     codes.flatten(dim, dim + 1).narrow(dim, length, codes.shape[dim] * group_size - length).zero_()
@@ -241,7 +299,8 @@ def _quantize_reference(x: Tensor, bits: int, group_size: int, dim: int, symmetr
 
 
 def _split_into_groups(x: Tensor, group_size: int, dim: int) -> Tensor:
-    """``[*before, length, *after]`` -> ``[*before, G, group_size, *after]``; a short group is filled with copies of its last element."""
+    """``[*before, length, *after]`` -> ``[*before, G, group_size, *after]``; a short group is
+    filled with copies of its last element."""
     length = x.shape[dim]
     groups = _group_count(length, group_size)
     missing = groups * group_size - length
@@ -253,14 +312,22 @@ def _split_into_groups(x: Tensor, group_size: int, dim: int) -> Tensor:
     return split
 
 
-def _group_parameters(data: Tensor, top: int, symmetric: bool, dtype: torch.dtype, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and minimum, of ``dtype``, and which groups hold something that is not finite; each with one element along ``axis``."""
+def _group_parameters(
+    data: Tensor, top: int, symmetric: bool, dtype: torch.dtype, axis: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale and minimum, of ``dtype``, and which groups hold something that is not finite; each
+    with one element along ``axis``."""
     lowest, highest = data.amin(axis, keepdim=True), data.amax(axis, keepdim=True)
-    minimum = torch.zeros_like(lowest) if symmetric else lowest + 0.0  # + 0.0 turns -0.0 into 0.0, so that order of elements cannot matter
+    # + 0.0 turns -0.0 into 0.0, so that order of elements cannot matter
+    minimum = torch.zeros_like(lowest) if symmetric else lowest + 0.0
     span = torch.maximum(lowest.abs(), highest.abs()) if symmetric else highest - minimum
     broken = ~(span <= _FLOAT32_MAX)
     scale = (span.reciprocal() * top).clamp(max=torch.finfo(dtype).max).masked_fill(span == 0, 1.0)
-    return scale.masked_fill(broken, torch.nan).to(dtype), minimum.masked_fill(broken, torch.nan).to(dtype), broken
+    return (
+        scale.masked_fill(broken, torch.nan).to(dtype),
+        minimum.masked_fill(broken, torch.nan).to(dtype),
+        broken,
+    )
 
 
 def _pack_halves(codes: Tensor, axis: int) -> Tensor:
@@ -274,12 +341,26 @@ def _pack_halves(codes: Tensor, axis: int) -> Tensor:
     return packed
 
 
-def _dequantize_reference(packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_reference(
+    packed: Tensor,
+    scales: Tensor,
+    length: int,
+    bits: int,
+    group_size: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
     _check_dequantize(packed, scales, length, bits, group_size, dim, dtype)
     dim = dim % packed.dim()
-    codes = packed.unflatten(dim, (_group_count(length, group_size), _group_bytes(bits, group_size)))
+    codes = packed.unflatten(
+        dim, (_group_count(length, group_size), _group_bytes(bits, group_size))
+    )
     if bits == 4:
-        codes = torch.stack([codes >> 4, codes & 15], dim + 2).flatten(dim + 1, dim + 2).narrow(dim + 1, 0, group_size)
+        codes = (
+            torch.stack([codes >> 4, codes & 15], dim + 2)
+            .flatten(dim + 1, dim + 2)
+            .narrow(dim + 1, 0, group_size)
+        )
     symmetric = scales.shape[dim + 1] == 1
     if symmetric:
         codes = codes.view(torch.int8) if bits == 8 else (codes.to(torch.int8) ^ 8) - 8
@@ -289,17 +370,29 @@ def _dequantize_reference(packed: Tensor, scales: Tensor, length: int, bits: int
     return values.flatten(dim, dim + 1).narrow(dim, 0, length).to(dtype).contiguous()
 
 
-def _quantize_fake(x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _quantize_fake(
+    x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool
+) -> tuple[Tensor, Tensor]:
     _check_input(x, bits, dim)
     _check_group_size("flexops.quantize:", group_size)
     dim = dim % x.dim()
     before, after = list(x.shape[:dim]), list(x.shape[dim + 1 :])
     groups = _group_count(x.shape[dim], group_size)
-    packed = x.new_empty([*before, groups * _group_bytes(bits, group_size), *after], dtype=torch.uint8)
+    packed = x.new_empty(
+        [*before, groups * _group_bytes(bits, group_size), *after], dtype=torch.uint8
+    )
     return packed, x.new_empty([*before, groups, 1 if symmetric else 2, *after])
 
 
-def _dequantize_fake(packed: Tensor, scales: Tensor, length: int, bits: int, group_size: int, dim: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_fake(
+    packed: Tensor,
+    scales: Tensor,
+    length: int,
+    bits: int,
+    group_size: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
     _check_dequantize(packed, scales, length, bits, group_size, dim, dtype)
     dim = dim % packed.dim()
     shape = [*packed.shape[:dim], length, *packed.shape[dim + 1 :]]
@@ -314,23 +407,30 @@ define(
 )
 define(
     "quant",
-    "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size, int dim, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size, int dim,"
+    " ScalarType dtype) -> Tensor",
     _dequantize_reference,
     _dequantize_fake,
 )
 
 
 def self_check(device: str) -> float:
-    """Random numbers of size 1 quantized to 4 and 8 bits and back, by whatever kernels calls reach on ``device`` and by the reference.
+    """Random numbers of size 1 quantized to 4 and 8 bits and back, by whatever kernels calls reach
+    on ``device`` and by the reference.
 
-    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the scales.
+    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the
+    scales.
     """
     x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
     pairs = []
     for bits, dim, symmetric in ((4, 1, False), (8, 0, True)):
-        packed, scales = torch.ops.flexops.quantize(x.detach() if x.requires_grad else x, bits, 64, dim, symmetric)
+        packed, scales = torch.ops.flexops.quantize(
+            x.detach() if x.requires_grad else x, bits, 64, dim, symmetric
+        )
         values = torch.ops.flexops.dequantize(packed, scales, x.shape[dim], bits, 64, dim, x.dtype)
         expected_packed, expected_scales = _quantize_reference(x, bits, 64, dim, symmetric)
-        expected = _dequantize_reference(expected_packed, expected_scales, x.shape[dim], bits, 64, dim, x.dtype)
+        expected = _dequantize_reference(
+            expected_packed, expected_scales, x.shape[dim], bits, 64, dim, x.dtype
+        )
         pairs += [(values, expected), (scales, expected_scales)]
     return difference(*zip(*pairs, strict=True))

@@ -1,13 +1,17 @@
-"""Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
+"""Rotary position embedding (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+Embedding", 2021).
 
-With ``c = cos[p]`` and ``s = sin[p]`` at position ``p``, and pairs ``(x, y)`` of elements of a head::
+With ``c = cos[p]`` and ``s = sin[p]`` at position ``p``, and pairs ``(x, y)`` of elements of a
+head::
 
     x' = x c - y s        y' = y c + x s
 
-The i-th pair is elements ``(i, i + rotary_dim / 2)`` in the half layout (GPT-NeoX, Llama in transformers), ``(2 i, 2 i + 1)`` in the interleaved one
-(RoFormer, GPT-J, Llama as released). Elements from ``rotary_dim`` on stay as they are. The arithmetic is float32, rounded once.
+The i-th pair is elements ``(i, i + rotary_dim / 2)`` in the half layout (GPT-NeoX, Llama in
+transformers), ``(2 i, 2 i + 1)`` in the interleaved one (RoFormer, GPT-J, Llama as released).
+Elements from ``rotary_dim`` on stay as they are. The arithmetic is float32, rounded once.
 
-The backward pass is the rotation by the negative angle, of the gradients: no activation is kept for it.
+The backward pass is the rotation by the negative angle, of the gradients: no activation is kept for
+it.
 """
 
 from __future__ import annotations
@@ -26,11 +30,25 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @overload
 def rotary_embedding(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False, inplace: bool = False
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rotary_embedding(
-    query: Tensor, key: None, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False, inplace: bool = False
+    query: Tensor,
+    key: None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
 ) -> tuple[Tensor, None]: ...
 def rotary_embedding(
     query: Tensor,
@@ -45,32 +63,40 @@ def rotary_embedding(
     """Rotate ``query`` and ``key`` by their positions, in one launch. Formulas: see the module.
 
     Args:
-        query: float32, bfloat16 or float16, ``[batch, heads, length, head_dim]``, any strides: a ``[batch, length, heads, head_dim]`` projection
-            goes in as ``.transpose(1, 2)``, a slice of a packed one as it is, and neither is copied.
+        query: float32, bfloat16 or float16, ``[batch, heads, length, head_dim]``, any strides: a
+            ``[batch, length, heads, head_dim]`` projection goes in as ``.transpose(1, 2)``, a slice
+            of a packed one as it is, and neither is copied.
         key: like ``query``, with any number of heads; or None.
-        cos: float32, bfloat16 or float16, whatever query's dtype, with ``rotary_dim <= head_dim``; one of two:
+        cos: float32, bfloat16 or float16, whatever query's dtype, with ``rotary_dim <= head_dim``;
+            one of two:
 
-            - a table ``[max_positions, rotary_dim / 2]``. Where a model holds each number twice, pass ``cos[:, : rotary_dim // 2]`` (half layout)
-              or ``cos[:, ::2]`` (interleaved);
-            - what was looked up already, ``[batch, length, rotary_dim]``, or ``[1, length, rotary_dim]`` for all of the batch, with each number
-              twice: as the models of transformers hand it on. In the half layout it is read where it is, with its strides, and only its first half;
-              interleaved, where every second number is read, the call makes a copy first.
+            - a table ``[max_positions, rotary_dim / 2]``. Where a model holds each number twice,
+              pass ``cos[:, : rotary_dim // 2]`` (half layout) or ``cos[:, ::2]`` (interleaved);
+            - what was looked up already, ``[batch, length, rotary_dim]``, or ``[1, length,
+              rotary_dim]`` for all of the batch, with each number twice: as the models of
+              transformers hand it on. In the half layout it is read where it is, with its strides,
+              and only its first half; interleaved, where every second number is read, the call
+              makes a copy first.
         sin: like ``cos``.
-        positions: int64 or int32, ``[length]`` or ``[batch, length]``: the rows of a table. None stands for 0, 1, 2, ... A position
-            outside the table gives NaN. None if ``cos`` was looked up already.
+        positions: int64 or int32, ``[length]`` or ``[batch, length]``: the rows of a table. None
+            stands for 0, 1, 2, ... A position outside the table gives NaN. None if ``cos`` was
+            looked up already.
         interleaved: pairs are neighbours; else they are half of ``rotary_dim`` apart.
-        inplace: write the results over ``query`` and ``key``, and return these. Elements from ``rotary_dim`` on are then not touched at all.
-            If they require gradients, torch's rules for operations in place hold: no leaves, no views that come from ``split``, ``chunk`` or
+        inplace: write the results over ``query`` and ``key``, and return these. Elements from
+            ``rotary_dim`` on are then not touched at all. If they require gradients, torch's rules
+            for operations in place hold: no leaves, no views that come from ``split``, ``chunk`` or
             ``unbind``.
 
     Returns:
-        the rotated ``(query, key)``, key None if it was. Unless in place, they are dense, in memory ordered by length and then heads if the
-        input's heads are closer to each other than its positions, else by heads and then length. Differentiable, once, with respect to
-        ``query`` and ``key``.
+        the rotated ``(query, key)``, key None if it was. Unless in place, they are dense, in memory
+        ordered by length and then heads if the input's heads are closer to each other than its
+        positions, else by heads and then length. Differentiable, once, with respect to ``query``
+        and ``key``.
 
     Raises:
         TypeError: a tensor is not of the dtypes above.
-        ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to be written in place is broadcast.
+        ValueError: a shape is not as above, ``cos`` or ``sin`` requires a gradient, or what is to
+            be written in place is broadcast.
     """
     if interleaved and isinstance(cos, Tensor) and is_dense(cos) and cos.dim() == 3:
         _check(query, key, cos, sin, positions)
@@ -84,13 +110,26 @@ def rotary_embedding(
     return query, key
 
 
-def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
-    wanted = [x for x in (query, key) if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
+def _rotate_in_place(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+) -> None:
+    wanted = (
+        [x for x in (query, key) if x is not None and x.requires_grad]
+        if torch.is_grad_enabled()
+        else []
+    )
     if not wanted:
         with below_autograd() if not torch.compiler.is_compiling() else torch.no_grad():
             _rotate_(query, key, cos, sin, positions, interleaved, False)
     elif torch.compiler.is_compiling():  # the compiler makes it in place, or better
-        for x, result in zip((query, key), _rotate(query, key, cos, sin, positions, interleaved, False), strict=True):
+        for x, result in zip(
+            (query, key), _rotate(query, key, cos, sin, positions, interleaved, False), strict=True
+        ):
             if x is not None:
                 x.copy_(result)
     elif is_transforming():
@@ -103,7 +142,9 @@ def _rotate_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor
 
 class _InPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> Tensor:
         with below_autograd():
             _rotate_(x, None, cos, sin, positions, interleaved, False)
         ctx.mark_dirty(x)
@@ -115,10 +156,16 @@ class _InPlace(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, positions = ctx.saved_tensors
-        return _rotate(grad, None, cos, sin, positions, ctx.interleaved, True)[0], None, None, None, None
+        return (
+            _rotate(grad, None, cos, sin, positions, ctx.interleaved, True)[0],
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-# ---- checks --------------------------------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def _fail(message: str, error: type[Exception] = ValueError) -> None:
@@ -131,32 +178,60 @@ def _check_float(name: str, value: Any) -> None:
         _fail(f"{name} must be a float32, bfloat16 or float16 tensor, got {got}", TypeError)
 
 
-def _check(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: bool) -> None:
-    check_places("flexops.rotary_embedding", {"query": query, "key": key, "cos": cos, "sin": sin, "positions": positions})
+def _check(
+    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: bool
+) -> None:
+    check_places(
+        "flexops.rotary_embedding",
+        {"query": query, "key": key, "cos": cos, "sin": sin, "positions": positions},
+    )
     _check_float("query", query)
     _check_float("cos", cos)
     shape, table = query.shape, cos.shape
     if len(shape) != 4:
         _fail(f"query must have shape [batch, heads, length, head_dim], got {list(shape)}")
     if len(table) == 3:
-        if table[0] not in (1, shape[0]) or table[1] != shape[2] or table[2] % 2 or table[2] > shape[3]:
-            wanted = f"[{shape[0]} or 1, {shape[2]}, rotary_dim], as query's batch and length, with an even rotary_dim of at most {shape[3]}"
+        if (
+            table[0] not in (1, shape[0])
+            or table[1] != shape[2]
+            or table[2] % 2
+            or table[2] > shape[3]
+        ):
+            wanted = (
+                f"[{shape[0]} or 1, {shape[2]}, rotary_dim], as query's batch and length, with an"
+                f" even rotary_dim of at most {shape[3]}"
+            )
             _fail(f"cos must have shape {wanted}, got {list(table)}")
         if positions is not None:
-            _fail("positions must be None if cos has three dimensions, since those are looked up already")
+            _fail(
+                "positions must be None if cos has three dimensions, since those are looked up"
+                " already"
+            )
     elif len(table) != 2 or 2 * table[1] > shape[3]:
-        _fail(f"cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's head_dim, {shape[3]}, got {list(table)}")
+        _fail(
+            "cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's"
+            f" head_dim, {shape[3]}, got {list(table)}"
+        )
     if not isinstance(sin, Tensor) or sin.dtype != cos.dtype:
-        _fail(f"sin must be a {cos.dtype} tensor, as cos, got {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}", TypeError)
+        _fail(
+            f"sin must be a {cos.dtype} tensor, as cos, got"
+            f" {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}",
+            TypeError,
+        )
     if sin.shape != table:
         _fail(f"sin must have cos's shape {list(table)}, got {list(sin.shape)}")
-    _check_constant(cos.requires_grad and torch.is_grad_enabled(), sin.requires_grad and torch.is_grad_enabled())
+    _check_constant(
+        cos.requires_grad and torch.is_grad_enabled(), sin.requires_grad and torch.is_grad_enabled()
+    )
     if key is not None:
         _check_key(query.dtype, shape, key)
     if positions is not None:
         _check_positions(shape, positions)
     elif len(table) == 2 and table[0] < shape[2]:
-        _fail(f"cos must have a row for each of query's {shape[2]} positions if positions is None, got {list(table)}")
+        _fail(
+            f"cos must have a row for each of query's {shape[2]} positions if positions is None,"
+            f" got {list(table)}"
+        )
 
 
 def _check_constant(cos: bool, sin: bool) -> None:
@@ -166,10 +241,17 @@ def _check_constant(cos: bool, sin: bool) -> None:
 
 def _check_key(dtype: torch.dtype, query: torch.Size, key: Tensor) -> None:
     if not isinstance(key, Tensor) or key.dtype != dtype:
-        _fail(f"key must be a {dtype} tensor, as query, or None, got {key.dtype if isinstance(key, Tensor) else type(key).__name__}", TypeError)
+        _fail(
+            f"key must be a {dtype} tensor, as query, or None, got"
+            f" {key.dtype if isinstance(key, Tensor) else type(key).__name__}",
+            TypeError,
+        )
     shape = key.shape
     if len(shape) != 4 or shape[0] != query[0] or shape[2:] != query[2:]:
-        _fail(f"key must have shape [{query[0]}, any, {query[2]}, {query[3]}], as query, got {list(shape)}")
+        _fail(
+            f"key must have shape [{query[0]}, any, {query[2]}, {query[3]}], as query, got"
+            f" {list(shape)}"
+        )
 
 
 def _check_positions(query: torch.Size, positions: Tensor) -> None:
@@ -177,17 +259,28 @@ def _check_positions(query: torch.Size, positions: Tensor) -> None:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         _fail(f"positions must be an int64 or int32 tensor or None, got {got}", TypeError)
     batch, _, length, _ = query
-    if not (positions.dim() == 1 or (positions.dim() == 2 and positions.size(0) == batch)) or positions.size(-1) != length:
-        _fail(f"positions must have shape [{length}] or [{batch}, {length}], as query's length and batch, got {list(positions.shape)}")
+    if (
+        not (positions.dim() == 1 or (positions.dim() == 2 and positions.size(0) == batch))
+        or positions.size(-1) != length
+    ):
+        _fail(
+            f"positions must have shape [{length}] or [{batch}, {length}], as query's length and"
+            f" batch, got {list(positions.shape)}"
+        )
 
 
 def _check_writable(query: Tensor, key: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key)):
-        if x is not None and any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            _fail(f"{name} must not be broadcast if inplace is True, since it is written; got strides {x.stride()}")
+        if x is not None and any(
+            stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+        ):
+            _fail(
+                f"{name} must not be broadcast if inplace is True, since it is written; got strides"
+                f" {x.stride()}"
+            )
 
 
-# ---- the reference: plain PyTorch ------------------------------------------------------------------------------------------------------------
+# ---- the reference: plain PyTorch ----------------------------------------------------------------
 
 
 def _pairs(table: Tensor) -> int:
@@ -232,7 +325,13 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _reference(
-    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
     results = []
@@ -244,7 +343,15 @@ def _reference(
     return results[0], query.new_empty(0) if key is None else results[1]
 
 
-def _reference_in_place(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool) -> None:
+def _reference_in_place(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
     c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
     for x in (query,) if key is None else (query, key):
         x[..., : 2 * _pairs(cos)] = _rotated(x, c, s, interleaved)
@@ -281,7 +388,8 @@ def _backward(ctx: Any, query: Tensor | None, key: Tensor | None) -> tuple[Tenso
 
 define(
     "rope",
-    "rotary_embedding(Tensor query, Tensor? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> (Tensor, Tensor)",
+    "rotary_embedding(Tensor query, Tensor? key, Tensor cos, Tensor sin, Tensor? positions, bool"
+    " interleaved, bool inverse) -> (Tensor, Tensor)",
     _reference,
     _fake,
     check=_check,
@@ -291,7 +399,8 @@ define(
 )
 define(
     "rope",
-    "rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> ()",
+    "rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, Tensor cos, Tensor sin, Tensor?"
+    " positions, bool interleaved, bool inverse) -> ()",
     _reference_in_place,
     _fake_in_place,
     function="rotary_embedding",
@@ -303,8 +412,8 @@ _rotate_ = torch.ops.flexops.rotary_embedding_.default
 
 
 def self_check(device: str) -> float:
-    """Both layouts, a partial rotary dimension and grouped heads on random numbers of size 1, by whatever kernels calls reach on ``device`` and by
-    the reference.
+    """Both layouts, a partial rotary dimension and grouped heads on random numbers of size 1, by
+    whatever kernels calls reach on ``device`` and by the reference.
 
     For ``flexops doctor``. Returns the largest difference.
     """

@@ -1,15 +1,19 @@
-"""Softmax over the last dimension, fused with the scaling and the masking that attention puts before it.
+"""Softmax over the last dimension, fused with the scaling and the masking that attention puts
+before it.
 
-With ``s = x * scale``, and ``s + mask`` where the mask is a float one, over the elements that take part::
+With ``s = x * scale``, and ``s + mask`` where the mask is a float one, over the elements that take
+part::
 
     y = exp(s - max(s)) / sum(exp(s - max(s)))
 
-and 0 for the others. Everything is computed in float32 and rounded once, to the dtype of ``x``. Two things are defined here that a chain of torch's
-operations leaves to chance:
+and 0 for the others. Everything is computed in float32 and rounded once, to the dtype of ``x``. Two
+things are defined here that a chain of torch's operations leaves to chance:
 
-- A row in which no element takes part (all masked out, or all ``s`` are ``-inf``) gives zeros, and zeros as its gradient; torch's softmax gives NaN.
-- What a boolean mask or causality leaves out is not looked at: a NaN there harms nobody. A NaN or ``+inf`` that takes part makes its row NaN (but not
-  what is beyond a causal row's end, which is 0).
+- A row in which no element takes part (all masked out, or all ``s`` are ``-inf``) gives zeros, and
+  zeros as its gradient; torch's softmax gives NaN.
+- What a boolean mask or causality leaves out is not looked at: a NaN there harms nobody. A NaN or
+  ``+inf`` that takes part makes its row NaN (but not what is beyond a causal row's end, which is
+  0).
 """
 
 from __future__ import annotations
@@ -31,21 +35,25 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 
     """``softmax(x * scale + mask)`` over the last dimension, in one pass over memory.
 
     Args:
-        x: ``[..., length]``, float32, float16 or bfloat16, at least one dimension, any strides; may be empty. ``length`` is at most 2**30.
-        mask: None, or a tensor that can be broadcast to the shape of ``x``; it is never expanded in memory. As in
-            ``torch.nn.functional.scaled_dot_product_attention``, **a boolean mask is True where an element takes part**; a float32, float16 or
-            bfloat16 one is added, so ``-inf`` leaves out.
+        x: ``[..., length]``, float32, float16 or bfloat16, at least one dimension, any strides; may
+            be empty. ``length`` is at most 2**30.
+        mask: None, or a tensor that can be broadcast to the shape of ``x``; it is never expanded in
+            memory. As in ``torch.nn.functional.scaled_dot_product_attention``, **a boolean mask is
+            True where an element takes part**; a float32, float16 or bfloat16 one is added, so
+            ``-inf`` leaves out.
         scale: what ``x`` is multiplied by first; a number that is finite in float32.
 
     Returns:
-        a contiguous tensor of the shape and dtype of ``x``. Rows in which nothing takes part are zeros (see the module).
+        a contiguous tensor of the shape and dtype of ``x``. Rows in which nothing takes part are
+        zeros (see the module).
 
     Raises:
         TypeError: ``x`` or ``mask`` is no tensor of the dtypes above, or ``scale`` no number.
         ValueError: shapes or devices do not fit each other, or ``scale`` is not finite.
 
-    Differentiable once, with respect to ``x`` and to a float ``mask``: the gradient of ``x`` is ``scale * y * (g - sum(g * y))``, computed in
-    float32 from the rounded ``y``, which is all that is kept for the backward pass. The mask's is the same without the scale, summed over the
+    Differentiable once, with respect to ``x`` and to a float ``mask``: the gradient of ``x`` is
+    ``scale * y * (g - sum(g * y))``, computed in float32 from the rounded ``y``, which is all that
+    is kept for the backward pass. The mask's is the same without the scale, summed over the
     dimensions that it was broadcast along. Under autocast the dtype of ``x`` is kept.
     """
     _check_scale("flexops.scaled_masked_softmax:", scale)
@@ -54,13 +62,16 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 
 
 
 def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
-    """``softmax(x * scale)`` over the keys that each query may see, for scores ``[..., queries, keys]``.
+    """``softmax(x * scale)`` over the keys that each query may see, for scores ``[..., queries,
+    keys]``.
 
-    Query ``i`` sees the keys up to ``i + (keys - queries)``: the last query sees all of them, as in decoding with a cache (the triangle is at the
-    lower right). With more queries than keys the first ones see nothing, and are zeros. Scores beyond are not read, results there are 0.
+    Query ``i`` sees the keys up to ``i + (keys - queries)``: the last query sees all of them, as in
+    decoding with a cache (the triangle is at the lower right). With more queries than keys the
+    first ones see nothing, and are zeros. Scores beyond are not read, results there are 0.
 
     Args:
-        x: at least two dimensions, float32, float16 or bfloat16, any strides; may be empty. ``keys`` is at most 2**30.
+        x: at least two dimensions, float32, float16 or bfloat16, any strides; may be empty.
+            ``keys`` is at most 2**30.
         scale: what ``x`` is multiplied by first; a number that is finite in float32.
 
     Returns:
@@ -70,7 +81,8 @@ def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
         TypeError: ``x`` is no tensor of these dtypes, or ``scale`` no number.
         ValueError: ``x`` has less than two dimensions, or ``scale`` is not finite.
 
-    Differentiable once. For anything else than this triangle there is :func:`scaled_masked_softmax`.
+    Differentiable once. For anything else than this triangle there is
+    :func:`scaled_masked_softmax`.
     """
     _check_scale("flexops.causal_softmax:", scale)
     result: Tensor = _CAUSAL(x, scale)
@@ -110,16 +122,22 @@ def _check_masked(x: Tensor, mask: Tensor | None, _scale: float) -> None:
         return
     if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}")
+        raise TypeError(
+            f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}"
+        )
     shape, target = mask.shape, x.shape
     if shape == target:
         return
     missing = len(target) - len(shape)
-    if missing < 0 or any(size not in (1, wanted) for size, wanted in zip(shape, target[missing:], strict=True)):
-        raise ValueError(f"{where} mask must be broadcastable to x's shape {tuple(target)}, got {tuple(shape)}")
+    if missing < 0 or any(
+        size not in (1, wanted) for size, wanted in zip(shape, target[missing:], strict=True)
+    ):
+        raise ValueError(
+            f"{where} mask must be broadcastable to x's shape {tuple(target)}, got {tuple(shape)}"
+        )
 
 
-# ---- the ops ---------------------------------------------------------------------------------------------------------------------------------
+# ---- the ops -------------------------------------------------------------------------------------
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -149,12 +167,18 @@ def _scaled_masked_softmax_reference(x: Tensor, mask: Tensor | None, scale: floa
 def _visible(x: Tensor) -> Tensor:
     """``[queries, keys]``: True where a query sees a key."""
     queries, keys = x.shape[-2], x.shape[-1]
-    return torch.arange(keys, device=x.device) <= torch.arange(queries, device=x.device).unsqueeze(1) + (keys - queries)
+    return torch.arange(keys, device=x.device) <= torch.arange(queries, device=x.device).unsqueeze(
+        1
+    ) + (keys - queries)
 
 
 def _causal_softmax_reference(x: Tensor, scale: float) -> Tensor:
     keep = _visible(x)
-    return _softmax(x.to(_compute_dtype(x)) * scale, keep, x.dtype).masked_fill(~keep, 0.0).contiguous()
+    return (
+        _softmax(x.to(_compute_dtype(x)) * scale, keep, x.dtype)
+        .masked_fill(~keep, 0.0)
+        .contiguous()
+    )
 
 
 def _softmax_backward_reference(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
@@ -178,7 +202,10 @@ def _backward_fake(_: Tensor, y: Tensor, *__: object) -> Tensor:
 def _masked_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
     _, mask, scale = args
     ctx.save_for_backward(y)
-    ctx.scale, ctx.mask_like = scale, None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype)
+    ctx.scale, ctx.mask_like = (
+        scale,
+        None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype),
+    )
 
 
 def _masked_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -224,12 +251,16 @@ define(
     plain=True,
 )
 define("softmax", declared.SOFTMAX_BACKWARD.schema, _softmax_backward_reference, _backward_fake)
-_MASKED, _CAUSAL = caller(torch.ops.flexops.scaled_masked_softmax.default), caller(torch.ops.flexops.causal_softmax.default)
+_MASKED, _CAUSAL = (
+    caller(torch.ops.flexops.scaled_masked_softmax.default),
+    caller(torch.ops.flexops.causal_softmax.default),
+)
 _BACKWARD = torch.ops.flexops.softmax_backward.default
 
 
 def self_check(device: str) -> float:
-    """Random scores with and without masks, forward and backward, by whatever kernels calls reach on ``device`` and by the reference.
+    """Random scores with and without masks, forward and backward, by whatever kernels calls reach
+    on ``device`` and by the reference.
 
     For ``flexops doctor``. Returns the largest difference of the results.
     """
@@ -239,7 +270,18 @@ def self_check(device: str) -> float:
     ops = torch.ops.flexops
     pairs = []
     for mask in (None, keep, torch.randn(5, 1, generator=generator).to(device)):
-        pairs.append((ops.scaled_masked_softmax(x, mask, 1.5), _scaled_masked_softmax_reference(x, mask, 1.5)))
+        pairs.append(
+            (
+                ops.scaled_masked_softmax(x, mask, 1.5),
+                _scaled_masked_softmax_reference(x, mask, 1.5),
+            )
+        )
     y, expected = ops.causal_softmax(x, 1.5), _causal_softmax_reference(x, 1.5)
-    pairs += [(y, expected), (ops.softmax_backward(grad, expected, 1.5, True), _softmax_backward_reference(grad, expected, 1.5, True))]
+    pairs += [
+        (y, expected),
+        (
+            ops.softmax_backward(grad, expected, 1.5, True),
+            _softmax_backward_reference(grad, expected, 1.5, True),
+        ),
+    ]
     return difference(*zip(*pairs, strict=True))

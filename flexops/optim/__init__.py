@@ -1,4 +1,5 @@
-"""Optimizers with the interface of ``torch.optim``, and gradient clipping, on flexops' fused operators."""
+"""Optimizers with the interface of ``torch.optim``, and gradient clipping, on flexops' fused
+operators."""
 
 from .adagrad import Adagrad as Adagrad
 from .adam import Adam as Adam

@@ -1,5 +1,6 @@
-"""What flexops' optimizers share: one call of an operator for all parameters of a group on one device, states in float32 or codes whatever the
-parameters are, state dicts that keep them, and DTensors, of which each rank steps its own part."""
+"""What flexops' optimizers share: one call of an operator for all parameters of a group on one
+device, states in float32 or codes whatever the parameters are, state dicts that keep them, and
+DTensors, of which each rank steps its own part."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ class Bucket:
         self.params: list[Tensor] = []  # plain tensors, as are the others
         self.grads: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
-        self.steps: list[Tensor] = []  # the states named step, or one tensor of which they are the elements
+        # the states named step, or one tensor of which they are the elements
+        self.steps: list[Tensor] = []
 
 
 class _Stored:
-    """The states there are, in the order in which they were made: mostly that of the groups' parameters, and to see that costs less than to look
-    each of them up, because torch hashes a tensor in Python."""
+    """The states there are, in the order in which they were made: mostly that of the groups'
+    parameters, and to see that costs less than to look each of them up, because torch hashes a
+    tensor in Python."""
 
     def __init__(self, state: dict[Any, dict[str, Any]]) -> None:
         self._params, self._states = list(state), list(state.values())
@@ -62,17 +65,20 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     A subclass tells the names of its states, makes them, and makes the step of a :class:`Bucket`.
     """
 
-    # GradScaler then leaves unscaling, and skipping after an overflow, to step(): it sets grad_scale and found_inf before the call.
+    # GradScaler then leaves unscaling, and skipping after an overflow, to step(): it sets
+    # grad_scale and found_inf before the call.
     _step_supports_amp_scaling = True
 
     def _leave_unscaling(self) -> None:
-        """With ``fused=False`` to the scaler, as torch's own optimizers: those who clip between unscaling and step may ask for that (Lightning does)."""
+        """With ``fused=False`` to the scaler, as torch's own optimizers: those who clip between
+        unscaling and step may ask for that (Lightning does)."""
         if self.defaults.get("fused") is False:
             self._step_supports_amp_scaling = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of an older version, or of another's optimizer, may know fewer options
+        # a state dict of an older version, or of another's optimizer, may know fewer options
+        for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._leave_unscaling()
@@ -88,13 +94,21 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """A parameter's states before its first step."""
 
     @abc.abstractmethod
-    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_bucket(
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Make the step of all tensors of a bucket."""
 
     _joined: Mapping[Tensor, tuple[list[Tensor], Tensor]] = {}
-    """By the first of the parameters: step counts that lie in memory as the elements of one tensor, and that tensor."""
+    """By the first of the parameters: step counts that lie in memory as the elements of one tensor,
+    and that tensor."""
 
-    _may_be_mixed = False  # once parameters were found to be on several devices, complex or the like
+    # once parameters were found to be on several devices, complex or the like
+    _may_be_mixed = False
 
     def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
         """For each parameter, what must be equal for parameters to be stepped by one call."""
@@ -102,15 +116,17 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it runs as it is, outside of the
-        graph (which ``fullgraph=True`` refuses).
+        """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it
+        runs as it is, outside of the graph (which ``fullgraph=True`` refuses).
 
         Args:
             closure: reevaluates the model and returns the loss, which is returned.
 
         Raises:
-            RuntimeError: a gradient is sparse, or a parameter expanded (several of its elements are one in memory).
-            TypeError: a parameter or gradient is not float32, bfloat16 or float16 (or complex64, taken as pairs of float32).
+            RuntimeError: a gradient is sparse, or a parameter expanded (several of its elements are
+                one in memory).
+            TypeError: a parameter or gradient is not float32, bfloat16 or float16 (or complex64,
+                taken as pairs of float32).
         """
         loss = None
         if closure is not None:
@@ -119,12 +135,24 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._step_groups()
         return loss
 
-    @not_compiled  # compiling, it would lose the states that a first step makes; and one operator has nothing to be fused with
+    # compiling, it would lose the states that a first step makes; and one operator has nothing to
+    # be fused with
+    @not_compiled
     def _step_groups(self) -> None:
         stored = _Stored(self.state)
-        steps = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group, stored)]
-        for group, bucket in steps[1:]:  # an operator judges what it is given before it touches anything: the first one need not be looked at
-            if _is_tensor_of_many(group["lr"]) or not set(map(_dtype, bucket.grads)) <= _TAKEN or any(map(_is_sparse, bucket.grads)):
+        steps = [
+            (group, bucket)
+            for group in self.param_groups
+            for bucket in self._buckets(group, stored)
+        ]
+        # an operator judges what it is given before it touches anything: the first one need not be
+        # looked at
+        for group, bucket in steps[1:]:
+            if (
+                _is_tensor_of_many(group["lr"])
+                or not set(map(_dtype, bucket.grads)) <= _TAKEN
+                or any(map(_is_sparse, bucket.grads))
+            ):
                 self._judge(group, bucket)
         self._measure([owner for _, bucket in steps for owner in bucket.owners])
         for group, bucket in steps:
@@ -137,7 +165,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         try:
             self._step_plain(group, bucket)
         except (RuntimeError, TypeError):
-            # To look at every parameter before every step would cost as much as the step. The operators look, before they touch anything.
+            # To look at every parameter before every step would cost as much as the step. The
+            # operators look, before they touch anything.
             if self._may_be_mixed or _is_uniform(bucket):
                 self._judge(group, bucket)
                 raise
@@ -161,12 +190,18 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             raise ValueError("Tensor lr must be 1-element")
         for owner, param, grad in zip(bucket.owners, bucket.params, bucket.grads, strict=True):
             if grad.layout != torch.strided:
-                raise RuntimeError(f"flexops.optim.{kind} does not support sparse gradients; torch.optim.{'SparseAdam' if 'Adam' in kind else 'Adagrad'} does")
+                raise RuntimeError(
+                    f"flexops.optim.{kind} does not support sparse gradients;"
+                    f" torch.optim.{'SparseAdam' if 'Adam' in kind else 'Adagrad'} does"
+                )
             for tensor, of in ((param, ""), (grad, ".grad")):
                 if tensor.dtype not in _TAKEN:
                     where = self._place_of(owner, group)
                     found = str(tensor.dtype).removeprefix("torch.")
-                    raise TypeError(f"flexops.optim.{kind}: {where}{of} must be float32, bfloat16 or float16, got {found}")
+                    raise TypeError(
+                        f"flexops.optim.{kind}: {where}{of} must be float32, bfloat16 or float16,"
+                        f" got {found}"
+                    )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.optim``'s; states keep their precision, and
@@ -220,28 +255,43 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return torch.float32
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """torch has cast the states to their parameters' dtypes, which throws digits (or the meaning of codes) away: take the saved ones."""
+        """torch has cast the states to their parameters' dtypes, which throws digits (or the
+        meaning of codes) away: take the saved ones."""
         for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for saved, param in zip(saved_group["params"], group["params"], strict=True):
                 for name, value in (self.state.get(param) or {}).items():
                     if name == "step":
-                        self.state[param][name] = torch.as_tensor(value).to(device=param.device, dtype=torch.float32)
+                        self.state[param][name] = torch.as_tensor(value).to(
+                            device=param.device, dtype=torch.float32
+                        )
                     elif isinstance(value, Tensor):
                         original = state_dict["state"][saved][name]
-                        wanted = self._state_dtype_of(param) if original.is_floating_point() else original.dtype
+                        wanted = (
+                            self._state_dtype_of(param)
+                            if original.is_floating_point()
+                            else original.dtype
+                        )
                         if value.dtype != wanted and not param.is_complex():
-                            self.state[param][name] = original.to(device=param.device, dtype=wanted, copy=True)
+                            self.state[param][name] = original.to(
+                                device=param.device, dtype=wanted, copy=True
+                            )
         self._joined = {}
         for group in self.param_groups:
             params = [param for param in group["params"] if self.state.get(param)]
             self._join_steps(params, [self.state[param] for param in params])
 
     def _join_steps(self, params: list[Tensor], states: list[dict[str, Any]]) -> None:
-        """Make the counts of parameters that are stepped by one call neighbours in memory, which one tensor can tell of: handed over one by one, they
-        cost as much as the gradients. Only new states may be replaced: to others' memory a captured CUDA graph may point."""
+        """Make the counts of parameters that are stepped by one call neighbours in memory, which
+        one tensor can tell of: handed over one by one, they cost as much as the gradients. Only new
+        states may be replaced: to others' memory a captured CUDA graph may point."""
         alike: dict[Hashable, list[int]] = {}
         for i, (kind, state) in enumerate(zip(self._kinds(params, states), states, strict=True)):
-            if "step" in state and state["step"].dim() == 0 and state["step"].device.type in ("cpu", "cuda") and type(state["step"]) is Tensor:
+            if (
+                "step" in state
+                and state["step"].dim() == 0
+                and state["step"].device.type in ("cpu", "cuda")
+                and type(state["step"]) is Tensor
+            ):
                 alike.setdefault((kind, state["step"].device), []).append(i)
         for places in alike.values():
             joined = torch.stack([states[i]["step"] for i in places])
@@ -251,25 +301,38 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._joined = {**self._joined, params[places[0]]: (elements, joined)}
 
     def _joined_steps(self, bucket: Bucket) -> list[Tensor]:
-        """The step counts as they are handed over: as one tensor, if they are all of its elements."""
+        """The step counts as they are handed over: as one tensor, if they are all of its
+        elements."""
         steps = bucket.states.get("step", [])
         elements, joined = self._joined.get(bucket.owners[0], (steps, None))
-        if joined is None or len(elements) != len(steps) or not all(map(operator.is_, elements, steps)):
+        if (
+            joined is None
+            or len(elements) != len(steps)
+            or not all(map(operator.is_, elements, steps))
+        ):
             return steps
         # Whoever moves states by way of their ``data`` moves all of them: to look at two is enough.
         at = joined.data_ptr()
-        return [joined] if steps[0].data_ptr() == at and steps[-1].data_ptr() == at + 4 * (len(steps) - 1) else steps
+        return (
+            [joined]
+            if steps[0].data_ptr() == at and steps[-1].data_ptr() == at + 4 * (len(steps) - 1)
+            else steps
+        )
 
     def _buckets(self, group: dict[str, Any], stored: _Stored) -> Iterable[Bucket]:
         """The group's parameters that have gradients, with everything that belongs to them."""
-        # With a thousand parameters this costs as much as their step on a GPU, so what every parameter goes through is a few comprehensions, which
-        # make no objects that the garbage collector would count.
+        # With a thousand parameters this costs as much as their step on a GPU, so what every
+        # parameter goes through is a few comprehensions, which make no objects that the garbage
+        # collector would count.
         params: list[Tensor] = group["params"]
         grads: list[Any] = [param.grad for param in params]
         types = set(map(type, grads))
         if _NONE in types:
             there = [grad is not None for grad in grads]
-            params, grads = list(itertools.compress(params, there)), list(itertools.compress(grads, there))
+            params, grads = (
+                list(itertools.compress(params, there)),
+                list(itertools.compress(grads, there)),
+            )
         if not params:
             return ()
         states = stored.of(params) or self._look_up(params, group)
@@ -282,13 +345,30 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """A bucket for each kind, from the lists of parameters, gradients and states."""
         if kinds.count(kinds[0]) == len(kinds):
             return [self._bucket(kinds[0], *lists)]
-        return [self._bucket(one, *(list(itertools.compress(each, [kind == one for kind in kinds])) for each in lists)) for one in dict.fromkeys(kinds)]
+        return [
+            self._bucket(
+                one,
+                *(
+                    list(itertools.compress(each, [kind == one for kind in kinds]))
+                    for each in lists
+                ),
+            )
+            for one in dict.fromkeys(kinds)
+        ]
 
-    def _bucket(self, kind: Hashable, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> Bucket:
+    def _bucket(
+        self,
+        kind: Hashable,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Any]],
+    ) -> Bucket:
         bucket = Bucket(kind)
         bucket.owners = bucket.params = params
         bucket.grads = grads
-        bucket.states = {name: [state[name] for state in states] for name in self._states if name in states[0]}
+        bucket.states = {
+            name: [state[name] for state in states] for name in self._states if name in states[0]
+        }
         return bucket
 
     def _look_up(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -303,17 +383,29 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return states
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        if param.numel() and any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
-            what = "is expanded: several of its elements are one in memory, so that no step can be made"
+        if param.numel() and any(
+            size > 1 and stride == 0
+            for size, stride in zip(param.shape, param.stride(), strict=True)
+        ):
+            what = (
+                "is expanded: several of its elements are one in memory, so that no step can be"
+                " made"
+            )
             fix = "make it torch.nn.Parameter(param.detach().clone())"
-            raise RuntimeError(f"flexops.optim.{type(self).__name__}: {self._place_of(param, group)} {what}; {fix}")
+            raise RuntimeError(
+                f"flexops.optim.{type(self).__name__}: {self._place_of(param, group)} {what}; {fix}"
+            )
         return self._make_state(param, group)
 
     def _place_of(self, param: Tensor, group: dict[str, Any]) -> str:
-        return f"param_groups[{_index(self.param_groups, group)}]: params[{_index(group['params'], param)}]"
+        return (
+            f"param_groups[{_index(self.param_groups, group)}]:"
+            f" params[{_index(group['params'], param)}]"
+        )
 
     def _split(self, mixed: Bucket) -> Iterable[Bucket]:
-        """Several devices, DTensors, complex numbers: one bucket for each device, of plain tensors."""
+        """Several devices, DTensors, complex numbers: one bucket for each device, of plain
+        tensors."""
         buckets: dict[torch.device, Bucket] = {}
         for i, (param, grad) in enumerate(zip(mixed.params, mixed.grads, strict=True)):
             bucket = buckets.setdefault(param.device, Bucket(mixed.kind))
@@ -344,9 +436,13 @@ def _converted(optimizer: FusedOptimizer, saved: dict[str, Any]) -> dict[str, An
 
 
 def _elements(joined: Tensor) -> list[Tensor]:
-    """Each as a tensor with a storage of its own, though their memory is the whole's: nobody who saves, moves or resizes one finds the others in it."""
+    """Each as a tensor with a storage of its own, though their memory is the whole's: nobody who
+    saves, moves or resizes one finds the others in it."""
     storage, size = joined.untyped_storage(), joined.element_size()
-    return [joined.new_empty(0).set_(storage[at : at + size], 0, (), ()) for at in range(0, len(joined) * size, size)]
+    return [
+        joined.new_empty(0).set_(storage[at : at + size], 0, (), ())
+        for at in range(0, len(joined) * size, size)
+    ]
 
 
 def _index(things: list[Any], one: Any) -> int:
@@ -362,7 +458,12 @@ def run(op: Any, *args: Any, **numbers: Any) -> Any:
 def full_state(param: Tensor, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """A state of the parameter's shape, layout and placement; of a complex parameter, complex."""
     dtype = param.dtype if param.is_complex() else dtype
-    return torch.full_like(param, complex(value, value) if param.is_complex() else value, dtype=dtype, memory_format=torch.preserve_format)
+    return torch.full_like(
+        param,
+        complex(value, value) if param.is_complex() else value,
+        dtype=dtype,
+        memory_format=torch.preserve_format,
+    )
 
 
 STATE_DTYPES = (None, "param", torch.float32, torch.bfloat16, torch.float16)
@@ -377,11 +478,18 @@ class NarrowStates(FusedOptimizer):
     def _set_states(self, state_dtype: torch.dtype | str | None, stochastic_rounding: bool) -> None:
         if state_dtype not in STATE_DTYPES:
             accepted = "None, 'param', torch.float32, torch.bfloat16 or torch.float16"
-            raise ValueError(f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got {state_dtype!r}")
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: state_dtype must be {accepted}, got"
+                f" {state_dtype!r}"
+            )
         self._state_dtype, self._stochastic = state_dtype, bool(stochastic_rounding)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_state_dtype": self._state_dtype, "_stochastic": self._stochastic}
+        return {
+            **super().__getstate__(),
+            "_state_dtype": self._state_dtype,
+            "_stochastic": self._stochastic,
+        }
 
     def _state_dtype_of(self, param: Tensor) -> torch.dtype:
         if self._state_dtype == "param":
@@ -394,27 +502,35 @@ def step_state(param: Tensor) -> Tensor:
 
 
 def rate_for(lr: float | Tensor, bucket: Bucket) -> tuple[float, Tensor | None]:
-    """The learning rate as the ops take it: a number, or a tensor on the bucket's device that overrides the number."""
+    """The learning rate as the ops take it: a number, or a tensor on the bucket's device that
+    overrides the number."""
     device = bucket.params[0].device
     number, tensor = split_lr(lr, device.type == "cpu")
     return number, _moved(tensor, device)
 
 
 def check_types(kind: str, betas: Any = (0.0, 0.0), **numbers: Any) -> None:
-    """Raise ``TypeError`` if what should be a number is none, or ``betas`` not two: torch would raise without their names, or take three betas for two."""
+    """Raise ``TypeError`` if what should be a number is none, or ``betas`` not two: torch would
+    raise without their names, or take three betas for two."""
     if not (isinstance(betas, Iterable) and list(map(_is_number, betas)) == [True, True]):
         raise TypeError(f"flexops.optim.{kind}: betas must be two numbers, got {betas!r}")
     for name, value in numbers.items():
         if not _is_number(value):
-            raise TypeError(f"flexops.optim.{kind}: {name} must be a number{' or None' if name == 'max_norm' else ''}, got {value!r}")
+            raise TypeError(
+                f"flexops.optim.{kind}: {name} must be a"
+                f" number{' or None' if name == 'max_norm' else ''}, got {value!r}"
+            )
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (Real, Tensor))
 
 
-def check_options(kind: str, lr: float | Tensor, betas: tuple[Any, ...] = (0.0, 0.0), **not_negative: float) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if an option is no number, or out of range, in torch's words."""
+def check_options(
+    kind: str, lr: float | Tensor, betas: tuple[Any, ...] = (0.0, 0.0), **not_negative: float
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if an option is no number, or out of range, in torch's
+    words."""
     check_types(kind, betas, lr=lr, **not_negative)
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -432,31 +548,43 @@ def check_options(kind: str, lr: float | Tensor, betas: tuple[Any, ...] = (0.0, 
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, of a DTensor this rank's part, and of complex numbers pairs of real ones."""
+    """The tensor itself, of a DTensor this rank's part, and of complex numbers pairs of real
+    ones."""
     local = cast(Tensor, cast(Any, tensor).to_local()) if is_distributed(tensor) else tensor
     return torch.view_as_real(local) if local.is_complex() else local
 
 
 def placed_like(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient as the parameter is placed: a sum that is still spread over ranks, for one, is added up."""
+    """The gradient as the parameter is placed: a sum that is still spread over ranks, for one, is
+    added up."""
     if not is_distributed(grad) or not is_distributed(param):
         return grad
     distributed: Any = grad
     wanted: Any = param
-    return grad if distributed.placements == wanted.placements else distributed.redistribute(wanted.device_mesh, wanted.placements)
+    return (
+        grad
+        if distributed.placements == wanted.placements
+        else distributed.redistribute(wanted.device_mesh, wanted.placements)
+    )
 
 
 def sharded_dimensions(tensor: Tensor) -> tuple[Any, ...]:
-    """``(mesh, dimension of the mesh, ...)`` over which the tensor is sharded; ``()`` if this rank has all of it."""
+    """``(mesh, dimension of the mesh, ...)`` over which the tensor is sharded; ``()`` if this rank
+    has all of it."""
     if not is_distributed(tensor):
         return ()
     distributed: Any = tensor
-    dimensions = [i for i, placement in enumerate(distributed.placements) if not placement.is_replicate() and not placement.is_partial()]
+    dimensions = [
+        i
+        for i, placement in enumerate(distributed.placements)
+        if not placement.is_replicate() and not placement.is_partial()
+    ]
     return (distributed.device_mesh, *dimensions) if dimensions else ()
 
 
 def add_over_ranks(values: Tensor, sharded: tuple[Any, ...]) -> None:
-    """Add up ``values`` in place over the ranks that share a tensor, as :func:`sharded_dimensions` tells; waits for no device."""
+    """Add up ``values`` in place over the ranks that share a tensor, as :func:`sharded_dimensions`
+    tells; waits for no device."""
     for dimension in sharded[1:]:
         torch.distributed.all_reduce(values, group=sharded[0].get_group(dimension))
 
@@ -467,8 +595,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_uniform(bucket: Bucket) -> bool:
-    """Whether an operator takes the tensors in one call: real numbers on one device, gradients that are dense."""
-    alike = len({param.device for param in bucket.params}) == 1 and not any(map(Tensor.is_complex, bucket.params))
+    """Whether an operator takes the tensors in one call: real numbers on one device, gradients that
+    are dense."""
+    alike = len({param.device for param in bucket.params}) == 1 and not any(
+        map(Tensor.is_complex, bucket.params)
+    )
     return alike and not any(map(_is_sparse, bucket.grads))
 
 

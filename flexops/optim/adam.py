@@ -9,49 +9,98 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import PARAM_DTYPES, increment_versions
-from ._fused import Bucket, NarrowStates, check_types, full_state, moved, plain, rate_for, run, step_state
+from ._fused import (
+    Bucket,
+    NarrowStates,
+    check_types,
+    full_state,
+    moved,
+    plain,
+    rate_for,
+    run,
+    step_state,
+)
 from .clip import total_norm
 
 Copies = torch.dtype | Mapping[Tensor, Tensor] | Sequence[Tensor]
 
 
 class _FusedAdam(NarrowStates):
-    """What flexops does differently from ``torch.optim``: the step itself, states in a dtype of their own, and copies in a second dtype."""
+    """What flexops does differently from ``torch.optim``: the step itself, states in a dtype of
+    their own, and copies in a second dtype."""
 
     _states = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _decoupled = False
     _max_norm: float | None = None
     _grad_factor: Tensor | None = None
     grad_norm: Tensor | None = None
-    """With ``max_norm``, the norm that the gradients of the last step had: float32, without dimensions, on their device."""
+    """With ``max_norm``, the norm that the gradients of the last step had: float32, without
+    dimensions, on their device."""
 
     def _set_up(
-        self, copies: Copies | None, differentiable: bool, betas: tuple[Any, ...], state_dtype: torch.dtype | str | None, stochastic_rounding: bool,
+        self,
+        copies: Copies | None,
+        differentiable: bool,
+        betas: tuple[Any, ...],
+        state_dtype: torch.dtype | str | None,
+        stochastic_rounding: bool,
         max_norm: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if max_norm is not None:
             check_types(type(self).__name__, max_norm=max_norm)
         if max_norm is not None and not max_norm > 0.0:
-            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm must be more than 0, or None, got {max_norm!r}")
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: max_norm must be more than 0, or None, got"
+                f" {max_norm!r}"
+            )
         self._max_norm = max_norm
         self._set_states(state_dtype, stochastic_rounding)
         if differentiable:
-            raise ValueError(f"flexops.optim.{type(self).__name__}: differentiable=True is not supported; use torch.optim for it")
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: differentiable=True is not supported; use"
+                " torch.optim for it"
+            )
         if any(isinstance(beta, Tensor) for beta in betas):
-            raise ValueError(f"flexops.optim.{type(self).__name__}: betas must be floats, not tensors")
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: betas must be floats, not tensors"
+            )
         self._leave_unscaling()
-        copied = copies.values() if isinstance(copies, Mapping) else copies if isinstance(copies, Sequence) else ()
-        if isinstance(copies, str) or not (copies is None or isinstance(copies, (torch.dtype, Mapping, Sequence))) or not all(map(_is_tensor, copied)):
+        copied = (
+            copies.values()
+            if isinstance(copies, Mapping)
+            else copies
+            if isinstance(copies, Sequence)
+            else ()
+        )
+        if (
+            isinstance(copies, str)
+            or not (copies is None or isinstance(copies, (torch.dtype, Mapping, Sequence)))
+            or not all(map(_is_tensor, copied))
+        ):
             accepted = "None, a dtype, a list of tensors or a mapping to tensors"
-            raise TypeError(f"flexops.optim.{type(self).__name__}: copies must be {accepted}, got {copies!r}")
+            raise TypeError(
+                f"flexops.optim.{type(self).__name__}: copies must be {accepted}, got {copies!r}"
+            )
         if isinstance(copies, torch.dtype) and copies not in PARAM_DTYPES:
-            raise ValueError(f"flexops.optim.{type(self).__name__}: copies must be in float32, bfloat16 or float16, got {copies}")
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: copies must be in float32, bfloat16 or"
+                f" float16, got {copies}"
+            )
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
         self._copy_dtype = copies if isinstance(copies, torch.dtype) else None
         self._each_copied = isinstance(copies, Sequence)
         if isinstance(copies, Sequence) and len(copies) != len(params):
-            raise ValueError(f"flexops.optim.{type(self).__name__}: copies must hold {len(params)} tensors, one for each parameter, got {len(copies)}")
-        self._copies = dict(zip(params, copies, strict=True)) if isinstance(copies, Sequence) else dict(copies) if isinstance(copies, Mapping) else {}
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: copies must hold {len(params)} tensors, one"
+                f" for each parameter, got {len(copies)}"
+            )
+        self._copies = (
+            dict(zip(params, copies, strict=True))
+            if isinstance(copies, Sequence)
+            else dict(copies)
+            if isinstance(copies, Mapping)
+            else {}
+        )
         self._copy(params)
 
     @property
@@ -66,10 +115,17 @@ class _FusedAdam(NarrowStates):
         super().__setstate__({"_copies": {}, "_copy_dtype": None, "_each_copied": False} | state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for ``torch.optim``. The parameters get copies if a dtype says which; where each parameter's copy was given, ``copies`` must hold theirs."""
+        """As for ``torch.optim``. The parameters get copies if a dtype says which; where each
+        parameter's copy was given, ``copies`` must hold theirs."""
         if "max_norm" in param_group:  # it would stand there without doing anything
-            fix = f"give it to {type(self).__name__} itself, or clip groups with flexops.optim.clip_grad_norm_"
-            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm is of all parameters' gradients, and no option of a group: {fix}")
+            fix = (
+                f"give it to {type(self).__name__} itself, or clip groups with"
+                " flexops.optim.clip_grad_norm_"
+            )
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: max_norm is of all parameters' gradients,"
+                f" and no option of a group: {fix}"
+            )
         super().add_param_group(param_group)
         if "_copies" not in self.__dict__:
             return  # torch's constructor comes here, too
@@ -80,23 +136,34 @@ class _FusedAdam(NarrowStates):
             raise
 
     def _copy(self, params: list[Tensor]) -> None:
-        """Make copies, if it is told of which dtype; see that there are copies, if each parameter must have one."""
+        """Make copies, if it is told of which dtype; see that there are copies, if each parameter
+        must have one."""
         where = f"flexops.optim.{type(self).__name__}"
         if self._copy_dtype is not None:
             if any(param.is_complex() for param in params):
                 raise ValueError(f"{where}: a complex parameter has no copy in {self._copy_dtype}")
-            self._copies.update({param: param.detach().to(self._copy_dtype, copy=True) for param in params})
+            self._copies.update(
+                {param: param.detach().to(self._copy_dtype, copy=True) for param in params}
+            )
         for index, param in enumerate(params if self._each_copied else ()):
             if param not in self._copies:
-                raise ValueError(f"{where}: params[{index}] of the new group has no copy, as the others have: set optimizer.copies[param] before")
+                raise ValueError(
+                    f"{where}: params[{index}] of the new group has no copy, as the others have:"
+                    " set optimizer.copies[param] before"
+                )
 
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         dtype = self._state_dtype_of(param)
-        averages = {name: full_state(param, dtype=dtype) for name in self._states[1 : 4 if group["amsgrad"] else 3]}
+        averages = {
+            name: full_state(param, dtype=dtype)
+            for name in self._states[1 : 4 if group["amsgrad"] else 3]
+        }
         return {"step": step_state(param), **averages}
 
     def _kinds(self, params: list[Tensor], _states: list[dict[str, Any]]) -> list[Hashable]:
-        return [param in self._copies for param in params] if self._copies else [False] * len(params)
+        return (
+            [param in self._copies for param in params] if self._copies else [False] * len(params)
+        )
 
     def _measure(self, params: list[Tensor]) -> None:
         self._grad_factor = None
@@ -104,8 +171,13 @@ class _FusedAdam(NarrowStates):
             return
         grads = [grad for param in params if (grad := param.grad) is not None]
         if any(map(Tensor.is_complex, grads)):
-            raise ValueError(f"flexops.optim.{type(self).__name__}: max_norm does not clip complex gradients; clip them before the step instead")
-        if not grads or any(grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES for grad in grads):
+            raise ValueError(
+                f"flexops.optim.{type(self).__name__}: max_norm does not clip complex gradients;"
+                " clip them before the step instead"
+            )
+        if not grads or any(
+            grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES for grad in grads
+        ):
             return  # the step refuses them
         self.grad_norm = norm = total_norm(grads)
         scale = getattr(self, "grad_scale", None)
@@ -113,11 +185,24 @@ class _FusedAdam(NarrowStates):
             self.grad_norm = norm = norm / moved(scale, norm.device).reshape(())
         self._grad_factor = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_bucket(
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         beta1, beta2 = group["betas"]
         states = bucket.states
-        lists = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), bucket.steps]
+        lists = [
+            bucket.params,
+            bucket.grads,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            states.get("max_exp_avg_sq", []),
+            bucket.steps,
+        ]
         copies = [plain(self._copies[owner]) for owner in bucket.owners] if bucket.kind else []
         op = torch.ops.flexops.adam_copy_.default if copies else torch.ops.flexops.adam_.default
         run(
@@ -136,7 +221,11 @@ class _FusedAdam(NarrowStates):
             grad_scale=grad_scale,
             found_inf=found_inf,
             stochastic=self._stochastic,
-            grad_factor=None if self._grad_factor is None else moved(self._grad_factor, bucket.params[0].device),
+            grad_factor=(
+                None
+                if self._grad_factor is None
+                else moved(self._grad_factor, bucket.params[0].device)
+            ),
         )
         increment_versions(bucket.params + copies)
 
@@ -207,7 +296,12 @@ class Adam(_FusedAdam, torch.optim.Adam):
         stochastic_rounding: bool = True,
         max_norm: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
+        options: dict[str, Any] = {
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "fused": fused,
+        }
         check_types(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_decoupled(decoupled_weight_decay)
@@ -246,7 +340,12 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         stochastic_rounding: bool = True,
         max_norm: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
+        options: dict[str, Any] = {
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "fused": fused,
+        }
         check_types(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
         self._set_up(copies, differentiable, betas, state_dtype, stochastic_rounding, max_norm)

@@ -12,23 +12,34 @@ from .._torch import sharded_tensors
 from ..ops._multi_tensor import increment_versions
 from ..ops._register import is_distributed
 from ..ops.adam8bit import blocks, quantize_averages
-from ._fused import Bucket, FusedOptimizer, check_options, full_state, plain, rate_for, run, step_state
+from ._fused import (
+    Bucket,
+    FusedOptimizer,
+    check_options,
+    full_state,
+    plain,
+    rate_for,
+    run,
+    step_state,
+)
 from ._loading import CODES, check_floats, check_names, renamed, row_major
 
 _CODED = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 class AdamW8bit(FusedOptimizer):
-    """AdamW whose two averages take 8 bits an element and two float32 scales for 256, instead of 32 bits each: 2.03 bytes of states an element
-    instead of 8, and half of the memory traffic.
+    """AdamW whose two averages take 8 bits an element and two float32 scales for 256, instead of 32
+    bits each: 2.03 bytes of states an element instead of 8, and half of the memory traffic.
 
-    The codes and the rounding are told at :func:`flexops.adam8bit_`. A parameter that holds fewer than ``min_8bit_size`` elements keeps float32
-    states and is stepped as :class:`flexops.optim.AdamW` steps it. Takes what ``AdamW`` takes (except complex parameters, ``amsgrad`` and
-    ``copies``): float32, bfloat16 and float16 parameters and gradients, DTensors (each rank quantizes its own part), ``GradScaler``, CUDA graphs.
-    The states are ``step``, ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8),
-    ``exp_avg_scale`` and ``exp_avg_sq_scale`` (float32); state dicts keep them as they are. A
-    parameter with float32 states has ``exp_avg`` and ``exp_avg_sq`` instead. Sharded states can be
-    loaded again on as many ranks as saved them.
+    The codes and the rounding are told at :func:`flexops.adam8bit_`. A parameter that holds fewer
+    than ``min_8bit_size`` elements keeps float32 states and is stepped as
+    :class:`flexops.optim.AdamW` steps it. Takes what ``AdamW`` takes (except complex parameters,
+    ``amsgrad`` and ``copies``): float32, bfloat16 and float16 parameters and gradients, DTensors
+    (each rank quantizes its own part), ``GradScaler``, CUDA graphs. The states are ``step``,
+    ``exp_avg_codes`` (int8), ``exp_avg_sq_codes`` (uint8), ``exp_avg_scale`` and
+    ``exp_avg_sq_scale`` (float32); state dicts keep them as they are. A parameter with float32
+    states has ``exp_avg`` and ``exp_avg_sq`` instead. Sharded states can be loaded again on as many
+    ranks as saved them.
 
     ``load_state_dict`` quantizes the float32 states of :class:`flexops.optim.AdamW` and
     ``torch.optim.AdamW``; flexops' ``AdamW``, ``Adam`` and ``LAMB`` load states of 8 bits.
@@ -38,13 +49,14 @@ class AdamW8bit(FusedOptimizer):
 
     Args:
         params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may change under a captured CUDA graph).
+        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
+            change under a captured CUDA graph).
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: rate of decoupled weight decay.
         maximize: ascend.
-        min_8bit_size: the least number of elements of a parameter whose states are quantized. Small ones save little, and are often the
-            sensitive ones.
+        min_8bit_size: the least number of elements of a parameter whose states are quantized. Small
+            ones save little, and are often the sensitive ones.
 
     Raises:
         ValueError: an option is out of range.
@@ -63,8 +75,17 @@ class AdamW8bit(FusedOptimizer):
         maximize: bool = False,
         min_8bit_size: int = 4096,
     ) -> None:
-        check_options("AdamW8bit", lr, betas, eps=eps, weight_decay=weight_decay, min_8bit_size=min_8bit_size)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize, "min_8bit_size": min_8bit_size}
+        check_options(
+            "AdamW8bit", lr, betas, eps=eps, weight_decay=weight_decay, min_8bit_size=min_8bit_size
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "min_8bit_size": min_8bit_size,
+        }
         super().__init__(params, defaults)
 
     def _make_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +127,13 @@ class AdamW8bit(FusedOptimizer):
     def _kinds(self, _params: list[Tensor], states: list[dict[str, Any]]) -> list[Hashable]:
         return ["exp_avg_scale" in state for state in states]
 
-    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_bucket(
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         numbers = lr, *group["betas"], group["eps"], group["weight_decay"]
         states, rest = bucket.states, (lr_tensor, grad_scale, found_inf)
@@ -114,12 +141,38 @@ class AdamW8bit(FusedOptimizer):
         if bucket.kind:
             codes = (states["exp_avg_codes"], states["exp_avg_sq_codes"])
             lists = _row_major(bucket.params, bucket.grads, *codes)
-            run(ops.adam8bit_.default, *lists, states["exp_avg_scale"], states["exp_avg_sq_scale"], bucket.steps, *numbers, maximize, True, *rest)
+            run(
+                ops.adam8bit_.default,
+                *lists,
+                states["exp_avg_scale"],
+                states["exp_avg_sq_scale"],
+                bucket.steps,
+                *numbers,
+                maximize,
+                True,
+                *rest,
+            )
         else:
-            tensors: list[list[Tensor]] = [bucket.params, bucket.grads, states["exp_avg"], states["exp_avg_sq"], [], bucket.steps]
+            tensors: list[list[Tensor]] = [
+                bucket.params,
+                bucket.grads,
+                states["exp_avg"],
+                states["exp_avg_sq"],
+                [],
+                bucket.steps,
+            ]
             names = "lr", "beta1", "beta2", "eps", "weight_decay"
-            options = dict(zip(names, numbers, strict=True)) | dict(zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True))
-            run(ops.adam_.default, *tensors, amsgrad=False, maximize=maximize, decoupled=True, **options)
+            options = dict(zip(names, numbers, strict=True)) | dict(
+                zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True)
+            )
+            run(
+                ops.adam_.default,
+                *tensors,
+                amsgrad=False,
+                maximize=maximize,
+                decoupled=True,
+                **options,
+            )
         increment_versions(bucket.params)
 
 
@@ -142,12 +195,16 @@ def _quantize(made: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _row_major(params: list[Tensor], *others: list[Tensor]) -> list[list[Tensor]]:
-    """Views in which parameters that are dense, but not row-major (channels last, transposed), are: the op would copy them at every step."""
+    """Views in which parameters that are dense, but not row-major (channels last, transposed), are:
+    the op would copy them at every step."""
     lists = [params, *others]
     if all(map(Tensor.is_contiguous, params)):
         return lists
     orders = list(map(row_major, params))
-    return [[tensor.permute(order) for tensor, order in zip(tensors, orders, strict=True)] for tensors in lists]
+    return [
+        [tensor.permute(order) for tensor, order in zip(tensors, orders, strict=True)]
+        for tensors in lists
+    ]
 
 
 def _scales(param: Tensor) -> Tensor:
@@ -161,7 +218,8 @@ def _scales(param: Tensor) -> Tensor:
         placements.append(sharded.Replicate() if replicated else sharded.Shard(0))
         if not replicated:
             largest[placement.dim] = -(-largest[placement.dim] // mesh.size(dimension))
-    count = blocks(torch.Size(largest).numel())  # of the largest part, so that all parts are of one size
+    # of the largest part, so that all parts are of one size
+    count = blocks(torch.Size(largest).numel())
     zeros = torch.zeros(count, dtype=torch.float32, device=plain(param).device)
     found: Tensor = sharded.DTensor.from_local(zeros, mesh, placements, run_check=False)
     return found

@@ -32,15 +32,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the parameters' gradients in place so that their norm, as one vector, is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
+    """Scale the parameters' gradients in place so that their norm, as one vector, is at most
+    ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
 
-    What is different: one pass over memory to measure and one to scale, and the second is left out, on the device, if there is nothing to scale
-    down; the norm is float32 whatever the gradients are, and the same in every run; of DTensors it is added up over the ranks that share them (by
-    ``torch.distributed``), and comes as a plain tensor. The host waits for no device, unless ``error_if_nonfinite`` asks for it.
+    What is different: one pass over memory to measure and one to scale, and the second is left out,
+    on the device, if there is nothing to scale down; the norm is float32 whatever the gradients
+    are, and the same in every run; of DTensors it is added up over the ranks that share them (by
+    ``torch.distributed``), and comes as a plain tensor. The host waits for no device, unless
+    ``error_if_nonfinite`` asks for it.
 
     Args:
-        parameters: parameters, or one; those without a gradient are passed over. Gradients that are not float32, bfloat16 or float16, or not
-            dense, are left to torch's function, all of them together.
+        parameters: parameters, or one; those without a gradient are passed over. Gradients that are
+            not float32, bfloat16 or float16, or not dense, are left to torch's function, all of
+            them together.
         max_norm: the largest norm to keep.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         error_if_nonfinite: raise if the norm is NaN or infinite. Waits for the device.
@@ -63,7 +67,9 @@ def clip_grad_norm_(
     generated = isinstance(parameters, types.GeneratorType)
     parameters = list(parameters)
     if generated and not parameters:
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3
+        )
     try:
         grads = [grad for param in parameters if (grad := param.grad) is not None]
     except AttributeError:
@@ -80,8 +86,9 @@ def clip_grad_norm_(
     norm = _norm_of(groups, norm_type, grads[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this error and "
-            "scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so"
+            " it cannot be clipped. To disable this error and scale the gradients by the"
+            " non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     for (device, _), group in groups.items():
         clip_grads_(_plain(group), moved(norm, device), max_norm)
@@ -89,7 +96,8 @@ def clip_grad_norm_(
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of gradients that :func:`clip_grad_norm_` takes, on the first one's device; of DTensors, added up over ranks."""
+    """The 2-norm of gradients that :func:`clip_grad_norm_` takes, on the first one's device; of
+    DTensors, added up over ranks."""
     return _norm_of(_groups(grads), 2.0, grads[0].device)
 
 
@@ -121,7 +129,8 @@ def _norm(group: tuple[Group, list[Tensor]], norm_type: float) -> Tensor:
     for dimension in dimensions:
         ranks = mesh.get_group(dimension)
         if norm_type == math.inf:
-            pair = torch.stack([norm.nan_to_num(0.0, posinf=math.inf), norm.isnan().float()])  # what a maximum makes of NaN is not defined
+            # what a maximum makes of NaN is not defined
+            pair = torch.stack([norm.nan_to_num(0.0, posinf=math.inf), norm.isnan().float()])
             torch.distributed.all_reduce(pair, torch.distributed.ReduceOp.MAX, group=ranks)
             norm = torch.where(pair[1] > 0, math.nan, pair[0])
         else:
@@ -132,14 +141,17 @@ def _norm(group: tuple[Group, list[Tensor]], norm_type: float) -> Tensor:
 
 
 def _added_up(grad: Tensor) -> Tensor:
-    """The gradient as a whole, if it is a sum that is still spread over ranks. (Scaling the parts scales the sum.)"""
+    """The gradient as a whole, if it is a sum that is still spread over ranks. (Scaling the parts
+    scales the sum.)"""
     if not is_distributed(grad):
         return grad
     distributed: Any = grad
     if not any(placement.is_partial() for placement in distributed.placements):
         return grad
     replicate = sharded_tensors().Replicate()
-    whole = [replicate if placement.is_partial() else placement for placement in distributed.placements]
+    whole = [
+        replicate if placement.is_partial() else placement for placement in distributed.placements
+    ]
     added: Tensor = distributed.redistribute(distributed.device_mesh, whole)
     return added
 
@@ -151,5 +163,7 @@ def _plain(grads: list[Tensor]) -> list[Tensor]:
 def _total(norms: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     if len(norms) == 1:
         return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([moved(norm, device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([moved(norm, device) for norm in norms]), norm_type
+    )
     return total

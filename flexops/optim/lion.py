@@ -13,19 +13,24 @@ from ._fused import Bucket, NarrowStates, check_options, full_state, rate_for, r
 
 
 class Lion(NarrowStates):
-    """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023): a step of one size in every direction, by the sign of an average.
+    """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023): a step of one
+    size in every direction, by the sign of an average.
 
-    Its step is larger than AdamW's: the paper advises a learning rate 3 to 10 times smaller, and a weight decay larger by the same factor. One
-    state, ``exp_avg``, in float32 unless ``state_dtype`` says otherwise (then there is also ``step``). Takes what :class:`flexops.optim.Adam`
-    takes: float32, bfloat16 and float16 parameters and gradients, DTensors, ``GradScaler``, CUDA graphs.
+    Its step is larger than AdamW's: the paper advises a learning rate 3 to 10 times smaller, and a
+    weight decay larger by the same factor. One state, ``exp_avg``, in float32 unless
+    ``state_dtype`` says otherwise (then there is also ``step``). Takes what
+    :class:`flexops.optim.Adam` takes: float32, bfloat16 and float16 parameters and gradients,
+    DTensors, ``GradScaler``, CUDA graphs.
 
     Args:
         params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may change under a captured CUDA graph).
+        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
+            change under a captured CUDA graph).
         betas: what the average weighs in the step, and in the next average.
         weight_decay: rate of decoupled weight decay.
         maximize: ascend.
-        state_dtype, stochastic_rounding: as for :class:`flexops.optim.Adam`: what averages are kept in, and how they are rounded to bfloat16.
+        state_dtype, stochastic_rounding: as for :class:`flexops.optim.Adam`: what averages are kept
+            in, and how they are rounded to bfloat16.
 
     Raises:
         ValueError: an option is out of range or not supported.
@@ -47,11 +52,14 @@ class Lion(NarrowStates):
     ) -> None:
         self._set_states(state_dtype, stochastic_rounding)
         check_options("Lion", lr, betas, weight_decay=weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     def _set_states(self, state_dtype: torch.dtype | str | None, stochastic_rounding: bool) -> None:
         super()._set_states(state_dtype, stochastic_rounding)
-        self._states = ("exp_avg",) if state_dtype in (None, torch.float32) else ("step", "exp_avg")  # random numbers follow from it
+        # random numbers follow from it
+        self._states = ("exp_avg",) if state_dtype in (None, torch.float32) else ("step", "exp_avg")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -68,10 +76,29 @@ class Lion(NarrowStates):
         counted = {"step": step_state(param)} if "step" in self._states else {}
         return {**counted, "exp_avg": full_state(param, dtype=self._state_dtype_of(param))}
 
-    def _step_bucket(self, group: dict[str, Any], bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_bucket(
+        self,
+        group: dict[str, Any],
+        bucket: Bucket,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         lr, lr_tensor = rate_for(group["lr"], bucket)
         beta1, beta2 = group["betas"]
         lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
         op, stochastic = torch.ops.flexops.lion_.default, self._stochastic and bool(bucket.steps)
-        run(op, *lists, lr, beta1, beta2, group["weight_decay"], bool(group["maximize"]), lr_tensor, grad_scale, found_inf, bucket.steps, stochastic)
+        run(
+            op,
+            *lists,
+            lr,
+            beta1,
+            beta2,
+            group["weight_decay"],
+            bool(group["maximize"]),
+            lr_tensor,
+            grad_scale,
+            found_inf,
+            bucket.steps,
+            stochastic,
+        )
         increment_versions(bucket.params)

@@ -1,5 +1,6 @@
-"""Attention for transformers, registered as ``attn_implementation="flexops"``: causality and windows are known to it, and no mask of ``length**2`` is made for
-a batch without padding, compiled or not."""
+"""Attention for transformers, registered as ``attn_implementation="flexops"``: causality and
+windows are known to it, and no mask of ``length**2`` is made for a batch without padding, compiled
+or not."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ def register_attention() -> None:
 
 
 def nothing_hidden(like: Tensor) -> Tensor:
-    """A mask without elements, of four dimensions: transformers hands it on as it is, and :func:`attention` takes it for "the model's own pattern, no
-    padding". So nothing has to be looked at to know that, which would wait for the GPU, and under ``torch.compile`` make the whole mask."""
+    """A mask without elements, of four dimensions: transformers hands it on as it is, and
+    :func:`attention` takes it for "the model's own pattern, no padding". So nothing has to be
+    looked at to know that, which would wait for the GPU, and under ``torch.compile`` make the whole
+    mask."""
     return like.new_empty((0, 0, 0, 0), dtype=torch.bool)
 
 
 def _windows_are_cheap(device: torch.device) -> bool:
-    """Whether there are kernels of ours, which pass over what lies outside of a window; torch's need a mask for it."""
+    """Whether there are kernels of ours, which pass over what lies outside of a window; torch's
+    need a mask for it."""
     return device.type == "cuda" and loader.ensure("attention", "cuda")
 
 
@@ -73,11 +77,27 @@ def _passes_window(config: Any, size: int) -> bool:
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
 
 
-def hide_nothing(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook of the base model: without mask, positions and cache there are neither padding nor packed sequences."""
-    if len(args) > 1 or any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")):
+def hide_nothing(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward pre-hook of the base model: without mask, positions and cache there are neither
+    padding nor packed sequences."""
+    if len(args) > 1 or any(
+        kwargs.get(name) is not None
+        for name in ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")
+    ):
         return None
-    inputs = next((x for x in (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values"))) if x is not None), None)
+    inputs = next(
+        (
+            x
+            for x in (
+                *args,
+                *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")),
+            )
+            if x is not None
+        ),
+        None,
+    )
     if inputs is None or module.config._attn_implementation != NAME:
         return None
     window = getattr(module.config, "sliding_window", None)
@@ -87,9 +107,17 @@ def hide_nothing(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *, attention_mask: Tensor | None = None,
-    local_size: int | None = None, allow_is_causal_skip: bool = True, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
     """None where :func:`attention` knows the pattern by itself, else what transformers makes for
     torch's attention (True where a key takes part). ``local_size`` is a window's size,
     or a chunk's."""
@@ -97,15 +125,28 @@ def mask(
 
     config = kwargs.get("config")
     device = torch.device(kwargs.get("device", "cpu"))
-    whole = attention_mask is None and allow_is_causal_skip and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    whole = (
+        attention_mask is None
+        and allow_is_causal_skip
+        and isinstance(q_offset, int)
+        and q_offset == 0
+        and q_length == kv_length
+    )
     passed = whole and local_size is not None and _passes_window(config, local_size)
     if passed and _windows_are_cheap(device):
         return None
     make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask
     made: Tensor | None = make(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
-        local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **kwargs,
+    )
     return made
 
 
@@ -134,10 +175,19 @@ model changes only if its implementation is called "eager" or "sdpa"."""
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
-    s_aux: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function.
 
     Args:
@@ -156,7 +206,9 @@ def attention(
         PatchError: the model selects keys itself, or its class has no eager attention where
             that is needed.
     """
-    causal = (is_causal if is_causal is not None else getattr(module, "is_causal", True)) and query.shape[2] > 1
+    causal = (
+        is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    ) and query.shape[2] > 1
     if attention_mask is None:
         passed = _folder(getattr(module, "config", None)) in WINDOW_KEYWORD
         sliding_window = sliding_window if passed else None
@@ -177,21 +229,44 @@ def attention(
         given = {"softcap": softcap, "s_aux": s_aux, **others}
         given = {name: x for name, x in given.items() if x is not None}
         return _by_transformers(module, query, key, value, pattern, dropout, scaling, given)
-    if causal and key.shape[2] > query.shape[2]:  # the first part of an empty cache of a fixed length
+    # the first part of an empty cache of a fixed length
+    if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if not special:
         return _torchs_way(query, key, value, attention_mask, dropout, causal, scaling), None
     result = _ops.attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling, bias=attention_mask, softcap=softcap or 0.0,
-        window=(sliding_window - 1, 0) if sliding_window is not None else None, sinks=s_aux,
-    )  # fmt: skip
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=causal,
+        scale=scaling,
+        bias=attention_mask,
+        softcap=softcap or 0.0,
+        window=(sliding_window - 1, 0) if sliding_window is not None else None,
+        sinks=s_aux,
+    )
     assert isinstance(result, Tensor)
     return result, None
 
 
-def _torchs_way(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, causal: bool, scaling: float | None) -> Tensor:
+def _torchs_way(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scaling: float | None,
+) -> Tensor:
     result = _drop_in.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return result.transpose(1, 2).contiguous()
 
@@ -260,23 +335,33 @@ def _as_numbers(
     return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, least)
 
 
-# ---- switching a model over ------------------------------------------------------------------------------------------------------------------
+# ---- switching a model over ----------------------------------------------------------------------
 
 _BEFORE = "_flexops_attention_before"
 MODELS = frozenset(
     f"transformers.models.{model}.modeling_{model}.{name}"
     for model, name in (
-        ("llama", "LlamaModel"), ("mistral", "MistralModel"), ("qwen2", "Qwen2Model"), ("qwen3", "Qwen3Model"), ("gemma2", "Gemma2Model"),
-        ("gemma3", "Gemma3TextModel"), ("phi", "PhiModel"), ("phi3", "Phi3Model"), ("gpt_neox", "GPTNeoXModel"), ("bert", "BertModel"), ("vit", "ViTModel"),
+        ("llama", "LlamaModel"),
+        ("mistral", "MistralModel"),
+        ("qwen2", "Qwen2Model"),
+        ("qwen3", "Qwen3Model"),
+        ("gemma2", "Gemma2Model"),
+        ("gemma3", "Gemma3TextModel"),
+        ("phi", "PhiModel"),
+        ("phi3", "Phi3Model"),
+        ("gpt_neox", "GPTNeoXModel"),
+        ("bert", "BertModel"),
+        ("vit", "ViTModel"),
     )
-)  # fmt: skip
+)
 """Base models whose masks and attention go through transformers' interfaces, and nowhere else."""
 _REPLACEABLE = ("sdpa", "eager", NAME)
 _verdicts: dict[type, str] = {}
 
 
 def switch(module: nn.Module, reason: str) -> Row | None:
-    """Have one of transformers' base models use :func:`attention`; None if it is none that has attention of its own. ``reason`` keeps it from that."""
+    """Have one of transformers' base models use :func:`attention`; None if it is none that has
+    attention of its own. ``reason`` keeps it from that."""
     model: Any = module
     part = _attention_of(model)
     if part is None:
@@ -289,7 +374,13 @@ def switch(module: nn.Module, reason: str) -> Row | None:
             model.__dict__[_BEFORE] = model.config._attn_implementation
             model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
-    return Row(cls.__name__, sum(type(one) is cls for one in module.modules()), "attention", not reason, reason)
+    return Row(
+        cls.__name__,
+        sum(type(one) is cls for one in module.modules()),
+        "attention",
+        not reason,
+        reason,
+    )
 
 
 def is_switched(model: Any) -> bool:
@@ -306,8 +397,11 @@ def switch_back(model: Any) -> bool:
 
 
 def _attention_of(model: Any) -> Any:
-    """A base model's first attention module: one whose code asks transformers' interface which function to call."""
-    if not hasattr(getattr(model, "config", None), "_attn_implementation") or id(getattr(model, "base_model", None)) != id(model):
+    """A base model's first attention module: one whose code asks transformers' interface which
+    function to call."""
+    if not hasattr(getattr(model, "config", None), "_attn_implementation") or id(
+        getattr(model, "base_model", None)
+    ) != id(model):
         return None
     return next((part for part in model.modules() if eager_of(type(part)) is not None), None)
 
@@ -331,7 +425,10 @@ def _refusal(model: Any, part: Any) -> str:
         return "the config asks for attention in both directions"
     cls = type(part)
     if cls not in _verdicts:
-        _verdicts[cls] = disagreement(lambda: _miniature(part), lambda tiny: [(tiny, functools.partial(tiny.forward, ours=True))])
+        _verdicts[cls] = disagreement(
+            lambda: _miniature(part),
+            lambda tiny: [(tiny, functools.partial(tiny.forward, ours=True))],
+        )
     return _verdicts[cls]
 
 
@@ -345,10 +442,20 @@ class _Attending(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
         causal = getattr(self.part, "is_causal", False)
         hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None] if causal else None
-        options: dict[str, Any] = {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
+        mask = (
+            torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[
+                None, None
+            ]
+            if causal
+            else None
+        )
+        options: dict[str, Any] = (
+            {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
+        )
         function, given = (attention, None) if ours else (self.eager, mask)
-        result: Tensor = function(self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options)[0]
+        result: Tensor = function(
+            self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options
+        )[0]
         return result
 
 
@@ -357,4 +464,12 @@ def _miniature(part: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     tiny = _Attending(part)
     if hasattr(part, "num_key_value_groups"):
         tiny.part.num_key_value_groups = groups
-    return tiny, (torch.randn(2, 2 * groups, LENGTH, WIDTH), torch.randn(2, 2, LENGTH, WIDTH), torch.randn(2, 2, LENGTH, WIDTH)), {}
+    return (
+        tiny,
+        (
+            torch.randn(2, 2 * groups, LENGTH, WIDTH),
+            torch.randn(2, 2, LENGTH, WIDTH),
+            torch.randn(2, 2, LENGTH, WIDTH),
+        ),
+        {},
+    )

@@ -1,4 +1,5 @@
-"""Patching before there is a model: constructors of transformers' classes that patch what they have made."""
+"""Patching before there is a model: constructors of transformers' classes that patch what they have
+made."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _originals: dict[type, Callable[..., Any]] = {}
 
 
 def patch(target: str | type, apply: Callable[[Any], Report]) -> Report:
-    """Have ``apply`` called for each model of a class, or of the classes of an architecture, when its constructor is done."""
+    """Have ``apply`` called for each model of a class, or of the classes of an architecture, when
+    its constructor is done."""
     classes = list(_classes(target))
     for cls in classes:
         if cls in _originals:
@@ -35,7 +37,9 @@ def unpatch(target: str | type) -> int:
     return len(restored)
 
 
-def _constructor(original: Callable[..., Any], apply: Callable[[Any], Report]) -> Callable[..., Any]:
+def _constructor(
+    original: Callable[..., Any], apply: Callable[[Any], Report]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -46,7 +50,14 @@ def _constructor(original: Callable[..., Any], apply: Callable[[Any], Report]) -
 
 def architectures() -> list[str]:
     """transformers' names of those that the table knows."""
-    return sorted({parts[2] for pattern in PATTERNS for name in pattern.classes if (parts := name.split("."))[:2] == ["transformers", "models"]})
+    return sorted(
+        {
+            parts[2]
+            for pattern in PATTERNS
+            for name in pattern.classes
+            if (parts := name.split("."))[:2] == ["transformers", "models"]
+        }
+    )
 
 
 def _classes(target: str | type) -> Iterator[type]:
@@ -54,12 +65,24 @@ def _classes(target: str | type) -> Iterator[type]:
         yield target
         return
     if target not in architectures():
-        raise PatchError("flexops.patch knows no architecture of this name", found=repr(target), required=f"one of {', '.join(architectures())}")
+        raise PatchError(
+            "flexops.patch knows no architecture of this name",
+            found=repr(target),
+            required=f"one of {', '.join(architectures())}",
+        )
     if importlib.util.find_spec("transformers") is None:
-        raise PatchError("an architecture's name is one of transformers' models, which is not installed", fix="pip install transformers")
+        raise PatchError(
+            "an architecture's name is one of transformers' models, which is not installed",
+            fix="pip install transformers",
+        )
     from transformers import PreTrainedModel
 
     module = importlib.import_module(f"transformers.models.{target}.modeling_{target}")
     for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__ and "__init__" in cls.__dict__:
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, PreTrainedModel)
+            and cls.__module__ == module.__name__
+            and "__init__" in cls.__dict__
+        ):
             yield cls

@@ -1,8 +1,10 @@
-"""What runs in place of modules' own ``forward``: each function takes the module first, and gives what the module's class would.
+"""What runs in place of modules' own ``forward``: each function takes the module first, and gives
+what the module's class would.
 
-A replaced ``forward`` is a ``functools.partial`` of one of these in the module's ``__dict__``. So the class, its name and its parameters stay what they are,
-copies and pickles of the module are replaced as well, and to take the entry away is to restore it. What a call brings that operators do not
-take (float64, DTensors) goes to the class's own code.
+A replaced ``forward`` is a ``functools.partial`` of one of these in the module's ``__dict__``. So
+the class, its name and its parameters stay what they are, copies and pickles of the module are
+replaced as well, and to take the entry away is to restore it. What a call brings that operators do
+not take (float64, DTensors) goes to the class's own code.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _AHEAD = "_flexops_normalized"
 
 
 def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ``torch.compile`` the module's own code runs, unless ``in_graphs``: inductor fuses it with what stands around, residual additions of the whole
-    model included, which no operator of ours can."""
+    """Under ``torch.compile`` the module's own code runs, unless ``in_graphs``: inductor fuses it
+    with what stands around, residual additions of the whole model included, which no operator of
+    ours can."""
 
     @functools.wraps(forward)
     def entry(module: nn.Module, *args: Any, in_graphs: bool = False, **kwargs: Any) -> Any:
@@ -52,7 +55,7 @@ def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-# ---- norms -------------------------------------------------------------------------------------------------------------------------------------
+# ---- norms ---------------------------------------------------------------------------------------
 
 
 def _gain(module: Any, offset: float) -> Any:
@@ -64,7 +67,12 @@ def _gain(module: Any, offset: float) -> Any:
 def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
     if not torch.compiler.is_compiling():
         ahead = getattr(x, _AHEAD, None)
-        if ahead is not None and ahead[0] is module and ahead[2] == x._version and ahead[1].grad_fn is x.grad_fn:
+        if (
+            ahead is not None
+            and ahead[0] is module
+            and ahead[2] == x._version
+            and ahead[1].grad_fn is x.grad_fn
+        ):
             return ahead[1]
     if x.dtype not in _DTYPES or not is_plain(module.weight):
         return plain(module, x)
@@ -80,7 +88,8 @@ def layer_norm(module: Any, x: Tensor, *, eps: float) -> Any:
 
 
 def fuses(norm: Any, x: Tensor) -> bool:
-    """Whether a sum can be normalized as the norm would, but without calling it: it is one of the above, and nobody listens to its calls."""
+    """Whether a sum can be normalized as the norm would, but without calling it: it is one of the
+    above, and nobody listens to its calls."""
     ours = norm.__dict__.get("forward")
     known = isinstance(ours, functools.partial) and ours.func in _NORMS
     return known and x.dtype in _DTYPES and is_unheard(norm) and is_plain(norm.weight)
@@ -100,13 +109,18 @@ def add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 _NORMS = (rms_norm, layer_norm)
 
 
-# ---- layers: the residual's addition goes with the norm behind it ----------------------------------------------------------------------------
+# ---- layers: the residual's addition goes with the norm behind it --------------------------------
 
 
 def _finish(module: nn.Module, x: Tensor, residual: Tensor, ahead: tuple[Any, ...]) -> Tensor:
-    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That norm's module knows it by the sum's attribute, and takes it if
-    the sum was not written to, and is still a result of the call that made both: a backward hook, or a checkpoint's second run, makes it another's."""
-    alone = torch.compiler.is_compiling() or (module.training and getattr(module, "gradient_checkpointing", False))  # what is kept beside a sum
+    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That
+    norm's module knows it by the sum's attribute, and takes it if the sum was not written to, and
+    is still a result of the call that made both: a backward hook, or a checkpoint's second run,
+    makes it another's."""
+    # what is kept beside a sum
+    alone = torch.compiler.is_compiling() or (
+        module.training and getattr(module, "gradient_checkpointing", False)
+    )
     if not ahead or alone or not fuses(ahead[0], x) or ahead[0].weight.device != x.device:
         return residual + x
     y, total = add_norm(x, residual, ahead[0])
@@ -116,11 +130,22 @@ def _finish(module: nn.Module, x: Tensor, residual: Tensor, ahead: tuple[Any, ..
 
 @replacement
 def decoder_layer(
-    module: Any, hidden_states: Tensor, attention_mask: Any = None, *, position_embeddings: Any = None, ahead: tuple[Any, ...] = (), **kwargs: Any
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    *,
+    position_embeddings: Any = None,
+    ahead: tuple[Any, ...] = (),
+    **kwargs: Any,
 ) -> Tensor:
     """Norm, attention, add, norm, feed-forward, add: Llama and its kin."""
     x = module.input_layernorm(hidden_states)
-    x, _ = module.self_attn(hidden_states=x, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs)
+    x, _ = module.self_attn(
+        hidden_states=x,
+        attention_mask=attention_mask,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
     if "resid_attn_dropout" in module._modules:  # Phi-3
         x = module.resid_attn_dropout(x)
     x, residual = add_norm(x, hidden_states, module.post_attention_layernorm)
@@ -132,17 +157,32 @@ def decoder_layer(
 
 @replacement
 def sandwich_layer(
-    module: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, *, ahead: tuple[Any, ...] = (), **kwargs: Any
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    *,
+    ahead: tuple[Any, ...] = (),
+    **kwargs: Any,
 ) -> Tensor:
     """As above with a norm on either side: Gemma 2 and 3."""
     x = module.input_layernorm(hidden_states)
-    x, _ = module.self_attn(hidden_states=x, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs)
-    x, residual = add_norm(module.post_attention_layernorm(x), hidden_states, module.pre_feedforward_layernorm)
+    x, _ = module.self_attn(
+        hidden_states=x,
+        position_embeddings=position_embeddings,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+    x, residual = add_norm(
+        module.post_attention_layernorm(x), hidden_states, module.pre_feedforward_layernorm
+    )
     return _finish(module, module.post_feedforward_layernorm(module.mlp(x)), residual, ahead)
 
 
 @replacement
-def vit_layer(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+def vit_layer(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> Tensor:
     x, _ = module.attention(module.layernorm_before(hidden_states), attention_mask, **kwargs)
     x, residual = add_norm(module.dropout(x), hidden_states, module.layernorm_after)
     return _finish(module, module.dropout(module.mlp(x)), residual, ())
@@ -150,7 +190,8 @@ def vit_layer(module: Any, hidden_states: Tensor, attention_mask: Any = None, **
 
 @replacement
 def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """The norm behind the sum, so that what is normalized is the stream itself: under autocast it stays in the stream's dtype."""
+    """The norm behind the sum, so that what is normalized is the stream itself: under autocast it
+    stays in the stream's dtype."""
     x = module.dropout(module.dense(hidden_states))
     if x.dtype != input_tensor.dtype:
         normalized: Tensor = module.LayerNorm(x + input_tensor)
@@ -158,11 +199,12 @@ def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Ten
     return add_norm(x, input_tensor, module.LayerNorm)[0]
 
 
-# ---- feed-forward blocks -----------------------------------------------------------------------------------------------------------------------
+# ---- feed-forward blocks -------------------------------------------------------------------------
 
 
 def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
-    """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward pass, but worked out again from gate and up."""
+    """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward
+    pass, but worked out again from gate and up."""
     if is_bare(down):
         if kind == "silu":
             return swiglu_linear(gate, up, down.weight, down.bias)
@@ -213,9 +255,15 @@ def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act) -> An
 
 @replacement
 def mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act, names: tuple[str, str]) -> Any:
-    """``second(act(first(x)))``, the first one's bias added where the activation reads it; ``names`` are those of the two layers, the second may be ""."""
+    """``second(act(first(x)))``, the first one's bias added where the activation reads it;
+    ``names`` are those of the two layers, the second may be ""."""
     first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
-    if hidden_states.dtype not in _DTYPES or not is_bare(first) or first.bias is None or not _is_as_it_was(module, act):
+    if (
+        hidden_states.dtype not in _DTYPES
+        or not is_bare(first)
+        or first.bias is None
+        or not _is_as_it_was(module, act)
+    ):
         return plain(module, hidden_states)
     x = F.linear(hidden_states, first.weight)
     x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]

@@ -21,13 +21,17 @@ def report(name: str) -> Report:
     """What :func:`flexops.patch` says of a model.
 
     Args:
-        name: a config.json, the folder that it is in, an architecture's name, or a model's on the Hugging Face Hub (``owner/name``).
+        name: a config.json, the folder that it is in, an architecture's name, or a model's on the
+            Hugging Face Hub (``owner/name``).
 
     Raises:
         PatchError: there is no such thing, or transformers cannot make a model of it.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise PatchError("a model's config is read by transformers, which is not installed", fix="pip install transformers")
+        raise PatchError(
+            "a model's config is read by transformers, which is not installed",
+            fix="pip install transformers",
+        )
     import transformers
 
     given = Path(name)
@@ -38,39 +42,75 @@ def report(name: str) -> Report:
         elif name in architectures():
             config = transformers.AutoConfig.for_model("gemma3_text" if name == "gemma3" else name)
         else:
-            config = _from_hub(transformers, name) if _ON_HUB.fullmatch(name) and not given.exists() else None
+            config = (
+                _from_hub(transformers, name)
+                if _ON_HUB.fullmatch(name) and not given.exists()
+                else None
+            )
         if config is None:
             found = f"{name}, a folder without a config.json" if given.is_dir() else name
-            required = f"a config.json, a folder with one, a model's name on the Hugging Face Hub (owner/name), or one of {', '.join(architectures())}"
-            raise PatchError("there is no such config", found=found, required=required, fix="flexops patch llama")
+            required = (
+                "a config.json, a folder with one, a model's name on the Hugging Face Hub"
+                f" (owner/name), or one of {', '.join(architectures())}"
+            )
+            raise PatchError(
+                "there is no such config", found=found, required=required, fix="flexops patch llama"
+            )
         with torch.device("meta"):
             model = _class(transformers, config)(config)
     except (ValueError, KeyError, AttributeError, OSError, ImportError) as error:
         required = "a config.json with a model_type that this transformers knows"
-        fix = f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade transformers"
-        raise PatchError("transformers makes no model of this config", found=_first_line(error), required=required, fix=fix) from error
+        fix = (
+            f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
+            " transformers"
+        )
+        raise PatchError(
+            "transformers makes no model of this config",
+            found=_first_line(error),
+            required=required,
+            fix=fix,
+        ) from error
     return patch(model)
 
 
 def _from_hub(transformers: Any, name: str) -> Any:
-    """The config only, from the Hub or from what it has downloaded before; code that came with a model is not run."""
+    """The config only, from the Hub or from what it has downloaded before; code that came with a
+    model is not run."""
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        fix = "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf auth login; HF_HUB_OFFLINE=1 rules a download out"
-        required = "a model on the Hugging Face Hub whose code is transformers' own, and a network; or it is in the Hub's cache"
-        raise PatchError(f"the config of {name} could not be had", found=_first_line(error), required=required, fix=fix) from error
+        fix = (
+            "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf auth"
+            " login; HF_HUB_OFFLINE=1 rules a download out"
+        )
+        required = (
+            "a model on the Hugging Face Hub whose code is transformers' own, and a network; or it"
+            " is in the Hub's cache"
+        )
+        raise PatchError(
+            f"the config of {name} could not be had",
+            found=_first_line(error),
+            required=required,
+            fix=fix,
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return (
+        f"{type(error).__name__}:"
+        f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    )
 
 
 def _class(transformers: Any, config: Any) -> Any:
-    """The class that the config names, else the one for masked or causal language models, else the bare model."""
+    """The class that the config names, else the one for masked or causal language models, else the
+    bare model."""
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0] or " ", None)
     if named is not None:
         return named
-    masked = () if getattr(config, "is_decoder", False) else (transformers.AutoModelForMaskedLM,)  # BERT is in both lists
+    # BERT is in both lists
+    masked = () if getattr(config, "is_decoder", False) else (transformers.AutoModelForMaskedLM,)
     kinds = (*masked, transformers.AutoModelForCausalLM, transformers.AutoModel)
-    return next(kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping)
+    return next(
+        kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping
+    )

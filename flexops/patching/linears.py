@@ -1,7 +1,10 @@
-"""Linear layers that read the same tensor: the gradients that they give it need no additions of their own.
+"""Linear layers that read the same tensor: the gradients that they give it need no additions of
+their own.
 
-The projections of an attention are one product: those of keys and values are often too small to fill a GPU. Parameters stay what they are; the one matrix is
-made of them for each product, which costs little beside it. Those of a gated block stay two products, of which the backward pass' second adds to the first's.
+The projections of an attention are one product: those of keys and values are often too small to
+fill a GPU. Parameters stay what they are; the one matrix is made of them for each product, which
+costs little beside it. Those of a gated block stay two products, of which the backward pass' second
+adds to the first's.
 """
 
 from __future__ import annotations
@@ -29,8 +32,17 @@ def is_plain(parameter: Tensor | None) -> bool:
 def is_bare(linear: Any) -> bool:
     """Whether its weight and bias are all there is to it."""
     forward = linear.__dict__.get("forward")
-    own = forward is None or (isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") == "projection")
-    return type(linear) is nn.Linear and own and is_unheard(linear) and type(linear.weight) is nn.Parameter and is_plain(linear.bias)
+    own = forward is None or (
+        isinstance(forward, functools.partial)
+        and getattr(forward.func, "__name__", "") == "projection"
+    )
+    return (
+        type(linear) is nn.Linear
+        and own
+        and is_unheard(linear)
+        and type(linear.weight) is nn.Parameter
+        and is_plain(linear.bias)
+    )
 
 
 class _Product(torch.autograd.Function):
@@ -42,10 +54,13 @@ class _Product(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             ctx.x_dtype, ctx.dtypes, x = x.dtype, tuple(part.dtype for part in parts), x.to(dtype)
             ctx.sizes = [weight.shape[0] for weight in weights]
-            kept = any(ctx.needs_input_grad[3 : 3 + count])  # frozen weights need no gradient, for which x would be kept
+            # frozen weights need no gradient, for which x would be kept
+            kept = any(ctx.needs_input_grad[3 : 3 + count])
             ctx.save_for_backward(x if kept else None, *weights)
             ctx.shape = x.shape
-            return F.linear(x, torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if biases else None)
+            return F.linear(
+                x, torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if biases else None
+            )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -58,9 +73,16 @@ class _Product(torch.autograd.Function):
                 of_x = (rows @ torch.cat(weights).to(grad.dtype)).view(ctx.shape).to(ctx.x_dtype)
             if any(wanted[: len(weights)]):
                 of_weights = list((rows.t() @ x.reshape(-1, x.shape[-1])).split(ctx.sizes))
-            of_biases = rows.sum(0, dtype=torch.float32).split(ctx.sizes) if any(wanted[len(weights) :]) else ()
+            of_biases = (
+                rows.sum(0, dtype=torch.float32).split(ctx.sizes)
+                if any(wanted[len(weights) :])
+                else ()
+            )
         parts = [*of_weights, *of_biases, *[None] * (len(wanted) - len(weights) - len(of_biases))]
-        given = [part.to(dtype) if asked and part is not None else None for part, dtype, asked in zip(parts, ctx.dtypes, wanted, strict=True)]
+        given = [
+            part.to(dtype) if asked and part is not None else None
+            for part, dtype, asked in zip(parts, ctx.dtypes, wanted, strict=True)
+        ]
         return of_x, None, None, *given
 
 
@@ -68,13 +90,25 @@ class _Pair(torch.autograd.Function):
     """``linear(x, first, bias), linear(x, second, bias)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, first: Tensor, second: Tensor, *biases: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, first: Tensor, second: Tensor, *biases: Tensor
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
-            ctx.x_dtype, ctx.shape, ctx.bias_dtypes, x = x.dtype, x.shape, [bias.dtype for bias in biases], x.to(dtype)
+            ctx.x_dtype, ctx.shape, ctx.bias_dtypes, x = (
+                x.dtype,
+                x.shape,
+                [bias.dtype for bias in biases],
+                x.to(dtype),
+            )
             ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, first, second)
             weights = (first.to(dtype), second.to(dtype))
-            one, other = (F.linear(x, weight, bias.to(dtype)) for weight, bias in zip(weights, biases, strict=True)) if biases else (
-                F.linear(x, weight) for weight in weights
+            one, other = (
+                (
+                    F.linear(x, weight, bias.to(dtype))
+                    for weight, bias in zip(weights, biases, strict=True)
+                )
+                if biases
+                else (F.linear(x, weight) for weight in weights)
             )
             return one, other
 
@@ -86,14 +120,22 @@ class _Pair(torch.autograd.Function):
         with torch.autocast(grads[0].device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 of_x = rows[0] @ weights[0].to(grads[0].dtype)
-                of_x = of_x.addmm_(rows[1], weights[1].to(grads[1].dtype)).view(ctx.shape).to(ctx.x_dtype)
+                of_x = (
+                    of_x.addmm_(rows[1], weights[1].to(grads[1].dtype))
+                    .view(ctx.shape)
+                    .to(ctx.x_dtype)
+                )
             of_weights = [
                 (part.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if asked else None
-                for part, weight, asked in zip(rows, weights, ctx.needs_input_grad[2:4], strict=True)
+                for part, weight, asked in zip(
+                    rows, weights, ctx.needs_input_grad[2:4], strict=True
+                )
             ]
             of_biases = [
                 part.sum(0, dtype=torch.float32).to(dtype) if asked else None
-                for part, dtype, asked in zip(rows, ctx.bias_dtypes, ctx.needs_input_grad[4:], strict=False)
+                for part, dtype, asked in zip(
+                    rows, ctx.bias_dtypes, ctx.needs_input_grad[4:], strict=False
+                )
             ]
         return of_x, None, *of_weights, *of_biases
 
@@ -112,18 +154,40 @@ def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
     parts = _parts(x, linears, _LEAST_ROWS)
     if parts is None:
         return None
-    return list(_Product.apply(x, product_dtype(x), len(linears), *parts).split([one.weight.shape[0] for one in linears], -1))
+    return list(
+        _Product.apply(x, product_dtype(x), len(linears), *parts).split(
+            [one.weight.shape[0] for one in linears], -1
+        )
+    )
 
 
 def _parts(x: Tensor, linears: tuple[Any, ...], least: int) -> list[Tensor] | None:
-    """The weights and biases of plain linear layers that are to be differentiated; None if they are something else, or x has fewer rows."""
+    """The weights and biases of plain linear layers that are to be differentiated; None if they are
+    something else, or x has fewer rows."""
     if not all(map(is_bare, linears)):  # another module, such as an adapter's, may have no weight
         return None
-    weights, biases = [one.weight for one in linears], [one.bias for one in linears if one.bias is not None]
-    usual = torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(x) is Tensor and x.numel() >= least * x.shape[-1] and not is_transforming()
-    alike = len({(weight.device, weight.dtype) for weight in weights} | {(x.device, weights[0].dtype)}) == 1 and len(biases) in (0, len(linears))
-    if not usual or not alike or not (x.requires_grad or any(weight.requires_grad for weight in weights)):
+    weights, biases = (
+        [one.weight for one in linears],
+        [one.bias for one in linears if one.bias is not None],
+    )
+    usual = (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and x.numel() >= least * x.shape[-1]
+        and not is_transforming()
+    )
+    alike = len(
+        {(weight.device, weight.dtype) for weight in weights} | {(x.device, weights[0].dtype)}
+    ) == 1 and len(biases) in (0, len(linears))
+    if (
+        not usual
+        or not alike
+        or not (x.requires_grad or any(weight.requires_grad for weight in weights))
+    ):
         return None
-    if x.device.type not in ("cpu", "cuda") or (x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type)):
+    if x.device.type not in ("cpu", "cuda") or (
+        x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type)
+    ):
         return None
     return [*weights, *biases]

@@ -1,4 +1,5 @@
-"""The loss of ``model(..., labels=labels)`` as a linear cross entropy: the logits of all tokens are never there at once."""
+"""The loss of ``model(..., labels=labels)`` as a linear cross entropy: the logits of all tokens are
+never there at once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .forwards import plain
 
 
 def head(module: Any, x: Tensor, *, target: Tensor | None = None, **options: Any) -> Any:
-    """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's hooks have gathered the layer's parameters."""
+    """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's
+    hooks have gathered the layer's parameters."""
     if target is None:
         return plain(module, x)
     return linear_cross_entropy(x, module.weight, target, module.bias, **options)
@@ -38,7 +40,9 @@ def _is_replaced(module: Any) -> bool:
     return isinstance(present, functools.partial) and present.func is head
 
 
-def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None) -> bool:
+def _takes_labels(
+    module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None
+) -> bool:
     """Whether the loss can be had without logits, and nobody has asked for these."""
     skip = module.training if skip_logits is None else skip_logits
     keeps_none = isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -46,7 +50,8 @@ def _takes_labels(module: Any, skip_logits: bool | None, logits_to_keep: Any, la
         return False
     if not _is_replaced(module.get_output_embeddings()):
         return False
-    if not hears_of_parameters_only(module.get_output_embeddings()):  # hooks that want logits would get the loss
+    # hooks that want logits would get the loss
+    if not hears_of_parameters_only(module.get_output_embeddings()):
         return False
     return "_loss_function" not in module.__dict__  # somebody's own, which wants logits
 
@@ -66,18 +71,29 @@ def causal_lm(
     return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What transformers' causal language models do, and with labels, in training, ``logits=None`` in the output.
+    """What transformers' causal language models do, and with labels, in training, ``logits=None``
+    in the output.
 
-    ``skip_logits`` says otherwise: False for logits in training, too; True for none in evaluation. Where logits are made the loss is made of them, by the
-    model's own code.
+    ``skip_logits`` says otherwise: False for logits in training, too; True for none in evaluation.
+    Where logits are made the loss is made of them, by the model's own code.
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+    inputs = {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "inputs_embeds": inputs_embeds,
+    }
     if args or not _takes_labels(module, skip_logits, logits_to_keep, labels):
         if args:
             positional: tuple[Any, ...] = (input_ids, attention_mask, position_ids, *args)
-            given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "labels": labels, "use_cache": use_cache}
+            given = {
+                "past_key_values": past_key_values,
+                "inputs_embeds": inputs_embeds,
+                "labels": labels,
+                "use_cache": use_cache,
+            }
             rest = {name: value for name, value in given.items() if value is not None}
         else:
             positional, rest = (input_ids,), {**inputs, "labels": labels, "use_cache": use_cache}
@@ -86,13 +102,21 @@ def causal_lm(
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             rest["logits_to_keep"] = logits_to_keep
         return plain(module, *positional, **rest, **kwargs)
-    outputs = getattr(module, module.base_model_prefix)(input_ids, **inputs, use_cache=use_cache, return_dict=True, **kwargs)
+    outputs = getattr(module, module.base_model_prefix)(
+        input_ids, **inputs, use_cache=use_cache, return_dict=True, **kwargs
+    )
     assert labels is not None
     loss: Any = _loss(module, outputs.last_hidden_state, labels, **kwargs)
     found = CausalLMOutputWithPast(
-        loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-    )  # fmt: skip
-    wants_dict = return_dict if return_dict is not None else getattr(module.config, "return_dict", True)
+        loss=loss,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+    wants_dict = (
+        return_dict if return_dict is not None else getattr(module.config, "return_dict", True)
+    )
     return found if wants_dict else found.to_tuple()
 
 
@@ -114,31 +138,65 @@ def masked_lm(
     from transformers.modeling_outputs import MaskedLMOutput
 
     inputs = {
-        "attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds,
-        "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
-    }  # fmt: skip
-    if not _takes_labels(module, skip_logits, 0, labels) or not is_unheard(module.cls) or not is_unheard(module.cls.predictions):
+        "attention_mask": attention_mask,
+        "token_type_ids": token_type_ids,
+        "position_ids": position_ids,
+        "inputs_embeds": inputs_embeds,
+        "encoder_hidden_states": encoder_hidden_states,
+        "encoder_attention_mask": encoder_attention_mask,
+    }
+    if (
+        not _takes_labels(module, skip_logits, 0, labels)
+        or not is_unheard(module.cls)
+        or not is_unheard(module.cls.predictions)
+    ):
         form = {} if return_dict is None else {"return_dict": return_dict}
         return plain(module, input_ids, **inputs, labels=labels, **form, **kwargs)
     assert labels is not None
     outputs = module.bert(input_ids, **inputs, return_dict=True, **kwargs)
     predictions = module.cls.predictions
-    loss: Any = predictions.decoder(predictions.transform(outputs[0]), target=labels.to(outputs[0].device))
-    found = MaskedLMOutput(loss=loss, logits=None, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
-    return found if (getattr(module.config, "return_dict", True) if return_dict is None else return_dict) else found.to_tuple()
+    loss: Any = predictions.decoder(
+        predictions.transform(outputs[0]), target=labels.to(outputs[0].device)
+    )
+    found = MaskedLMOutput(
+        loss=loss, logits=None, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )
+    return (
+        found
+        if (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
+        else found.to_tuple()
+    )
 
 
 def _loss(
-    module: Any, hidden: Tensor, labels: Tensor, num_items_in_batch: Any = None, ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any
+    module: Any,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """transformers' ``ForCausalLMLoss``: token i + 1 is the target of position i."""
-    target = shift_labels if shift_labels is not None else F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+    target = (
+        shift_labels
+        if shift_labels is not None
+        else F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    )
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+    }
     softcap = getattr(module.config, "final_logit_softcapping", None)
     if softcap is not None:
         options["softcap"] = softcap
-    loss: Tensor = module.get_output_embeddings()(hidden, target=target.to(hidden.device), **options)
+    loss: Tensor = module.get_output_embeddings()(
+        hidden, target=target.to(hidden.device), **options
+    )
     if num_items_in_batch is None:
         return loss
-    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
-
+    return loss / (
+        num_items_in_batch.to(loss.device)
+        if isinstance(num_items_in_batch, Tensor)
+        else num_items_in_batch
+    )

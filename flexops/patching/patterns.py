@@ -1,7 +1,8 @@
 """What is swapped for what: one row for each kind of module.
 
-A row names classes as their modules do, says what such a module must be like, gives the replacement of its ``forward``, and a miniature on which
-:mod:`.probe` holds the two against each other before the row is believed.
+A row names classes as their modules do, says what such a module must be like, gives the replacement
+of its ``forward``, and a miniature on which :mod:`.probe` holds the two against each other before
+the row is believed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from . import forwards, loss, rope, torch_modules
-from .probe import CLASSES, INNER, LENGTH, WIDTH, Attention, Base, Swap, bare, linear, parameter, unheard
+from .probe import (
+    CLASSES,
+    INNER,
+    LENGTH,
+    WIDTH,
+    Attention,
+    Base,
+    Swap,
+    bare,
+    linear,
+    parameter,
+    unheard,
+)
 
 Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -31,7 +44,8 @@ class Pattern:
 
     Attributes:
         part: which of ``flexops.patch``'s switches turns it off.
-        operator: what takes the place of its code; where the module decides which of two, both with " / " between them.
+        operator: what takes the place of its code; where the module decides which of two, both with
+            " / " between them.
         choose: which of those two, for a module; None: not known.
         classes: qualified names. ``*`` stands for every class that has the attributes of ``needs``.
         needs: attributes that such a module has.
@@ -59,9 +73,12 @@ class Pattern:
 
 
 def _hf(suffix: str, *names: str) -> tuple[str, ...]:
-    """``llama.Llama`` and ``RMSNorm`` name ``transformers.models.llama.modeling_llama.LlamaRMSNorm``."""
+    """``llama.Llama`` and ``RMSNorm`` name
+    ``transformers.models.llama.modeling_llama.LlamaRMSNorm``."""
     split = (name.split(".") for name in names)
-    return tuple(f"transformers.models.{model}.modeling_{model}.{prefix}{suffix}" for model, prefix in split)
+    return tuple(
+        f"transformers.models.{model}.modeling_{model}.{prefix}{suffix}" for model, prefix in split
+    )
 
 
 _LLAMAS = ("llama.Llama", "mistral.Mistral", "qwen2.Qwen2", "qwen3.Qwen3", "phi3.Phi3")
@@ -72,18 +89,24 @@ def _input() -> Tensor:
     return torch.randn(2, LENGTH, WIDTH)
 
 
-# ---- norms -------------------------------------------------------------------------------------------------------------------------------------
+# ---- norms ---------------------------------------------------------------------------------------
 
 
 def _too_wide(module: Any) -> str:
     if module.weight is not None and (module.weight.dim() != 1 or module.weight.shape[0] > 65536):
-        return f"its weight has shape {tuple(module.weight.shape)}; operators normalize a last dimension of up to 65536"
+        return (
+            f"its weight has shape {tuple(module.weight.shape)}; operators normalize a last"
+            " dimension of up to 65536"
+        )
     return ""
 
 
 def _torch_norm(module: Any) -> str:
     if len(module.normalized_shape) != 1:
-        return f"it normalizes over {len(module.normalized_shape)} dimensions; operators normalize the last one"
+        return (
+            f"it normalizes over {len(module.normalized_shape)} dimensions; operators normalize the"
+            " last one"
+        )
     return _too_wide(module)
 
 
@@ -104,14 +127,20 @@ def _torch_eps(module: Any) -> float:
 
 
 def _rms(eps: str, offset: float = 0.0) -> Callable[[Any], Swap]:
-    return lambda module: [(module, functools.partial(forwards.rms_norm, module, eps=getattr(module, eps), offset=offset))]
+    return lambda module: [
+        (
+            module,
+            functools.partial(forwards.rms_norm, module, eps=getattr(module, eps), offset=offset),
+        )
+    ]
 
 
-# ---- activations -------------------------------------------------------------------------------------------------------------------------------
+# ---- activations ---------------------------------------------------------------------------------
 
 
 def _kind(act: Any) -> str:
-    """Which activation it is, by what it computes: "silu", "none" or "tanh" (gelus), or "" for another."""
+    """Which activation it is, by what it computes: "silu", "none" or "tanh" (gelus), or "" for
+    another."""
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
         return ""
     x = torch.linspace(-6.0, 6.0, 61, dtype=torch.float32, device="cpu")
@@ -121,7 +150,16 @@ def _kind(act: Any) -> str:
     except Exception:  # it may want anything
         return ""
     known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
-    return next((name for name, expected in known.items() if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, 1e-5, 1e-5)), "")
+    return next(
+        (
+            name
+            for name, expected in known.items()
+            if isinstance(y, Tensor)
+            and y.shape == x.shape
+            and torch.allclose(y, expected, 1e-5, 1e-5)
+        ),
+        "",
+    )
 
 
 def _first_if_silu(act: Any) -> int | None:
@@ -129,17 +167,34 @@ def _first_if_silu(act: Any) -> int | None:
 
 
 def _no_such_activation(name: str) -> Callable[[Any], str]:
-    return lambda module: "" if _kind(getattr(module, name)) else f"its activation, {type(getattr(module, name)).__name__}, is neither silu nor gelu"
+    return lambda module: (
+        ""
+        if _kind(getattr(module, name))
+        else f"its activation, {type(getattr(module, name)).__name__}, is neither silu nor gelu"
+    )
 
 
 def _is_gated(module: Any) -> str:
-    if not callable(module.act_fn) or not all(isinstance(getattr(module, name), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
+    if not callable(module.act_fn) or not all(
+        isinstance(getattr(module, name), nn.Module)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ):
         return "its parts are not those of a gated feed-forward block"
     return _no_such_activation("act_fn")(module)
 
 
 def _gated_swap(module: Any) -> Swap:
-    return [(module, functools.partial(forwards.gated_mlp, module, kind=_kind(module.act_fn), act=("act_fn", type(module.act_fn))))]
+    return [
+        (
+            module,
+            functools.partial(
+                forwards.gated_mlp,
+                module,
+                kind=_kind(module.act_fn),
+                act=("act_fn", type(module.act_fn)),
+            ),
+        )
+    ]
 
 
 def _tiny_gated(module: Any) -> Miniature:
@@ -157,25 +212,54 @@ def _packed_swap(module: Any) -> Swap:
 
 
 def _tiny_packed(module: Any) -> Miniature:
-    linears = {"gate_up_proj": linear(WIDTH, 2 * INNER, module.gate_up_proj), "down_proj": linear(INNER, WIDTH, module.down_proj)}
+    linears = {
+        "gate_up_proj": linear(WIDTH, 2 * INNER, module.gate_up_proj),
+        "down_proj": linear(INNER, WIDTH, module.down_proj),
+    }
     return bare(module, activation_fn=unheard(module.activation_fn), **linears), (_input(),), {}
 
 
 def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern:
     def swap(module: Any) -> Swap:
         activation = getattr(module, act)
-        return [(module, functools.partial(forwards.mlp, module, kind=_kind(activation), act=(act, type(activation)), names=(first, second)))]
+        return [
+            (
+                module,
+                functools.partial(
+                    forwards.mlp,
+                    module,
+                    kind=_kind(activation),
+                    act=(act, type(activation)),
+                    names=(first, second),
+                ),
+            )
+        ]
 
     def miniature(module: Any) -> Miniature:
-        parts = {first: linear(WIDTH, INNER), act: unheard(getattr(module, act))} | ({second: linear(INNER, WIDTH)} if second else {})
+        parts = {first: linear(WIDTH, INNER), act: unheard(getattr(module, act))} | (
+            {second: linear(INNER, WIDTH)} if second else {}
+        )
         return bare(module, **parts), (_input(),), {}
 
     def refuse(module: Any) -> str:
-        reason = "" if getattr(getattr(module, first), "bias", None) is not None else "its first layer has no bias, so that there is nothing to fuse"
+        reason = (
+            ""
+            if getattr(getattr(module, first), "bias", None) is not None
+            else "its first layer has no bias, so that there is nothing to fuse"
+        )
         return reason or _no_such_activation(act)(module)
 
     needs = (first, act, second) if second else (first, act)
-    return Pattern("activations", "bias_gelu", classes, needs, swap, miniature, refuse, lambda module: _kind(getattr(module, act)))
+    return Pattern(
+        "activations",
+        "bias_gelu",
+        classes,
+        needs,
+        swap,
+        miniature,
+        refuse,
+        lambda module: _kind(getattr(module, act)),
+    )
 
 
 def _sequential_swap(module: Any) -> Swap:
@@ -183,7 +267,9 @@ def _sequential_swap(module: Any) -> Swap:
 
 
 def _pairs_of(module: Any) -> tuple[Any, ...]:
-    return tuple((type(part), getattr(part, "approximate", "")) for part in torch_modules.fused(module))
+    return tuple(
+        (type(part), getattr(part, "approximate", "")) for part in torch_modules.fused(module)
+    )
 
 
 def _tiny_sequential(module: Any) -> Miniature:
@@ -191,27 +277,42 @@ def _tiny_sequential(module: Any) -> Miniature:
     return nn.Sequential(*itertools.chain.from_iterable(pairs)), (_input(),), {}
 
 
-# ---- attention of torch's own ------------------------------------------------------------------------------------------------------------------
+# ---- attention of torch's own --------------------------------------------------------------------
 
 
 def _other_attention(module: Any) -> str:
     if not module.kdim == module.vdim == module.embed_dim:
         return "its keys or values are of another width than its queries"
-    return "it adds keys and values of its own" if module.bias_k is not None or module.add_zero_attn else ""
+    return (
+        "it adds keys and values of its own"
+        if module.bias_k is not None or module.add_zero_attn
+        else ""
+    )
 
 
 def _tiny_attention(module: Any) -> Miniature:
-    made = type(module)(WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first)
-    hidden = torch.ones(LENGTH if module.batch_first else 2, LENGTH if module.batch_first else 2, dtype=torch.bool).triu(1)
+    made = type(module)(
+        WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first
+    )
+    hidden = torch.ones(
+        LENGTH if module.batch_first else 2, LENGTH if module.batch_first else 2, dtype=torch.bool
+    ).triu(1)
     return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 
-# ---- layers ------------------------------------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def _norms(module: Any, *names: str) -> dict[str, Any]:
     """Small norms in place of a layer's."""
-    return {name: _tiny_torch_norm(norm) if isinstance(norm := getattr(module, name), (nn.LayerNorm, nn.RMSNorm)) else _tiny_norm(norm) for name in names}
+    return {
+        name: (
+            _tiny_torch_norm(norm)
+            if isinstance(norm := getattr(module, name), (nn.LayerNorm, nn.RMSNorm))
+            else _tiny_norm(norm)
+        )
+        for name in names
+    }
 
 
 def _layer(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
@@ -225,23 +326,54 @@ def _layer(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
 
 def _tiny_decoder(*norms: str) -> Callable[[Any], Miniature]:
     def miniature(module: Any) -> Miniature:
-        dropouts = {name: nn.Identity() for name in ("resid_attn_dropout", "resid_mlp_dropout") if name in module._modules}
-        made = bare(module, self_attn=Attention(), mlp=linear(WIDTH, WIDTH), **_norms(module, *norms), **dropouts)
-        return made, (_input(),), {"attention_mask": None, "position_ids": None, "past_key_values": None, "position_embeddings": None}
+        dropouts = {
+            name: nn.Identity()
+            for name in ("resid_attn_dropout", "resid_mlp_dropout")
+            if name in module._modules
+        }
+        made = bare(
+            module,
+            self_attn=Attention(),
+            mlp=linear(WIDTH, WIDTH),
+            **_norms(module, *norms),
+            **dropouts,
+        )
+        return (
+            made,
+            (_input(),),
+            {
+                "attention_mask": None,
+                "position_ids": None,
+                "past_key_values": None,
+                "position_embeddings": None,
+            },
+        )
 
     return miniature
 
 
 def _tiny_vit(module: Any) -> Miniature:
     norms = _norms(module, "layernorm_before", "layernorm_after")
-    return bare(module, attention=Attention(), mlp=linear(WIDTH, WIDTH), dropout=nn.Identity(), **norms), (_input(), None), {}
+    return (
+        bare(
+            module, attention=Attention(), mlp=linear(WIDTH, WIDTH), dropout=nn.Identity(), **norms
+        ),
+        (_input(), None),
+        {},
+    )
 
 
 def _tiny_bert_output(module: Any) -> Miniature:
-    return bare(module, dense=linear(WIDTH, WIDTH), dropout=nn.Identity(), **_norms(module, "LayerNorm")), (_input(), _input()), {}
+    return (
+        bare(
+            module, dense=linear(WIDTH, WIDTH), dropout=nn.Identity(), **_norms(module, "LayerNorm")
+        ),
+        (_input(), _input()),
+        {},
+    )
 
 
-# ---- rotary embedding ----------------------------------------------------------------------------------------------------------------------
+# ---- rotary embedding ----------------------------------------------------------------------------
 
 
 class _Rotation(nn.Module):
@@ -265,23 +397,32 @@ def _tiny_rotation(module: Any) -> Miniature:
 
 def _rotation_swap(module: Any) -> Swap:
     if isinstance(module, _Rotation):
-        return [(module, functools.partial(_Rotation.forward, _Rotation(rope.apply_rotary_pos_emb)))]
+        return [
+            (module, functools.partial(_Rotation.forward, _Rotation(rope.apply_rotary_pos_emb)))
+        ]
     rope.prepare(type(module))
     return [(module, functools.partial(rope.attention, module))]
 
 
 def _no_rotation(module: Any) -> str:
-    return "" if isinstance(module, _Rotation) or rope.original(type(module)) is not None else "its code calls no apply_rotary_pos_emb"
+    return (
+        ""
+        if isinstance(module, _Rotation) or rope.original(type(module)) is not None
+        else "its code calls no apply_rotary_pos_emb"
+    )
 
 
-# ---- the loss ----------------------------------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 def _no_such_loss(module: Any) -> str:
     reason = loss.refusal(module.get_output_embeddings())
     if reason:
         return reason
-    if getattr(module.config, "final_logit_softcapping", None) is not None and "softcap" not in inspect.signature(linear_cross_entropy).parameters:
+    if (
+        getattr(module.config, "final_logit_softcapping", None) is not None
+        and "softcap" not in inspect.signature(linear_cross_entropy).parameters
+    ):
         return "its logits have a soft cap, which linear_cross_entropy does not take"
     if "_loss_function" in module.__dict__:
         return "it has a loss function of its own"
@@ -293,7 +434,10 @@ def _no_such_loss(module: Any) -> str:
 def _loss_swap(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
     def swap(module: Any) -> Swap:
         head = module.get_output_embeddings()
-        return [(module, functools.partial(forward, module)), (head, functools.partial(loss.head, head))]
+        return [
+            (module, functools.partial(forward, module)),
+            (head, functools.partial(loss.head, head)),
+        ]
 
     return swap
 
@@ -301,7 +445,12 @@ def _loss_swap(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
 def _tiny_causal(module: Any) -> Miniature:
     config = copy.copy(module.config)
     config.vocab_size = CLASSES
-    made = bare(module, config=config, lm_head=linear(WIDTH, CLASSES, module.get_output_embeddings()), **{module.base_model_prefix: Base()})
+    made = bare(
+        module,
+        config=config,
+        lm_head=linear(WIDTH, CLASSES, module.get_output_embeddings()),
+        **{module.base_model_prefix: Base()},
+    )
     made.vocab_size = CLASSES
     return made.train(), *_tokens()
 
@@ -310,8 +459,15 @@ def _tiny_masked(module: Any) -> Miniature:
     """With a prediction head that is small itself."""
     config = copy.copy(module.config)
     config.vocab_size = CLASSES
-    predictions = bare(module.cls.predictions, transform=linear(WIDTH, WIDTH), decoder=linear(WIDTH, CLASSES))
-    return bare(module, config=config, bert=Base(), cls=bare(module.cls, predictions=predictions)).train(), *_tokens()
+    predictions = bare(
+        module.cls.predictions, transform=linear(WIDTH, WIDTH), decoder=linear(WIDTH, CLASSES)
+    )
+    return (
+        bare(
+            module, config=config, bert=Base(), cls=bare(module.cls, predictions=predictions)
+        ).train(),
+        *_tokens(),
+    )
 
 
 def _tokens() -> tuple[tuple[Tensor], dict[str, Tensor]]:
@@ -321,56 +477,179 @@ def _tokens() -> tuple[tuple[Tensor], dict[str, Tensor]]:
     return (tokens,), {"labels": labels}
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 _TORCH = "torch.nn.modules.normalization."
 PATTERNS: tuple[Pattern, ...] = (
-    Pattern("norms", "rms_norm", _hf("RMSNorm", *_LLAMAS), ("weight", "variance_epsilon"), _rms("variance_epsilon"),
-            lambda module: (_tiny_norm(module), (_input(),), {}), _too_wide),
-    Pattern("norms", "rms_norm (1 + weight)", _hf("RMSNorm", *_GEMMAS), ("weight", "eps"), _rms("eps", 1.0),
-            lambda module: (_tiny_norm(module), (_input(),), {}), _too_wide),
-    Pattern("norms", "rms_norm", (f"{_TORCH}RMSNorm",), ("weight", "eps", "normalized_shape"),
-            lambda module: [(module, functools.partial(forwards.rms_norm, module, eps=_torch_eps(module), offset=0.0))],
-            lambda module: (_tiny_torch_norm(module), (_input(),), {}), _torch_norm),
-    Pattern("norms", "layer_norm", (f"{_TORCH}LayerNorm",), ("weight", "bias", "eps", "normalized_shape"),
-            lambda module: [(module, functools.partial(forwards.layer_norm, module, eps=module.eps))],
-            lambda module: (_tiny_torch_norm(module), (_input(),), {}), _torch_norm),
-    Pattern("residuals", "add_rms_norm", _hf("DecoderLayer", *_LLAMAS), ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-            _layer(forwards.decoder_layer), _tiny_decoder("input_layernorm", "post_attention_layernorm")),
-    Pattern("residuals", "add_rms_norm (1 + weight)", _hf("DecoderLayer", *_GEMMAS),
-            ("input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
-            _layer(forwards.sandwich_layer),
-            _tiny_decoder("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")),
-    Pattern("residuals", "add_layer_norm", _hf("Layer", "vit.ViT"), ("layernorm_before", "attention", "layernorm_after", "mlp", "dropout"),
-            _layer(forwards.vit_layer), _tiny_vit),
-    Pattern("residuals", "add_layer_norm", (*_hf("SelfOutput", "bert.Bert"), *_hf("Output", "bert.Bert")), ("dense", "LayerNorm", "dropout"),
-            _layer(forwards.bert_output), _tiny_bert_output),
-    Pattern("activations", "swiglu_linear / geglu_linear", (*_hf("MLP", *_LLAMAS[:-1], *_GEMMAS), "*"), ("gate_proj", "up_proj", "down_proj", "act_fn"),
-            _gated_swap, _tiny_gated, _is_gated, lambda module: _kind(module.act_fn), choose=lambda module: _first_if_silu(module.act_fn)),
-    Pattern("activations", "bias_gelu / bias_silu", ("torch.nn.modules.container.Sequential",), (),
-            _sequential_swap, _tiny_sequential, variant=_pairs_of, concerns=lambda module: bool(torch_modules.fused(module))),
-    Pattern("attention", "attention", ("torch.nn.modules.activation.MultiheadAttention",), ("in_proj_weight", "out_proj", "bias_k"),
-            lambda module: [(module, functools.partial(torch_modules.multihead_attention, module))], _tiny_attention, _other_attention,
-            lambda module: (module.batch_first, module.in_proj_bias is None)),
-    Pattern("activations", "swiglu_linear / geglu_linear", _hf("MLP", "phi3.Phi3"), ("gate_up_proj", "down_proj", "activation_fn"),
-            _packed_swap, _tiny_packed, _no_such_activation("activation_fn"), lambda module: _kind(module.activation_fn),
-            choose=lambda module: _first_if_silu(module.activation_fn)),
+    Pattern(
+        "norms",
+        "rms_norm",
+        _hf("RMSNorm", *_LLAMAS),
+        ("weight", "variance_epsilon"),
+        _rms("variance_epsilon"),
+        lambda module: (_tiny_norm(module), (_input(),), {}),
+        _too_wide,
+    ),
+    Pattern(
+        "norms",
+        "rms_norm (1 + weight)",
+        _hf("RMSNorm", *_GEMMAS),
+        ("weight", "eps"),
+        _rms("eps", 1.0),
+        lambda module: (_tiny_norm(module), (_input(),), {}),
+        _too_wide,
+    ),
+    Pattern(
+        "norms",
+        "rms_norm",
+        (f"{_TORCH}RMSNorm",),
+        ("weight", "eps", "normalized_shape"),
+        lambda module: [
+            (
+                module,
+                functools.partial(forwards.rms_norm, module, eps=_torch_eps(module), offset=0.0),
+            )
+        ],
+        lambda module: (_tiny_torch_norm(module), (_input(),), {}),
+        _torch_norm,
+    ),
+    Pattern(
+        "norms",
+        "layer_norm",
+        (f"{_TORCH}LayerNorm",),
+        ("weight", "bias", "eps", "normalized_shape"),
+        lambda module: [(module, functools.partial(forwards.layer_norm, module, eps=module.eps))],
+        lambda module: (_tiny_torch_norm(module), (_input(),), {}),
+        _torch_norm,
+    ),
+    Pattern(
+        "residuals",
+        "add_rms_norm",
+        _hf("DecoderLayer", *_LLAMAS),
+        ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        _layer(forwards.decoder_layer),
+        _tiny_decoder("input_layernorm", "post_attention_layernorm"),
+    ),
+    Pattern(
+        "residuals",
+        "add_rms_norm (1 + weight)",
+        _hf("DecoderLayer", *_GEMMAS),
+        (
+            "input_layernorm",
+            "self_attn",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "mlp",
+            "post_feedforward_layernorm",
+        ),
+        _layer(forwards.sandwich_layer),
+        _tiny_decoder(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+    ),
+    Pattern(
+        "residuals",
+        "add_layer_norm",
+        _hf("Layer", "vit.ViT"),
+        ("layernorm_before", "attention", "layernorm_after", "mlp", "dropout"),
+        _layer(forwards.vit_layer),
+        _tiny_vit,
+    ),
+    Pattern(
+        "residuals",
+        "add_layer_norm",
+        (*_hf("SelfOutput", "bert.Bert"), *_hf("Output", "bert.Bert")),
+        ("dense", "LayerNorm", "dropout"),
+        _layer(forwards.bert_output),
+        _tiny_bert_output,
+    ),
+    Pattern(
+        "activations",
+        "swiglu_linear / geglu_linear",
+        (*_hf("MLP", *_LLAMAS[:-1], *_GEMMAS), "*"),
+        ("gate_proj", "up_proj", "down_proj", "act_fn"),
+        _gated_swap,
+        _tiny_gated,
+        _is_gated,
+        lambda module: _kind(module.act_fn),
+        choose=lambda module: _first_if_silu(module.act_fn),
+    ),
+    Pattern(
+        "activations",
+        "bias_gelu / bias_silu",
+        ("torch.nn.modules.container.Sequential",),
+        (),
+        _sequential_swap,
+        _tiny_sequential,
+        variant=_pairs_of,
+        concerns=lambda module: bool(torch_modules.fused(module)),
+    ),
+    Pattern(
+        "attention",
+        "attention",
+        ("torch.nn.modules.activation.MultiheadAttention",),
+        ("in_proj_weight", "out_proj", "bias_k"),
+        lambda module: [(module, functools.partial(torch_modules.multihead_attention, module))],
+        _tiny_attention,
+        _other_attention,
+        lambda module: (module.batch_first, module.in_proj_bias is None),
+    ),
+    Pattern(
+        "activations",
+        "swiglu_linear / geglu_linear",
+        _hf("MLP", "phi3.Phi3"),
+        ("gate_up_proj", "down_proj", "activation_fn"),
+        _packed_swap,
+        _tiny_packed,
+        _no_such_activation("activation_fn"),
+        lambda module: _kind(module.activation_fn),
+        choose=lambda module: _first_if_silu(module.activation_fn),
+    ),
     _mlp(_hf("MLP", "phi.Phi", "vit.ViT"), "fc1", "activation_fn", "fc2"),
     _mlp(_hf("MLP", "gpt_neox.GPTNeoX"), "dense_h_to_4h", "act", "dense_4h_to_h"),
     _mlp(_hf("Intermediate", "bert.Bert"), "dense", "intermediate_act_fn", ""),
-    Pattern("rope", "rotary_embedding", _hf("Attention", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"), (),
-            _rotation_swap, _tiny_rotation, _no_rotation),
-    Pattern("loss", "linear_cross_entropy", _hf("ForCausalLM", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"), ("base_model_prefix", "config"),
-            _loss_swap(loss.causal_lm), _tiny_causal, _no_such_loss),
-    Pattern("loss", "linear_cross_entropy", _hf("ForMaskedLM", "bert.Bert"), ("bert", "cls", "config"),
-            _loss_swap(loss.masked_lm), _tiny_masked, _no_such_loss),
-)  # fmt: skip
+    Pattern(
+        "rope",
+        "rotary_embedding",
+        _hf("Attention", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"),
+        (),
+        _rotation_swap,
+        _tiny_rotation,
+        _no_rotation,
+    ),
+    Pattern(
+        "loss",
+        "linear_cross_entropy",
+        _hf("ForCausalLM", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"),
+        ("base_model_prefix", "config"),
+        _loss_swap(loss.causal_lm),
+        _tiny_causal,
+        _no_such_loss,
+    ),
+    Pattern(
+        "loss",
+        "linear_cross_entropy",
+        _hf("ForMaskedLM", "bert.Bert"),
+        ("bert", "cls", "config"),
+        _loss_swap(loss.masked_lm),
+        _tiny_masked,
+        _no_such_loss,
+    ),
+)
 """In the order in which a module is held against them: the first that names its class is taken."""
 
-_THREE = "it adds attention, feed-forward and residual at once, and one norm feeds both, so that there is no sum for a norm to go with"
+_THREE = (
+    "it adds attention, feed-forward and residual at once, and one norm feeds both, so that there"
+    " is no sum for a norm to go with"
+)
 _ALONE = "with no linear layer's bias before it, it is one pass over memory, as torch's own is"
 UNCHANGED: dict[str, str] = {
-    **dict.fromkeys(("torch.nn.modules.activation.GELU", "torch.nn.modules.activation.SiLU"), _ALONE),
+    **dict.fromkeys(
+        ("torch.nn.modules.activation.GELU", "torch.nn.modules.activation.SiLU"), _ALONE
+    ),
     **dict.fromkeys(_hf("DecoderLayer", "phi.Phi"), _THREE),
     **dict.fromkeys(_hf("Layer", "gpt_neox.GPTNeoX"), _THREE),
 }

@@ -1,8 +1,9 @@
-"""Whether a replacement computes what the class's own code does, tried on a miniature of the module: a class's code changes from one release of a
-library to the next, and its name does not.
+"""Whether a replacement computes what the class's own code does, tried on a miniature of the
+module: a class's code changes from one release of a library to the next, and its name does not.
 
-A miniature is made without the class's constructor, a few numbers wide, on the CPU, so that a model on ``meta``, a sharded one or one of 70 B parameters is
-probed in the same milliseconds. Operators run as plain PyTorch here: nothing is compiled for it.
+A miniature is made without the class's constructor, a few numbers wide, on the CPU, so that a model
+on ``meta``, a sharded one or one of 70 B parameters is probed in the same milliseconds. Operators
+run as plain PyTorch here: nothing is compiled for it.
 """
 
 from __future__ import annotations
@@ -29,19 +30,28 @@ def bare(module: nn.Module, **children: Any) -> Any:
     """A module of the same class with the same settings, and these children and parameters."""
     made = type(module).__new__(type(module))
     nn.Module.__init__(made)
-    made.__dict__.update({name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED})
+    made.__dict__.update(
+        {name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED}
+    )
     for name, value in children.items():
         setattr(made, name, value)
     return made.eval()
 
 
 def unheard(act: Any) -> Any:
-    """The activation, without those who listen to its calls: what is tried here is none of theirs."""
+    """The activation, without those who listen to its calls: what is tried here is none of
+    theirs."""
     return bare(act, **dict(act.named_children())) if isinstance(act, nn.Module) else act
 
 
 def linear(inputs: int, outputs: int, like: Any = None) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=like is None or getattr(like, "bias", None) is not None, device="cpu", dtype=torch.float32)
+    return nn.Linear(
+        inputs,
+        outputs,
+        bias=like is None or getattr(like, "bias", None) is not None,
+        device="cpu",
+        dtype=torch.float32,
+    )
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -78,7 +88,12 @@ class Base(nn.Module):
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Neither the caller's modes matter, nor are the caller's random numbers used up."""
-    modes = (torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"))
+    modes = (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    )
     with contextlib.ExitStack() as stack, torch.random.fork_rng([]), references_only():
         for mode in modes:
             stack.enter_context(mode)
@@ -86,8 +101,12 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def disagreement(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]], swap: Callable[[nn.Module], Swap]) -> str:
-    """What differs between a miniature and the same with its ``forward`` swapped, result or gradients; "" if nothing does.
+def disagreement(
+    make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]],
+    swap: Callable[[nn.Module], Swap],
+) -> str:
+    """What differs between a miniature and the same with its ``forward`` swapped, result or
+    gradients; "" if nothing does.
 
     Args:
         make: gives a miniature, and arguments for it.
@@ -102,7 +121,10 @@ def disagreement(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, 
                 part.forward = forward
             actual = _run(other, args, kwargs)
     except Exception as error:  # whatever another release's code may raise
-        return f"its code did not run on a small input: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return (
+            f"its code did not run on a small input: {type(error).__name__}:"
+            f" {str(error).splitlines()[0] if str(error) else ''}"
+        )
     if len(expected) != len(actual):
         return "on a small input it gives other tensors than the replacement"
     for a, b in zip(actual, expected, strict=True):
@@ -112,10 +134,31 @@ def disagreement(make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, 
 
 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    inputs = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    inputs = [
+        (
+            x.detach().clone().requires_grad_()
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else x
+        )
+        for x in args
+    ]
     result = module(*inputs, **kwargs)
-    output = result if isinstance(result, Tensor) else result[0] if isinstance(result, tuple) else result["loss"]
+    output = (
+        result
+        if isinstance(result, Tensor)
+        else result[0]
+        if isinstance(result, tuple)
+        else result["loss"]
+    )
     weights = torch.linspace(-1.0, 1.0, output.numel()).view(output.shape) + 0.1
-    sources = [x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
+    sources = [
+        x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad
+    ]
     gradients = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
-    return [output.detach(), *(torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(sources, gradients, strict=True))]
+    return [
+        output.detach(),
+        *(
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(sources, gradients, strict=True)
+        ),
+    ]

@@ -1,4 +1,5 @@
-"""The projections of an attention as one product: the first of them that is called makes what the others will be asked for."""
+"""The projections of an attention as one product: the first of them that is called makes what the
+others will be asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Te
     results = together(x, siblings) if siblings[0] is module else None
     if results is None:
         return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    results[-1] = results[-1].contiguous()  # attention keeps the values, and must not keep all three with them
+    # attention keeps the values, and must not keep all three with them
+    results[-1] = results[-1].contiguous()
     for one, result in zip(siblings[1:], results[1:], strict=True):
         one.__dict__[_FOUND] = (x, result, x._version)
     return results[0]
@@ -37,4 +39,8 @@ def refusal(module: Any) -> str | None:
         return None
     if not all(type(one) is nn.Linear for one in linears):
         return "its projections are no plain linear layers"
-    return "" if len({one.in_features for one in linears}) == 1 else "its projections read tensors of different widths"  # type: ignore[union-attr]
+    return (
+        ""
+        if len({one.in_features for one in linears}) == 1  # type: ignore[union-attr]
+        else "its projections read tensors of different widths"
+    )

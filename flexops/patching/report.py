@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FAMILIES = {
-    **dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")),
+    **dict.fromkeys(
+        ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")
+    ),
     **dict.fromkeys(("swiglu_linear", "geglu_linear", "bias_gelu", "bias_silu"), ("activation",)),
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
@@ -65,17 +67,22 @@ class Report:
         return tuple(sorted({family for name in operators for family in FAMILIES.get(name, ())}))
 
     def json(self) -> str:
-        return json.dumps({"model": self.model, "rows": [asdict(row) for row in self.rows]}, indent=2)
+        return json.dumps(
+            {"model": self.model, "rows": [asdict(row) for row in self.rows]}, indent=2
+        )
 
     def __str__(self) -> str:
         if not self.rows:
             return f"flexops.patch({self.model}): it has no module that flexops knows"
-        swapped, left = (sum(row.count for row in rows) for rows in (self.swapped, self.not_swapped))
+        swapped, left = (
+            sum(row.count for row in rows) for rows in (self.swapped, self.not_swapped)
+        )
         head = f"flexops.patch({self.model}): {swapped} swapped, {left} left as they are"
         modules = max(len(row.module) for row in self.rows)
         operators = max(len(row.operator) for row in self.rows)
         lines = [
-            f"  {'swapped' if row.swapped else 'left':7}  {row.count:>4} x {row.module:<{modules}}  {row.operator:<{operators}}  {row.reason}".rstrip()
+            f"  {'swapped' if row.swapped else 'left':7}  {row.count:>4} x {row.module:<{modules}} "
+            f" {row.operator:<{operators}}  {row.reason}".rstrip()
             for row in self.rows
         ]
         return "\n".join([head, *lines])
@@ -87,5 +94,8 @@ def rows_of(outcomes: Iterable[Row]) -> tuple[Row, ...]:
     for one in outcomes:
         key = (not one.swapped, one.module, one.operator, one.reason)
         counts[key] = counts.get(key, 0) + one.count
-    found = [Row(module, count, operator, not refused, reason) for (refused, module, operator, reason), count in counts.items()]
+    found = [
+        Row(module, count, operator, not refused, reason)
+        for (refused, module, operator, reason), count in counts.items()
+    ]
     return tuple(sorted(found, key=lambda row: not row.swapped))

@@ -1,4 +1,5 @@
-"""Rotary embedding inside of transformers' attention: the class's own ``forward``, with another ``apply_rotary_pos_emb`` among the names that it sees."""
+"""Rotary embedding inside of transformers' attention: the class's own ``forward``, with another
+``apply_rotary_pos_emb`` among the names that it sees."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from .forwards import replacement
 _NAME = "apply_rotary_pos_emb"
 
 
-def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length, rotary_dim]``, each number twice."""
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length,
+    rotary_dim]``, each number twice."""
     if unsqueeze_dim == 2:
         q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -25,11 +29,16 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsquee
 def original(cls: type[nn.Module]) -> Callable[..., Any] | None:
     """The function that a class's ``forward`` calls, if it calls one of that name."""
     forward = cls.forward
-    return forward.__globals__.get(_NAME) if isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names else None
+    return (
+        forward.__globals__.get(_NAME)
+        if isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names
+        else None
+    )
 
 
 _made: dict[type, Callable[..., Any]] = {}
-"""The code of each class, seeing our function. No cache of functools', which torch.compile would look into."""
+"""The code of each class, seeing our function. No cache of functools', which torch.compile would
+look into."""
 
 
 def prepare(cls: Any) -> None:
@@ -38,7 +47,9 @@ def prepare(cls: Any) -> None:
     assert isinstance(forward, types.FunctionType)
     names = {**forward.__globals__, _NAME: apply_rotary_pos_emb}
     del names["__name__"]  # by which torch.compile would look the names up in the module
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     made.__kwdefaults__ = forward.__kwdefaults__
     _made[cls] = made
 

@@ -1,4 +1,5 @@
-"""Replacements of ``forward`` for modules of torch's own that hold others: Sequential, MultiheadAttention."""
+"""Replacements of ``forward`` for modules of torch's own that hold others: Sequential,
+MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def sequential(module: Any, x: Any) -> Any:
         part, then = parts[at], parts[at + 1] if at + 1 < len(parts) else None
         if then is not None and isinstance(x, Tensor) and x.dtype in DTYPES and fusible(part, then):
             y = F.linear(x, part.weight)
-            x = bias_silu(y, part.bias) if isinstance(then, nn.SiLU) else bias_gelu(y, part.bias, then.approximate)
+            x = (
+                bias_silu(y, part.bias)
+                if isinstance(then, nn.SiLU)
+                else bias_gelu(y, part.bias, then.approximate)
+            )
             at += 2
         else:
             x = part(x)
@@ -49,13 +54,35 @@ def sequential(module: Any, x: Any) -> Any:
 
 @replacement
 def multihead_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
-    attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """torch's, where nobody asks for the weights of attention."""
-    usual = not need_weights and query.dim() == 3 and query.dtype in DTYPES and (attn_mask is not None or not is_causal)
+    usual = (
+        not need_weights
+        and query.dim() == 3
+        and query.dtype in DTYPES
+        and (attn_mask is not None or not is_causal)
+    )
     if not usual or not is_plain(module.in_proj_weight) or not is_plain(module.out_proj.weight):
-        result: tuple[Tensor, Tensor | None] = plain(module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        result: tuple[Tensor, Tensor | None] = plain(
+            module,
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
         return result
     q, k, v = _projected(module, query, key, value)
     causal = is_causal and key_padding_mask is None
@@ -73,13 +100,17 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[T
         parts = F.linear(query, weight, bias).chunk(3, -1)
     else:
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        parts = tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
+        parts = tuple(
+            F.linear(x, w, b)
+            for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True)
+        )
     parts = parts if module.batch_first else tuple(part.transpose(0, 1) for part in parts)
     return [part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in parts]
 
 
 def _allowed(mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
-    """torch's masks of MultiheadAttention, in which True stands for what takes no part, as those of its attention function."""
+    """torch's masks of MultiheadAttention, in which True stands for what takes no part, as those of
+    its attention function."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (like.shape[0], -1))
     padding = None if padding is None else padding[:, None, None]
@@ -89,5 +120,9 @@ def _allowed(mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tenso
         return None if hidden is None else ~hidden
     total = like.new_zeros(())
     for each in masks:
-        total = total + (like.new_zeros(each.shape).masked_fill(each, float("-inf")) if each.dtype == torch.bool else each.to(like.dtype))
+        total = total + (
+            like.new_zeros(each.shape).masked_fill(each, float("-inf"))
+            if each.dtype == torch.bool
+            else each.to(like.dtype)
+        )
     return total

@@ -1,4 +1,5 @@
-"""The matrix of targets: what flexops is built for, with every pin. Imports neither torch nor anything else outside the standard library."""
+"""The matrix of targets: what flexops is built for, with every pin. Imports neither torch nor
+anything else outside the standard library."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ __all__ = ["Accelerator", "Detection", "Machine", "Matrix", "Target", "choose", 
 
 
 def detect(matrix: Matrix | None = None, *, python: str | None = None) -> Detection:
-    """The best target for this machine, and why. Looks at the GPUs (``nvidia-smi``, the kernel's view of AMD's), at nothing else.
+    """The best target for this machine, and why. Looks at the GPUs (``nvidia-smi``, the kernel's
+    view of AMD's), at nothing else.
 
     Args:
         matrix: default the one that ships with flexops.
-        python: version of the environment's Python, ``"3.12"``; None is the running one, ``""`` means that any can be had (conda).
+        python: version of the environment's Python, ``"3.12"``; None is the running one, ``""``
+            means that any can be had (conda).
     """
     from .probe import machine  # starts processes, so it is not even imported before it is needed
 

@@ -1,4 +1,5 @@
-"""``python3 -m flexops.targets``: the matrix for scripts, on a plain Python that has neither torch nor typer yet.
+"""``python3 -m flexops.targets``: the matrix for scripts, on a plain Python that has neither torch
+nor typer yet.
 
 It prints, like the command line, of which ``flexops target`` is the comfortable form.
 """
@@ -36,19 +37,35 @@ def _answer(options: argparse.Namespace) -> str:
         return render.requirements(target).rstrip("\n")
     if options.command == "locked":
         return locks.installed(target, Path.cwd(), toolkit=options.toolkit).rstrip("\n")
-    return text.field(target, options.field) if options.field else text.details(target, options.json)
+    return (
+        text.field(target, options.field) if options.field else text.details(target, options.json)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m flexops.targets", description="The matrix of targets.")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m flexops.targets", description="The matrix of targets."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    found = commands.add_parser("detect", help="the best target for this machine: its id, then the reason, then notes")
-    found.add_argument("--python", metavar="X.Y", type=_python_version, help="the environment's Python; default this one, '' if any can be had")
+    found = commands.add_parser(
+        "detect", help="the best target for this machine: its id, then the reason, then notes"
+    )
+    found.add_argument(
+        "--python",
+        metavar="X.Y",
+        type=_python_version,
+        help="the environment's Python; default this one, '' if any can be had",
+    )
     listed = commands.add_parser("list", help="all targets")
     shown = commands.add_parser("show", help="one target")
     shown.add_argument("--field", metavar="NAME", help="only the value of this field")
-    wanted = commands.add_parser("requirements", help="what pip installs for a target, as a requirements file")
-    locked = commands.add_parser("locked", help="the same by hash, with all that it depends on, from the checkout that this runs in")
+    wanted = commands.add_parser(
+        "requirements", help="what pip installs for a target, as a requirements file"
+    )
+    locked = commands.add_parser(
+        "locked",
+        help="the same by hash, with all that it depends on, from the checkout that this runs in",
+    )
     locked.add_argument("--toolkit", action="store_true", help="with the package index's compiler")
     for command in (shown, wanted, locked):
         command.add_argument("id", metavar="ID")

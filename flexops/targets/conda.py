@@ -1,4 +1,5 @@
-"""The variants of the conda package: rows of the matrix, what can be wrong with them, and the files that build tools read them from."""
+"""The variants of the conda package: rows of the matrix, what can be wrong with them, and the files
+that build tools read them from."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ..toolchain.model import HostCompiler
 from ..toolchain.version import Version
 
 ALL = "recipe/variants.yaml"
-"""Every variant; conda-build and rattler-build read it by themselves, for it lies beside the recipe."""
+"""Every variant; conda-build and rattler-build read it by themselves, for it lies beside the
+recipe."""
 
 NONE = "None"
 """What conda-forge's variants say for a build without CUDA."""
@@ -69,7 +71,11 @@ def find(variants: Sequence[Variant], variant_id: str) -> Variant:
     for variant in variants:
         if variant.id == variant_id:
             return variant
-    raise TargetError(f"there is no variant called {variant_id!r}", required=", ".join(one.id for one in variants), fix="flexops channel build --help")
+    raise TargetError(
+        f"there is no variant called {variant_id!r}",
+        required=", ".join(one.id for one in variants),
+        fix="flexops channel build --help",
+    )
 
 
 def faults(document: Mapping[str, Any], facts: Rules) -> Iterator[tuple[str, str, str]]:
@@ -97,11 +103,20 @@ def files(variants: Sequence[Variant], header: str, least_python: str) -> dict[s
     """Path relative to the root, and text, of every file that build tools read variants from."""
     if not variants:
         return {}
-    return {ALL: _text(variants, header, least_python), **{one.path: _text([one], header, least_python) for one in variants}}
+    return {
+        ALL: _text(variants, header, least_python),
+        **{one.path: _text([one], header, least_python) for one in variants},
+    }
 
 
 def _variant(name: str, row: Mapping[str, Any]) -> Variant:
-    return Variant(name, row.get("cuda", ""), row["compiler"], row["sysroot"], tuple(row.get("capabilities", ())))
+    return Variant(
+        name,
+        row.get("cuda", ""),
+        row["compiler"],
+        row["sysroot"],
+        tuple(row.get("capabilities", ())),
+    )
 
 
 def _malformed(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -109,12 +124,17 @@ def _malformed(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if field not in _FIELDS:
             yield field, f"unknown field; known are {', '.join(_FIELDS)}"
     for field in ("cuda", "compiler", "sysroot"):
-        if field in row and not (isinstance(row[field], str) and re.fullmatch(_VERSION, row[field])):
+        if field in row and not (
+            isinstance(row[field], str) and re.fullmatch(_VERSION, row[field])
+        ):
             yield field, f"{row[field]!r} is not a version"
         elif field not in row and field != "cuda":
             yield field, "missing"
     capabilities = row.get("capabilities", [])
-    if not (isinstance(capabilities, list) and all(isinstance(one, str) and re.fullmatch(r"\d+\.\d[af]?", one) for one in capabilities)):
+    if not (
+        isinstance(capabilities, list)
+        and all(isinstance(one, str) and re.fullmatch(r"\d+\.\d[af]?", one) for one in capabilities)
+    ):
         yield "capabilities", 'must be a list such as ["8.0", "9.0"]'
 
 
@@ -138,19 +158,43 @@ def _toolkit(variant: Variant, facts: Rules) -> Iterator[tuple[str, str]]:
     wanted = list(map(ComputeCapability.parse, variant.capabilities))
     for capability in wanted:
         if capability not in known:
-            yield "capabilities", f"CUDA {toolkit} cannot compile for {capability}; it can for {', '.join(map(str, known))}"
+            yield (
+                "capabilities",
+                (
+                    f"CUDA {toolkit} cannot compile for {capability}; it can for"
+                    f" {', '.join(map(str, known))}"
+                ),
+            )
     if wanted != sorted(wanted):
-        yield "capabilities", "must be in order, for the last is the one that is compiled to PTX too"
-    if not (accepted := facts.compiler_for_nvcc(HostCompiler(Path(), Version.parse(variant.compiler), "", "gcc"), toolkit)):
+        yield (
+            "capabilities",
+            "must be in order, for the last is the one that is compiled to PTX too",
+        )
+    if not (
+        accepted := facts.compiler_for_nvcc(
+            HostCompiler(Path(), Version.parse(variant.compiler), "", "gcc"), toolkit
+        )
+    ):
         yield "compiler", accepted.reason
 
 
 def _text(variants: Sequence[Variant], header: str, least_python: str) -> str:
     """YAML of values that go together by position, and of what is the same for all."""
     keys = list(variants[0].keys)
-    fixed = {"c_compiler": "gcc", "cxx_compiler": "gxx", "c_stdlib": "sysroot", "python_min": least_python}
-    values = {**{key: [value] for key, value in fixed.items()}, **{key: [one.keys[key] for one in variants] for key in keys}}
-    lines = [f"# {header}", *(f"{key}: [{', '.join(_quoted(value) for value in row)}]" for key, row in values.items())]
+    fixed = {
+        "c_compiler": "gcc",
+        "cxx_compiler": "gxx",
+        "c_stdlib": "sysroot",
+        "python_min": least_python,
+    }
+    values = {
+        **{key: [value] for key, value in fixed.items()},
+        **{key: [one.keys[key] for one in variants] for key in keys},
+    }
+    lines = [
+        f"# {header}",
+        *(f"{key}: [{', '.join(_quoted(value) for value in row)}]" for key, row in values.items()),
+    ]
     return "\n".join([*lines, "zip_keys:", f"  - [{', '.join(keys)}]"]) + "\n"
 
 

@@ -1,4 +1,5 @@
-"""Which target is best for a machine. Pure: a ``Machine`` goes in, a ``Detection`` with its reason comes out; ``probe.py`` looks at the real one."""
+"""Which target is best for a machine. Pure: a ``Machine`` goes in, a ``Detection`` with its reason
+comes out; ``probe.py`` looks at the real one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Machine:
 
     Attributes:
         system, architecture: as ``platform`` says: ``"Linux"``, ``"x86_64"``.
-        python: ``"3.12"``, the Python that the environment will have; empty if any can be had (conda).
+        python: ``"3.12"``, the Python that the environment will have; empty if any can be had
+            (conda).
         driver: NVIDIA driver release, ``"580.65.06"``; empty if unknown.
         capabilities: of the NVIDIA GPUs, one for each: ``("8.9", "8.9")``.
         rocm: architectures of the AMD GPUs: ``("gfx90a",)``.
@@ -43,17 +45,28 @@ class Detection:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.target.id, "reason": self.reason, "notes": list(self.notes), "target": self.target.to_dict()}
+        return {
+            "id": self.target.id,
+            "reason": self.reason,
+            "notes": list(self.notes),
+            "target": self.target.to_dict(),
+        }
 
 
 def choose(matrix: Matrix, machine: Machine) -> Detection:
-    """The best target: one that runs on all of the machine's GPUs, of the newest toolkit that its driver carries, for the closest capability."""
+    """The best target: one that runs on all of the machine's GPUs, of the newest toolkit that its
+    driver carries, for the closest capability."""
     if not (machine.capabilities or machine.rocm):
         return Detection(matrix.cpu, "no GPU was found", machine.problems)
     rows = [target for target in matrix.targets if target.accelerator != "cpu"]
-    if machine.system != "Linux" or not any(machine.architecture in target.machines for target in rows):
+    if machine.system != "Linux" or not any(
+        machine.architecture in target.machines for target in rows
+    ):
         machines = " or ".join(_unique(one for target in rows for one in target.machines))
-        reason = f"GPU targets are pinned for Linux on {machines}, and this is {machine.system} on {machine.architecture}"
+        reason = (
+            f"GPU targets are pinned for Linux on {machines}, and this is {machine.system} on"
+            f" {machine.architecture}"
+        )
         return Detection(matrix.cpu, reason, machine.problems)
     cuda = _choose_cuda(matrix, machine) if machine.capabilities else None
     rocm = _choose_rocm(matrix, machine) if machine.rocm else None
@@ -63,7 +76,8 @@ def choose(matrix: Matrix, machine: Machine) -> Detection:
 
 
 def runs_on(target: Target, capability: str) -> bool:
-    """Does this CUDA target's machine code run on a GPU of that capability? The same major with an equal or higher minor; ``a`` code on exactly its own."""
+    """Does this CUDA target's machine code run on a GPU of that capability? The same major with an
+    equal or higher minor; ``a`` code on exactly its own."""
     gpu = ComputeCapability.parse(capability)
     return any(_covers(ComputeCapability.parse(compiled), gpu) for compiled in target.capabilities)
 
@@ -77,22 +91,48 @@ def _covers(compiled: ComputeCapability, gpu: ComputeCapability) -> bool:
 def _choose_cuda(matrix: Matrix, machine: Machine) -> Detection:
     gpus, odd = _understood(machine.capabilities)
     notes = (*machine.problems, *odd)
-    rows = [target for target in matrix.targets if target.accelerator == "cuda" and machine.architecture in target.machines]
+    rows = [
+        target
+        for target in matrix.targets
+        if target.accelerator == "cuda" and machine.architecture in target.machines
+    ]
     fitting = [target for target in rows if any(runs_on(target, gpu) for gpu in gpus)]
     if not fitting:
-        known = ", ".join(_unique(capability for target in rows for capability in target.capabilities))
-        fix = f'`flexops build --arch "{";".join(_unique(gpus))}"` still compiles for it' if gpus else "see the notes"
-        return Detection(matrix.cpu, f"no target's code runs on a GPU of capability {_list(gpus)} (there are {known}); {fix}", notes)
+        known = ", ".join(
+            _unique(capability for target in rows for capability in target.capabilities)
+        )
+        fix = (
+            f'`flexops build --arch "{";".join(_unique(gpus))}"` still compiles for it'
+            if gpus
+            else "see the notes"
+        )
+        return Detection(
+            matrix.cpu,
+            f"no target's code runs on a GPU of capability {_list(gpus)} (there are {known});"
+            f" {fix}",
+            notes,
+        )
     carried = [target for target in fitting if _carries(machine.driver, target, rows)]
     if not carried:
         least = min((target.least_driver for target in fitting), key=Version.parse)
-        reason = f"a GPU of capability {_list(gpus)} is here, but its driver {machine.driver} is older than {least}, the least of any target; update the driver"
+        reason = (
+            f"a GPU of capability {_list(gpus)} is here, but its driver {machine.driver} is older"
+            f" than {least}, the least of any target; update the driver"
+        )
         return Detection(matrix.cpu, reason, notes)
     installable = [target for target in carried if _has_wheels(target, machine.python)]
     if not installable:
-        return Detection(matrix.cpu, f"no target that the GPU and driver can run has a torch for Python {machine.python}", notes)
+        return Detection(
+            matrix.cpu,
+            f"no target that the GPU and driver can run has a torch for Python {machine.python}",
+            notes,
+        )
     best = max(installable, key=lambda target: _rank(target, gpus))
-    return Detection(best, _cuda_reason(best, gpus, machine), (*notes, *_passed_over(best, carried, gpus, machine), *_left_out(best, gpus)))
+    return Detection(
+        best,
+        _cuda_reason(best, gpus, machine),
+        (*notes, *_passed_over(best, carried, gpus, machine), *_left_out(best, gpus)),
+    )
 
 
 def _understood(capabilities: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -107,7 +147,9 @@ def _understood(capabilities: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _carries(driver: str, target: Target, rows: Sequence[Target]) -> bool:
     """Minor-version compatibility. An unknown driver counts as the oldest that any target takes."""
-    known = Version.parse(driver) if driver else min(Version.parse(row.least_driver) for row in rows)
+    known = (
+        Version.parse(driver) if driver else min(Version.parse(row.least_driver) for row in rows)
+    )
     return known >= Version.parse(target.least_driver)
 
 
@@ -120,38 +162,80 @@ def _has_wheels(target: Target, python: str) -> bool:
 
 def _rank(target: Target, gpus: Sequence[str]) -> tuple[int, Version, ComputeCapability]:
     served = sum(runs_on(target, gpu) for gpu in gpus)
-    return served, Version.parse(target.toolkit), max(map(ComputeCapability.parse, target.capabilities))
+    return (
+        served,
+        Version.parse(target.toolkit),
+        max(map(ComputeCapability.parse, target.capabilities)),
+    )
 
 
 def _cuda_reason(best: Target, gpus: Sequence[str], machine: Machine) -> str:
     served = _unique(gpu for gpu in gpus if runs_on(best, gpu))
-    driver = f"driver {machine.driver}" if machine.driver else f"the driver is unknown, so it is taken for {best.least_driver}, which"
-    reason = f"GPU of capability {_list(served)}; {driver} carries CUDA {best.toolkit_minor} (it needs {best.least_driver})"
+    driver = (
+        f"driver {machine.driver}"
+        if machine.driver
+        else f"the driver is unknown, so it is taken for {best.least_driver}, which"
+    )
+    reason = (
+        f"GPU of capability {_list(served)}; {driver} carries CUDA {best.toolkit_minor} (it needs"
+        f" {best.least_driver})"
+    )
     older = [gpu for gpu in served if gpu not in best.capabilities]
-    return reason + (f"; no target is for {_list(older)} itself, and code for {best.arch_list} runs on it" if older else "")
+    return reason + (
+        f"; no target is for {_list(older)} itself, and code for {best.arch_list} runs on it"
+        if older
+        else ""
+    )
 
 
-def _passed_over(best: Target, carried: Sequence[Target], gpus: Sequence[str], machine: Machine) -> list[str]:
+def _passed_over(
+    best: Target, carried: Sequence[Target], gpus: Sequence[str], machine: Machine
+) -> list[str]:
     first = max(carried, key=lambda target: _rank(target, gpus))
     if first == best:
         return []
-    return [f"{first.id} would be newer, but its torch {first.torch} is for Python {' to '.join(first.python_range)}, not {machine.python}"]
+    return [
+        f"{first.id} would be newer, but its torch {first.torch} is for Python"
+        f" {' to '.join(first.python_range)}, not {machine.python}"
+    ]
 
 
 def _left_out(best: Target, gpus: Sequence[str]) -> list[str]:
     others = _unique(gpu for gpu in gpus if not runs_on(best, gpu))
-    return [f"GPUs of capability {_list(others)} are not served by it; for one library that serves all, `flexops build --arch`"] if others else []
+    return (
+        [
+            f"GPUs of capability {_list(others)} are not served by it; for one library that serves"
+            " all, `flexops build --arch`"
+        ]
+        if others
+        else []
+    )
 
 
 def _choose_rocm(matrix: Matrix, machine: Machine) -> Detection:
     rows = [target for target in matrix.targets if target.accelerator == "rocm"]
-    served = [(_rocm_rank(target, machine), target) for target in rows if set(target.capabilities) & set(machine.rocm)]
+    served = [
+        (_rocm_rank(target, machine), target)
+        for target in rows
+        if set(target.capabilities) & set(machine.rocm)
+    ]
     if not served:
-        known = ", ".join(_unique(capability for target in rows for capability in target.capabilities))
-        return Detection(matrix.cpu, f"no target is for an AMD GPU of architecture {_list(machine.rocm)} (there are {known})", machine.problems)
+        known = ", ".join(
+            _unique(capability for target in rows for capability in target.capabilities)
+        )
+        return Detection(
+            matrix.cpu,
+            f"no target is for an AMD GPU of architecture {_list(machine.rocm)} (there are"
+            f" {known})",
+            machine.problems,
+        )
     fitting = [(rank, target) for rank, target in served if _has_wheels(target, machine.python)]
     if not fitting:
-        return Detection(matrix.cpu, f"no target for {_list(machine.rocm)} has a torch for Python {machine.python}", machine.problems)
+        return Detection(
+            matrix.cpu,
+            f"no target for {_list(machine.rocm)} has a torch for Python {machine.python}",
+            machine.problems,
+        )
     best = max(fitting, key=lambda pair: pair[0])[1]
     return Detection(best, f"AMD GPU of architecture {best.arch_list}", machine.problems)
 

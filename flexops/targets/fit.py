@@ -1,4 +1,5 @@
-"""Whether what is at hand makes a row's build, and whether a library is one. Pure: explicit values in, the reason out."""
+"""Whether what is at hand makes a row's build, and whether a library is one. Pure: explicit values
+in, the reason out."""
 
 from __future__ import annotations
 
@@ -21,27 +22,46 @@ def unfit(row: Target, torch: TorchBuild | None, compiler: Version | None) -> To
     found = torch_of(torch)
     wanted = f"torch {row.torch}"
     fits = torch is not None and torch.release.parts[:3] == _numbers(row.torch)
-    if row.accelerator == "cpu":  # any wheel of the default index runs on a CPU, and gives its kernels the same ABI
+    # any wheel of the default index runs on a CPU, and gives its kernels the same ABI
+    if row.accelerator == "cpu":
         fits = fits and torch is not None and not torch.hip
     else:
         name = "CUDA" if row.accelerator == "cuda" else "ROCm"
-        wanted += f" built for {name} {row.toolkit_minor}, and a compiler of {name} {row.toolkit_minor}"
+        wanted += (
+            f" built for {name} {row.toolkit_minor}, and a compiler of {name} {row.toolkit_minor}"
+        )
         built_for = (torch.cuda if row.accelerator == "cuda" else torch.hip) if torch else None
-        found += f", and {f'a compiler of {name} {compiler.major_minor}' if compiler else 'no compiler for GPUs'}"
-        fits = fits and _is_minor(built_for, row) and compiler is not None and _is_minor(compiler.major_minor, row)
+        found += (
+            ", and"
+            f" {f'a compiler of {name} {compiler.major_minor}' if compiler else 'no compiler for GPUs'}"
+        )
+        fits = (
+            fits
+            and _is_minor(built_for, row)
+            and compiler is not None
+            and _is_minor(compiler.major_minor, row)
+        )
     if fits:
         return None
-    other = f'; `flexops build --arch "{row.arch_list}"` compiles with what is here, and for that' if row.accelerator == "cuda" else ""
+    other = (
+        f'; `flexops build --arch "{row.arch_list}"` compiles with what is here, and for that'
+        if row.accelerator == "cuda"
+        else ""
+    )
     return ToolchainError(
         f"this environment is not that of {row.id}, so what it compiles would not be {row.id}'s",
         found=found,
         required=wanted,
-        fix=f"bash scripts/setup_cuda_dev_environment.sh --target {row.id} --prefix .venv-{row.id}{other}",
+        fix=(
+            f"bash scripts/setup_cuda_dev_environment.sh --target {row.id} --prefix"
+            f" .venv-{row.id}{other}"
+        ),
     )
 
 
 def is_of(row: Target, torch_abi: str, compiler: str) -> bool:
-    """Whether a library with that ABI (``TorchBuild.abi_id``), compiled by that version, is one that the row's own build could have made.
+    """Whether a library with that ABI (``TorchBuild.abi_id``), compiled by that version, is one
+    that the row's own build could have made.
 
     C++11 ABIs are not compared: packages of the same torch differ in it.
     """
@@ -51,8 +71,15 @@ def is_of(row: Target, torch_abi: str, compiler: str) -> bool:
     if release >= Version((2, 11)) and row.accelerator != "rocm":
         fits = torch_abi.startswith("stable-")
     else:
-        accelerator = {"cpu": "", "cuda": f"cu{row.toolkit_minor}", "rocm": f"rocm{row.toolkit_minor}"}[row.accelerator]
-        fits = torch_abi.startswith(f"torch-{release.major_minor}-") and accelerator in torch_abi.rpartition("-")[2]
+        accelerator = {
+            "cpu": "",
+            "cuda": f"cu{row.toolkit_minor}",
+            "rocm": f"rocm{row.toolkit_minor}",
+        }[row.accelerator]
+        fits = (
+            torch_abi.startswith(f"torch-{release.major_minor}-")
+            and accelerator in torch_abi.rpartition("-")[2]
+        )
     return fits and (row.accelerator != "cuda" or _is_minor(compiler, row))
 
 

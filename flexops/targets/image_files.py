@@ -1,4 +1,5 @@
-"""What the matrix makes of `docker/`: the Dockerfiles, `docker-bake.hcl`, and the build arguments and labels of a target, as text and values."""
+"""What the matrix makes of `docker/`: the Dockerfiles, `docker-bake.hcl`, and the build arguments
+and labels of a target, as text and values."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ BASES = {"runtime": "RUNTIME_BASE", "dev": "BUILD_BASE"}
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 _NAMES: dict[Accelerator, str] = {"cpu": "machines without a GPU", "cuda": "CUDA", "rocm": "ROCm"}
-_ARCH_VARIABLES: dict[Accelerator, str] = {"cpu": "TORCH_CUDA_ARCH_LIST", "cuda": "TORCH_CUDA_ARCH_LIST", "rocm": "PYTORCH_ROCM_ARCH"}
+_ARCH_VARIABLES: dict[Accelerator, str] = {
+    "cpu": "TORCH_CUDA_ARCH_LIST",
+    "cuda": "TORCH_CUDA_ARCH_LIST",
+    "rocm": "PYTORCH_ROCM_ARCH",
+}
 _DEFAULTS = {"cuda": "cu130-sm90", "rocm": "rocm72-gfx942"}
-"""The rows whose pins are the Dockerfiles' defaults; where the matrix has none of that name, the first of the kind."""
+"""The rows whose pins are the Dockerfiles' defaults; where the matrix has none of that name, the
+first of the kind."""
 
 
 def _label_lines(values: Mapping[str, str]) -> str:
@@ -27,7 +33,8 @@ def _label_lines(values: Mapping[str, str]) -> str:
 
 
 _ORIGIN_ARGS = {"VERSION": "unknown", "REVISION": "unknown", "SOURCE": "", "CREATED": ""}
-"""Where an image comes from: what differs from commit to commit, and so comes last in each stage that is kept."""
+"""Where an image comes from: what differs from commit to commit, and so comes last in each stage
+that is kept."""
 
 
 class _DockerTemplate(Template):
@@ -42,11 +49,18 @@ def dockerfile_path(accelerator: Accelerator) -> str:
 
 def build_args(target: Target) -> dict[str, str]:
     """Every build argument that the matrix decides, in the order of the Dockerfile."""
-    return {**_base_args(target), "COMPILER": _compiler(target), **_wheelhouse_args(target), "ARCH_LIST": target.arch_list, **_pin_args(target)}
+    return {
+        **_base_args(target),
+        "COMPILER": _compiler(target),
+        **_wheelhouse_args(target),
+        "ARCH_LIST": target.arch_list,
+        **_pin_args(target),
+    }
 
 
 def labels(target: Target) -> dict[str, str]:
-    """The labels that the matrix decides. Those that say what is in an image (its Python, torch, architectures) are read from it when it is built."""
+    """The labels that the matrix decides. Those that say what is in an image (its Python, torch,
+    architectures) are read from it when it is built."""
     pins = {_label(name): value for name, value in _pin_args(target).items()}
     return {**pins, LABEL_PREFIX + "accelerator": target.accelerator}
 
@@ -57,13 +71,17 @@ def _label(argument: str) -> str:
 
 def files(matrix: Matrix, header: str) -> dict[str, str]:
     """Path (relative to the root) and text of what follows from the matrix."""
-    rendered = {dockerfile_path(target.accelerator): dockerfile(target, header) for target in defaults(matrix)}
+    rendered = {
+        dockerfile_path(target.accelerator): dockerfile(target, header)
+        for target in defaults(matrix)
+    }
     rendered[BAKE] = bake(matrix, header)
     return rendered
 
 
 def defaults(matrix: Matrix) -> tuple[Target, ...]:
-    """For each accelerator that the matrix has, the row whose pins are its Dockerfile's defaults."""
+    """For each accelerator that the matrix has, the row whose pins are its Dockerfile's
+    defaults."""
     chosen: dict[Accelerator, Target] = {}
     for target in matrix.targets:
         if target.accelerator not in chosen or target.id == _DEFAULTS.get(target.accelerator):
@@ -86,14 +104,28 @@ def dockerfile(target: Target, header: str) -> str:
         "distribution": distribution.NAME,
         "wheelhouse_args": _arg_lines(_wheelhouse_args(target)),
     }
-    return _fill("Dockerfile.in", **values, dev=_tail(target, "dev"), runtime=_tail(target, "runtime"), origin=_origin()).rstrip("\n") + "\n"
+    return (
+        _fill(
+            "Dockerfile.in",
+            **values,
+            dev=_tail(target, "dev"),
+            runtime=_tail(target, "runtime"),
+            origin=_origin(),
+        ).rstrip("\n")
+        + "\n"
+    )
 
 
 def bake(matrix: Matrix, header: str) -> str:
-    """``docker-bake.hcl``: a target for each row, a group for each accelerator, and a group of all."""
+    """``docker-bake.hcl``: a target for each row, a group for each accelerator, and a group of
+    all."""
     accelerators = dict.fromkeys(target.accelerator for target in matrix.targets)
     groups: dict[str, Sequence[str]] = {"default": matrix.ids}
-    groups |= {kind: [one.id for one in matrix.targets if one.accelerator == kind] for kind in accelerators if kind not in matrix.ids}
+    groups |= {
+        kind: [one.id for one in matrix.targets if one.accelerator == kind]
+        for kind in accelerators
+        if kind not in matrix.ids
+    }
     parts = [_fill("docker-bake.hcl.in", header=header)]
     parts += [f'group "{name}" {{\n  targets = {_list(ids)}\n}}\n' for name, ids in groups.items()]
     parts += [_bake_target(target) for target in matrix.targets]
@@ -109,7 +141,8 @@ def _base_args(target: Target) -> dict[str, str]:
 
 
 def _compiler(target: Target) -> str:
-    """The device compiler that the base must have; empty where none is needed, or it comes from the package index."""
+    """The device compiler that the base must have; empty where none is needed, or it comes from the
+    package index."""
     return "hipcc" if target.accelerator == "rocm" else ""
 
 
@@ -118,7 +151,8 @@ def _reference(image: str, digest: str) -> str:
 
 
 def _wheelhouse_args(target: Target) -> dict[str, str]:
-    """The same for every row of a toolkit, so that these rows share the stages with the downloads and torch."""
+    """The same for every row of a toolkit, so that these rows share the stages with the downloads
+    and torch."""
     return {
         "TOOLKIT_NAME": target.toolkit_name,
         "EXTRA_INDEX": target.index,
@@ -132,7 +166,9 @@ def _pin_args(target: Target) -> dict[str, str]:
 
 
 def _origin() -> str:
-    described = {"org.opencontainers.image." + name.lower(): f"${{{name}}}" for name in _ORIGIN_ARGS}
+    described = {
+        "org.opencontainers.image." + name.lower(): f"${{{name}}}" for name in _ORIGIN_ARGS
+    }
     return f"{_arg_lines(_ORIGIN_ARGS)}\nLABEL {_label_lines(described)}"
 
 
@@ -141,7 +177,9 @@ def _tail(target: Target, stage: str) -> str:
     pins = {name: f"${{{name}}}" for name in _pin_args(target)}
     described = {
         "org.opencontainers.image.title": "flexops",
-        "org.opencontainers.image.description": "Fused PyTorch operators, compiled, matched and checked",
+        "org.opencontainers.image.description": (
+            "Fused PyTorch operators, compiled, matched and checked"
+        ),
         "org.opencontainers.image.licenses": "Apache-2.0",
         "org.opencontainers.image.vendor": distribution.AUTHOR,
         "org.opencontainers.image.base.name": f"${{{BASES[stage]}}}",
@@ -155,7 +193,12 @@ def _tail(target: Target, stage: str) -> str:
         "Dockerfile-tail.in",
         pin_args=_arg_lines(_pin_args(target)),
         labels=_label_lines(described),
-        driver=" FLEXOPS_IMAGE_DRIVER=${LEAST_DRIVER} NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility" if cuda else "",
+        driver=(
+            " FLEXOPS_IMAGE_DRIVER=${LEAST_DRIVER} NVIDIA_VISIBLE_DEVICES=all"
+            " NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            if cuda
+            else ""
+        ),
     ).rstrip("\n")
 
 
@@ -164,8 +207,10 @@ def _bake_target(target: Target) -> str:
     width = max(map(len, values))
     args = "".join(f'    {name:<{width}} = "{value}"\n' for name, value in values.items())
     return (
-        f'target "{target.id}" {{\n  inherits   = ["_common"]\n  dockerfile = "{dockerfile_path(target.accelerator)}"\n'
-        f'  tags       = ["${{REPOSITORY}}:{target.id}${{STAGE == "dev" ? "-dev" : ""}}"]\n  args = {{\n{args}  }}\n}}\n'
+        f'target "{target.id}" {{\n  inherits   = ["_common"]\n  dockerfile ='
+        f' "{dockerfile_path(target.accelerator)}"\n  tags       ='
+        f' ["${{REPOSITORY}}:{target.id}${{STAGE == "dev" ? "-dev" : ""}}"]\n  args = {{\n{args} '
+        " }\n}\n"
     )
 
 

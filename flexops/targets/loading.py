@@ -1,4 +1,5 @@
-"""From ``matrix.toml`` to a ``Matrix``: every row gets what its toolkit shares, and everything wrong is said at once."""
+"""From ``matrix.toml`` to a ``Matrix``: every row gets what its toolkit shares, and everything
+wrong is said at once."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Document = Mapping[str, Any]
 
 @functools.cache
 def load() -> Matrix:
-    """The matrix that ships with flexops; read once in a process. Raises ``TargetError`` if it is wrong."""
+    """The matrix that ships with flexops; read once in a process. Raises ``TargetError`` if it is
+    wrong."""
     return read(PATH)
 
 
@@ -36,7 +38,8 @@ def read(path: str | os.PathLike[str]) -> Matrix:
 
 
 def parse(document: Document, facts: Rules) -> Matrix:
-    """Check ``document`` against itself and the ``facts`` about toolkits, and type it. Raises one ``TargetError`` with all that is wrong."""
+    """Check ``document`` against itself and the ``facts`` about toolkits, and type it. Raises one
+    ``TargetError`` with all that is wrong."""
     faults = validate.structure(document)
     targets = []
     if not faults:  # what a field means can only be judged where it has the right type
@@ -52,12 +55,19 @@ def parse(document: Document, facts: Rules) -> Matrix:
         faults += [validate.Fault(*fault) for fault in conda.faults(document, facts)]
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise TargetError(f"the matrix of targets has {count}:\n  " + "\n  ".join(map(str, faults)), fix="edit flexops/targets/matrix.toml")
+        raise TargetError(
+            f"the matrix of targets has {count}:\n  " + "\n  ".join(map(str, faults)),
+            fix="edit flexops/targets/matrix.toml",
+        )
     return Matrix(tuple(targets), conda.parse(document))
 
 
 def _merged(document: Document, row: Document) -> dict[str, Any]:
-    return {**document.get("defaults", {}), **document["toolkit"].get(row.get("toolkit"), {}), **row}
+    return {
+        **document.get("defaults", {}),
+        **document["toolkit"].get(row.get("toolkit"), {}),
+        **row,
+    }
 
 
 def _target(document: Document, row: Document) -> Target:
@@ -70,7 +80,8 @@ def _target(document: Document, row: Document) -> Target:
         toolkit=row.get("version", ""),
         toolkit_source=tuple(row.get("toolkit_source", ())),
         capabilities=capabilities,
-        gpus=row.get("gpus") or ", ".join(names[capability] for capability in capabilities if capability in names),
+        gpus=row.get("gpus")
+        or ", ".join(names[capability] for capability in capabilities if capability in names),
         torch=row["torch"],
         cxx_standard=torch.get("cxx_standard", 17),
         python=row["python"],
@@ -97,7 +108,15 @@ def _python_range(torch: Document) -> tuple[str, str]:
 
 def _across_rows(targets: list[Target]) -> list[validate.Fault]:
     counts = Counter(target.id for target in targets)
-    faults = [validate.Fault(f"target {name}", "id", f"{count} rows have it") for name, count in counts.items() if count > 1]
+    faults = [
+        validate.Fault(f"target {name}", "id", f"{count} rows have it")
+        for name, count in counts.items()
+        if count > 1
+    ]
     if targets and not any(target.accelerator == "cpu" for target in targets):
-        faults.append(validate.Fault("target", "accelerator", "no row is for cpu, which every machine falls back to"))
+        faults.append(
+            validate.Fault(
+                "target", "accelerator", "no row is for cpu, which every machine falls back to"
+            )
+        )
     return faults

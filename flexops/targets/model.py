@@ -11,7 +11,8 @@ from .conda import Variant
 Accelerator = Literal["cpu", "cuda", "rocm"]
 
 NVCC_REQUIREMENT = "cuda-toolkit[nvcc,cudart,cccl]=={version}"
-"""The package index's complete nvcc (CUDA 13 and newer): compiler, static runtime and C++ core libraries."""
+"""The package index's complete nvcc (CUDA 13 and newer): compiler, static runtime and C++ core
+libraries."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Target:
         id: the target's name, which is also the image tag: ``cu130-sm90``.
         accelerator: ``cpu``, ``cuda`` or ``rocm``.
         toolkit: release of CUDA or ROCm, ``"13.0.3"``; empty for cpu.
-        toolkit_source: where an nvcc (for people's own sources) or hipcc can be had, best first: ``index``, ``conda``, ``image``, ``system``.
+        toolkit_source: where an nvcc (for people's own sources) or hipcc can be had, best first:
+            ``index``, ``conda``, ``image``, ``system``.
         capabilities: what is compiled for: ``("9.0",)``, ``("gfx90a",)``; empty for cpu.
         gpus: names of GPUs this runs on, for people.
         torch: the pinned release, ``"2.14.1"``.
@@ -30,7 +32,8 @@ class Target:
         python: of images and conda environments, ``"3.12"``.
         python_range: oldest and newest Python that flexops runs on and this torch has wheels for.
         ninja: the pinned release.
-        machines: processors that there is a torch for, as ``platform.machine()`` says: ``("x86_64", "aarch64")``.
+        machines: processors that there is a torch for, as ``platform.machine()`` says: ``("x86_64",
+            "aarch64")``.
         host_compiler: oldest and newest GCC; ``""`` is no bound.
         least_driver: the GPU driver's least release; empty for cpu.
         build_base, runtime_base: base images, by tag.
@@ -77,13 +80,21 @@ class Target:
 
     @property
     def torch_requirement(self) -> str:
-        """What pip is asked for. The local version keeps pip from taking the default index's CUDA wheel for a ROCm machine."""
-        return f"torch=={self.torch}+rocm{self.toolkit_minor}" if self.accelerator == "rocm" else f"torch=={self.torch}"
+        """What pip is asked for. The local version keeps pip from taking the default index's CUDA
+        wheel for a ROCm machine."""
+        return (
+            f"torch=={self.torch}+rocm{self.toolkit_minor}"
+            if self.accelerator == "rocm"
+            else f"torch=={self.torch}"
+        )
 
     @property
     def toolkit_requirement(self) -> str:
-        """The toolkit's pin on the package index, or empty where the index has no compiler for it."""
-        return NVCC_REQUIREMENT.format(version=self.toolkit) if "index" in self.toolkit_source else ""
+        """The toolkit's pin on the package index, or empty where the index has no compiler for
+        it."""
+        return (
+            NVCC_REQUIREMENT.format(version=self.toolkit) if "index" in self.toolkit_source else ""
+        )
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -93,7 +104,11 @@ class Target:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything about the target, for JSON."""
-        return {**asdict(self), "arch_list": self.arch_list, "requirements": list(self.requirements)}
+        return {
+            **asdict(self),
+            "arch_list": self.arch_list,
+            "requirements": list(self.requirements),
+        }
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,11 @@ class Matrix:
         for target in self.targets:
             if target.id == target_id:
                 return target
-        raise TargetError(f"there is no target called {target_id!r}", required=", ".join(self.ids), fix="flexops target list")
+        raise TargetError(
+            f"there is no target called {target_id!r}",
+            required=", ".join(self.ids),
+            fix="flexops target list",
+        )
 
     @property
     def cpu(self) -> Target:

@@ -1,4 +1,5 @@
-"""Looks at this machine for ``detection``: stdlib only, every probe guarded, no GPU library loaded, CUDA never initialised."""
+"""Looks at this machine for ``detection``: stdlib only, every probe guarded, no GPU library loaded,
+CUDA never initialised."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def machine(python: str | None = None) -> Machine:
-    """This machine. ``python`` is the environment's, ``"3.12"``; None means the running one, empty means that any can be had."""
+    """This machine. ``python`` is the environment's, ``"3.12"``; None means the running one, empty
+    means that any can be had."""
     driver, capabilities, problems = nvidia()
     return Machine(
         system=platform.system(),
@@ -32,11 +34,20 @@ def machine(python: str | None = None) -> Machine:
 
 
 def nvidia() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Driver release, capability of every GPU, and what went wrong; all empty where there is no NVIDIA driver."""
+    """Driver release, capability of every GPU, and what went wrong; all empty where there is no
+    NVIDIA driver."""
     smi = shutil.which("nvidia-smi") or next(filter(os.path.exists, _SMI_PLACES), None)
     loaded = read_text(_DRIVER_FILE)
     if smi is None:
-        return _release(loaded), (), ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",) if loaded else ()
+        return (
+            _release(loaded),
+            (),
+            (
+                ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",)
+                if loaded
+                else ()
+            ),
+        )
     try:
         text = output(smi, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader")
     except (OSError, ValueError) as error:
@@ -66,10 +77,15 @@ def amd() -> tuple[str, ...]:
 
 
 def read_kfd(properties: Iterable[str]) -> tuple[str, ...]:
-    """From each node's ``properties``: ``gfx_target_version 90010`` is gfx90a; a CPU's node has 0."""
+    """From each node's ``properties``: ``gfx_target_version 90010`` is gfx90a; a CPU's node has
+    0."""
     found = (re.search(r"^gfx_target_version (\d+)$", text, re.MULTILINE) for text in properties)
     versions = (int(match[1]) for match in found if match)
-    return tuple(f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" for version in versions if version)
+    return tuple(
+        f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+        for version in versions
+        if version
+    )
 
 
 def _release(text: str) -> str:

@@ -46,7 +46,9 @@ def table(matrix: Matrix, facts: Iterable[Fact]) -> list[str]:
     """Markdown: a line for each toolkit and torch, toolkits in the order of the matrix."""
     known = list(facts)
     toolkits = list(dict.fromkeys(map(toolkit_of, matrix.targets)))
-    shown = sorted({(one.toolkit, one.torch) for one in known}, key=lambda key: _place(key, toolkits))
+    shown = sorted(
+        {(one.toolkit, one.torch) for one in known}, key=lambda key: _place(key, toolkits)
+    )
     lines = ["| toolkit | torch | what was done | date |", "| --- | --- | --- | --- |"]
     for toolkit, torch in shown:
         mine = [one for one in known if (one.toolkit, one.torch) == (toolkit, torch)]
@@ -64,7 +66,9 @@ def _place(key: tuple[str, str], toolkits: Sequence[str]) -> tuple[int, list[int
 def _done(facts: Sequence[Fact]) -> str:
     parts = []
     for kind in _KINDS:
-        mine = sorted((one for one in facts if one.kind == kind), key=lambda one: _number(one.subject))
+        mine = sorted(
+            (one for one in facts if one.kind == kind), key=lambda one: _number(one.subject)
+        )
         said = ", ".join(one.subject + f" ({one.outcome})" * bool(one.outcome) for one in mine)
         parts += [f"{kind} {said}"] if mine else []
     return "; ".join(parts)
@@ -76,7 +80,11 @@ def _number(subject: str) -> tuple[float, str]:
 
 
 def toolkit_of(row: Target) -> str:
-    names = {"cpu": _NO_TOOLKIT, "cuda": f"CUDA {row.toolkit_minor}", "rocm": f"ROCm {row.toolkit_minor}"}
+    names = {
+        "cpu": _NO_TOOLKIT,
+        "cuda": f"CUDA {row.toolkit_minor}",
+        "rocm": f"ROCm {row.toolkit_minor}",
+    }
     return names[row.accelerator]
 
 
@@ -95,7 +103,10 @@ def torch_of(matrix: Matrix, toolkit: str) -> str:
 
 def build_of(row: Target) -> str:
     """The torch of a row, as it calls itself: ``2.14.1+cu130``."""
-    builds = {"cuda": f"+cu{row.toolkit_minor.replace('.', '')}", "rocm": f"+rocm{row.toolkit_minor}"}
+    builds = {
+        "cuda": f"+cu{row.toolkit_minor.replace('.', '')}",
+        "rocm": f"+rocm{row.toolkit_minor}",
+    }
     return row.torch + builds.get(row.accelerator, "+cpu")
 
 
@@ -111,12 +122,16 @@ def read(path: Path) -> list[Fact]:
         return []
     except (OSError, ValueError, TypeError) as error:
         fix = f"git checkout {RECORD}"
-        raise TargetError("the record of tests cannot be read", found=f"{path}: {error}", fix=fix) from error
+        raise TargetError(
+            "the record of tests cannot be read", found=f"{path}: {error}", fix=fix
+        ) from error
 
 
 def write(path: Path, new: Iterable[Fact]) -> None:
     """Add facts, each in the place of an older one about the same."""
     known = {one[:4]: one for one in (*read(path), *new)}
-    lines = ",\n".join(f" {json.dumps(known[key]._asdict(), ensure_ascii=False)}" for key in sorted(known))
+    lines = ",\n".join(
+        f" {json.dumps(known[key]._asdict(), ensure_ascii=False)}" for key in sorted(known)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

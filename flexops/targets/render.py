@@ -1,4 +1,5 @@
-"""From the matrix to the text of every file that follows from it, and the comparison of that with what is there."""
+"""From the matrix to the text of every file that follows from it, and the comparison of that with
+what is there."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ def files(matrix: Matrix) -> dict[str, str]:
         rendered[environment_path(target)] = environment(target)
         rendered[requirements_path(target)] = requirements(target)
     containers = {**image_files.files(matrix, HEADER), **container_files.files(matrix, HEADER)}
-    return {**rendered, **locks.inputs(matrix, HEADER), **containers, **conda.files(matrix.variants, HEADER, str(LEAST_PYTHON))}
+    return {
+        **rendered,
+        **locks.inputs(matrix, HEADER),
+        **containers,
+        **conda.files(matrix.variants, HEADER, str(LEAST_PYTHON)),
+    }
 
 
 def environment_path(target: Target) -> str:
@@ -66,7 +72,8 @@ def requirements_path(target: Target) -> str:
 
 
 def environment(target: Target) -> str:
-    """The conda development environment. torch comes from pip, because conda-forge carries only two CUDA releases of it."""
+    """The conda development environment. torch comes from pip, because conda-forge carries only two
+    CUDA releases of it."""
     pip = [f"--extra-index-url {target.index}"] if target.index_required else []
     return _fill(
         "environment.yml.in",
@@ -97,12 +104,17 @@ def table(matrix: Matrix) -> str:
 
 
 def page(matrix: Matrix, text: str | None) -> str:
-    """``text`` of the page (None: there is none) with the table between its markers; raises ``TargetError`` if it has none."""
+    """``text`` of the page (None: there is none) with the table between its markers; raises
+    ``TargetError`` if it has none."""
     if text is None:
         return f"# Targets\n\n{table(matrix)}\n"
     start, end = text.find(BEGIN), text.find(END)
     if start < 0 or end < start or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise TargetError(f"{TABLE} has no place for the table of targets", required=f"one line {BEGIN} and, after it, one line {END}", fix=f"edit {TABLE}")
+        raise TargetError(
+            f"{TABLE} has no place for the table of targets",
+            required=f"one line {BEGIN} and, after it, one line {END}",
+            fix=f"edit {TABLE}",
+        )
     return text[:start] + table(matrix) + text[end + len(END) :]
 
 
@@ -112,13 +124,16 @@ def compare(matrix: Matrix, root: Path) -> Differences:
     present = {path: _read(root / path) for path in wanted}
     return Differences(
         missing=tuple(path for path, text in present.items() if text is None),
-        differing=tuple(path for path, text in present.items() if text is not None and text != wanted[path]),
+        differing=tuple(
+            path for path, text in present.items() if text is not None and text != wanted[path]
+        ),
         stray=tuple(_generated(root) - set(wanted)),
     )
 
 
 def write(matrix: Matrix, root: Path) -> Differences:
-    """Make the checkout follow the matrix; returns what was changed. Removes only files that say they were generated."""
+    """Make the checkout follow the matrix; returns what was changed. Removes only files that say
+    they were generated."""
     wanted, changes = _wanted(matrix, root), compare(matrix, root)
     for path in (*changes.missing, *changes.differing):
         _replace(root / path, wanted[path])
@@ -141,8 +156,14 @@ def _wanted(matrix: Matrix, root: Path) -> Mapping[str, str]:
 
 def _generated(root: Path) -> set[str]:
     """Files under our folder whose first line says that they are generated."""
-    candidates = (path for folder in _SEARCHED for path in (root / folder).rglob("*") if path.is_file())
-    return {str(path.relative_to(root)) for path in candidates if HEADER in (_read(path) or "").partition("\n")[0]}
+    candidates = (
+        path for folder in _SEARCHED for path in (root / folder).rglob("*") if path.is_file()
+    )
+    return {
+        str(path.relative_to(root))
+        for path in candidates
+        if HEADER in (_read(path) or "").partition("\n")[0]
+    }
 
 
 def _read(path: Path) -> str | None:
@@ -164,7 +185,14 @@ def _replace(path: Path, text: str) -> None:
 def _fill(template: str, target: Target, **values: str) -> str:
     text = (_TEMPLATES / template).read_text(encoding="utf-8")
     for_gpus = f" ({target.gpus})" if target.gpus else ""
-    return Template(text).substitute(values, header=HEADER, id=target.id, for_gpus=for_gpus, python=target.python, ninja=target.ninja)
+    return Template(text).substitute(
+        values,
+        header=HEADER,
+        id=target.id,
+        for_gpus=for_gpus,
+        python=target.python,
+        ninja=target.ninja,
+    )
 
 
 def _conda_compiler(target: Target) -> str:
@@ -176,7 +204,10 @@ def _conda_compiler(target: Target) -> str:
 def _conda_toolkit(target: Target) -> list[str]:
     if target.accelerator != "cuda" or target.toolkit_requirement:
         return []
-    return [f"cuda-version={target.toolkit_minor}", *(f"{package}={target.toolkit_minor}" for package in _CONDA_TOOLKIT)]
+    return [
+        f"cuda-version={target.toolkit_minor}",
+        *(f"{package}={target.toolkit_minor}" for package in _CONDA_TOOLKIT),
+    ]
 
 
 def _pip_beside_conda(target: Target) -> list[str]:
@@ -186,20 +217,38 @@ def _pip_beside_conda(target: Target) -> list[str]:
 def _requirement_notes(target: Target) -> list[str]:
     if target.accelerator == "cuda" and not target.toolkit_requirement:
         return [
-            "Kernels are compiled by the NVRTC that torch brings. Only your own .cu sources need an nvcc, and the package index has none of",
-            f"CUDA {target.toolkit_minor}: conda has (envs/{target.id}.yml), or an installation of the system is used.",
+            (
+                "Kernels are compiled by the NVRTC that torch brings. Only your own .cu sources"
+                " need an nvcc, and the package index has none of"
+            ),
+            (
+                f"CUDA {target.toolkit_minor}: conda has (envs/{target.id}.yml), or an installation"
+                " of the system is used."
+            ),
         ]
     if target.accelerator == "rocm":
-        return [f"The compiler comes with ROCm {target.toolkit_minor} itself: the image {target.build_base}, or the system's."]
+        return [
+            f"The compiler comes with ROCm {target.toolkit_minor} itself: the image"
+            f" {target.build_base}, or the system's."
+        ]
     if target.index:
-        return ["Where PyTorch's own index is reached, this takes smaller wheels, without CUDA:", f"  --extra-index-url {target.index}"]
+        return [
+            "Where PyTorch's own index is reached, this takes smaller wheels, without CUDA:",
+            f"  --extra-index-url {target.index}",
+        ]
     return []
 
 
 def _cells(target: Target) -> list[str]:
-    toolkit = {"cpu": "none", "cuda": f"CUDA {target.toolkit}", "rocm": f"ROCm {target.toolkit}"}[target.accelerator]
+    toolkit = {"cpu": "none", "cuda": f"CUDA {target.toolkit}", "rocm": f"ROCm {target.toolkit}"}[
+        target.accelerator
+    ]
     oldest, newest = target.host_compiler
-    driver = {"cpu": "", "cuda": f">= {target.least_driver}", "rocm": f"amdgpu {target.least_driver}"}[target.accelerator]
+    driver = {
+        "cpu": "",
+        "cuda": f">= {target.least_driver}",
+        "rocm": f"amdgpu {target.least_driver}",
+    }[target.accelerator]
     return [
         f"`{target.id}`",
         target.gpus or "none needed",

@@ -14,21 +14,31 @@ def listing(matrix: Matrix, as_json: bool = False) -> str:
     if as_json:
         return json.dumps([target.to_dict() for target in matrix.targets], indent=1)
     width = max(map(len, matrix.ids))
-    return "\n".join(f"{target.id:<{width}}  {_toolkit(target):<12}  torch {target.torch:<7}  {target.gpus}".rstrip() for target in matrix.targets)
+    return "\n".join(
+        f"{target.id:<{width}}  {_toolkit(target):<12}  torch {target.torch:<7}  {target.gpus}".rstrip()
+        for target in matrix.targets
+    )
 
 
 def details(target: Target, as_json: bool = False) -> str:
     """Every field of one target, a line each."""
     if as_json:
         return json.dumps(target.to_dict(), indent=1)
-    return "\n".join(f"{name:<15} {_plain(value)}".rstrip() for name, value in target.to_dict().items())
+    return "\n".join(
+        f"{name:<15} {_plain(value)}".rstrip() for name, value in target.to_dict().items()
+    )
 
 
 def field(target: Target, name: str) -> str:
-    """One field of a target, for scripts; lists are separated by spaces, ``true`` or ``false`` for flags. Raises ``TargetError`` for an unknown one."""
+    """One field of a target, for scripts; lists are separated by spaces, ``true`` or ``false`` for
+    flags. Raises ``TargetError`` for an unknown one."""
     values = target.to_dict()
     if name not in values:
-        raise TargetError(f"a target has no field {name!r}", required=", ".join(values), fix=f"flexops target show {target.id}")
+        raise TargetError(
+            f"a target has no field {name!r}",
+            required=", ".join(values),
+            fix=f"flexops target show {target.id}",
+        )
     return _plain(values[name])
 
 
@@ -40,7 +50,11 @@ def detection(found: Detection, as_json: bool = False) -> str:
 
 
 def _toolkit(target: Target) -> str:
-    return {"cpu": "no toolkit", "cuda": f"CUDA {target.toolkit}", "rocm": f"ROCm {target.toolkit}"}[target.accelerator]
+    return {
+        "cpu": "no toolkit",
+        "cuda": f"CUDA {target.toolkit}",
+        "rocm": f"ROCm {target.toolkit}",
+    }[target.accelerator]
 
 
 def _plain(value: object) -> str:

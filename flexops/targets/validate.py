@@ -1,4 +1,5 @@
-"""What can be wrong with the matrix. Each fault names the row and the field; nothing here raises."""
+"""What can be wrong with the matrix. Each fault names the row and the field; nothing here
+raises."""
 
 from __future__ import annotations
 
@@ -84,10 +85,26 @@ _TOOLKIT_FIELDS = {
     "build_digest": _TEXT,
     "runtime_digest": _TEXT,
 }
-_ROW_FIELDS = {"id": _TEXT, "toolkit": _TEXT, "capabilities": _TEXTS, "gpus": _TEXT, **_TOOLKIT_FIELDS}
+_ROW_FIELDS = {
+    "id": _TEXT,
+    "toolkit": _TEXT,
+    "capabilities": _TEXTS,
+    "gpus": _TEXT,
+    **_TOOLKIT_FIELDS,
+}
 _TORCH_FIELDS = {"cuda": _TEXT, "rocm": _TEXT, "python": _VERSION_RANGE, "cxx_standard": _NUMBER}
 
-_REQUIRED = ("id", "accelerator", "capabilities", "torch", "python", "ninja", "host_compiler", "build_base", "runtime_base")
+_REQUIRED = (
+    "id",
+    "accelerator",
+    "capabilities",
+    "torch",
+    "python",
+    "ninja",
+    "host_compiler",
+    "build_base",
+    "runtime_base",
+)
 _REQUIRED_WITH_GPU = ("version", "toolkit_source", "least_driver")
 _ACCELERATORS = ("cpu", "cuda", "rocm")
 MACHINES = ("x86_64", "aarch64")
@@ -99,19 +116,37 @@ LEAST_PYTHON = Version((3, 10))
 
 def structure(document: Mapping[str, Any]) -> list[Fault]:
     """Unknown tables and fields, and values of the wrong type."""
-    faults = [Fault("matrix", name, "unknown table") for name in document if name not in ("defaults", "torch", "toolkit", "gpus", "target", "conda")]
-    faults += [Fault("matrix", name, "missing") for name in ("torch", "toolkit", "target") if not document.get(name)]
+    faults = [
+        Fault("matrix", name, "unknown table")
+        for name in document
+        if name not in ("defaults", "torch", "toolkit", "gpus", "target", "conda")
+    ]
+    faults += [
+        Fault("matrix", name, "missing")
+        for name in ("torch", "toolkit", "target")
+        if not document.get(name)
+    ]
     rows = document.get("target", [])
     if not (isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows)):
         return [*faults, Fault("matrix", "target", "must be [[target]] tables")]
-    tables = [name for name in ("defaults", "gpus", "torch", "toolkit") if not isinstance(document.get(name, {}), Mapping)]
+    tables = [
+        name
+        for name in ("defaults", "gpus", "torch", "toolkit")
+        if not isinstance(document.get(name, {}), Mapping)
+    ]
     if tables:
         return [*faults, *(Fault("matrix", name, "must be a table") for name in tables)]
     faults += _fields("defaults", document.get("defaults", {}), _TOOLKIT_FIELDS)
-    faults += _fields("gpus", document.get("gpus", {}), dict.fromkeys(document.get("gpus", {}), _TEXT))
+    faults += _fields(
+        "gpus", document.get("gpus", {}), dict.fromkeys(document.get("gpus", {}), _TEXT)
+    )
     for name, table in document.get("torch", {}).items():
         faults += _fields(f"torch {name}", table, _TORCH_FIELDS)
-        faults += [Fault(f"torch {name}", field, "missing") for field in ("python", "cxx_standard") if isinstance(table, Mapping) and field not in table]
+        faults += [
+            Fault(f"torch {name}", field, "missing")
+            for field in ("python", "cxx_standard")
+            if isinstance(table, Mapping) and field not in table
+        ]
     for name, table in document.get("toolkit", {}).items():
         faults += _fields(f"toolkit {name}", table, _TOOLKIT_FIELDS)
     for row in rows:
@@ -126,7 +161,11 @@ def _row(row: Mapping[str, Any], toolkits: Mapping[str, Any]) -> list[Fault]:
     if name is None:
         faults.append(Fault(where, "toolkit", "missing"))
     elif isinstance(name, str) and name not in toolkits:
-        faults.append(Fault(where, "toolkit", f"there is no [toolkit.{name}]; there are {', '.join(toolkits)}"))
+        faults.append(
+            Fault(
+                where, "toolkit", f"there is no [toolkit.{name}]; there are {', '.join(toolkits)}"
+            )
+        )
     return faults
 
 
@@ -137,9 +176,15 @@ def _name(row: Mapping[str, Any]) -> str:
 def _fields(where: str, table: object, known: Mapping[str, _Type]) -> list[Fault]:
     if not isinstance(table, Mapping):
         return [Fault(where, "(itself)", "must be a table")]
-    faults = [Fault(where, name, f"unknown field; known are {', '.join(known)}") for name in table if name not in known]
+    faults = [
+        Fault(where, name, f"unknown field; known are {', '.join(known)}")
+        for name in table
+        if name not in known
+    ]
     return faults + [
-        Fault(where, name, f"must be {kind.name}, is {table[name]!r}") for name, kind in known.items() if name in table and not kind.accepts(table[name])
+        Fault(where, name, f"must be {kind.name}, is {table[name]!r}")
+        for name, kind in known.items()
+        if name in table and not kind.accepts(table[name])
     ]
 
 
@@ -149,15 +194,28 @@ def missing(row: Mapping[str, Any]) -> list[Fault]:
     return [Fault(_name(row), field, "missing") for field in needed if field not in row]
 
 
-def meaning(target: Target, toolkit_name: str, torches: Mapping[str, Mapping[str, Any]], facts: Rules) -> list[Fault]:
+def meaning(
+    target: Target, toolkit_name: str, torches: Mapping[str, Mapping[str, Any]], facts: Rules
+) -> list[Fault]:
     """What does not go together in a target whose fields have the right types."""
     where = f"target {target.id}"
     if target.accelerator not in _ACCELERATORS:
-        return [Fault(where, "accelerator", f"{target.accelerator!r} is none of {', '.join(_ACCELERATORS)}")]
+        return [
+            Fault(
+                where,
+                "accelerator",
+                f"{target.accelerator!r} is none of {', '.join(_ACCELERATORS)}",
+            )
+        ]
     malformed = [Fault(where, field, what) for field, what in _malformed(target)]
     if malformed:
         return malformed
-    checks = [*_identity(target, toolkit_name), *_torch(target, torches), *_images(target), *_toolkit(target, facts)]
+    checks = [
+        *_identity(target, toolkit_name),
+        *_torch(target, torches),
+        *_images(target),
+        *_toolkit(target, facts),
+    ]
     return [Fault(where, field, what) for field, what in checks]
 
 
@@ -165,7 +223,13 @@ Findings = Iterator[tuple[str, str]]
 
 
 def _malformed(target: Target) -> Findings:
-    versions = {"torch": target.torch, "python": target.python, "ninja": target.ninja, "version": target.toolkit, "least_driver": target.least_driver}
+    versions = {
+        "torch": target.torch,
+        "python": target.python,
+        "ninja": target.ninja,
+        "version": target.toolkit,
+        "least_driver": target.least_driver,
+    }
     bounds = [("host_compiler", bound) for bound in target.host_compiler]
     for field, text in [*versions.items(), *bounds]:
         if text and not re.fullmatch(_VERSION, text):
@@ -177,10 +241,15 @@ def _malformed(target: Target) -> Findings:
         if source not in _SOURCES:
             yield "toolkit_source", f"{source!r} is none of {', '.join(_SOURCES)}"
     if target.accelerator != "cpu":
-        form, example = {"cuda": (r"\d+\.\d[af]?", "9.0"), "rocm": (r"gfx[0-9a-f]+", "gfx90a")}[target.accelerator]
+        form, example = {"cuda": (r"\d+\.\d[af]?", "9.0"), "rocm": (r"gfx[0-9a-f]+", "gfx90a")}[
+            target.accelerator
+        ]
         for capability in target.capabilities:
             if not re.fullmatch(form, capability):
-                yield "capabilities", f"{capability!r} is not understood for {target.accelerator}: write {example}"
+                yield (
+                    "capabilities",
+                    f"{capability!r} is not understood for {target.accelerator}: write {example}",
+                )
 
 
 def _identity(target: Target, toolkit_name: str) -> Findings:
@@ -195,7 +264,11 @@ def _identity(target: Target, toolkit_name: str) -> Findings:
             yield "capabilities", "must be exactly one, for the id names it"
             return
     if toolkit_name != expected:
-        yield "toolkit", f"[toolkit.{toolkit_name}] is {target.accelerator} {target.toolkit}".rstrip() + f", whose name is {expected}"
+        yield (
+            "toolkit",
+            f"[toolkit.{toolkit_name}] is {target.accelerator} {target.toolkit}".rstrip()
+            + f", whose name is {expected}",
+        )
     wanted = "-".join([expected, *map(_label, target.capabilities)])
     if target.id != wanted:
         yield "id", f"is not that of its contents, which is {wanted}"
@@ -213,11 +286,20 @@ def _torch(target: Target, torches: Mapping[str, Mapping[str, Any]]) -> Findings
     built_for = known.get(target.accelerator)
     if target.accelerator != "cpu" and built_for != target.toolkit_minor:
         name = target.accelerator.upper().replace("ROCM", "ROCm")
-        yield "torch", f"{target.torch} is built for {name} {built_for or '(none)'}, not {target.toolkit_minor}"
+        yield (
+            "torch",
+            (
+                f"{target.torch} is built for {name} {built_for or '(none)'}, not"
+                f" {target.toolkit_minor}"
+            ),
+        )
     python = Version.parse(target.python)
     oldest, newest = map(Version.parse, target.python_range)
     if not oldest <= python <= newest:
-        yield "python", f"torch {target.torch} and flexops run on {oldest} to {newest}, not {python}"
+        yield (
+            "python",
+            f"torch {target.torch} and flexops run on {oldest} to {newest}, not {python}",
+        )
 
 
 def _images(target: Target) -> Findings:
@@ -255,13 +337,31 @@ def _cuda(target: Target, facts: Rules) -> Findings:
     known = facts.facts(toolkit)
     for capability in map(ComputeCapability.parse, target.capabilities):
         if capability not in known.capabilities:
-            yield "capabilities", f"CUDA {toolkit} cannot compile for {capability}; it can for {', '.join(map(str, known.capabilities))}"
+            yield (
+                "capabilities",
+                (
+                    f"CUDA {toolkit} cannot compile for {capability}; it can for"
+                    f" {', '.join(map(str, known.capabilities))}"
+                ),
+            )
     if not (accepted := facts.compiler_for_nvcc(_gcc(target.host_compiler[1]), toolkit)):
         yield "host_compiler", accepted.reason
     if Version.parse(target.least_driver) < known.family_driver.version:
-        yield "least_driver", f"{target.least_driver} is older than {known.family_driver}, the least for CUDA {toolkit.major}.x"
+        yield (
+            "least_driver",
+            (
+                f"{target.least_driver} is older than {known.family_driver}, the least for CUDA"
+                f" {toolkit.major}.x"
+            ),
+        )
     if "index" in target.toolkit_source and toolkit < _FIRST_CUDA_ON_INDEX:
-        yield "toolkit_source", f"the package index has no nvcc {toolkit}; it has one from CUDA {_FIRST_CUDA_ON_INDEX} on"
+        yield (
+            "toolkit_source",
+            (
+                f"the package index has no nvcc {toolkit}; it has one from CUDA"
+                f" {_FIRST_CUDA_ON_INDEX} on"
+            ),
+        )
 
 
 def _gcc(version: str) -> HostCompiler:

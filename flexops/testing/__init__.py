@@ -1,8 +1,18 @@
-"""For the tests of operators that are built with flexops: ``Contract`` has them, a test file only names cases. Needs pytest."""
+"""For the tests of operators that are built with flexops: ``Contract`` has them, a test file only
+names cases. Needs pytest."""
 
 import pytest
 
-for _module in ("comparing", "contract", "cuda", "gradients", "isa", "machinery", "refusals", "results"):
+for _module in (
+    "comparing",
+    "contract",
+    "cuda",
+    "gradients",
+    "isa",
+    "machinery",
+    "refusals",
+    "results",
+):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from .case import Case as Case  # noqa: E402

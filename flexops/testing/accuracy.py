@@ -1,6 +1,7 @@
 """Errors against float64, ours and torch's.
 
-``FLEXOPS_TEST_ACCURACY=FILE pytest`` appends each measured error to FILE; ``python -m flexops.testing.accuracy FILE`` prints it as tables.
+``FLEXOPS_TEST_ACCURACY=FILE pytest`` appends each measured error to FILE; ``python -m
+flexops.testing.accuracy FILE`` prints it as tables.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Of a result: the kernels' level ("" for what this machine runs by itself), its label, largest and mean error, ours and the rival's, and its size."""
+    """Of a result: the kernels' level ("" for what this machine runs by itself), its label, largest
+    and mean error, ours and the rival's, and its size."""
 
     level: str
     label: str
@@ -46,32 +48,66 @@ def compared(case: Case, device: str, dtype: torch.dtype) -> Iterator[Measured]:
     draws = [list(_measure(case, Make(dtype, device, seed=3 + draw))) for draw in range(case.draws)]
     for same in zip(*draws, strict=True):
         ours, rivals = _pooled([one.ours for one in same]), _pooled([one.rivals for one in same])
-        yield Measured(same[0].level, same[0].label, ours, rivals, sum(one.size for one in same) / len(same))
+        yield Measured(
+            same[0].level, same[0].label, ours, rivals, sum(one.size for one in same) / len(same)
+        )
 
 
 def _measure(case: Case, make: Make) -> Iterator[Measured]:
     args = case.inputs(make, case.shapes[-1])
     exact = run(case.oracle, cast(args, torch.float64), case.differentiable)
     rival = run(case.rival or case.oracle, args, case.differentiable)
-    labels = [f"result {i}" for i in range(len(exact.outputs))] if len(exact.outputs) > 1 else ["result"]
+    labels = (
+        [f"result {i}" for i in range(len(exact.outputs))] if len(exact.outputs) > 1 else ["result"]
+    )
     labels += [f"gradient of {argument_name(case, i)}" for i in case.differentiable]
     for level in (*levels()[:-1], "") if make.device == "cpu" else ("",):
         with isa_limit(level) if level else nullcontext():
             ours = run(case.call, args, case.differentiable)
-        for label, one, other, value in zip(labels, *([*result.outputs, *result.gradients] for result in (ours, rival, exact)), strict=True):
-            if one is not None and other is not None and value is not None and value.is_floating_point():
-                yield Measured(level, label, errors(numbers_of(one), value), errors(numbers_of(other), value), float(size_of(value)))
+        for label, one, other, value in zip(
+            labels,
+            *([*result.outputs, *result.gradients] for result in (ours, rival, exact)),
+            strict=True,
+        ):
+            if (
+                one is not None
+                and other is not None
+                and value is not None
+                and value.is_floating_point()
+            ):
+                yield Measured(
+                    level,
+                    label,
+                    errors(numbers_of(one), value),
+                    errors(numbers_of(other), value),
+                    float(size_of(value)),
+                )
 
 
 def _pooled(draws: list[tuple[float, float]]) -> tuple[float, float]:
     return max(largest for largest, _ in draws), sum(mean for _, mean in draws) / len(draws)
 
 
-def write(case: Case, device: str, dtype: torch.dtype, what: str, ours: tuple[float, float], torchs: tuple[float, float], size: float) -> None:
+def write(
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    what: str,
+    ours: tuple[float, float],
+    torchs: tuple[float, float],
+    size: float,
+) -> None:
     file = os.environ.get("FLEXOPS_TEST_ACCURACY")
     if not file:
         return
-    row = {"op": case.name, "what": what, "device": device, "dtype": str(dtype).removeprefix("torch."), "size": size, "torch": torch.__version__}
+    row = {
+        "op": case.name,
+        "what": what,
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "size": size,
+        "torch": torch.__version__,
+    }
     row |= {"max": ours[0], "mean": ours[1], "torch_max": torchs[0], "torch_mean": torchs[1]}
     with open(file, "a", encoding="utf-8") as stream:
         stream.write(json.dumps(row) + "\n")
@@ -81,24 +117,50 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """The rows of an accuracy file in Markdown: errors against float64, over the root mean square of the exact values; torch's in brackets."""
+    """The rows of an accuracy file in Markdown: errors against float64, over the root mean square
+    of the exact values; torch's in brackets."""
     newest = {(row["device"], row["op"], row["what"], row["dtype"]): row for row in rows}
     lines: list[str] = []
     for device in dict.fromkeys(key[0] for key in newest):
         names = dict.fromkeys(key[1:3] for key in newest if key[0] == device)
-        dtypes = [dtype for dtype in _SHORT if any(key[0] == device and key[3] == dtype for key in newest)]
+        dtypes = [
+            dtype for dtype in _SHORT if any(key[0] == device and key[3] == dtype for key in newest)
+        ]
         head = [f"{_SHORT[dtype]} {kind}" for dtype in dtypes for kind in ("largest", "mean")]
-        lines += [f"## {device}", "", f"| operator | of | {' | '.join(head)} |", f"| --- | --- |{' ---: |' * len(head)}"]
+        lines += [
+            f"## {device}",
+            "",
+            f"| operator | of | {' | '.join(head)} |",
+            f"| --- | --- |{' ---: |' * len(head)}",
+        ]
         for op, what in names:
-            cells = [_cell(newest.get((device, op, what, dtype)), kind) for dtype in dtypes for kind in ("max", "mean")]
+            cells = [
+                _cell(newest.get((device, op, what, dtype)), kind)
+                for dtype in dtypes
+                for kind in ("max", "mean")
+            ]
             lines.append(f"| {op} | {what} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any] | None, kind: str) -> str:
-    return "" if row is None else f"{row[kind] / (row['size'] or 1):.1e} ({row[f'torch_{kind}'] / (row['size'] or 1):.1e})"
+    return (
+        ""
+        if row is None
+        else (
+            f"{row[kind] / (row['size'] or 1):.1e}"
+            f" ({row[f'torch_{kind}'] / (row['size'] or 1):.1e})"
+        )
+    )
 
 
 if __name__ == "__main__":
-    print(tables([json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]))
+    print(
+        tables(
+            [
+                json.loads(line)
+                for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+            ]
+        )
+    )

@@ -17,25 +17,55 @@ Args = tuple[Any, ...]
 
 
 class Make:
-    """Draws a case's inputs: ``make(4, 8)`` is normal, of the dtype and on the device that are tested, the same numbers on every device."""
+    """Draws a case's inputs: ``make(4, 8)`` is normal, of the dtype and on the device that are
+    tested, the same numbers on every device."""
 
-    def __init__(self, dtype: torch.dtype, device: str, *, seed: int = 0, in_place: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: str, *, seed: int = 0, in_place: bool = False
+    ) -> None:
         self.dtype, self.device = dtype, device
-        self._on_device = in_place  # tensors of gigabytes are made where they are needed, without an intermediate
+        # tensors of gigabytes are made where they are needed, without an intermediate
+        self._on_device = in_place
         self.generator = torch.Generator(device if in_place else "cpu").manual_seed(seed)
 
-    def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
         dtype = dtype or self.dtype
         if self._on_device:
-            return torch.empty(shape, dtype=dtype, device=self.device).normal_(shift, scale, generator=self.generator)
-        return (torch.randn(shape, generator=self.generator) * scale + shift).to(dtype).to(self.device)
+            return torch.empty(shape, dtype=dtype, device=self.device).normal_(
+                shift, scale, generator=self.generator
+            )
+        return (
+            (torch.randn(shape, generator=self.generator) * scale + shift).to(dtype).to(self.device)
+        )
 
-    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    def uniform(
+        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
         device = self.device if self._on_device else "cpu"
-        return torch.rand(shape, generator=self.generator, device=device).mul_(high - low).add_(low).to(dtype or self.dtype).to(self.device)
+        return (
+            torch.rand(shape, generator=self.generator, device=device)
+            .mul_(high - low)
+            .add_(low)
+            .to(dtype or self.dtype)
+            .to(self.device)
+        )
 
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator, device=self.device if self._on_device else "cpu").to(dtype).to(self.device)
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        return (
+            torch.randint(
+                low,
+                high,
+                shape,
+                generator=self.generator,
+                device=self.device if self._on_device else "cpu",
+            )
+            .to(dtype)
+            .to(self.device)
+        )
 
     def booleans(self, *shape: int, likely: float = 0.5) -> Tensor:
         device = self.device if self._on_device else "cpu"
@@ -43,7 +73,8 @@ class Make:
 
 
 class Refusal(NamedTuple):
-    """A wrong call, the error that it must raise and what its message must say (a regular expression)."""
+    """A wrong call, the error that it must raise and what its message must say (a regular
+    expression)."""
 
     call: Callable[[], object]
     error: type[Exception]
@@ -56,33 +87,50 @@ class Case:
 
     Attributes:
         name: what the tests and the accuracy table call it.
-        family: what the operator is built with, as ``flexops.status()`` names it (``norm``, ``mylib.scale``): which native library must be there.
-        call: the public function, taking what ``inputs`` gives, by position. One that works in place returns what it wrote: it gets copies.
+        family: what the operator is built with, as ``flexops.status()`` names it (``norm``,
+            ``mylib.scale``): which native library must be there.
+        call: the public function, taking what ``inputs`` gives, by position. One that works in
+            place returns what it wrote: it gets copies.
         inputs: ``(make, shape) -> arguments``; tensors, None, numbers.
-        oracle: the same mathematics in plain PyTorch, differentiable by autograd, exact when given float64.
-        rival: torch's own kernel for the same, whose error ours must not exceed; the oracle, run in the tested dtype, if None.
-        names: the arguments' names in ``call``, as error messages have them. Without names, wrong dtypes are not tried.
+        oracle: the same mathematics in plain PyTorch, differentiable by autograd, exact when given
+            float64.
+        rival: torch's own kernel for the same, whose error ours must not exceed; the oracle, run in
+            the tested dtype, if None.
+        names: the arguments' names in ``call``, as error messages have them. Without names, wrong
+            dtypes are not tried.
         differentiable: positions of arguments with a gradient; () for none.
-        parameters: positions of arguments that may have another floating-point dtype than the first one, as mixed training gives them.
-        shapes: shapes for ``inputs``. The first is for tests that cost much a number (about 50 elements; gradcheck, compilers), the last for accuracy
-            (some thousand elements), all for parity.
+        parameters: positions of arguments that may have another floating-point dtype than the first
+            one, as mixed training gives them.
+        shapes: shapes for ``inputs``. The first is for tests that cost much a number (about 50
+            elements; gradcheck, compilers), the last for accuracy (some thousand elements), all for
+            parity.
         dtypes: floating-point dtypes that are accepted.
-        dynamic: shapes that one graph must serve; the first shape, twice and three times as large in each dimension, if empty.
-        empty: shapes without elements; the first shape with none in its first dimension, if not given.
-        huge: a shape of more than 2^31 elements whose rows (along the first dimension) do not depend on each other, for bfloat16.
-        refusals: wrong calls, beyond wrong dtypes, which are tried on every floating-point argument by itself.
+        dynamic: shapes that one graph must serve; the first shape, twice and three times as large
+            in each dimension, if empty.
+        empty: shapes without elements; the first shape with none in its first dimension, if not
+            given.
+        huge: a shape of more than 2^31 elements whose rows (along the first dimension) do not
+            depend on each other, for bfloat16.
+        refusals: wrong calls, beyond wrong dtypes, which are tried on every floating-point argument
+            by itself.
         refused: dtypes that every floating-point argument refuses with a TypeError.
         gradients: the family of its gradient, if that is another one.
         same_bits: native results have the reference's bits.
-        broadcasts: takes inputs whose elements share memory (not true for what is written in place).
+        broadcasts: takes inputs whose elements share memory (not true for what is written in
+            place).
         autocast: the dtype of the parameters inside an autocast region; False: not tried.
         not_finite: NaN and infinity lead where they do in the reference; False: not tried.
-        accuracy: False for what has no error to measure, because its results have the reference's bits, say.
-        rounding: the least relative rounding that is granted where results are compared element by element, for sums of many terms.
-        slack: what the largest and the mean error may be of the rival's. The largest is that of one element of thousands: it is the mean that decides.
-        draws: how often inputs are drawn to measure errors; many, where results are few numbers, whose mean error is a matter of luck.
+        accuracy: False for what has no error to measure, because its results have the reference's
+            bits, say.
+        rounding: the least relative rounding that is granted where results are compared element by
+            element, for sums of many terms.
+        slack: what the largest and the mean error may be of the rival's. The largest is that of one
+            element of thousands: it is the mean that decides.
+        draws: how often inputs are drawn to measure errors; many, where results are few numbers,
+            whose mean error is a matter of luck.
         devices: device types.
-        inductor: also compiled with inductor, which takes ten seconds. None: the family's first case is.
+        inductor: also compiled with inductor, which takes ten seconds. None: the family's first
+            case is.
     """
 
     name: str

@@ -7,23 +7,43 @@ from torch import Tensor
 
 from .case import Result
 
-ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ROUNDING = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
 
 
 def assert_same(actual: Result, expected: Result) -> None:
     """Bit for bit, NaNs in the same places."""
-    for one, other in zip([*actual.outputs, *actual.gradients], [*expected.outputs, *expected.gradients], strict=True):
+    for one, other in zip(
+        [*actual.outputs, *actual.gradients], [*expected.outputs, *expected.gradients], strict=True
+    ):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.shape == other.shape
             assert one.dtype == other.dtype
-            torch.testing.assert_close(numbers_of(one), numbers_of(other), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                numbers_of(one), numbers_of(other), rtol=0, atol=0, equal_nan=True
+            )
 
 
-def assert_near(actual: Result, expected: Result, rounding: float | None = None, *, what: str = "") -> None:
-    """As near as the coarser dtype of the two lets them be; ``rounding`` is the least that is granted."""
-    labels = [*(f"output {i}" for i in range(len(actual.outputs))), *(f"gradient {i}" for i in range(len(actual.gradients)))]
-    for label, one, other in zip(labels, [*actual.outputs, *actual.gradients], [*expected.outputs, *expected.gradients], strict=True):
+def assert_near(
+    actual: Result, expected: Result, rounding: float | None = None, *, what: str = ""
+) -> None:
+    """As near as the coarser dtype of the two lets them be; ``rounding`` is the least that is
+    granted."""
+    labels = [
+        *(f"output {i}" for i in range(len(actual.outputs))),
+        *(f"gradient {i}" for i in range(len(actual.gradients))),
+    ]
+    for label, one, other in zip(
+        labels,
+        [*actual.outputs, *actual.gradients],
+        [*expected.outputs, *expected.gradients],
+        strict=True,
+    ):
         if one is None or other is None:
             assert (one is None) == (other is None), f"{what} {label}: {one} against {other}"
             continue
@@ -33,7 +53,9 @@ def assert_near(actual: Result, expected: Result, rounding: float | None = None,
         bound = 8 * grain * (other.abs().nan_to_num(0, 0, 0) + size_of(other))
         wrong = ~(((one - other).abs() <= bound) | (one == other) | (one.isnan() & other.isnan()))
         first = f"first {one[wrong][:4].tolist()} against {other[wrong][:4].tolist()}"
-        assert not wrong.any(), f"{what} {label}: {int(wrong.sum())} of {wrong.numel()} differ, {first}"
+        assert not wrong.any(), (
+            f"{what} {label}: {int(wrong.sum())} of {wrong.numel()} differ, {first}"
+        )
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
@@ -43,4 +65,8 @@ def numbers_of(tensor: Tensor) -> Tensor:
 def size_of(tensor: Tensor) -> Tensor:
     """Root mean square of the finite elements."""
     finite = tensor[tensor.isfinite()]
-    return finite.square().mean().sqrt() if finite.numel() else torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return (
+        finite.square().mean().sqrt()
+        if finite.numel()
+        else torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    )

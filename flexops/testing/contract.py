@@ -1,6 +1,8 @@
-"""What every operator that is built with flexops promises to torch, as tests that an operator's own test file only has to declare.
+"""What every operator that is built with flexops promises to torch, as tests that an operator's own
+test file only has to declare.
 
-A test file says what an operator is, once for each way to call it, and gets the whole contract for the CPU and, marked ``gpu``, for CUDA::
+A test file says what an operator is, once for each way to call it, and gets the whole contract for
+the CPU and, marked ``gpu``, for CUDA::
 
     from flexops.testing import Case, Contract, Make, Refusal
 
@@ -13,12 +15,16 @@ A test file says what an operator is, once for each way to call it, and gets the
                  names=("x", "weight"), differentiable=(0, 1), parameters=(1,), shapes=((3, 8), (5, 100), (64, 1024)), huge=(2**18 + 3, 2**13)),
         )
 
-The promises: ``torch.library.opcheck``; ``torch.compile(fullgraph=True)`` with fixed and with any sizes, forward and backward; gradcheck in float64 on
-the reference; native results and gradients as the reference and float64 have them, at every level of instructions that the CPU has, with an error no
-larger than torch's own kernel's; the same with other numbers and switches than the case gives, one at a time; autocast; any strides, broadcast, misaligned
-and empty tensors; NaN and infinities; the same bits twice; refusals that name the argument; CUDA graphs, streams, several GPUs, more than 2^31 elements.
+The promises: ``torch.library.opcheck``; ``torch.compile(fullgraph=True)`` with fixed and with any
+sizes, forward and backward; gradcheck in float64 on the reference; native results and gradients as
+the reference and float64 have them, at every level of instructions that the CPU has, with an error
+no larger than torch's own kernel's; the same with other numbers and switches than the case gives,
+one at a time; autocast; any strides, broadcast, misaligned and empty tensors; NaN and infinities;
+the same bits twice; refusals that name the argument; CUDA graphs, streams, several GPUs, more than
+2^31 elements.
 
-Each of the classes that it is put together from holds operators to one thing; what they compute, to the same at each level. ``accuracy`` has tables of errors.
+Each of the classes that it is put together from holds operators to one thing; what they compute, to
+the same at each level. ``accuracy`` has tables of errors.
 """
 
 from __future__ import annotations
@@ -53,15 +59,24 @@ class Contract(Results, Gradients, Machinery, Refusals, Cuda):
     def __init_subclass__(cls) -> None:
         left_out = []
         for test in filter(re.compile("test_").match, dir(cls)):
-            found = next(base.__dict__[test] for base in cls.__mro__ if test in base.__dict__ and test not in base.__dict__.get("_left_out", ()))
-            applies = any("cuda" in case.devices or not test.startswith("test_cuda") for case in filter(_applies(found), cls.cases))
+            found = next(
+                base.__dict__[test]
+                for base in cls.__mro__
+                if test in base.__dict__ and test not in base.__dict__.get("_left_out", ())
+            )
+            applies = any(
+                "cuda" in case.devices or not test.startswith("test_cuda")
+                for case in filter(_applies(found), cls.cases)
+            )
             setattr(cls, test, found if applies else None)  # None: nothing to collect
             left_out += [test] if found is not None and not applies else []
         cls._left_out = tuple(left_out)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise by what a test asks for: ``case`` alone, ``device``, ``dtype``."""
-        metafunc.config.addinivalue_line("markers", "gpu: needs a GPU; runs wherever torch.cuda.is_available()")
+        metafunc.config.addinivalue_line(
+            "markers", "gpu: needs a GPU; runs wherever torch.cuda.is_available()"
+        )
         wanted = [name for name in ("case", "device", "dtype") if name in metafunc.fixturenames]
         if "case" in wanted:
             metafunc.parametrize(wanted, list(self._parameters(metafunc.function, wanted)))
@@ -80,9 +95,12 @@ class Contract(Results, Gradients, Machinery, Refusals, Cuda):
 
     @pytest.fixture(autouse=True)
     def _native(self, request: pytest.FixtureRequest) -> None:
-        """Compiled kernels are what calls reach. How a project says that a machine lacks a compiler, its fixture ``native_kernels`` may tell."""
+        """Compiled kernels are what calls reach. How a project says that a machine lacks a
+        compiler, its fixture ``native_kernels`` may tell."""
         values = request.node.callspec.params
-        device = values.get("device") or ("cuda" if request.node.get_closest_marker("gpu") else "cpu")
+        device = values.get("device") or (
+            "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+        )
         if device == "cuda" and not torch.cuda.is_available():
             pytest.skip("needs a GPU")
         try:
@@ -104,14 +122,35 @@ _wrong: dict[int, str] = {}
 
 
 def _misdeclared(case: Case) -> str:
-    """How the results that a project's declaration tells of differ from the reference's. Told first: other tests would say it in words of their own."""
+    """How the results that a project's declaration tells of differ from the reference's. Told
+    first: other tests would say it in words of their own."""
     args = case.inputs(Make(case.dtypes[0], "cpu"), case.shapes[0])
     with on_reference.OnReference():
-        given = [(list(one.shape), one.dtype) for one in tensors_of(case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)))]
-    told = [(list(one.shape), one.dtype) for one in tensors_of(case.call(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args)))]
-    shown = "\n  found: outputs=, or the fake kernel, says {}\n  required: what the reference gives, {}\n  fix: correct outputs= of the declaration"
-    words = [", ".join(f"{str(dtype)[6:]} {shape}" for shape, dtype in results) for results in (told, given)]
-    return f"{case.family}, case {case.name}: the results are not as declared{shown.format(*words)}" if told != given else ""
+        given = [
+            (list(one.shape), one.dtype)
+            for one in tensors_of(
+                case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
+            )
+        ]
+    told = [
+        (list(one.shape), one.dtype)
+        for one in tensors_of(
+            case.call(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args))
+        )
+    ]
+    shown = (
+        "\n  found: outputs=, or the fake kernel, says {}\n  required: what the reference gives,"
+        " {}\n  fix: correct outputs= of the declaration"
+    )
+    words = [
+        ", ".join(f"{str(dtype)[6:]} {shape}" for shape, dtype in results)
+        for results in (told, given)
+    ]
+    return (
+        f"{case.family}, case {case.name}: the results are not as declared{shown.format(*words)}"
+        if told != given
+        else ""
+    )
 
 
 def _applies(test: Any) -> Callable[[Case], object]:
@@ -121,4 +160,9 @@ def _applies(test: Any) -> Callable[[Case], object]:
 
 def _require_native(family: str, device: str) -> None:
     if not loader.ensure(family, device):
-        pytest.fail(next(one.reason for one in flexops.status() if (one.op, one.device) == (family, device)), pytrace=False)
+        pytest.fail(
+            next(
+                one.reason for one in flexops.status() if (one.op, one.device) == (family, device)
+            ),
+            pytrace=False,
+        )

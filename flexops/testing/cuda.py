@@ -48,7 +48,10 @@ class Cuda:
             for target, source in zip(late, args, strict=True):
                 if isinstance(target, Tensor):
                     target.copy_(source)
-            late = tuple(arg.requires_grad_() if i in case.differentiable else arg for i, arg in enumerate(late))
+            late = tuple(
+                arg.requires_grad_() if i in case.differentiable else arg
+                for i, arg in enumerate(late)
+            )
             actual = run_in_place(case, late, given)
         stream.synchronize()
         assert_same(actual, expected)
@@ -61,7 +64,10 @@ class Cuda:
         with torch.cuda.device(0):
             actual = run(case.call, there, case.differentiable)
         assert all(tensor.device.index == 1 for tensor in actual.outputs)
-        here = Result(tuple(t.to("cuda:0") for t in actual.outputs), tuple(None if t is None else t.to("cuda:0") for t in actual.gradients))
+        here = Result(
+            tuple(t.to("cuda:0") for t in actual.outputs),
+            tuple(None if t is None else t.to("cuda:0") for t in actual.gradients),
+        )
         assert_same(here, run(case.call, args, case.differentiable))
 
     @only(lambda case: case.huge)
@@ -73,14 +79,22 @@ class Cuda:
             pytest.skip(f"needs {HUGE_MEMORY / 2**30:.0f} GiB of free GPU memory")
         args = case.inputs(Make(torch.bfloat16, "cuda", in_place=True), case.huge)
         assert any(isinstance(arg, Tensor) and arg.numel() > 2**31 for arg in args)
-        args = tuple(arg.requires_grad_() if i in case.differentiable else arg for i, arg in enumerate(args))
+        args = tuple(
+            arg.requires_grad_() if i in case.differentiable else arg for i, arg in enumerate(args)
+        )
         whole, rows = _with_ones_for_gradients(case, args), case.huge[0]
         for part in (slice(0, 8), slice(rows - 8, rows)):
             few = tuple(arg.detach()[part].clone() if _has_rows(arg, rows) else arg for arg in args)
             alone = _with_ones_for_gradients(case, copies(few, case.differentiable))
-            for actual, expected in zip([*whole.outputs, *whole.gradients], [*alone.outputs, *alone.gradients], strict=True):
+            for actual, expected in zip(
+                [*whole.outputs, *whole.gradients], [*alone.outputs, *alone.gradients], strict=True
+            ):
                 if actual is not None and expected is not None and _has_rows(actual, rows):
-                    assert_near(Result((actual[part],), ()), Result((expected,), ()), what=f"{case.huge} {part}")
+                    assert_near(
+                        Result((actual[part],), ()),
+                        Result((expected,), ()),
+                        what=f"{case.huge} {part}",
+                    )
 
 
 def _with_ones_for_gradients(case: Case, args: Args) -> Result:
@@ -88,8 +102,13 @@ def _with_ones_for_gradients(case: Case, args: Args) -> Result:
     gradients: tuple[Tensor | None, ...] = ()
     if case.differentiable:
         with_gradient = [output for output in outputs if output.requires_grad]
-        ones = [torch.ones((), dtype=output.dtype, device=output.device).expand_as(output) for output in with_gradient]
-        gradients = torch.autograd.grad(with_gradient, [args[i] for i in case.differentiable], ones, allow_unused=True)
+        ones = [
+            torch.ones((), dtype=output.dtype, device=output.device).expand_as(output)
+            for output in with_gradient
+        ]
+        gradients = torch.autograd.grad(
+            with_gradient, [args[i] for i in case.differentiable], ones, allow_unused=True
+        )
     return Result(tuple(output.detach() for output in outputs), gradients)
 
 

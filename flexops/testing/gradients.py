@@ -30,8 +30,16 @@ class Gradients:
                 everything = run(case.call, args, case.differentiable)
                 assert_near(everything, expected, max(ROUNDING[dtype], case.rounding))
                 for number, position in enumerate(case.differentiable):
-                    alone, one = run(case.call, args, (position,)), everything.gradients[number : number + 1]
-                    assert_near(alone, everything._replace(gradients=one), case.rounding, what=f"argument {position} alone")
+                    alone, one = (
+                        run(case.call, args, (position,)),
+                        everything.gradients[number : number + 1],
+                    )
+                    assert_near(
+                        alone,
+                        everything._replace(gradients=one),
+                        case.rounding,
+                        what=f"argument {position} alone",
+                    )
 
     @only(has_gradient)
     @every_level
@@ -42,15 +50,23 @@ class Gradients:
             leaves = copies(args, case.differentiable)
             outputs = [output for output in tensors_of(case.call(*leaves)) if output.requires_grad]
             inputs = [leaves[position] for position in case.differentiable]
-            given = [layout(gradient) if gradient.dim() else gradient for gradient in output_gradients(outputs)]
+            given = [
+                layout(gradient) if gradient.dim() else gradient
+                for gradient in output_gradients(outputs)
+            ]
             plain = [gradient.contiguous().clone() for gradient in given]
-            actual = torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True)
+            actual = torch.autograd.grad(
+                outputs, inputs, given, retain_graph=True, allow_unused=True
+            )
             expected = torch.autograd.grad(outputs, inputs, plain, allow_unused=True)
-            assert_near(Result((), actual), Result((), expected), case.rounding, what=layout.__name__)
+            assert_near(
+                Result((), actual), Result((), expected), case.rounding, what=layout.__name__
+            )
 
     @only(has_gradient)
     def test_gradcheck(self, case: Case) -> None:
-        """Numerical derivatives in float64 of the reference, through the very autograd code that native calls take."""
+        """Numerical derivatives in float64 of the reference, through the very autograd code that
+        native calls take."""
         checked = 0
         for op, args, _ in recorded(case, "cpu", dtype=torch.float32):
             if _register.has_gradient(op):
@@ -59,8 +75,15 @@ class Gradients:
         assert checked, "no operator with a gradient was reached"
 
     def _gradcheck(self, op: Any, args: Args) -> None:
-        args = tuple(arg.detach().double().requires_grad_(arg.requires_grad) if is_float(arg) else arg for arg in args)
-        positions = [position for position, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
+        args = tuple(
+            arg.detach().double().requires_grad_(arg.requires_grad) if is_float(arg) else arg
+            for arg in args
+        )
+        positions = [
+            position
+            for position, arg in enumerate(args)
+            if isinstance(arg, Tensor) and arg.requires_grad
+        ]
 
         def function(*leaves: Tensor) -> tuple[Tensor, ...]:
             chosen = dict(zip(positions, leaves, strict=True))
@@ -72,30 +95,58 @@ class Gradients:
             try:
                 torch.autograd.gradcheck(function, leaves, eps=1e-6, atol=1e-6, rtol=1e-4)
             except GradcheckError as error:
-                results = function(*((leaf.detach() * (1 + 1e-9)).requires_grad_() for leaf in leaves))
+                results = function(
+                    *((leaf.detach() * (1 + 1e-9)).requires_grad_() for leaf in leaves)
+                )
                 rounds = any(torch.equal(result, result.float().double()) for result in results)
-                rounding = "its reference rounds float64 to float32 (x.float()?), which has no numerical derivative"
-                raise AssertionError(f"{op}: {rounding if rounds else 'its gradient is not what its reference has'}\n{error}") from None
+                rounding = (
+                    "its reference rounds float64 to float32 (x.float()?), which has no numerical"
+                    " derivative"
+                )
+                raise AssertionError(
+                    f"{op}:"
+                    f" {rounding if rounds else 'its gradient is not what its reference has'}\n{error}"
+                ) from None
 
     @only(has_gradient)
     def test_differentiable_once(self, case: Case, device: str) -> None:
         """Asking for more raises, and does not give what is wrong."""
-        args = copies(case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable)
+        args = copies(
+            case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable
+        )
         outputs = [output for output in tensors_of(case.call(*args)) if output.requires_grad]
         given = [gradient.requires_grad_() for gradient in output_gradients(outputs)]
         inputs = [args[position] for position in case.differentiable]
-        gradients = torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            outputs, inputs, given, create_graph=True, allow_unused=True
+        )
         with pytest.raises(RuntimeError, match="differentiate twice"):
-            torch.stack([gradient.sum() for gradient in gradients if gradient is not None]).sum().backward()
+            torch.stack(
+                [gradient.sum() for gradient in gradients if gradient is not None]
+            ).sum().backward()
 
     @only(has_gradient)
     def test_a_gradient_penalty_is_refused(self, case: Case, device: str) -> None:
         """Of which torch's own mark for such functions makes nothing, without a word."""
-        args = copies(case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable)
-        loss: Any = sum(output.square().sum() for output in tensors_of(case.call(*args)) if output.requires_grad)
-        gradients = torch.autograd.grad(loss, [args[position] for position in case.differentiable], create_graph=True, allow_unused=True)
-        with pytest.raises(RuntimeError, match=r"differentiate twice|modified by an inplace operation"):
-            (loss + sum(gradient.square().sum() for gradient in gradients if gradient is not None)).backward()
+        args = copies(
+            case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable
+        )
+        loss: Any = sum(
+            output.square().sum() for output in tensors_of(case.call(*args)) if output.requires_grad
+        )
+        gradients = torch.autograd.grad(
+            loss,
+            [args[position] for position in case.differentiable],
+            create_graph=True,
+            allow_unused=True,
+        )
+        with pytest.raises(
+            RuntimeError, match=r"differentiate twice|modified by an inplace operation"
+        ):
+            (
+                loss
+                + sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+            ).backward()
 
     @only(lambda case: has_gradient(case) and "in place" not in case.name)
     def test_gradients_by_torch_func(self, case: Case, device: str) -> None:
@@ -106,8 +157,17 @@ class Gradients:
 
         def loss(*args: Any) -> Tensor:
             outputs = tensors_of(case.call(*args))
-            return torch.stack([(output * grad).sum() for output, grad, is_float in zip(outputs, given, differentiable, strict=True) if is_float]).sum()
+            return torch.stack(
+                [
+                    (output * grad).sum()
+                    for output, grad, is_float in zip(outputs, given, differentiable, strict=True)
+                    if is_float
+                ]
+            ).sum()
 
         gradients = torch.func.grad(loss, argnums=case.differentiable)(*args)
         for actual, wanted in zip(gradients, expected.gradients, strict=True):
-            assert_near(Result((), (actual,)), Result((), (torch.zeros_like(actual) if wanted is None else wanted,)))
+            assert_near(
+                Result((), (actual,)),
+                Result((), (torch.zeros_like(actual) if wanted is None else wanted,)),
+            )

@@ -1,4 +1,5 @@
-"""The CPU's levels of instructions: each has kernels of its own, compiled from the same source, and a machine runs one of them by itself."""
+"""The CPU's levels of instructions: each has kernels of its own, compiled from the same source, and
+a machine runs one of them by itself."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ ISA_LEVELS = ("baseline", "avx2", "avx512")
 
 
 def _libraries() -> list[ctypes.CDLL]:
-    return [ctypes.CDLL(str(one.path)) for one in flexops.status() if one.device == "cpu" and one.path]
+    return [
+        ctypes.CDLL(str(one.path)) for one in flexops.status() if one.device == "cpu" and one.path
+    ]
 
 
 @contextmanager
 def isa_limit(level: str) -> Iterator[int]:
-    """Inside, CPU kernels use no more than this; gives the number of the level that they do use on this machine."""
+    """Inside, CPU kernels use no more than this; gives the number of the level that they do use on
+    this machine."""
     libraries = _libraries()
     try:
         used = {library.flexops_cpu_isa(level.encode()) for library in libraries}
@@ -40,12 +44,14 @@ def levels() -> list[str]:
 
 
 def at_each_isa(device: str) -> Iterator[AbstractContextManager[object]]:
-    """On the CPU a context for each level that the machine has, the best one last; elsewhere one for what there is."""
+    """On the CPU a context for each level that the machine has, the best one last; elsewhere one
+    for what there is."""
     yield from map(isa_limit, levels()) if device == "cpu" else [nullcontext()]
 
 
 def every_level(test: Callable[..., None]) -> Callable[..., None]:
-    """For a test that takes a device: on the CPU it runs with the kernels of each level, because the machine's own level tells nothing of the others."""
+    """For a test that takes a device: on the CPU it runs with the kernels of each level, because
+    the machine's own level tells nothing of the others."""
 
     @functools.wraps(test)
     def run_at_each(*args: Any, device: str, **kwargs: Any) -> None:

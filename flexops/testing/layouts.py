@@ -45,7 +45,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def laid_out(args: Args, layout: Callable[[Tensor], Tensor]) -> Args:
-    return tuple(layout(arg) if isinstance(arg, Tensor) and arg.dim() and arg.numel() else arg for arg in args)
+    return tuple(
+        layout(arg) if isinstance(arg, Tensor) and arg.dim() and arg.numel() else arg
+        for arg in args
+    )
 
 
 def layouts_of(case: Case) -> list[str]:

@@ -26,7 +26,8 @@ class Refusals:
                     case.call(*args[:position], wrong, *args[position + 1 :])
 
     def test_refuses_tensors_elsewhere_by_name(self, case: Case, device: str) -> None:
-        """Each by itself: a kernel would take the address of what is not there, and a fake kernel would compute nothing."""
+        """Each by itself: a kernel would take the address of what is not there, and a fake kernel
+        would compute nothing."""
         args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
         positions = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
         for position in positions if len(positions) > 1 else ():
@@ -34,13 +35,23 @@ class Refusals:
                 wrong = [arg.to(elsewhere) if i == position else arg for i, arg in enumerate(args)]
                 with pytest.raises(ValueError, match=r"must be on .*device.*, got ") as caught:
                     case.call(*wrong)
-                assert re.search(rf"\b{argument_name(case, position)}\b" if case.names else r"\w+\[0\]", str(caught.value)), (elsewhere, str(caught.value))
+                assert re.search(
+                    rf"\b{argument_name(case, position)}\b" if case.names else r"\w+\[0\]",
+                    str(caught.value),
+                ), (elsewhere, str(caught.value))
         for op, args, kwargs in recorded(case, device):  # backward ones, too
             tensors = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
-            for position in tensors[device == "cuda" :]:  # on a GPU, where the first one is chooses the kernel
+            # on a GPU, where the first one is chooses the kernel
+            for position in tensors[device == "cuda" :]:
                 for elsewhere in other_devices(device) if len(tensors_of(args)) > 1 else ():
-                    wrong = [arg.detach().to(elsewhere) if i == position else arg for i, arg in enumerate(args)]
-                    with pytest.raises((ValueError, RuntimeError), match=" must be "), torch.no_grad():
+                    wrong = [
+                        arg.detach().to(elsewhere) if i == position else arg
+                        for i, arg in enumerate(args)
+                    ]
+                    with (
+                        pytest.raises((ValueError, RuntimeError), match=" must be "),
+                        torch.no_grad(),
+                    ):
                         op(*wrong, **kwargs)
 
     @pytest.mark.filterwarnings("ignore")  # that such layouts are experimental
@@ -51,7 +62,14 @@ class Refusals:
                 with pytest.raises(TypeError, match=" must be ") as caught:
                     case.call(*args[:position], wrong, *args[position + 1 :])
                 text = str(caught.value)
-                assert re.match(rf"\w+\.\w+: {argument_name(case, position)} must be " if case.names else r"\w+::\w+: \w+\[0\] must be ", text), text
+                assert re.match(
+                    (
+                        rf"\w+\.\w+: {argument_name(case, position)} must be "
+                        if case.names
+                        else r"\w+::\w+: \w+\[0\] must be "
+                    ),
+                    text,
+                ), text
 
     @only(lambda case: case.refusals)
     def test_refuses_wrong_calls_by_name(self, case: Case) -> None:
@@ -61,5 +79,9 @@ class Refusals:
 
 
 def other_devices(device: str) -> list[str]:
-    others = ["meta"] if device == "cpu" else ["meta", "cpu", *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
+    others = (
+        ["meta"]
+        if device == "cpu"
+        else ["meta", "cpu", *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
+    )
     return others + (["cuda"] if device == "cpu" and torch.cuda.is_available() else [])

@@ -22,7 +22,9 @@ from .running import cast, forward_calls, other_values, results_and_written, run
 
 
 class Results:
-    def test_native_is_what_the_reference_is(self, case: Case, device: str, dtype: torch.dtype) -> None:
+    def test_native_is_what_the_reference_is(
+        self, case: Case, device: str, dtype: torch.dtype
+    ) -> None:
         for shape in case.shapes:
             args = case.inputs(Make(dtype, device), shape)
             with OnReference():
@@ -33,13 +35,21 @@ class Results:
                     if case.same_bits:
                         assert_same(actual, expected)
                     assert_near(actual, expected, case.rounding, what=f"{shape}")
-                assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
-                assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+                assert [output.dtype for output in actual.outputs] == [
+                    output.dtype for output in expected.outputs
+                ]
+                assert all(
+                    g is None or g.dtype == args[i].dtype
+                    for i, g in zip(case.differentiable, actual.gradients, strict=True)
+                )
 
     def test_other_numbers(self, case: Case, device: str) -> None:
-        """Each number and each switch that an operator is given, once with another value: a kernel may have the case's own written into it."""
+        """Each number and each switch that an operator is given, once with another value: a kernel
+        may have the case's own written into it."""
         for op, args in forward_calls(case, device):
-            positions = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
+            positions = [
+                i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad
+            ]
             call, refuse = functools.partial(results_and_written, op), _register.refusal_of(op)
             for number, argument in enumerate(schema_of(op).arguments[: len(args)]):
                 for value in other_values(str(argument.type), args[number]):
@@ -48,7 +58,13 @@ class Results:
                         refuse(*changed)
                         with OnReference():
                             expected = run(call, changed, positions)
-                    except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError):  # a value that the operator has no meaning for
+                    except (
+                        RuntimeError,
+                        TypeError,
+                        ValueError,
+                        IndexError,
+                        ArithmeticError,
+                    ):  # a value that the operator has no meaning for
                         continue
                     for isa in at_each_isa(device):
                         with isa:
@@ -58,7 +74,12 @@ class Results:
                                 if re.match(r"\w+::\w+: .* must ", str(error)) is None:
                                     raise
                                 break  # a binding's own refusal
-                            assert_near(actual, expected, case.rounding, what=f"{op}, {argument.name}={value!r}")
+                            assert_near(
+                                actual,
+                                expected,
+                                case.rounding,
+                                what=f"{op}, {argument.name}={value!r}",
+                            )
                     else:
                         break
 
@@ -70,14 +91,20 @@ class Results:
             if level == "":
                 write(case, device, dtype, label, mine, theirs, size)
             noise = 2.0**-26 * size  # what is far below a float32's grain says nothing
-            if any(a > b * slack + noise for a, b, slack in zip(mine, theirs, case.slack, strict=True)):
+            if any(
+                a > b * slack + noise for a, b, slack in zip(mine, theirs, case.slack, strict=True)
+            ):
                 worse.append(f"{label} {level}: largest and mean error {mine}, torch's {theirs}")
-        limits = f"the largest may be {case.slack[0]:g} times torch's, the mean {case.slack[1]:g}: Case(slack=...), if it rounds otherwise on purpose"
+        limits = (
+            f"the largest may be {case.slack[0]:g} times torch's, the mean {case.slack[1]:g}:"
+            " Case(slack=...), if it rounds otherwise on purpose"
+        )
         assert not worse, "\n".join([*worse, limits])
 
     @every_level
     def test_the_same_bits_twice(self, case: Case, device: str) -> None:
-        """And without autograd, and in inference mode. In 16 bits much is rounded away that differs in 32."""
+        """And without autograd, and in inference mode. In 16 bits much is rounded away that differs
+        in 32."""
         for dtype in dict.fromkeys((case.dtypes[0], case.dtypes[-1])):
             args = case.inputs(Make(dtype, device), case.shapes[-1])
             first = run(case.call, args, case.differentiable)
@@ -85,17 +112,26 @@ class Results:
             with torch.no_grad():
                 assert_same(run(case.call, args), first._replace(gradients=()))
             with torch.inference_mode():
-                outputs = tensors_of(case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)))
+                outputs = tensors_of(
+                    case.call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
+                )
             assert_same(Result(outputs, ()), first._replace(gradients=()))
 
     def test_strides(self, case: Case, device: str) -> None:
         for layout, dtype, shape in product(layouts_of(case), case.dtypes[:2], case.shapes[:2]):
             args = laid_out(case.inputs(Make(dtype, device), shape), LAYOUTS[layout])
-            plain = tuple(arg.contiguous().clone() if isinstance(arg, Tensor) else arg for arg in args)
+            plain = tuple(
+                arg.contiguous().clone() if isinstance(arg, Tensor) else arg for arg in args
+            )
             expected = run(case.call, plain, case.differentiable)
             for isa in at_each_isa(device):
                 with isa:
-                    assert_near(run(case.call, args, case.differentiable), expected, case.rounding, what=f"{shape} {dtype} {layout}")
+                    assert_near(
+                        run(case.call, args, case.differentiable),
+                        expected,
+                        case.rounding,
+                        what=f"{shape} {dtype} {layout}",
+                    )
 
     def test_empty(self, case: Case, device: str) -> None:
         for shape in ((0, *case.shapes[0][1:]),) if case.empty is None else case.empty:
@@ -107,13 +143,19 @@ class Results:
                     with isa:
                         actual = run(case.call, args, case.differentiable)
                         assert_near(actual, expected, what=f"{shape}")
-                        assert [output.dtype for output in actual.outputs] == [output.dtype for output in expected.outputs]
+                        assert [output.dtype for output in actual.outputs] == [
+                            output.dtype for output in expected.outputs
+                        ]
 
     @only(lambda case: case.not_finite)
     def test_not_finite(self, case: Case, device: str) -> None:
-        """What a NaN or an infinity in one argument makes of results and gradients is finite where the reference has it so, and only there."""
+        """What a NaN or an infinity in one argument makes of results and gradients is finite where
+        the reference has it so, and only there."""
         given = case.inputs(Make(case.dtypes[0], device), case.shapes[1])
-        for position, strange in product((i for i, arg in enumerate(given) if is_float(arg)), ((float("nan"),), (float("inf"), -float("inf")))):
+        for position, strange in product(
+            (i for i, arg in enumerate(given) if is_float(arg)),
+            ((float("nan"),), (float("inf"), -float("inf"))),
+        ):
             args = tuple(arg.clone() if i == position else arg for i, arg in enumerate(given))
             for number, value in enumerate(strange):
                 args[position].view(-1)[number * 19 :: 37 * len(strange)] = value
@@ -122,27 +164,48 @@ class Results:
             for isa in at_each_isa(device):
                 with isa:
                     actual = run(case.call, args, case.differentiable)
-                    assert_near(_infinite_is_nan(actual), _infinite_is_nan(expected), case.rounding, what=f"{strange} in {argument_name(case, position)}")
+                    assert_near(
+                        _infinite_is_nan(actual),
+                        _infinite_is_nan(expected),
+                        case.rounding,
+                        what=f"{strange} in {argument_name(case, position)}",
+                    )
 
     @only(lambda case: case.autocast)
     def test_autocast(self, case: Case, device: str) -> None:
-        """Float32 parameters with bfloat16 activations, which is what autocast leads to, and float32 throughout."""
+        """Float32 parameters with bfloat16 activations, which is what autocast leads to, and
+        float32 throughout."""
         for dtype in (torch.bfloat16, torch.float32):
             args = case.inputs(Make(dtype, device), case.shapes[1])
-            args = tuple(arg.float() if position in case.parameters and is_float(arg) else arg for position, arg in enumerate(args))
+            args = tuple(
+                arg.float() if position in case.parameters and is_float(arg) else arg
+                for position, arg in enumerate(args)
+            )
             exact = run(case.oracle, cast(args, torch.float64), case.differentiable)
             with FakeTensorMode() as fake, torch.autocast(device, dtype=torch.bfloat16):
-                planned = tensors_of(case.call(*(fake.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args)))
+                planned = tensors_of(
+                    case.call(
+                        *(fake.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args)
+                    )
+                )
             for isa in at_each_isa(device):
                 with isa, torch.autocast(device, dtype=torch.bfloat16):
                     actual = run(case.call, args, case.differentiable)
                     assert_near(actual, exact, ROUNDING[torch.bfloat16])
-                assert [output.dtype for output in actual.outputs] == [output.dtype for output in planned], "not what a compiler is told"
-                assert all(g is None or g.dtype == args[i].dtype for i, g in zip(case.differentiable, actual.gradients, strict=True))
+                assert [output.dtype for output in actual.outputs] == [
+                    output.dtype for output in planned
+                ], "not what a compiler is told"
+                assert all(
+                    g is None or g.dtype == args[i].dtype
+                    for i, g in zip(case.differentiable, actual.gradients, strict=True)
+                )
 
 
 def _infinite_is_nan(result: Result) -> Result:
     def changed(tensor: Tensor) -> Tensor:
         return numbers_of(tensor).nan_to_num(torch.nan, torch.nan, torch.nan)
 
-    return Result(tuple(map(changed, result.outputs)), tuple(None if one is None else changed(one) for one in result.gradients))
+    return Result(
+        tuple(map(changed, result.outputs)),
+        tuple(None if one is None else changed(one) for one in result.gradients),
+    )

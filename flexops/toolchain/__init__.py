@@ -1,6 +1,8 @@
-"""What a build is done with: finding it (``discover``), what goes with what (``compat``), and what is missing (``missing``).
+"""What a build is done with: finding it (``discover``), what goes with what (``compat``), and what
+is missing (``missing``).
 
-Everything here is imported when it is first asked for: a warm start needs ``torch_build``, nothing else.
+Everything here is imported when it is first asked for: a warm start needs ``torch_build``, nothing
+else.
 """
 
 from __future__ import annotations

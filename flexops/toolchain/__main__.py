@@ -1,7 +1,8 @@
-"""``python3 -m flexops.toolchain``: what a build would be done with here, for scripts, on a plain Python that has neither torch nor typer yet.
+"""``python3 -m flexops.toolchain``: what a build would be done with here, for scripts, on a plain
+Python that has neither torch nor typer yet.
 
-With ``--torch`` (and ``--cuda`` or ``--hip``) it answers for a torch that is still to be installed. One fact a line: its name, then its value;
-what is absent has no line. Nothing is written.
+With ``--torch`` (and ``--cuda`` or ``--hip``) it answers for a torch that is still to be installed.
+One fact a line: its name, then its value; what is absent has no line. Nothing is written.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def _tools(toolchain: Toolchain) -> Iterator[tuple[str, object]]:
             yield f"{name}_root", toolkit.root
             yield f"{name}_version", toolkit.version.major_minor
             yield f"{name}_via", via[name]
-    for name, tool in (("host", toolchain.host), ("launcher", toolchain.launcher), ("ninja", toolchain.ninja)):
+    for name, tool in (
+        ("host", toolchain.host),
+        ("launcher", toolchain.launcher),
+        ("ninja", toolchain.ninja),
+    ):
         if tool:
             yield name, tool.path
             yield f"{name}_version", tool.version
@@ -71,8 +76,13 @@ def _planned(options: argparse.Namespace) -> TorchBuild:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m flexops.toolchain", description="What a build would be done with on this machine.")
-    parser.add_argument("--torch", metavar="X.Y.Z", help="answer for this torch rather than the installed one")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m flexops.toolchain",
+        description="What a build would be done with on this machine.",
+    )
+    parser.add_argument(
+        "--torch", metavar="X.Y.Z", help="answer for this torch rather than the installed one"
+    )
     parser.add_argument("--cuda", metavar="X.Y", help="the CUDA version that --torch is built for")
     parser.add_argument("--hip", metavar="X.Y", help="the ROCm version that --torch is built for")
     return parser

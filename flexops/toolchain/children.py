@@ -17,7 +17,8 @@ def of(parent: int) -> Iterator[tuple[int, int, float]]:
     for process in processes:
         try:
             with open(f"/proc/{process}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()  # the name before may hold anything
+                # the name before may hold anything
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue  # it has ended
         if int(fields[1]) == parent:

@@ -29,7 +29,8 @@ class SearchContext(NamedTuple):
         cuda_home, rocm_home, cxx: the user's explicit wishes.
         launcher: likewise; ``none`` for no launcher.
         image: the row whose image this runs in, if any.
-        root: prefixed to the system's own directories (``/usr/local``, ``/opt``, ``/usr``); empty on a real machine.
+        root: prefixed to the system's own directories (``/usr/local``, ``/opt``, ``/usr``); empty
+            on a real machine.
         memo: what earlier searches learned.
         probe: asks an executable for its version and identity.
         listings: directories read so far in this search, if they are to be remembered.
@@ -51,11 +52,16 @@ class SearchContext(NamedTuple):
     listings: dict[str, list[str]] | None = None
 
     def listing(self, directory: str) -> list[str]:
-        """Those names in a directory that a search could want, sorted; empty for one that is not there."""
+        """Those names in a directory that a search could want, sorted; empty for one that is not
+        there."""
         known = self.listings if self.listings is not None else {}
         if directory not in known:
             try:
-                known[directory] = self.memo.recall("directories", directory, _list) if self.memo else _list(directory)
+                known[directory] = (
+                    self.memo.recall("directories", directory, _list)
+                    if self.memo
+                    else _list(directory)
+                )
             except OSError:
                 known[directory] = []
         return known[directory]
@@ -64,22 +70,28 @@ class SearchContext(NamedTuple):
         """Executables on ``PATH`` with that name (``numbered``: or ``name-12``), in its order."""
         for directory in self.search_path:
             for name in self.listing(directory):
-                if name == wanted or (numbered and name.startswith(f"{wanted}-") and name[len(wanted) + 1 :].isdigit()):
+                if name == wanted or (
+                    numbered and name.startswith(f"{wanted}-") and name[len(wanted) + 1 :].isdigit()
+                ):
                     yield f"{directory}/{name}"
 
     def ask(self, kind: str, path: str) -> tuple[Version, str]:
-        """Version and identity of an executable; raises ``OSError`` or ``ValueError`` when it cannot be had, saying why."""
+        """Version and identity of an executable; raises ``OSError`` or ``ValueError`` when it
+        cannot be had, saying why."""
         seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode) or not os.access(path, os.X_OK):
             raise PermissionError(f"{path} is not executable")
         if self.memo is None:
             answer = self._ask(kind, path)
         else:
-            answer = self.memo.recall(f"tool:{kind}", path, lambda asked: self._ask(kind, asked), seen)
+            answer = self.memo.recall(
+                f"tool:{kind}", path, lambda asked: self._ask(kind, asked), seen
+            )
         return Version(tuple(answer[0])), answer[1]
 
     def _ask(self, kind: str, path: str) -> list[Any]:
-        # Debian's /usr/lib/ccache/g++ is ccache under another name: it would be taken for a compiler and cache what is cached already.
+        # Debian's /usr/lib/ccache/g++ is ccache under another name: it would be taken for a
+        # compiler and cache what is cached already.
         if kind not in _LAUNCHERS and os.path.basename(os.path.realpath(path)) in _LAUNCHERS:
             raise ValueError("a compiler launcher under a compiler's name")
         version, identity = self.probe(kind, path)
@@ -104,18 +116,30 @@ class Step(NamedTuple):
 
 
 class Search(Generic[T]):
-    """What a search came to: things that are usable, in the order found, things that are not, and where it looked."""
+    """What a search came to: things that are usable, in the order found, things that are not, and
+    where it looked."""
 
-    def __init__(self, usable: tuple[Found[T], ...] = (), rejected: tuple[Rejected, ...] = (), tried: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        usable: tuple[Found[T], ...] = (),
+        rejected: tuple[Rejected, ...] = (),
+        tried: tuple[str, ...] = (),
+    ) -> None:
         self.usable = usable
         self.rejected = rejected
         self.tried = tried
 
 
-def run(steps: tuple[Step, ...], context: SearchContext, read: Callable[[str, SearchContext], T | Rejected | None]) -> Search[T]:
-    """Walk the steps and read what each yields: ``read`` returns the thing, why it is unusable, or None when nothing is there.
+def run(
+    steps: tuple[Step, ...],
+    context: SearchContext,
+    read: Callable[[str, SearchContext], T | Rejected | None],
+) -> Search[T]:
+    """Walk the steps and read what each yields: ``read`` returns the thing, why it is unusable, or
+    None when nothing is there.
 
-    One thing reached twice (``/usr/local/cuda`` is a link to ``/usr/local/cuda-13.0``, ``/bin`` to ``/usr/bin``) counts once.
+    One thing reached twice (``/usr/local/cuda`` is a link to ``/usr/local/cuda-13.0``, ``/bin`` to
+    ``/usr/bin``) counts once.
     """
     usable: list[Found[T]] = []
     rejected: list[Rejected] = []
@@ -129,7 +153,9 @@ def run(steps: tuple[Step, ...], context: SearchContext, read: Callable[[str, Se
                 rejected.append(outcome)
             elif outcome is not None:
                 usable.append(Found(outcome, found.found_via))
-    return Search(tuple(usable), tuple(rejected), tuple(f"{step.name} ({step.where})" for step in steps))
+    return Search(
+        tuple(usable), tuple(rejected), tuple(f"{step.name} ({step.where})" for step in steps)
+    )
 
 
 def _is_new(path: str, known: set[tuple[int, int]]) -> bool:

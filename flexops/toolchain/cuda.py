@@ -1,4 +1,5 @@
-"""Finding CUDA toolkits: index wheels, conda, CUDA_HOME, PATH, /usr/local. Which one is taken is decided in ``select``."""
+"""Finding CUDA toolkits: index wheels, conda, CUDA_HOME, PATH, /usr/local. Which one is taken is
+decided in ``select``."""
 
 from __future__ import annotations
 
@@ -59,49 +60,82 @@ def find(context: SearchContext) -> Search[CudaToolkit]:
 
 
 def read(root: str, context: SearchContext) -> CudaToolkit | Rejected | None:
-    """The toolkit in ``root``; why it is not one; None when there is no trace of one (an ordinary conda prefix)."""
+    """The toolkit in ``root``; why it is not one; None when there is no trace of one (an ordinary
+    conda prefix)."""
     nvcc = f"{root}/bin/nvcc"
     if not os.path.exists(nvcc):
         return _without_nvcc(root, context)
     include, library = _include_dir(root, context), _library_dir(root, context)
-    lacking = [what for what, there in (("the CUDA headers", include), (_STATIC_RUNTIME, library)) if not there]
+    lacking = [
+        what
+        for what, there in (("the CUDA headers", include), (_STATIC_RUNTIME, library))
+        if not there
+    ]
     if lacking:
         return Rejected("CUDA toolkit", Path(root), f"incomplete: it lacks {' and '.join(lacking)}")
     try:
         version, identity = context.ask("nvcc", nvcc)
     except (OSError, ValueError) as error:
         return Rejected("CUDA toolkit", Path(root), f"its nvcc cannot be used: {error}")
-    includes = tuple(Path(directory) for directory in (include, f"{include}/cccl") if os.path.isdir(directory))
+    includes = tuple(
+        Path(directory) for directory in (include, f"{include}/cccl") if os.path.isdir(directory)
+    )
     release = Version((version.major, version.minor))
-    return CudaToolkit(Path(root), release, Tool(Path(nvcc), version, identity), includes, (Path(library),))
+    return CudaToolkit(
+        Path(root), release, Tool(Path(nvcc), version, identity), includes, (Path(library),)
+    )
 
 
 def _without_nvcc(root: str, context: SearchContext) -> Rejected | None:
     if root == context.cuda_home:
-        return Rejected("CUDA toolkit", Path(root), "CUDA_HOME points here, but there is no bin/nvcc")
+        return Rejected(
+            "CUDA toolkit", Path(root), "CUDA_HOME points here, but there is no bin/nvcc"
+        )
     if os.path.basename(root) == "cuda_nvcc":
-        return Rejected("CUDA toolkit", Path(root), "the 12.x compiler packages of the index hold ptxas but no nvcc")
+        return Rejected(
+            "CUDA toolkit",
+            Path(root),
+            "the 12.x compiler packages of the index hold ptxas but no nvcc",
+        )
     if os.path.basename(os.path.dirname(root)) == "nvidia":
         return Rejected("CUDA toolkit", Path(root), "libraries only: no bin/nvcc")
     return None
 
 
 def _target(context: SearchContext) -> str:
-    return {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}.get(context.machine, f"{context.machine}-linux")
+    return {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}.get(
+        context.machine, f"{context.machine}-linux"
+    )
 
 
 def _include_dir(root: str, context: SearchContext) -> str:
     candidates = (f"{root}/include", f"{root}/targets/{_target(context)}/include")
-    return next((directory for directory in candidates if all(os.path.exists(f"{directory}/{header}") for header in _HEADERS)), "")
+    return next(
+        (
+            directory
+            for directory in candidates
+            if all(os.path.exists(f"{directory}/{header}") for header in _HEADERS)
+        ),
+        "",
+    )
 
 
 def _library_dir(root: str, context: SearchContext) -> str:
-    candidates = [f"{root}/lib64", f"{root}/lib", f"{root}/targets/{_target(context)}/lib", f"{root}/lib/{context.machine}-linux-gnu"]
-    return next((directory for directory in candidates if os.path.exists(f"{directory}/{_STATIC_RUNTIME}")), "")
+    candidates = [
+        f"{root}/lib64",
+        f"{root}/lib",
+        f"{root}/targets/{_target(context)}/lib",
+        f"{root}/lib/{context.machine}-linux-gnu",
+    ]
+    return next(
+        (directory for directory in candidates if os.path.exists(f"{directory}/{_STATIC_RUNTIME}")),
+        "",
+    )
 
 
 def _root_of(nvcc: str, context: SearchContext) -> str:
-    """The toolkit that an nvcc on PATH belongs to: two levels up, unless it is a wrapper for one elsewhere (Debian's, or an own script)."""
+    """The toolkit that an nvcc on PATH belongs to: two levels up, unless it is a wrapper for one
+    elsewhere (Debian's, or an own script)."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
     if _include_dir(root, context) and _library_dir(root, context):
         return root

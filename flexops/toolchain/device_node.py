@@ -1,4 +1,5 @@
-"""Whether the NVIDIA driver shows itself: the one question that is asked before anything of it is touched."""
+"""Whether the NVIDIA driver shows itself: the one question that is asked before anything of it is
+touched."""
 
 from __future__ import annotations
 

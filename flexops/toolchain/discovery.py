@@ -27,19 +27,23 @@ Device = Literal["cpu", "cuda"]
 def discover(settings: Settings, *, device: Device = "cuda") -> Toolchain:
     """Everything a build for that device type needs, chosen to go together.
 
-    What is absent is None in the result; ``missing`` turns that into an error with its mend. With ``device="cpu"`` no GPU toolkit is
-    looked for. Tools are asked for their version once; after that ``tools.json`` in the cache directory remembers, and nothing is run.
+    What is absent is None in the result; ``missing`` turns that into an error with its mend. With
+    ``device="cpu"`` no GPU toolkit is looked for. Tools are asked for their version once; after
+    that ``tools.json`` in the cache directory remembers, and nothing is run.
     """
     context = search_context(settings)
     torch = imported_torch() or torch_build(context.site_dirs, memo=context.memo)
-    toolchain = assemble(context, torch, device=device)._replace(environment=settings.compiler_environment)
+    toolchain = assemble(context, torch, device=device)._replace(
+        environment=settings.compiler_environment
+    )
     if context.memo:
         context.memo.save()
     return toolchain
 
 
 def device_compiler(settings: Settings) -> Choice[DeviceCompiler]:
-    """What compiles flexops' own kernels here: the NVRTC that matches torch, else a matching nvcc; with what was refused, and why.
+    """What compiles flexops' own kernels here: the NVRTC that matches torch, else a matching nvcc;
+    with what was refused, and why.
 
     Where neither is there ``taken`` is None. Nothing is run unless it comes to nvcc.
     """
@@ -54,8 +58,14 @@ def device_compiler(settings: Settings) -> Choice[DeviceCompiler]:
 
         toolkits = cuda_search.find(context)
         other = _joined(toolkits, select.choose_cuda(toolkits.usable, torch, known))
-        taken = Found(nvrtc.from_nvcc(other.taken.value), other.taken.found_via) if other.taken else None
-        choice = Choice(taken, choice.rejected + other.rejected, other.notes, choice.tried + other.tried)
+        taken = (
+            Found(nvrtc.from_nvcc(other.taken.value), other.taken.found_via)
+            if other.taken
+            else None
+        )
+        choice = Choice(
+            taken, choice.rejected + other.rejected, other.notes, choice.tried + other.tried
+        )
     if context.memo:
         context.memo.save()
     return choice
@@ -84,13 +94,26 @@ def search_context(settings: Settings) -> SearchContext:
 def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device) -> Toolchain:
     """Search that context and choose. All of ``discover`` that does not depend on this process."""
     known = rules(context.memo)
-    cuda, rocm = _accelerators(context, torch, known) if device == "cuda" else (Choice[CudaToolkit](), Choice[RocmToolkit]())
+    cuda, rocm = (
+        _accelerators(context, torch, known)
+        if device == "cuda"
+        else (Choice[CudaToolkit](), Choice[RocmToolkit]())
+    )
     compilers = host_search.find(context)
     wished = host_search.refused_wish(context, compilers)
     usable = () if wished else compilers.usable
-    host = _joined(compilers, select.choose_host(usable, cuda.value, torch.cxx_standard if torch else 17, known))
+    host = _joined(
+        compilers,
+        select.choose_host(usable, cuda.value, torch.cxx_standard if torch else 17, known),
+    )
     ninja, launcher = _first(tools.find_ninja(context)), _first(tools.find_launcher(context))
-    choices: dict[str, Choice[Any]] = {"host": host, "cuda": cuda, "rocm": rocm, "ninja": ninja, "launcher": launcher}
+    choices: dict[str, Choice[Any]] = {
+        "host": host,
+        "cuda": cuda,
+        "rocm": rocm,
+        "ninja": ninja,
+        "launcher": launcher,
+    }
     return Toolchain(
         torch=torch,
         host=host.value,
@@ -98,18 +121,28 @@ def assemble(context: SearchContext, torch: TorchBuild | None, *, device: Device
         rocm=rocm.value,
         ninja=ninja.value,
         launcher=launcher.value,
-        found_via=tuple((name, choice.taken.found_via) for name, choice in choices.items() if choice.taken),
+        found_via=tuple(
+            (name, choice.taken.found_via) for name, choice in choices.items() if choice.taken
+        ),
         rejected=tuple(one for choice in choices.values() for one in choice.rejected),
         notes=tuple(note for choice in choices.values() for note in choice.notes),
         image=context.image,
         machine=context.machine,
         wished=wished,
-        tried=tuple((name, where) for name, choice in choices.items() if choice.taken is None for where in choice.tried),
+        tried=tuple(
+            (name, where)
+            for name, choice in choices.items()
+            if choice.taken is None
+            for where in choice.tried
+        ),
     )
 
 
-def _accelerators(context: SearchContext, torch: TorchBuild | None, known: Rules) -> tuple[Choice[CudaToolkit], Choice[RocmToolkit]]:
-    """CUDA for a CUDA torch, ROCm for a ROCm torch; a torch for neither takes what there is, CUDA first."""
+def _accelerators(
+    context: SearchContext, torch: TorchBuild | None, known: Rules
+) -> tuple[Choice[CudaToolkit], Choice[RocmToolkit]]:
+    """CUDA for a CUDA torch, ROCm for a ROCm torch; a torch for neither takes what there is, CUDA
+    first."""
     cuda, rocm = Choice[CudaToolkit](), Choice[RocmToolkit]()
     if torch is None or not torch.hip:
         from . import cuda as cuda_search

@@ -1,4 +1,5 @@
-"""The NVIDIA driver's two numbers. Two types, so that nobody compares one with the other, or either with a toolkit's version."""
+"""The NVIDIA driver's two numbers. Two types, so that nobody compares one with the other, or either
+with a toolkit's version."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from .version import Version
 
 @dataclass(frozen=True)
 class DriverRelease:
-    """The NVIDIA driver's own release, for example 580.65.06. Not a CUDA version, and a type of its own so that nobody compares the two."""
+    """The NVIDIA driver's own release, for example 580.65.06. Not a CUDA version, and a type of its
+    own so that nobody compares the two."""
 
     version: Version
 
@@ -18,7 +20,10 @@ class DriverRelease:
         return cls(Version.parse(text))
 
     def __str__(self) -> str:
-        return ".".join(str(part) if index != 2 else f"{part:02d}" for index, part in enumerate(self.version.parts))
+        return ".".join(
+            str(part) if index != 2 else f"{part:02d}"
+            for index, part in enumerate(self.version.parts)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""The GPUs of this machine, without initialising CUDA in this process (which would break a later fork).
+"""The GPUs of this machine, without initialising CUDA in this process (which would break a later
+fork).
 
-NVML through ctypes; where its library is absent, ``nvidia-smi``. Without a device node neither is tried.
+NVML through ctypes; where its library is absent, ``nvidia-smi``. Without a device node neither is
+tried.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from .driver import DriverCuda, DriverRelease
 from .version import Version
 
 _NVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-_QUERY = ("--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name", "--format=csv,noheader,nounits")
+_QUERY = (
+    "--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name",
+    "--format=csv,noheader,nounits",
+)
 
 
 class Gpu(NamedTuple):
     """One NVIDIA GPU: ``ordinal`` in PCI bus order, ``memory_bytes`` in all.
 
-    ``slices``: the UUIDs of its MIG devices; None where MIG is off. A GPU that is to be sliced and has no slice yet runs nothing.
+    ``slices``: the UUIDs of its MIG devices; None where MIG is off. A GPU that is to be sliced and
+    has no slice yet runs nothing.
     """
 
     ordinal: int
@@ -37,7 +43,8 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its release, and the CUDA version it supports (None where only nvidia-smi's table would tell)."""
+    """The NVIDIA driver: its release, and the CUDA version it supports (None where only
+    nvidia-smi's table would tell)."""
 
     release: DriverRelease
     cuda: DriverCuda | None
@@ -51,7 +58,8 @@ class Machine(NamedTuple):
 
 
 def visible(gpus: Sequence[Gpu], devices: str | None, order: str) -> tuple[Gpu, ...]:
-    """Those GPUs that ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA does: up to the first entry that is not valid."""
+    """Those GPUs that ``CUDA_VISIBLE_DEVICES`` shows, read as CUDA does: up to the first entry that
+    is not valid."""
     if devices is None:
         return tuple(gpus)
     ambiguous = order != "PCI_BUS_ID" and len({gpu.capability for gpu in gpus}) > 1
@@ -80,7 +88,8 @@ def _query() -> Machine:
 
 
 def local_gfx_targets(root: str = "") -> tuple[str, ...]:
-    """AMD GPUs here, as compiler targets (``gfx90a``), from the kernel driver's topology; each once."""
+    """AMD GPUs here, as compiler targets (``gfx90a``), from the kernel driver's topology; each
+    once."""
     nodes = f"{root}/sys/class/kfd/kfd/topology/nodes"
     try:
         names = sorted(os.listdir(nodes))
@@ -91,17 +100,20 @@ def local_gfx_targets(root: str = "") -> tuple[str, ...]:
 
 
 def gfx_targets(asked: str | None) -> tuple[str, ...]:
-    """The AMD GPUs to compile for: those in a list such as ``PYTORCH_ROCM_ARCH`` holds, else those of this machine."""
+    """The AMD GPUs to compile for: those in a list such as ``PYTORCH_ROCM_ARCH`` holds, else those
+    of this machine."""
     return tuple((asked or "").replace(";", " ").replace(",", " ").split()) or local_gfx_targets()
 
 
 def gfx_name(number: int) -> str:
-    """``gfx90a`` for the kernel's 90010: two decimal digits each for minor and stepping, which the name has in hexadecimal."""
+    """``gfx90a`` for the kernel's 90010: two decimal digits each for minor and stepping, which the
+    name has in hexadecimal."""
     return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
 
 
 def parse_nvidia_smi(text: str, listing: str = "") -> Machine:
-    """Read ``nvidia-smi``'s answer to our query, and its list (``-L``) with MIG slices; lines that are not understood are left out."""
+    """Read ``nvidia-smi``'s answer to our query, and its list (``-L``) with MIG slices; lines that
+    are not understood are left out."""
     gpus: list[Gpu] = []
     driver: Driver | None = None
     slices: dict[str, tuple[str, ...]] = {}
@@ -115,7 +127,16 @@ def parse_nvidia_smi(text: str, listing: str = "") -> Machine:
         if len(fields) != 6 or not fields[0].isdigit() or not re.fullmatch(r"\d+\.\d", fields[2]):
             continue
         memory = int(fields[3]) << 20 if fields[3].isdigit() else 0
-        gpus.append(Gpu(int(fields[0]), fields[1], fields[5], ComputeCapability.parse(fields[2]), memory, slices.get(fields[1])))
+        gpus.append(
+            Gpu(
+                int(fields[0]),
+                fields[1],
+                fields[5],
+                ComputeCapability.parse(fields[2]),
+                memory,
+                slices.get(fields[1]),
+            )
+        )
         driver = Driver(DriverRelease.parse(fields[4]), None)
     return Machine(driver, tuple(gpus))
 
@@ -123,21 +144,30 @@ def parse_nvidia_smi(text: str, listing: str = "") -> Machine:
 def _names(entry: str, gpu: Gpu) -> bool:
     if entry.isdigit():
         return int(entry) == gpu.ordinal
-    if entry.startswith("MIG-GPU-"):  # as drivers before 470 named a slice: MIG-GPU-<the GPU's>/<GPU instance>/<compute instance>
+    # as drivers before 470 named a slice: MIG-GPU-<the GPU's>/<GPU instance>/<compute instance>
+    if entry.startswith("MIG-GPU-"):
         return gpu.uuid == entry.removeprefix("MIG-").partition("/")[0]
-    return (entry.startswith("GPU-") and gpu.uuid.startswith(entry)) or (entry.startswith("MIG-") and entry in (gpu.slices or ()))
+    return (entry.startswith("GPU-") and gpu.uuid.startswith(entry)) or (
+        entry.startswith("MIG-") and entry in (gpu.slices or ())
+    )
 
 
 def _gfx_number(path: str) -> int:
     try:
         with open(path, encoding="utf-8") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("gfx_target_version ")), 0)
+            return next(
+                (int(line.split()[1]) for line in file if line.startswith("gfx_target_version ")), 0
+            )
     except (OSError, ValueError, IndexError):
         return 0
 
 
 class _NvmlMemory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _NvmlError(Exception):
@@ -148,7 +178,10 @@ def _from_nvml() -> Machine | None:
     """What NVML says; None when its library is not there or does not answer."""
     try:
         with _nvml() as library:
-            return Machine(_nvml_driver(library), tuple(_nvml_gpu(library, index) for index in range(_nvml_count(library))))
+            return Machine(
+                _nvml_driver(library),
+                tuple(_nvml_gpu(library, index) for index in range(_nvml_count(library))),
+            )
     except (OSError, AttributeError, _NvmlError, ValueError):
         return None
 
@@ -181,7 +214,10 @@ def _nvml_driver(library: ctypes.CDLL) -> Driver:
     release, cuda = ctypes.create_string_buffer(96), ctypes.c_int()
     _check(library.nvmlSystemGetDriverVersion(release, ctypes.c_uint(96)))
     _check(library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
-    return Driver(DriverRelease.parse(release.value.decode()), DriverCuda(Version((cuda.value // 1000, cuda.value % 1000 // 10))))
+    return Driver(
+        DriverRelease.parse(release.value.decode()),
+        DriverCuda(Version((cuda.value // 1000, cuda.value % 1000 // 10))),
+    )
 
 
 def _nvml_count(library: ctypes.CDLL) -> int:
@@ -195,24 +231,45 @@ def _nvml_gpu(library: ctypes.CDLL, index: int) -> Gpu:
     major, minor = ctypes.c_int(), ctypes.c_int()
     name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
     _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
-    _check(library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)))
+    _check(
+        library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    )
     _check(library.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)))
     _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
-    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))  # refused on some integrated GPUs: their memory stays 0
+    # refused on some integrated GPUs: their memory stays 0
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     capability = ComputeCapability(major.value, minor.value)
-    return Gpu(index, uuid.value.decode(), name.value.decode(), capability, memory.total, _nvml_slices(library, handle))
+    return Gpu(
+        index,
+        uuid.value.decode(),
+        name.value.decode(),
+        capability,
+        memory.total,
+        _nvml_slices(library, handle),
+    )
 
 
 def _nvml_slices(library: ctypes.CDLL, gpu: ctypes.c_void_p) -> tuple[str, ...] | None:
-    """The UUIDs of a GPU's MIG devices; None where MIG is off, or not known to this GPU or driver."""
+    """The UUIDs of a GPU's MIG devices; None where MIG is off, or not known to this GPU or
+    driver."""
     now, later, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
-    if not hasattr(library, "nvmlDeviceGetMigMode") or library.nvmlDeviceGetMigMode(gpu, ctypes.byref(now), ctypes.byref(later)) or not now.value:
+    if (
+        not hasattr(library, "nvmlDeviceGetMigMode")
+        or library.nvmlDeviceGetMigMode(gpu, ctypes.byref(now), ctypes.byref(later))
+        or not now.value
+    ):
         return None
     _check(library.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(most)))
     uuids: list[str] = []
     for index in range(most.value):
         handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, ctypes.c_uint(index), ctypes.byref(handle)) == 0:  # else: none has this number
+        # else: none has this number
+        if (
+            library.nvmlDeviceGetMigDeviceHandleByIndex(
+                gpu, ctypes.c_uint(index), ctypes.byref(handle)
+            )
+            == 0
+        ):
             _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
             uuids.append(uuid.value.decode())
     return tuple(uuids)

@@ -14,15 +14,27 @@ _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 
 
 def _cxx(context: SearchContext) -> Iterator[str]:
-    """``CXX`` may be a path, a name on PATH, or either behind a launcher (``ccache g++``); options in it are not ours to apply."""
-    words = [word for word in (context.cxx or "").split() if os.path.basename(word) not in _LAUNCHERS and not word.startswith("-")]
+    """``CXX`` may be a path, a name on PATH, or either behind a launcher (``ccache g++``); options
+    in it are not ours to apply."""
+    words = [
+        word
+        for word in (context.cxx or "").split()
+        if os.path.basename(word) not in _LAUNCHERS and not word.startswith("-")
+    ]
     if not words:
         return
     name = words[0]
     if os.sep in name:
         yield name
         return
-    yield next((path for path in (f"{directory}/{name}" for directory in context.search_path) if os.access(path, os.X_OK)), name)
+    yield next(
+        (
+            path
+            for path in (f"{directory}/{name}" for directory in context.search_path)
+            if os.access(path, os.X_OK)
+        ),
+        name,
+    )
 
 
 def _conda(context: SearchContext) -> Iterator[str]:
@@ -57,7 +69,9 @@ def find(context: SearchContext) -> Search[HostCompiler]:
 def refused_wish(context: SearchContext, search: Search[HostCompiler]) -> str:
     """Why what ``CXX`` names is no compiler; empty if it is one, or nothing is named."""
     wished = [Path(path) for path in _cxx(context)]
-    return next((f"CXX={context.cxx}: {one.reason}" for one in search.rejected if one.path in wished), "")
+    return next(
+        (f"CXX={context.cxx}: {one.reason}" for one in search.rejected if one.path in wished), ""
+    )
 
 
 def read(path: str, context: SearchContext) -> HostCompiler | Rejected | None:

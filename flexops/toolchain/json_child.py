@@ -1,4 +1,5 @@
-"""A child process that answers each line of JSON with one: a crash, a hang or a lack of memory is then its own."""
+"""A child process that answers each line of JSON with one: a crash, a hang or a lack of memory is
+then its own."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ _LAST_SECONDS = 5.0
 
 
 class JsonChild:
-    """A Python script, run with nothing but the standard library. It is killed where it does not answer, or who asks is interrupted.
+    """A Python script, run with nothing but the standard library. It is killed where it does not
+    answer, or who asks is interrupted.
 
     Attributes:
         alive: whether it can be asked.
-        end: of one that ended by itself, its exit status (or less than 0: by which signal), and what it said on standard error.
+        end: of one that ended by itself, its exit status (or less than 0: by which signal), and
+            what it said on standard error.
     """
 
     def __init__(self, script: Path, *arguments: str, hears: bool = True) -> None:
@@ -32,10 +35,17 @@ class JsonChild:
         errors = subprocess.PIPE if hears else subprocess.DEVNULL
         command = [sys.executable, "-I", "-S", str(script), *arguments]
         with _fork.postponed():  # a child would hold the pipes open that Popen waits for
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def ask(self, asked: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Its answer. Raises ``TimeoutError`` after ``limit`` seconds (0: never), ``BrokenPipeError`` if it has ended."""
+        """Its answer. Raises ``TimeoutError`` after ``limit`` seconds (0: never),
+        ``BrokenPipeError`` if it has ended."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -47,9 +57,14 @@ class JsonChild:
                 line = _read_line(process.stdout, limit)
             if not line:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.end = process.wait(_LAST_SECONDS), process.stderr.read().decode(errors="replace") if process.stderr else ""
+                    self.end = (
+                        process.wait(_LAST_SECONDS),
+                        process.stderr.read().decode(errors="replace") if process.stderr else "",
+                    )
                 raise BrokenPipeError
-        except BaseException:  # an interrupt, too: the answer to this would be taken for the next one's
+        except (
+            BaseException
+        ):  # an interrupt, too: the answer to this would be taken for the next one's
             self.stop()
             raise
         answer: dict[str, Any] = json.loads(line)
@@ -58,7 +73,11 @@ class JsonChild:
     def said(self) -> str:
         """What it has said on standard error since this was asked last; waits for nothing."""
         stream, said = self._process.stderr, b""
-        while stream and select.select([stream], [], [], 0)[0] and (piece := os.read(stream.fileno(), 1 << 16)):
+        while (
+            stream
+            and select.select([stream], [], [], 0)[0]
+            and (piece := os.read(stream.fileno(), 1 << 16))
+        ):
             said += piece
         return said.decode(errors="replace")
 
@@ -81,7 +100,12 @@ def _read_line(stream: IO[bytes], limit: float) -> bytes:
     """A line of a pipe that nothing else reads; raises ``TimeoutError``."""
     deadline, line = time.monotonic() + limit if limit else None, b""
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([stream], [], [], 0.2 if deadline is None else max(0.0, min(0.2, deadline - time.monotonic())))
+        ready, _, _ = select.select(
+            [stream],
+            [],
+            [],
+            0.2 if deadline is None else max(0.0, min(0.2, deadline - time.monotonic())),
+        )
         if ready:
             piece = os.read(stream.fileno(), 1 << 16)
             if not piece:

@@ -46,7 +46,11 @@ class Driver:
             self._check(self.library.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device))
             self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
         except DriverError as error:
-            raise NativeUnavailableError(f"the driver does not tell what GPU {device} is", found=str(error), fix="flexops doctor") from None
+            raise NativeUnavailableError(
+                f"the driver does not tell what GPU {device} is",
+                found=str(error),
+                fix="flexops doctor",
+            ) from None
         return ComputeCapability(major.value, minor.value)
 
     def cuda(self) -> Version:
@@ -56,9 +60,14 @@ class Driver:
         return Version((version.value // 1000, version.value % 1000 // 10))
 
     def load(self, code: bytes, symbols: Iterable[str]) -> list[int]:
-        """A CUkernel for each symbol: valid on every GPU that can run the code, each of which loads it at its first launch."""
+        """A CUkernel for each symbol: valid on every GPU that can run the code, each of which loads
+        it at its first launch."""
         library = ctypes.c_void_p()
-        self._check(self.library.cuLibraryLoadData(ctypes.byref(library), code, None, None, 0, None, None, 0))
+        self._check(
+            self.library.cuLibraryLoadData(
+                ctypes.byref(library), code, None, None, 0, None, None, 0
+            )
+        )
         try:
             return [self._kernel(library, symbol) for symbol in symbols]
         except DriverError:
@@ -72,7 +81,11 @@ class Driver:
 
     def allow_shared(self, kernel: int, size: int, device: int) -> None:
         """Let a kernel have so many bytes of dynamic shared memory."""
-        self._check(self.library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, ctypes.c_void_p(kernel), device))
+        self._check(
+            self.library.cuKernelSetAttribute(
+                _MAX_DYNAMIC_SHARED, size, ctypes.c_void_p(kernel), device
+            )
+        )
 
     def enter_context(self, device: int) -> None:
         """What the runtime does on a thread on which it has not run yet."""
@@ -83,11 +96,16 @@ class Driver:
     def error_text(self, status: int) -> str:
         text = ctypes.c_char_p()
         self.library.cuGetErrorString(status, ctypes.byref(text))
-        return (text.value or b"unknown error").decode() + (_NOT_STARTED if status == _NOT_INITIALIZED else "")
+        return (text.value or b"unknown error").decode() + (
+            _NOT_STARTED if status == _NOT_INITIALIZED else ""
+        )
 
     def _check(self, status: int) -> None:
         if status:
-            raise DriverError(f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})", status)
+            raise DriverError(
+                f"{self.error_text(status)} (error {status} of a driver for CUDA {self.cuda()})",
+                status,
+            )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What a build is done with, as plain values. Nothing here looks at the machine.
 
-NamedTuples, not dataclasses: every warm start imports this, and a frozen dataclass takes 0.8 ms to define where this was measured, a
-NamedTuple 0.1 ms. ``value._replace(...)`` makes a changed copy.
+NamedTuples, not dataclasses: every warm start imports this, and a frozen dataclass takes 0.8 ms to
+define where this was measured, a NamedTuple 0.1 ms. ``value._replace(...)`` makes a changed copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 class Found(Generic[T]):
-    """Something a find step came upon, and how: ``found_via`` names the step, for example ``"CUDA_HOME"`` or ``"site-packages"``."""
+    """Something a find step came upon, and how: ``found_via`` names the step, for example
+    ``"CUDA_HOME"`` or ``"site-packages"``."""
 
     def __init__(self, value: T, found_via: str) -> None:
         self.value = value
@@ -35,7 +36,8 @@ class Rejected(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """An executable. ``identity`` is the text that enters a cache key: what the tool says of its own version, never its path."""
+    """An executable. ``identity`` is the text that enters a cache key: what the tool says of its
+    own version, never its path."""
 
     path: Path
     version: Version
@@ -43,9 +45,11 @@ class Tool(NamedTuple):
 
 
 class HostCompiler(NamedTuple):
-    """A C++ compiler: the one for host code, and what nvcc gets as ``-ccbin``. Otherwise as ``Tool``.
+    """A C++ compiler: the one for host code, and what nvcc gets as ``-ccbin``. Otherwise as
+    ``Tool``.
 
-    ``kind`` zig is clang with a C library of its own for every ``target``, such as ``aarch64-linux-gnu.2.28``, and without a C++ runtime library.
+    ``kind`` zig is clang with a C library of its own for every ``target``, such as
+    ``aarch64-linux-gnu.2.28``, and without a C++ runtime library.
     """
 
     path: Path
@@ -56,23 +60,34 @@ class HostCompiler(NamedTuple):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What a command that compiles begins with; zig would write debug information, which is stripped, unless told not to."""
-        return (str(self.path), "c++", "-target", self.target, "-g0") if self.kind == "zig" else (str(self.path),)
+        """What a command that compiles begins with; zig would write debug information, which is
+        stripped, unless told not to."""
+        return (
+            (str(self.path), "c++", "-target", self.target, "-g0")
+            if self.kind == "zig"
+            else (str(self.path),)
+        )
 
     @property
     def linker(self) -> tuple[str, ...]:
         """What a command that links begins with."""
-        return (str(self.path), "cc", "-target", self.target) if self.kind == "zig" else (str(self.path),)
+        return (
+            (str(self.path), "cc", "-target", self.target)
+            if self.kind == "zig"
+            else (str(self.path),)
+        )
 
 
 class CudaToolkit(NamedTuple):
     """One CUDA toolkit: a directory tree with nvcc, its headers and the static CUDA runtime.
 
     Attributes:
-        root: the directory that holds bin/ and include/ (``.../nvidia/cu13``, ``/usr/local/cuda-13.0``, a conda prefix).
+        root: the directory that holds bin/ and include/ (``.../nvidia/cu13``,
+            ``/usr/local/cuda-13.0``, a conda prefix).
         version: the toolkit version, as nvcc reports it.
         nvcc: the compiler driver.
-        include_dirs: what a host compile of code using the CUDA runtime API needs on its include path.
+        include_dirs: what a host compile of code using the CUDA runtime API needs on its include
+            path.
         library_dirs: where libcudart_static.a is.
     """
 
@@ -94,7 +109,8 @@ class RocmToolkit(NamedTuple):
 
 
 class Toolchain(NamedTuple):
-    """Everything a build uses. What could not be had is None, and ``rejected`` says what was found instead.
+    """Everything a build uses. What could not be had is None, and ``rejected`` says what was found
+    instead.
 
     Attributes:
         torch: the torch to build against.
@@ -105,10 +121,13 @@ class Toolchain(NamedTuple):
         launcher: ccache or sccache.
         found_via: for each field that is set, the find step that found it.
         rejected: what was found and refused, with reasons.
-        notes: what was taken though it is not quite what one would choose, for example a toolkit of another minor than torch's.
+        notes: what was taken though it is not quite what one would choose, for example a toolkit of
+            another minor than torch's.
         environment: the variables that are set and that compilers and linkers read by themselves.
-        wished: why the compiler that CXX names is none, if it does: then no other is taken in its place.
-        tried: for each thing looked for and not had, ``(field, where it was looked for)``, one entry for each place.
+        wished: why the compiler that CXX names is none, if it does: then no other is taken in its
+            place.
+        tried: for each thing looked for and not had, ``(field, where it was looked for)``, one
+            entry for each place.
         image: the row whose image this is in; empty elsewhere.
         machine: what is compiled for, as ``uname -m`` says.
     """

@@ -1,6 +1,8 @@
-"""Finding what compiles device code: NVRTC, which every CUDA torch brings in exactly its own version; where there is none, an nvcc.
+"""Finding what compiles device code: NVRTC, which every CUDA torch brings in exactly its own
+version; where there is none, an nvcc.
 
-NVRTC is a library of CUDA's (libnvrtc) and needs another one beside it (libnvrtc-builtins), whose name also tells the version to the minor.
+NVRTC is a library of CUDA's (libnvrtc) and needs another one beside it (libnvrtc-builtins), whose
+name also tells the version to the minor.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from .context import Search, SearchContext, Step, run
 from .model import CudaToolkit, Found, Rejected, TorchBuild, Version
 from .select import CUDA_WISH, Choice
 
-_LIBRARY = re.compile(r"libnvrtc(?:-[0-9a-f]+)?\.so[.\d]*")  # PyTorch's own index has had wheels with a digest in the name
+# PyTorch's own index has had wheels with a digest in the name
+_LIBRARY = re.compile(r"libnvrtc(?:-[0-9a-f]+)?\.so[.\d]*")
 _BUILTINS = re.compile(r"libnvrtc-builtins(?:-[0-9a-f]+)?\.so\.(\d+)\.(\d+)[.\d]*")
 
 
@@ -28,7 +31,8 @@ class DeviceCompiler(NamedTuple):
         path: libnvrtc, or nvcc.
         version: the CUDA version whose code it makes.
         identity: what enters cache keys; never a path.
-        builtins: libnvrtc-builtins; has to be opened first, by its path, because the other one looks for it by its name alone.
+        builtins: libnvrtc-builtins; has to be opened first, by its path, because the other one
+            looks for it by its name alone.
     """
 
     kind: Literal["nvrtc", "nvcc"]
@@ -48,7 +52,11 @@ def _explicit(context: SearchContext) -> Iterator[str]:
 
 def _wheels(context: SearchContext) -> Iterator[str]:
     for site in context.site_dirs:
-        names = sorted(name for name in _names(f"{site}/nvidia") if name == "cuda_nvrtc" or re.fullmatch(r"cu\d+", name))
+        names = sorted(
+            name
+            for name in _names(f"{site}/nvidia")
+            if name == "cuda_nvrtc" or re.fullmatch(r"cu\d+", name)
+        )
         yield from (f"{site}/nvidia/{name}/lib" for name in reversed(names))
         yield f"{site}/torch/lib"
 
@@ -87,7 +95,11 @@ def read(directory: str, _: SearchContext) -> DeviceCompiler | Rejected | None:
     path = Path(directory, library)
     every = [match for name in names if (match := _BUILTINS.fullmatch(name))]
     major = library.partition(".so.")[2].partition(".")[0]
-    builtins = max((match for match in every if match[1] == (major or match[1])), key=lambda match: (int(match[2]), -len(match[0])), default=None)
+    builtins = max(
+        (match for match in every if match[1] == (major or match[1])),
+        key=lambda match: (int(match[2]), -len(match[0])),
+        default=None,
+    )
     if builtins is None:
         others = f", only {every[0][0]}, which is another version's" if every else ""
         return Rejected("NVRTC", path, f"libnvrtc-builtins is not beside it{others}")
@@ -96,14 +108,21 @@ def read(directory: str, _: SearchContext) -> DeviceCompiler | Rejected | None:
         size = path.stat().st_size
     except OSError as error:
         return Rejected("NVRTC", path, f"it cannot be read: {error.strerror}")
-    return DeviceCompiler("nvrtc", path, version, f"NVRTC {version} of {size} bytes", Path(directory, builtins[0]))
+    return DeviceCompiler(
+        "nvrtc", path, version, f"NVRTC {version} of {size} bytes", Path(directory, builtins[0])
+    )
 
 
-def choose(found: Sequence[Found[DeviceCompiler]], torch: TorchBuild | None, known: Rules) -> Choice[DeviceCompiler]:
-    """The NVRTC of torch's own CUDA version; else one of the same major, the nearest minor; a torch without CUDA takes the newest."""
+def choose(
+    found: Sequence[Found[DeviceCompiler]], torch: TorchBuild | None, known: Rules
+) -> Choice[DeviceCompiler]:
+    """The NVRTC of torch's own CUDA version; else one of the same major, the nearest minor; a torch
+    without CUDA takes the newest."""
     cuda = Version.parse(torch.cuda) if torch and torch.cuda else None
     judged = [(one, known.toolkit_for_torch(one.value.version, cuda)) for one in found]
-    rejected = tuple(Rejected("NVRTC", one.value.path, verdict.reason) for one, verdict in judged if not verdict)
+    rejected = tuple(
+        Rejected("NVRTC", one.value.path, verdict.reason) for one, verdict in judged if not verdict
+    )
     fitting = [(one, verdict) for one, verdict in judged if verdict]
     if not fitting:
         return Choice(None, rejected)
@@ -116,20 +135,33 @@ def choose(found: Sequence[Found[DeviceCompiler]], torch: TorchBuild | None, kno
     taken, verdict = min(fitting, key=rank)
     version = taken.value.version
     if cuda:
-        better = f"{version} is {'of the same minor as torch' if version.minor == cuda.minor else 'nearer to torch'}"
+        better = (
+            f"{version} is"
+            f" {'of the same minor as torch' if version.minor == cuda.minor else 'nearer to torch'}"
+        )
     else:
-        better = f"CUDA_HOME has {version}" if taken.found_via == CUDA_WISH else f"{version} is newer"
-    rejected += tuple(Rejected("NVRTC", one.value.path, f"CUDA {one.value.version} would do; {better}") for one, _ in fitting if one.value.version != version)
+        better = (
+            f"CUDA_HOME has {version}" if taken.found_via == CUDA_WISH else f"{version} is newer"
+        )
+    rejected += tuple(
+        Rejected("NVRTC", one.value.path, f"CUDA {one.value.version} would do; {better}")
+        for one, _ in fitting
+        if one.value.version != version
+    )
     return Choice(taken, rejected, (verdict.reason,) if verdict.reason else ())
 
 
 def from_nvcc(toolkit: CudaToolkit) -> DeviceCompiler:
     """The second provider of the same cubins, where there is no NVRTC."""
-    return DeviceCompiler("nvcc", toolkit.nvcc.path, toolkit.version, f"nvcc {toolkit.nvcc.identity}")
+    return DeviceCompiler(
+        "nvcc", toolkit.nvcc.path, toolkit.version, f"nvcc {toolkit.nvcc.identity}"
+    )
 
 
 def _libraries_of(root: str, context: SearchContext) -> Iterator[str]:
-    target = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}.get(context.machine, f"{context.machine}-linux")
+    target = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}.get(
+        context.machine, f"{context.machine}-linux"
+    )
     yield from (f"{root}/lib64", f"{root}/lib", f"{root}/targets/{target}/lib")
 
 

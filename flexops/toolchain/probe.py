@@ -1,6 +1,8 @@
-"""Asks an executable for its version. The only place of the toolchain that runs compilers; callers remember the answers.
+"""Asks an executable for its version. The only place of the toolchain that runs compilers; callers
+remember the answers.
 
-The identity is what enters cache keys: the same for the same version of a tool on two machines, so it holds no path and no file time.
+The identity is what enters cache keys: the same for the same version of a tool on two machines, so
+it holds no path and no file time.
 """
 
 from __future__ import annotations
@@ -12,25 +14,33 @@ from .. import _fork
 from .version import Version
 
 Probe = Callable[[str, str], "tuple[Version, str]"]
-"""``(kind, path) -> (version, identity)``; raises ``OSError`` or ``ValueError`` saying why there is no answer."""
+"""``(kind, path) -> (version, identity)``; raises ``OSError`` or ``ValueError`` saying why there is
+no answer."""
 
 _SECONDS = 20
 
 
 def probe(kind: str, path: str) -> tuple[Version, str]:
-    """Run ``path`` and read its answer. ``kind`` is ``nvcc``, ``hipcc``, ``c++`` or the name of another tool."""
+    """Run ``path`` and read its answer. ``kind`` is ``nvcc``, ``hipcc``, ``c++`` or the name of
+    another tool."""
     text = output(path, "-v" if kind == "c++" else "--version")
     return _READERS[kind](text) if kind in _READERS else read_plain(text, kind)
 
 
 def nvcc_root(path: str) -> str:
-    """The toolkit directory that this nvcc works with; it may be a wrapper script far from its toolkit. Empty when it does not say."""
-    match = re.search(r"^#\$ TOP=(.+)$", output(path, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"), re.MULTILINE)
+    """The toolkit directory that this nvcc works with; it may be a wrapper script far from its
+    toolkit. Empty when it does not say."""
+    match = re.search(
+        r"^#\$ TOP=(.+)$",
+        output(path, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"),
+        re.MULTILINE,
+    )
     return match[1].strip() if match else ""
 
 
 def output(path: str, *arguments: str) -> str:
-    """Both streams of a command, in English; raises ``OSError`` or ``ValueError`` when it does not run."""
+    """Both streams of a command, in English; raises ``OSError`` or ``ValueError`` when it does not
+    run."""
     import os
     import subprocess
 
@@ -38,28 +48,49 @@ def output(path: str, *arguments: str) -> str:
     try:
         with _fork.postponed():  # a child would hold the pipes open that this waits for
             done = subprocess.run(
-                [path, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=_SECONDS, check=False
+                [path, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=_SECONDS,
+                check=False,
             )
     except subprocess.TimeoutExpired:
         raise ValueError(f"gave no answer within {_SECONDS} s") from None
     text = done.stdout.decode("utf-8", "replace")
     if done.returncode != 0:
-        raise ValueError(f"exits {done.returncode} when asked for its version: {(text.strip().splitlines() or [''])[-1][:200]}")
+        raise ValueError(
+            f"exits {done.returncode} when asked for its version:"
+            f" {(text.strip().splitlines() or [''])[-1][:200]}"
+        )
     return text
 
 
 def read_compiler(text: str) -> tuple[Version, str]:
-    """From ``g++ -v`` or ``clang++ -v``: ``"gcc 12.2.0 (Debian 12.2.0-14+deb12u1) x86_64-linux-gnu"``."""
-    match = re.search(r"^(?P<vendor>.*?)\b(?P<kind>gcc|clang) version (?P<version>[\d.]+)(?P<rest>.*)$", text, re.MULTILINE)
+    """From ``g++ -v`` or ``clang++ -v``: ``"gcc 12.2.0 (Debian 12.2.0-14+deb12u1)
+    x86_64-linux-gnu"``."""
+    match = re.search(
+        r"^(?P<vendor>.*?)\b(?P<kind>gcc|clang) version (?P<version>[\d.]+)(?P<rest>.*)$",
+        text,
+        re.MULTILINE,
+    )
     if match is None:
         raise ValueError("neither GCC nor clang")
     target = re.search(r"^Target: (\S+)", text, re.MULTILINE)
-    words = (match["kind"], match["version"], match["vendor"], match["rest"], target[1] if target else "")
+    words = (
+        match["kind"],
+        match["version"],
+        match["vendor"],
+        match["rest"],
+        target[1] if target else "",
+    )
     return Version.parse(match["version"]), " ".join(" ".join(words).split())
 
 
 def read_nvcc(text: str) -> tuple[Version, str]:
-    """From ``nvcc --version``: version 13.0.88, ``"nvcc 13.0.88 cuda_13.0.r13.0/compiler.36424714_0"``."""
+    """From ``nvcc --version``: version 13.0.88, ``"nvcc 13.0.88
+    cuda_13.0.r13.0/compiler.36424714_0"``."""
     match = re.search(r"release [\d.]+, V([\d.]+)", text)
     if match is None:
         raise ValueError("not nvcc: it names no release")
@@ -73,7 +104,9 @@ def read_hipcc(text: str) -> tuple[Version, str]:
     if match is None:
         raise ValueError("not hipcc: it names no HIP version")
     clang = re.search(r"clang version .*", text)
-    return Version.parse(match[1]), " ".join(f"hipcc {match[1]} {clang[0] if clang else ''}".split())
+    return Version.parse(match[1]), " ".join(
+        f"hipcc {match[1]} {clang[0] if clang else ''}".split()
+    )
 
 
 def read_plain(text: str, kind: str) -> tuple[Version, str]:
@@ -84,7 +117,11 @@ def read_plain(text: str, kind: str) -> tuple[Version, str]:
     return Version.parse(match[0]), f"{kind} {match[0]}"
 
 
-_READERS: dict[str, Callable[[str], tuple[Version, str]]] = {"c++": read_compiler, "nvcc": read_nvcc, "hipcc": read_hipcc}
+_READERS: dict[str, Callable[[str], tuple[Version, str]]] = {
+    "c++": read_compiler,
+    "nvcc": read_nvcc,
+    "hipcc": read_hipcc,
+}
 
 
 def read_text(path: str) -> str:

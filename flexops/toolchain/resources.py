@@ -1,4 +1,5 @@
-"""How many processors and how much memory a build may use: what this process is allowed, not what the machine has."""
+"""How many processors and how much memory a build may use: what this process is allowed, not what
+the machine has."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ _V1_CPU_MOUNTS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 
 
 class Resources(NamedTuple):
-    """What may be used now: processors (at least 1) and bytes of memory that are free (0 where that is not known)."""
+    """What may be used now: processors (at least 1) and bytes of memory that are free (0 where that
+    is not known)."""
 
     cpus: int
     memory_bytes: int
 
 
 def detect(root: str = "", *, affinity: int | None = None) -> Resources:
-    """From the affinity mask, the cgroup's quota and limit (v1 and v2, every level up to the root) and ``MemAvailable``.
+    """From the affinity mask, the cgroup's quota and limit (v1 and v2, every level up to the root)
+    and ``MemAvailable``.
 
     Args:
         root: prefixed to ``/proc`` and ``/sys``; empty on a real machine.
@@ -30,7 +33,10 @@ def detect(root: str = "", *, affinity: int | None = None) -> Resources:
     allowed = affinity or _affinity()
     quota = min(_quotas(root), default=math.inf)
     free = [amount for amount in (_available(root), *_headrooms(root)) if amount is not None]
-    return Resources(max(1, min(allowed, math.ceil(quota) if quota < allowed else allowed)), max(0, min(free, default=0)))
+    return Resources(
+        max(1, min(allowed, math.ceil(quota) if quota < allowed else allowed)),
+        max(0, min(free, default=0)),
+    )
 
 
 def _affinity() -> int:
@@ -51,24 +57,37 @@ def _quotas(root: str) -> Iterator[float]:
         if len(words) == 2 and words[0] != "max":
             yield int(words[0]) / int(words[1])
     for directory in _v1_directories(root, "cpu", _V1_CPU_MOUNTS):
-        quota, period = _number(f"{directory}/cpu.cfs_quota_us"), _number(f"{directory}/cpu.cfs_period_us")
+        quota, period = (
+            _number(f"{directory}/cpu.cfs_quota_us"),
+            _number(f"{directory}/cpu.cfs_period_us"),
+        )
         if quota and period and quota > 0:
             yield quota / period
 
 
 def _headrooms(root: str) -> Iterator[int]:
-    """Memory left below the limit of every cgroup this process is in. Page cache counts as free: it is given up under pressure."""
+    """Memory left below the limit of every cgroup this process is in. Page cache counts as free: it
+    is given up under pressure."""
     for directory in _v2_directories(root):
         yield from _headroom(directory, "memory.max", "memory.current", "inactive_file")
     for directory in _v1_directories(root, "memory", ("memory",)):
-        yield from _headroom(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        yield from _headroom(
+            directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        )
 
 
 def _headroom(directory: str, limit_file: str, usage_file: str, reclaimable: str) -> Iterator[int]:
     limit, usage = _number(f"{directory}/{limit_file}"), _number(f"{directory}/{usage_file}")
     if limit is None or usage is None or limit >= _UNLIMITED:
         return
-    cached = next((int(line.split()[1]) for line in read_text(f"{directory}/memory.stat").splitlines() if line.startswith(f"{reclaimable} ")), 0)
+    cached = next(
+        (
+            int(line.split()[1])
+            for line in read_text(f"{directory}/memory.stat").splitlines()
+            if line.startswith(f"{reclaimable} ")
+        ),
+        0,
+    )
     yield max(0, limit - max(0, usage - cached))
 
 
@@ -80,7 +99,10 @@ def _v2_directories(root: str) -> Iterator[str]:
 
 
 def _v1_directories(root: str, controller: str, mounts: tuple[str, ...]) -> Iterator[str]:
-    path = next((path for controllers, path in _memberships(root) if controller in controllers.split(",")), None)
+    path = next(
+        (path for controllers, path in _memberships(root) if controller in controllers.split(",")),
+        None,
+    )
     if path is not None:
         for mount in mounts:
             yield from _upwards(f"{root}/sys/fs/cgroup/{mount}", path)
@@ -95,7 +117,8 @@ def _memberships(root: str) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(mount: str, path: str) -> Iterator[str]:
-    """The cgroup's directory and all above it. In a container the path may be the host's, of which only the mount itself is seen."""
+    """The cgroup's directory and all above it. In a container the path may be the host's, of which
+    only the mount itself is seen."""
     parts = [part for part in path.split("/") if part and part != ".."]
     for length in range(len(parts), -1, -1):
         yield "/".join([mount, *parts[:length]])

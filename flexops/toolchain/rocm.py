@@ -48,15 +48,36 @@ def read(root: str, context: SearchContext) -> RocmToolkit | Rejected | None:
     """The installation in ``root``; why it is not one; None when there is no trace of one."""
     hipcc = f"{root}/bin/hipcc"
     if not os.path.exists(hipcc):
-        return Rejected("ROCm", Path(root), "ROCM_HOME points here, but there is no bin/hipcc") if root == context.rocm_home else None
+        return (
+            Rejected("ROCm", Path(root), "ROCM_HOME points here, but there is no bin/hipcc")
+            if root == context.rocm_home
+            else None
+        )
     include = f"{root}/include"
-    library = next((path for path in (f"{root}/lib", f"{root}/lib/{context.machine}-linux-gnu") if os.path.exists(f"{path}/libamdhip64.so")), "")
+    library = next(
+        (
+            path
+            for path in (f"{root}/lib", f"{root}/lib/{context.machine}-linux-gnu")
+            if os.path.exists(f"{path}/libamdhip64.so")
+        ),
+        "",
+    )
     has_headers = os.path.exists(f"{include}/hip/hip_runtime.h")
-    lacking = [what for what, there in (("the HIP headers", has_headers), ("libamdhip64.so", library)) if not there]
+    lacking = [
+        what
+        for what, there in (("the HIP headers", has_headers), ("libamdhip64.so", library))
+        if not there
+    ]
     if lacking:
         return Rejected("ROCm", Path(root), f"incomplete: it lacks {' and '.join(lacking)}")
     try:
         version, identity = context.ask("hipcc", hipcc)
     except (OSError, ValueError) as error:
         return Rejected("ROCm", Path(root), f"its hipcc cannot be used: {error}")
-    return RocmToolkit(Path(root), version, Tool(Path(hipcc), version, identity), (Path(include),), (Path(library),))
+    return RocmToolkit(
+        Path(root),
+        version,
+        Tool(Path(hipcc), version, identity),
+        (Path(include),),
+        (Path(library),),
+    )

@@ -1,4 +1,5 @@
-"""Finding the headers and the library of CUDA's runtime without a toolkit: every CUDA torch from a package index brings them, for itself."""
+"""Finding the headers and the library of CUDA's runtime without a toolkit: every CUDA torch from a
+package index brings them, for itself."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _VERSION = re.compile(r"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
 
 
 def find(settings: Settings, torch: TorchBuild) -> CudaToolkit | None:
-    """What host code for CUDA needs, of torch's own major, beside torch; as a toolkit whose nvcc is not there."""
+    """What host code for CUDA needs, of torch's own major, beside torch; as a toolkit whose nvcc is
+    not there."""
     from .discovery import search_context
 
     wanted = Version.parse(torch.cuda or "0").major
@@ -21,13 +23,20 @@ def find(settings: Settings, torch: TorchBuild) -> CudaToolkit | None:
         folders = [f"{site}/nvidia/{name}" for name in _names(f"{site}/nvidia")]
         for folder in folders:
             if found := _read(folder, wanted):
-                others = [f"{one}/include" for one in folders if one != folder and not re.search(r"/cu\d+$", one) and os.path.isdir(f"{one}/include")]
+                others = [
+                    f"{one}/include"
+                    for one in folders
+                    if one != folder
+                    and not re.search(r"/cu\d+$", one)
+                    and os.path.isdir(f"{one}/include")
+                ]
                 return found._replace(include_dirs=(*found.include_dirs, *map(Path, others)))
     return None
 
 
 def complete(cuda: CudaToolkit, settings: Settings, torch: TorchBuild) -> CudaToolkit:
-    """A toolkit with, behind its own headers, those of torch's that it lacks: an index's nvcc has no cusparse.h beside it, which ATen/cuda includes."""
+    """A toolkit with, behind its own headers, those of torch's that it lacks: an index's nvcc has
+    no cusparse.h beside it, which ATen/cuda includes."""
     if any(os.path.exists(path / "cusparse.h") for path in cuda.include_dirs):
         return cuda
     found = find(settings, torch)

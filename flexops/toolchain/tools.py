@@ -13,7 +13,8 @@ LAUNCHERS = ("ccache", "sccache")
 
 
 def _ninja_package(context: SearchContext) -> Iterator[str]:
-    # Older ninja wheels put a Python script into bin/ and the program here (their BIN_DIR); the script costs a Python start.
+    # Older ninja wheels put a Python script into bin/ and the program here (their BIN_DIR); the
+    # script costs a Python start.
     for site in context.site_dirs:
         if os.path.exists(path := f"{site}/ninja/data/bin/ninja"):
             yield path
@@ -35,17 +36,23 @@ NINJA_STEPS: tuple[Step, ...] = (
 
 
 def find_ninja(context: SearchContext) -> Search[Tool]:
-    """The first ninja that runs. The environment's own comes first: it is there even when PATH lacks it."""
+    """The first ninja that runs. The environment's own comes first: it is there even when PATH
+    lacks it."""
     return _first(NINJA_STEPS, context, "ninja")
 
 
 def find_launcher(context: SearchContext) -> Search[Tool]:
-    """The launcher that was asked for, else ccache, else sccache; nothing when asked for ``none``."""
+    """The launcher that was asked for, else ccache, else sccache; nothing when asked for
+    ``none``."""
     wish = context.launcher
     if wish and wish.lower() == "none":
         return Search()
     if wish:
-        step = Step("FLEXOPS_COMPILER_LAUNCHER", f"{wish}, as FLEXOPS_COMPILER_LAUNCHER says", lambda inner: _wished(inner, wish))
+        step = Step(
+            "FLEXOPS_COMPILER_LAUNCHER",
+            f"{wish}, as FLEXOPS_COMPILER_LAUNCHER says",
+            lambda inner: _wished(inner, wish),
+        )
         return _first((step,), context, wish)
     rejected: tuple[Rejected, ...] = ()
     for name in LAUNCHERS:
@@ -59,7 +66,11 @@ def find_launcher(context: SearchContext) -> Search[Tool]:
 def _launcher_steps(name: str) -> tuple[Step, ...]:
     return (
         Step("PATH", f"{name} on PATH", lambda context: context.on_path(name)),
-        Step("environment", "bin/ of the Python or conda environment", lambda context: _in_environment(context, name)),
+        Step(
+            "environment",
+            "bin/ of the Python or conda environment",
+            lambda context: _in_environment(context, name),
+        ),
     )
 
 
@@ -67,8 +78,18 @@ def _wished(context: SearchContext, wish: str) -> Iterator[str]:
     if os.sep in wish:
         yield wish
         return
-    directories = (*context.search_path, *(f"{prefix}/bin" for prefix in (context.prefix, context.conda_prefix) if prefix))
-    yield next((path for path in (f"{directory}/{wish}" for directory in directories) if os.access(path, os.X_OK)), wish)
+    directories = (
+        *context.search_path,
+        *(f"{prefix}/bin" for prefix in (context.prefix, context.conda_prefix) if prefix),
+    )
+    yield next(
+        (
+            path
+            for path in (f"{directory}/{wish}" for directory in directories)
+            if os.access(path, os.X_OK)
+        ),
+        wish,
+    )
 
 
 def _in_environment(context: SearchContext, name: str) -> Iterator[str]:
@@ -78,10 +99,13 @@ def _in_environment(context: SearchContext, name: str) -> Iterator[str]:
 
 
 def _first(steps: tuple[Step, ...], context: SearchContext, kind: str) -> Search[Tool]:
-    """Ask one after the other, and stop at the first that answers: nothing depends on the others."""
+    """Ask one after the other, and stop at the first that answers: nothing depends on the
+    others."""
     rejected: list[Rejected] = []
     for step in steps:
-        search = run((step,), context, lambda path, inner: _read(path, inner, os.path.basename(kind)))
+        search = run(
+            (step,), context, lambda path, inner: _read(path, inner, os.path.basename(kind))
+        )
         rejected += search.rejected
         if search.usable:
             return Search(search.usable[:1], tuple(rejected))

@@ -1,4 +1,5 @@
-"""Dotted versions. A NamedTuple in a module of its own: every warm start imports it, and to define a dataclass takes ten times as long."""
+"""Dotted versions. A NamedTuple in a module of its own: every warm start imports it, and to define
+a dataclass takes ten times as long."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ from typing import NamedTuple
 
 
 class Version(NamedTuple):
-    """A dotted version; compares by its numbers (``Version.parse("13.0") < Version.parse("13.0.2")``)."""
+    """A dotted version; compares by its numbers (``Version.parse("13.0") <
+    Version.parse("13.0.2")``)."""
 
     parts: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """``"12.1.105"``, ``"2.14.1+cu130"`` (the local part is dropped), ``"13.0"``; raises ``ValueError`` if it starts with no number."""
+        """``"12.1.105"``, ``"2.14.1+cu130"`` (the local part is dropped), ``"13.0"``; raises
+        ``ValueError`` if it starts with no number."""
         parts: list[int] = []
         for piece in text.split("+")[0].split("."):
             digits = ""

@@ -1,6 +1,8 @@
-"""zig as a C++ compiler: of the package index, complete in itself, and for any machine and any glibc.
+"""zig as a C++ compiler: of the package index, complete in itself, and for any machine and any
+glibc.
 
-What it makes for the wheel runs with every torch that has the stable ABI, wherever glibc is as old as ``GLIBC`` or newer.
+What it makes for the wheel runs with every torch that has the stable ABI, wherever glibc is as old
+as ``GLIBC`` or newer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def platform_tag(machine: str) -> str:
 
 
 def toolchain_for(chosen: Settings) -> Toolchain:
-    """What makes libraries for ``chosen.wheel`` and any torch with the stable ABI: zig, and the ninja that is here.
+    """What makes libraries for ``chosen.wheel`` and any torch with the stable ABI: zig, and the
+    ninja that is here.
 
     Raises:
         ToolchainError: there is no ziglang in this environment.
@@ -40,10 +43,15 @@ def toolchain_for(chosen: Settings) -> Toolchain:
     found = importlib.util.find_spec("ziglang")
     if found is None or not found.origin:
         raise ToolchainError(
-            "FLEXOPS_WHEEL compiles with zig, which is not installed", found="no package ziglang", required=REQUIREMENT, fix=f"pip install {REQUIREMENT}"
+            "FLEXOPS_WHEEL compiles with zig, which is not installed",
+            found="no package ziglang",
+            required=REQUIREMENT,
+            fix=f"pip install {REQUIREMENT}",
         )
     path = Path(found.origin).with_name("zig")
     version, identity = probe.read_plain(f"zig {probe.output(str(path), 'version')}", "zig")
     target = f"{chosen.wheel}-linux-gnu.{GLIBC}"
     host = HostCompiler(path, version, f"{identity} {target}", "zig", target)
-    return discovery.discover(chosen, device="cpu")._replace(torch=TORCH, host=host, launcher=None, machine=chosen.wheel)
+    return discovery.discover(chosen, device="cpu")._replace(
+        torch=TORCH, host=host, launcher=None, machine=chosen.wheel
+    )

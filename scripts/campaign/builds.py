@@ -1,6 +1,8 @@
-"""The parts that build something small over and over: kills, crowds, flips, disks, forged caches, forks and clocks.
+"""The parts that build something small over and over: kills, crowds, flips, disks, forged caches,
+forks and clocks.
 
-A build is one compile and one link of two lines of C++, whose ``answer()`` is a number of the round's own: an old library, or a torn one, gives itself away.
+A build is one compile and one link of two lines of C++, whose ``answer()`` is a number of the
+round's own: an old library, or a torn one, gives itself away.
 """
 
 from __future__ import annotations
@@ -41,21 +43,26 @@ def plan_of(folder: Path, number: int) -> BuildPlan:
 
 
 def obtain(plan: BuildPlan, cache: BuildCache) -> int:
-    """What the library says that flexops gives for a plan; in a child, because a process opens a path once."""
+    """What the library says that flexops gives for a plan; in a child, because a process opens a
+    path once."""
     entry = building.obtain([plan], cache)[0].require()
     return int(ctypes.CDLL(str(entry.library)).answer())
 
 
 def expect(said: dict[str, Any], number: int, *, errors: bool = False, died: bool = False) -> None:
-    """Raise ``Fault`` unless that was the answer, or (if allowed) an error of flexops or a violent end."""
+    """Raise ``Fault`` unless that was the answer, or (if allowed) an error of flexops or a violent
+    end."""
     if said.get("value") == number or (died and "killed" in said):
         return
     if errors and said.get("kind") in _WRITTEN_BY_FLEXOPS:
         return
-    raise Fault("foreign code" if said.get("value") == FOREIGN else "wrong result", f"{said} instead of {number}")
+    raise Fault(
+        "foreign code" if said.get("value") == FOREIGN else "wrong result",
+        f"{said} instead of {number}",
+    )
 
 
-# ---- kills ------------------------------------------------------------------------------------------------------------------------------------
+# ---- kills ---------------------------------------------------------------------------------------
 
 
 def kills(world: World) -> None:
@@ -64,7 +71,10 @@ def kills(world: World) -> None:
     usual = min(_time_of_one(world, cache, -number) for number in range(1, 4))
     for number in world.each():
         how = _KILLS[number % len(_KILLS)]
-        world.guarded(lambda number=number, how=how: _kill_one(world, cache, number + 2, how, usual), f"round {number}, {how}")  # type: ignore[misc]
+        world.guarded(
+            lambda number=number, how=how: _kill_one(world, cache, number + 2, how, usual),
+            f"round {number}, {how}",
+        )  # type: ignore[misc]
 
 
 def _time_of_one(world: World, cache: BuildCache, number: int) -> float:
@@ -135,11 +145,12 @@ def _crowd_one(world: World, number: int) -> None:
         raise faults[0]
 
 
-# ---- bits -------------------------------------------------------------------------------------------------------------------------------------
+# ---- bits ----------------------------------------------------------------------------------------
 
 
 def flips(world: World) -> None:
-    """One bit of one file that flexops reads is flipped; what is got afterwards is right, or built again."""
+    """One bit of one file that flexops reads is flipped; what is got afterwards is right, or built
+    again."""
     plan = plan_of(world.folder / "tiny", 7)
     pristine = world.folder / "pristine"
     expect(run(lambda: obtain(plan, BuildCache(pristine))), 7)
@@ -151,7 +162,9 @@ def flips(world: World) -> None:
 
 
 def _tools(root: Path) -> str:
-    chosen = settings.Settings.from_environ({"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(root)})
+    chosen = settings.Settings.from_environ(
+        {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(root)}
+    )
     toolchain.memo.for_cache_dir.cache_clear()
     return str(toolchain.discover(chosen, device="cpu"))
 
@@ -161,9 +174,12 @@ def _flip_one(world: World, plan: BuildPlan, pristine: Path, tools: str) -> None
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(pristine, root)
     files = {
-        "library": next(root.glob("*/*/*.so")), "manifest": next(root.glob("*/*/manifest.json")), "headers": next(root.glob("*/*.headers.json")),
-        "tools": root / "tools.json", "archive": root / "cache.tar.gz",
-    }  # fmt: skip
+        "library": next(root.glob("*/*/*.so")),
+        "manifest": next(root.glob("*/*/manifest.json")),
+        "headers": next(root.glob("*/*.headers.json")),
+        "tools": root / "tools.json",
+        "archive": root / "cache.tar.gz",
+    }
     which = world.dice.choice(sorted(files))
     path = files[which]
     content = bytearray(path.read_bytes())
@@ -180,7 +196,10 @@ def _flip_one(world: World, plan: BuildPlan, pristine: Path, tools: str) -> None
     else:
         before = next(root.glob("*/*/*.so")).stat().st_ino
         expect(run(lambda: obtain(plan, BuildCache(root))), 7)
-        world.tally.count(f"{which}: {'as it was' if next(root.glob('tiny-cpu/*/*.so')).stat().st_ino == before else 'built again'}")
+        world.tally.count(
+            f"{which}:"
+            f" {'as it was' if next(root.glob('tiny-cpu/*/*.so')).stat().st_ino == before else 'built again'}"
+        )
 
 
 def _imported(plan: BuildPlan, root: Path, archive: Path) -> int:
@@ -194,13 +213,18 @@ def _imported(plan: BuildPlan, root: Path, archive: Path) -> int:
     return int(ctypes.CDLL(str(verified.library)).answer()) if verified else -1
 
 
-# ---- disks ------------------------------------------------------------------------------------------------------------------------------------
+# ---- disks ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def mounted(place: Path, options: str) -> Iterator[Path]:
     place.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(place)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise Unavailable(f"no file system can be mounted here: {done.stderr.strip()}")
     try:
@@ -210,20 +234,30 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
 
 
 def disks(world: World) -> None:
-    """A disk that is full, read-only or mounted noexec, or a directory of somebody else's: done, or said; and right once that has ended."""
+    """A disk that is full, read-only or mounted noexec, or a directory of somebody else's: done, or
+    said; and right once that has ended."""
     with mounted(world.folder / "disk", "size=1m") as disk:
         for number in world.each():
             how = ("full", "read-only", "noexec", "foreign")[number % 4]
-            world.guarded(lambda number=number, how=how: _disk_one(world, disk, number + 1, how), f"round {number}, {how}")  # type: ignore[misc]
+            world.guarded(
+                lambda number=number, how=how: _disk_one(world, disk, number + 1, how),
+                f"round {number}, {how}",
+            )  # type: ignore[misc]
 
 
 def _disk_one(world: World, disk: Path, number: int, how: str) -> None:
-    plan, cache, filler = plan_of(world.folder / "tiny", number), BuildCache(disk / "cache"), disk / "filler"
+    plan, cache, filler = (
+        plan_of(world.folder / "tiny", number),
+        BuildCache(disk / "cache"),
+        disk / "filler",
+    )
     cache.root.mkdir()
     try:
         if how == "full":
             room = os.statvfs(disk)
-            filler.write_bytes(b"x" * (room.f_bavail * room.f_frsize - world.dice.randrange(64 * 1024)))
+            filler.write_bytes(
+                b"x" * (room.f_bavail * room.f_frsize - world.dice.randrange(64 * 1024))
+            )
         elif how == "foreign":
             os.chown(cache.root, ATTACKER, ATTACKER)
         else:
@@ -260,7 +294,7 @@ def _obtain_or_noexec(plan: BuildPlan, cache: BuildCache) -> int:
         raise
 
 
-# ---- other users ------------------------------------------------------------------------------------------------------------------------------
+# ---- other users ---------------------------------------------------------------------------------
 
 
 def forged(world: World) -> None:
@@ -269,11 +303,18 @@ def forged(world: World) -> None:
         raise Unavailable("only root can become two other users")
     world.folder.chmod(0o755)
     compiler = shutil.which("g++") or "g++"
-    evil = tiny_plan(world.folder / "evil", header=f"inline int answer_of_header() {{ return {FOREIGN}; }}\n", compiler=compiler)
+    evil = tiny_plan(
+        world.folder / "evil",
+        header=f"inline int answer_of_header() {{ return {FOREIGN}; }}\n",
+        compiler=compiler,
+    )
     (library,) = [building.obtain([evil], BuildCache(world.folder / "made"))[0].require().library]
     for number in world.each():
         way = _FORGERIES[number % len(_FORGERIES)]
-        world.guarded(lambda number=number, way=way: _forge_one(world, number + 1, way, library.read_bytes()), f"round {number}, {way}")  # type: ignore[misc]
+        world.guarded(
+            lambda number=number, way=way: _forge_one(world, number + 1, way, library.read_bytes()),
+            f"round {number}, {way}",
+        )  # type: ignore[misc]
 
 
 _FORGERIES = (
@@ -320,7 +361,9 @@ def _forge_one(world: World, number: int, way: str, evil: bytes) -> None:
         root.parent.chmod(0o777)
     else:
         os.chown(root.parent, ATTACKER, ATTACKER)
-    world.tally.count(f"{way}: {run(lambda: _forge(plan, root, evil, way), user=ATTACKER).get('value')}")
+    world.tally.count(
+        f"{way}: {run(lambda: _forge(plan, root, evil, way), user=ATTACKER).get('value')}"
+    )
     if way == "open root, closed later":
         root.chmod(0o755)
     if way == "theirs in its place":
@@ -330,7 +373,8 @@ def _forge_one(world: World, number: int, way: str, evil: bytes) -> None:
 
 
 def _forge(plan: BuildPlan, root: Path, evil: bytes, way: str) -> str:
-    """As the attacker: the whole of a valid entry for the victim's very plan, wherever that can be put."""
+    """As the attacker: the whole of a valid entry for the victim's very plan, wherever that can be
+    put."""
     os.umask(0)
     theirs = Path(f"/tmp/flexops-campaign-forged-{os.getpid()}")
     made = made_up_entry(BuildCache(theirs), plan, evil)
@@ -361,11 +405,12 @@ def _replace(source: Path, target: Path) -> None:
     os.replace(draft, target)
 
 
-# ---- forks and clocks -------------------------------------------------------------------------------------------------------------------------
+# ---- forks and clocks ----------------------------------------------------------------------------
 
 
 def forks(world: World) -> None:
-    """A process forks at a random moment while a thread of it compiles what the child asks for, too."""
+    """A process forks at a random moment while a thread of it compiles what the child asks for,
+    too."""
     cache = BuildCache(world.folder / "cache")
     for number in world.each():
         world.guarded(lambda number=number: _fork_one(world, cache, number + 1), f"round {number}")  # type: ignore[misc]
@@ -383,7 +428,13 @@ def _fork_one(world: World, cache: BuildCache, number: int) -> None:
 
     def asked() -> int:
         loader.ensure("adam", "cpu")
-        return int(next(status.reason for status in loader.status() if (status.op, status.device) == ("adam", "cpu")))
+        return int(
+            next(
+                status.reason
+                for status in loader.status()
+                if (status.op, status.device) == ("adam", "cpu")
+            )
+        )
 
     def work() -> int:
         loader._resolve = resolve
@@ -417,10 +468,13 @@ def _fork_one(world: World, cache: BuildCache, number: int) -> None:
 
 
 def clocks(world: World) -> None:
-    """Files of the cache and sources carry any date at all, as after a clock was wrong or a copy kept its own."""
+    """Files of the cache and sources carry any date at all, as after a clock was wrong or a copy
+    kept its own."""
     folder, cache = world.folder / "tiny", BuildCache(world.folder / "cache")
     for number in world.each():
-        world.guarded(lambda number=number: _clock_one(world, folder, cache, number + 1), f"round {number}")  # type: ignore[misc]
+        world.guarded(
+            lambda number=number: _clock_one(world, folder, cache, number + 1), f"round {number}"
+        )  # type: ignore[misc]
 
 
 def _clock_one(world: World, folder: Path, cache: BuildCache, number: int) -> None:
@@ -437,7 +491,8 @@ def _clock_one(world: World, folder: Path, cache: BuildCache, number: int) -> No
     )
     _age(world, folder, cache)
     said = run(lambda: obtain(plan, cache))
-    if "changed while" in said.get("error", ""):  # a date within the build: said, and right at the next try
+    # a date within the build: said, and right at the next try
+    if "changed while" in said.get("error", ""):
         said = run(lambda: obtain(plan, cache))
     expect(said, number)
     _age(world, folder, cache)
@@ -448,7 +503,17 @@ def _clock_one(world: World, folder: Path, cache: BuildCache, number: int) -> No
 def _age(world: World, folder: Path, cache: BuildCache) -> None:
     paths = [path for root in (folder, cache.root) for path in root.rglob("*")]
     for path in world.dice.sample(paths, min(len(paths), 6)):
-        moment = world.dice.choice([0, 1, time.time() - 3600, time.time() - 1, time.time() + 3600, time.time() + 3e8, 2**32])
+        moment = world.dice.choice(
+            [
+                0,
+                1,
+                time.time() - 3600,
+                time.time() - 1,
+                time.time() + 3600,
+                time.time() + 3e8,
+                2**32,
+            ]
+        )
         os.utime(path, (moment, moment))
 
 
@@ -459,7 +524,8 @@ _SWAPS = ("cp -p", "mv", "mv of the folder", "a date in the future", "there and 
 
 
 def headers(world: World) -> None:
-    """A header is replaced at a random moment of its compile; what is built next answers as it says.
+    """A header is replaced at a random moment of its compile; what is built next answers as it
+    says.
     """
     cache = BuildCache(world.folder / "cache", max_bytes=2**20)
     usual = min(_time_of_one(world, cache, -number) for number in range(1, 4))
@@ -519,7 +585,13 @@ def _swap(how: str, include: Path, after: Path, pause: float) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[World], None], float]] = {
-    "kills": (kills, 1), "crowd": (crowd, 0.02), "flips": (flips, 1), "disks": (disks, 0.1), "forged": (forged, 0.1), "fork": (forks, 0.2),
-    "clocks": (clocks, 0.2), "headers": (headers, 0.2),
-}  # fmt: skip
+    "kills": (kills, 1),
+    "crowd": (crowd, 0.02),
+    "flips": (flips, 1),
+    "disks": (disks, 0.1),
+    "forged": (forged, 0.1),
+    "fork": (forks, 0.2),
+    "clocks": (clocks, 0.2),
+    "headers": (headers, 0.2),
+}
 """Each part, and how many of its rounds there are to one kill."""

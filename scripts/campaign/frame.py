@@ -1,4 +1,5 @@
-"""What every part of the fault campaign needs: work in a child that may die, and a judgement of what came of it."""
+"""What every part of the fault campaign needs: work in a child that may die, and a judgement of
+what came of it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,15 @@ class Tally:
     def as_dict(self) -> dict[str, Any]:
         counts = {kind: sum(fault.kind == kind for fault in self.faults) for kind in KINDS}
         told = [str(fault) for fault in self.faults]
-        return {"name": self.name, "rounds": self.rounds, **counts, "seconds": round(self.seconds, 1), "skipped": self.skipped, "seen": self.seen, "told": told}
+        return {
+            "name": self.name,
+            "rounds": self.rounds,
+            **counts,
+            "seconds": round(self.seconds, 1),
+            "skipped": self.skipped,
+            "seen": self.seen,
+            "told": told,
+        }
 
 
 @dataclass
@@ -79,7 +88,9 @@ class World:
         except Unavailable:
             raise
         except Exception:  # of the campaign itself: one round less is no reason to lose the others, but it must be seen
-            self.tally.faults.append(Fault("traceback", f"{what}, in the campaign: {traceback.format_exc()}"))
+            self.tally.faults.append(
+                Fault("traceback", f"{what}, in the campaign: {traceback.format_exc()}")
+            )
 
 
 @dataclass
@@ -91,7 +102,8 @@ class Child:
     deadline: float
 
     def wait(self) -> dict[str, Any]:
-        """What it said; ``{"killed": N}`` if a signal ended it. Raises ``Fault`` if it hangs or raised what nobody promised."""
+        """What it said; ``{"killed": N}`` if a signal ended it. Raises ``Fault`` if it hangs or
+        raised what nobody promised."""
         try:
             return self._said(self._ended())
         finally:
@@ -121,7 +133,8 @@ class Child:
 
 
 def start(work: Callable[[], Any], *, user: int = 0, memory: int = 0) -> Child:
-    """Run ``work`` in a child of fork, in a session of its own; its answer is what it returns, or the error of flexops that it raised."""
+    """Run ``work`` in a child of fork, in a session of its own; its answer is what it returns, or
+    the error of flexops that it raised."""
     handle, name = tempfile.mkstemp(prefix="flexops-campaign-answer-")
     os.close(handle)
     pid = os.fork()
@@ -161,7 +174,8 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they did; without those that end meanwhile."""
+    """The processes that a process started, and those that they did; without those that end
+    meanwhile."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -179,7 +193,8 @@ def program(pid: int) -> str:
 
 
 def kill(pid: int) -> bool:
-    """Whether it was there to be killed. Only for processes below one that this campaign started."""
+    """Whether it was there to be killed. Only for processes below one that this campaign
+    started."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,5 @@
-"""The parts about what flexops reads: texts of every kind that a person or a damaged disk may hand it, and archives made to do harm."""
+"""The parts about what flexops reads: texts of every kind that a person or a damaged disk may hand
+it, and archives made to do harm."""
 
 from __future__ import annotations
 
@@ -24,25 +25,120 @@ from .frame import Fault, World, run
 _BATCH = 2000
 _MEMORY = 3 * 2**30
 _SCRAPS = (
-    "", " ", ";", ",", "+PTX", "a", "f", "sm_", "compute_", "9.0", "13.0", "native", "all", "Hopper", "gfx90a", "gfx", "2.14", "3..4", "k", "G", "TB", "iB",
-    "\0", "\n", "\x1b[2J", "²", "١", "½", "\u2028", "\ud800", "é", "~", "~nouser", "/", "..", "-", "--", "$", "`", "'", '"', "\\", "%s", ":", "0", "-1",
-    "1e999", "NaN", "Infinity", "9" * 400, "1" * 5000, "x" * 3000, "[" * 3000, '{"a":' * 3000, "true", "null", "[]", "{}",
-)  # fmt: skip
+    "",
+    " ",
+    ";",
+    ",",
+    "+PTX",
+    "a",
+    "f",
+    "sm_",
+    "compute_",
+    "9.0",
+    "13.0",
+    "native",
+    "all",
+    "Hopper",
+    "gfx90a",
+    "gfx",
+    "2.14",
+    "3..4",
+    "k",
+    "G",
+    "TB",
+    "iB",
+    "\0",
+    "\n",
+    "\x1b[2J",
+    "²",
+    "١",
+    "½",
+    "\u2028",
+    "\ud800",
+    "é",
+    "~",
+    "~nouser",
+    "/",
+    "..",
+    "-",
+    "--",
+    "$",
+    "`",
+    "'",
+    '"',
+    "\\",
+    "%s",
+    ":",
+    "0",
+    "-1",
+    "1e999",
+    "NaN",
+    "Infinity",
+    "9" * 400,
+    "1" * 5000,
+    "x" * 3000,
+    "[" * 3000,
+    '{"a":' * 3000,
+    "true",
+    "null",
+    "[]",
+    "{}",
+)
 _VARIABLES = (
-    "FLEXOPS_CACHE_DIR", "FLEXOPS_CACHE_MAX_SIZE", "FLEXOPS_CACHE_SHARED", "FLEXOPS_FALLBACK", "FLEXOPS_JIT", "FLEXOPS_LOG", "FLEXOPS_AOT",
-    "FLEXOPS_AOT_DEVICES", "FLEXOPS_AOT_DIR",
-    "FLEXOPS_PCH", "FLEXOPS_CPU_ISA", "FLEXOPS_COMPILER_LAUNCHER", "FLEXOPS_CACHE_SIGNING_KEY", "FLEXOPS_CACHE_TRUSTED_KEYS", "FLEXOPS_COMPILE_TIMEOUT",
-    "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "MAX_JOBS", "NVCC_THREADS", "CUDA_HOME", "ROCM_HOME", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX", "CC",
-    "PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "CONDA_PREFIX",
-)  # fmt: skip
+    "FLEXOPS_CACHE_DIR",
+    "FLEXOPS_CACHE_MAX_SIZE",
+    "FLEXOPS_CACHE_SHARED",
+    "FLEXOPS_FALLBACK",
+    "FLEXOPS_JIT",
+    "FLEXOPS_LOG",
+    "FLEXOPS_AOT",
+    "FLEXOPS_AOT_DEVICES",
+    "FLEXOPS_AOT_DIR",
+    "FLEXOPS_PCH",
+    "FLEXOPS_CPU_ISA",
+    "FLEXOPS_COMPILER_LAUNCHER",
+    "FLEXOPS_CACHE_SIGNING_KEY",
+    "FLEXOPS_CACHE_TRUSTED_KEYS",
+    "FLEXOPS_COMPILE_TIMEOUT",
+    "TORCH_CUDA_ARCH_LIST",
+    "PYTORCH_ROCM_ARCH",
+    "MAX_JOBS",
+    "NVCC_THREADS",
+    "CUDA_HOME",
+    "ROCM_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "XDG_CACHE_HOME",
+    "CXX",
+    "CC",
+    "PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+)
 _MANIFEST = Manifest(
-    name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, crc32="0" * 8, torch_abi="stable-2.11", cuda_version="13.0",
-    architectures=("8.0", "9.0+PTX"), isa_levels=("avx2",), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"},
-)  # fmt: skip
+    name="adam-cuda",
+    key="k" * 40,
+    base="b" * 40,
+    device="cuda",
+    library="lib.so",
+    size=3,
+    crc32="0" * 8,
+    torch_abi="stable-2.11",
+    cuda_version="13.0",
+    architectures=("8.0", "9.0+PTX"),
+    isa_levels=("avx2",),
+    glibc="2.14",
+    glibcxx="3.4.21",
+    files={"<csrc>/a.cu": "1"},
+)
 
 
 def _architectures(text: str, dice: random.Random) -> None:
-    found = parse_arch_list(text, native=lambda: (ComputeCapability(9, 0),), supported=(ComputeCapability(9, 0), ComputeCapability(12, 0)))
+    found = parse_arch_list(
+        text,
+        native=lambda: (ComputeCapability(9, 0),),
+        supported=(ComputeCapability(9, 0), ComputeCapability(12, 0)),
+    )
     if parse_arch_list(";".join(map(str, found))) != found:
         raise Fault("wrong result", f"{found} is not read back")
     runs_on(found, ComputeCapability(dice.randrange(8, 13), 0))
@@ -54,7 +150,9 @@ def _size(text: str, _: random.Random) -> None:
 
 
 def _settings(text: str, dice: random.Random) -> None:
-    settings.Settings.from_environ({dice.choice(_VARIABLES): text, dice.choice(_VARIABLES): text[::-1]})
+    settings.Settings.from_environ(
+        {dice.choice(_VARIABLES): text, dice.choice(_VARIABLES): text[::-1]}
+    )
 
 
 def _manifest(text: str, _: random.Random) -> None:
@@ -62,7 +160,8 @@ def _manifest(text: str, _: random.Random) -> None:
     if not told.is_damaged():
         judge(told, TORCH)
         runs_on(told.architectures, ComputeCapability(9, 0))
-        if Manifest.from_json(told.to_json())._replace(own_crc32=told.own_crc32) != told:  # which an older one does not say
+        # which an older one does not say
+        if Manifest.from_json(told.to_json())._replace(own_crc32=told.own_crc32) != told:
             raise Fault("wrong result", "a manifest is not read back")
 
 
@@ -70,24 +169,37 @@ def _document(text: str, _: random.Random) -> None:
     json.dumps(_json.parse(text))
 
 
-READERS: dict[str, tuple[Callable[[str, random.Random], None], tuple[str, ...], tuple[type[Exception], ...]]] = {
-    "architecture lists": (_architectures, ("8.0;8.6;9.0a;12.0+PTX", "sm_90 compute_90", "native", "all-major", "Hopper;Ada"), (FlexopsError,)),
+READERS: dict[
+    str, tuple[Callable[[str, random.Random], None], tuple[str, ...], tuple[type[Exception], ...]]
+] = {
+    "architecture lists": (
+        _architectures,
+        ("8.0;8.6;9.0a;12.0+PTX", "sm_90 compute_90", "native", "all-major", "Hopper;Ada"),
+        (FlexopsError,),
+    ),
     "sizes": (_size, ("5G", "500M", "1048576", "1.5 GiB"), (FlexopsError,)),
     "settings": (_settings, ("warn", "1", "cpu,cuda", "4", "/opt/cache", "8.0"), (FlexopsError,)),
     "manifests": (_manifest, (_MANIFEST.to_json(),), (ValueError,)),
-    "other JSON": (_document, ('{"schema": 1, "tables": {"a": {"b": [1, 2, 3, {"c": null}]}}}', '{"<csrc>/a.h": "0"}'), (ValueError,)),
+    "other JSON": (
+        _document,
+        ('{"schema": 1, "tables": {"a": {"b": [1, 2, 3, {"c": null}]}}}', '{"<csrc>/a.h": "0"}'),
+        (ValueError,),
+    ),
 }
 """Each kind of text: what reads it, what good ones look like, and what it may raise."""
 
 
 def texts(world: World) -> None:
-    """Texts made of good ones, cut, joined, repeated and interspersed with what has surprised parsers before."""
+    """Texts made of good ones, cut, joined, repeated and interspersed with what has surprised
+    parsers before."""
     names = sorted(READERS)
     for start in range(0, world.rounds, _BATCH):
         name, seed = names[start // _BATCH % len(names)], world.dice.random()
         count = min(_BATCH, world.rounds - start)
         world.tally.rounds += count
-        world.guarded(lambda name=name, seed=seed, count=count: _batch(world, name, seed, count), name)  # type: ignore[misc]
+        world.guarded(
+            lambda name=name, seed=seed, count=count: _batch(world, name, seed, count), name
+        )  # type: ignore[misc]
 
 
 def _batch(world: World, name: str, seed: float, count: int) -> None:
@@ -115,7 +227,9 @@ def _batch(world: World, name: str, seed: float, count: int) -> None:
     if len(told) == 2:
         raise Fault(str(told[0]), str(told[1]))
     world.tally.seen[f"{name}: accepted"] = world.tally.seen.get(f"{name}: accepted", 0) + told[0]
-    world.tally.seen[f"{name}: refused"] = world.tally.seen.get(f"{name}: refused", 0) + count - told[0]
+    world.tally.seen[f"{name}: refused"] = (
+        world.tally.seen.get(f"{name}: refused", 0) + count - told[0]
+    )
 
 
 def mutated(dice: random.Random, text: str) -> str:
@@ -133,15 +247,20 @@ def mutated(dice: random.Random, text: str) -> str:
         elif how == 4:
             text = text[:to] + text[at:to] * dice.randrange(3) + text[to:]
         else:
-            text = text[:at] + chr(dice.choice((dice.randrange(128), dice.randrange(0x110000)))) + text[at:]
+            text = (
+                text[:at]
+                + chr(dice.choice((dice.randrange(128), dice.randrange(0x110000))))
+                + text[at:]
+            )
     return text
 
 
-# ---- archives ---------------------------------------------------------------------------------------------------------------------------------
+# ---- archives ------------------------------------------------------------------------------------
 
 
 def archives(world: World) -> None:
-    """Archives with hostile members, and good ones with hostile bytes: refused, or whole; nothing is written elsewhere, nothing takes long or much."""
+    """Archives with hostile members, and good ones with hostile bytes: refused, or whole; nothing
+    is written elsewhere, nothing takes long or much."""
     plan = tiny_plan(world.folder / "tiny")
     made_up_entry(BuildCache(world.folder / "cache"), plan, b"library" * 1000)
     cache_archive.export(BuildCache(world.folder / "cache"), world.folder / "good.tar.gz")
@@ -163,9 +282,21 @@ def _archive_one(world: World, good: bytes, before: set[str]) -> None:
         content = bytearray(good)
         for _ in range(world.dice.randrange(1, 20)):
             content[world.dice.randrange(len(content))] = world.dice.randrange(256)
-        archive.write_bytes(gzip.compress(bytes(content[: world.dice.choice((len(content), world.dice.randrange(len(content))))]), 1))
+        archive.write_bytes(
+            gzip.compress(
+                bytes(
+                    content[: world.dice.choice((len(content), world.dice.randrange(len(content))))]
+                ),
+                1,
+            )
+        )
     began = time.monotonic()
-    said = run(lambda: len(cache_archive.import_archive(BuildCache(inside / "cache", max_bytes=2**28), archive)), memory=_MEMORY)
+    said = run(
+        lambda: len(
+            cache_archive.import_archive(BuildCache(inside / "cache", max_bytes=2**28), archive)
+        ),
+        memory=_MEMORY,
+    )
     if said.get("kind") != CacheError.__name__ and "value" not in said:
         raise Fault("traceback", f"{name}: {said}")
     if time.monotonic() - began > 30:
@@ -191,20 +322,46 @@ def _member(name: str, content: bytes = b"x", **fields: object) -> bytes:
 
 
 _MEMBERS: dict[str, Callable[[random.Random], bytes]] = {
-    "a path outside": lambda dice: _member(dice.choice(("../evil", "a/../../evil", "/tmp/flexops-campaign-evil", "a/k/../../../evil"))),
-    "a link": lambda dice: _member("a/k/lib.so", b"", type=dice.choice((tarfile.SYMTYPE, tarfile.LNKTYPE)), linkname="/etc/passwd"),
-    "a device": lambda dice: _member("a/k/lib.so", b"", type=dice.choice((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)), devmajor=1, devminor=5),
-    "a name with control characters": lambda dice: _member(f"a/k/li{chr(dice.randrange(1, 32))}b.so"),
+    "a path outside": lambda dice: _member(
+        dice.choice(("../evil", "a/../../evil", "/tmp/flexops-campaign-evil", "a/k/../../../evil"))
+    ),
+    "a link": lambda dice: _member(
+        "a/k/lib.so",
+        b"",
+        type=dice.choice((tarfile.SYMTYPE, tarfile.LNKTYPE)),
+        linkname="/etc/passwd",
+    ),
+    "a device": lambda dice: _member(
+        "a/k/lib.so",
+        b"",
+        type=dice.choice((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)),
+        devmajor=1,
+        devminor=5,
+    ),
+    "a name with control characters": lambda dice: _member(
+        f"a/k/li{chr(dice.randrange(1, 32))}b.so"
+    ),
     "a name not in UTF-8": lambda _: _member("a/k/lib.so").replace(b"lib.so", b"li\xff.so"),
-    "a size beyond the end": lambda dice: _member("a/k/lib.so", b"", size=2 ** dice.randrange(10, 60)),
+    "a size beyond the end": lambda dice: _member(
+        "a/k/lib.so", b"", size=2 ** dice.randrange(10, 60)
+    ),
     "a sparse file": lambda _: _member("a/k/lib.so", b"", type=tarfile.GNUTYPE_SPARSE),
-    "a long header": lambda _: _member("././@LongLink", bytes(2**22), type=tarfile.GNUTYPE_LONGNAME),
-    "an extended header": lambda _: _member("x", b"30 path=" + b"a" * 21 + b"\n", type=tarfile.XHDTYPE),
+    "a long header": lambda _: _member(
+        "././@LongLink", bytes(2**22), type=tarfile.GNUTYPE_LONGNAME
+    ),
+    "an extended header": lambda _: _member(
+        "x", b"30 path=" + b"a" * 21 + b"\n", type=tarfile.XHDTYPE
+    ),
     "zeros that take room": lambda _: _member("a/k/lib.so", bytes(2**25)),
-    "many files": lambda _: b"".join(_member(f"a/k/{number}")[:1024] for number in range(3000)) + bytes(1024),
+    "many files": lambda _: (
+        b"".join(_member(f"a/k/{number}")[:1024] for number in range(3000)) + bytes(1024)
+    ),
     "deep JSON for a manifest": lambda _: _member("a/k/manifest.json", b"[" * 100_000),
     "noise": lambda dice: dice.randbytes(dice.randrange(5000)),
 }
 
-PARTS: dict[str, tuple[Callable[[World], None], float]] = {"texts": (texts, 1000), "archives": (archives, 0.5)}
+PARTS: dict[str, tuple[Callable[[World], None], float]] = {
+    "texts": (texts, 1000),
+    "archives": (archives, 0.5),
+}
 """Each part, and how many of its rounds there are to one kill."""

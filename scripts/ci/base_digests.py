@@ -43,7 +43,7 @@ def registry(image: str) -> str:
     if done.returncode or not _DIGEST.fullmatch(digest):
         sys.exit(
             f"{image}: no digest\n  found: {(done.stderr or digest).strip()}\n"
-            f"  fix: docker login, or a network that reaches the registry"
+            "  fix: docker login, or a network that reaches the registry"
         )
     return digest
 

@@ -1,4 +1,5 @@
-"""The images' jobs, from the matrix of targets, as GitHub's outputs: ``builds`` (row, machine, runner) and ``rows``."""
+"""The images' jobs, from the matrix of targets, as GitHub's outputs: ``builds`` (row, machine,
+runner) and ``rows``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ RUNNERS = {"x86_64": "ubuntu-24.04", "aarch64": "ubuntu-24.04-arm"}
 
 
 def builds() -> list[dict[str, str]]:
-    return [{"row": target.id, "machine": machine, "runner": RUNNERS[machine]} for target in targets.load().targets for machine in target.machines]
+    return [
+        {"row": target.id, "machine": machine, "runner": RUNNERS[machine]}
+        for target in targets.load().targets
+        for machine in target.machines
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Exit 0 if this Python's environment holds the pins, and flexops-torch as an editable install of that checkout: ROOT [NAME==VERSION]...
+"""Exit 0 if this Python's environment holds the pins, and flexops-torch as an editable install of
+that checkout: ROOT [NAME==VERSION]...
 
-A distribution called flexops must not be there: it is another project's, or this checkout's own from before it was called flexops-torch.
+A distribution called flexops must not be there: it is another project's, or this checkout's own
+from before it was called flexops-torch.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ def is_editable(name: str, root: str) -> bool:
         origin = json.loads(distribution(name).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
         return False
-    return bool(origin.get("dir_info", {}).get("editable")) and origin.get("url") == f"file://{root}"
+    return (
+        bool(origin.get("dir_info", {}).get("editable")) and origin.get("url") == f"file://{root}"
+    )
 
 
 def namesake(root: str) -> str:
-    """``ours``: this checkout's, under its former name; ``other VERSION``: another project's; empty: no distribution is called flexops."""
+    """``ours``: this checkout's, under its former name; ``other VERSION``: another project's;
+    empty: no distribution is called flexops."""
     try:
         return "ours" if is_editable(FORMER_NAME, root) else f"other {version(FORMER_NAME)}"
     except PackageNotFoundError:
@@ -47,8 +52,12 @@ def namesake(root: str) -> str:
 
 
 def half_installed(site: Path) -> list[Path]:
-    """What pip left when it was stopped: it writes RECORD last, and renames what it replaces to ``~name`` until it is done."""
-    return [*(info for info in site.glob("*.dist-info") if not (info / "RECORD").exists()), *site.glob("~*")]
+    """What pip left when it was stopped: it writes RECORD last, and renames what it replaces to
+    ``~name`` until it is done."""
+    return [
+        *(info for info in site.glob("*.dist-info") if not (info / "RECORD").exists()),
+        *site.glob("~*"),
+    ]
 
 
 if __name__ == "__main__":
@@ -60,4 +69,8 @@ if __name__ == "__main__":
     if pins == ["--namesake"]:
         print(namesake(root))
         sys.exit()
-    sys.exit(0 if is_editable(NAME, root) and not namesake(root) and all(map(holds, filter(None, pins))) else 1)
+    sys.exit(
+        0
+        if is_editable(NAME, root) and not namesake(root) and all(map(holds, filter(None, pins)))
+        else 1
+    )

@@ -1,4 +1,5 @@
-"""Prints those of the package indexes URL... that do not answer in a few seconds. All are asked at once: pip would ask each for minutes, for each package."""
+"""Prints those of the package indexes URL... that do not answer in a few seconds. All are asked at
+once: pip would ask each for minutes, for each package."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ SECONDS = 5.0
 
 
 def answers(url: str) -> bool:
-    """Whether a server is there. What it answers is pip's business: it may know credentials and certificates that are not known here."""
+    """Whether a server is there. What it answers is pip's business: it may know credentials and
+    certificates that are not known here."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         return True
-    page = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=parts.path.rstrip("/") + "/pip/", fragment="").geturl()
+    page = parts._replace(
+        netloc=parts.netloc.rpartition("@")[2], path=parts.path.rstrip("/") + "/pip/", fragment=""
+    ).geturl()
     try:
         urllib.request.urlopen(page, timeout=SECONDS).close()
     except urllib.error.HTTPError as error:
@@ -34,7 +38,8 @@ def main(urls: list[str]) -> None:
         if answers(url):
             silent.discard(url)
 
-    asking = [threading.Thread(target=ask, args=(url,), daemon=True) for url in urls]  # daemons: a name that is being resolved heeds no timeout
+    # daemons: a name that is being resolved heeds no timeout
+    asking = [threading.Thread(target=ask, args=(url,), daemon=True) for url in urls]
     for thread in asking:
         thread.start()
     for thread in asking:

@@ -1,4 +1,5 @@
-"""What the tests of flexops.load share: sources that need no torch header (those take seconds each), and processes to load them in."""
+"""What the tests of flexops.load share: sources that need no torch header (those take seconds
+each), and processes to load them in."""
 
 from __future__ import annotations
 
@@ -44,15 +45,30 @@ def write_module(folder: Path, value: str, name: str = "module.cpp") -> Path:
 
 def environment(cache: Path, **extra: str) -> dict[str, str]:
     """The environment of a process that loads extensions through the cache at ``cache``."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "FLEXOPS_CACHE_DIR": str(cache), "FLEXOPS_PCH": "0", "FLEXOPS_LOG": "quiet", **extra}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "FLEXOPS_CACHE_DIR": str(cache),
+        "FLEXOPS_PCH": "0",
+        "FLEXOPS_LOG": "quiet",
+        **extra,
+    }
 
 
 def start(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def run(code: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run code in a new Python; fails the test with what it said if it fails."""
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result

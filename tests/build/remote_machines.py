@@ -1,4 +1,5 @@
-"""Machines, and remote caches that end with a test: the fixtures of the tests of the remote cache."""
+"""Machines, and remote caches that end with a test: the fixtures of the tests of the remote
+cache."""
 
 from __future__ import annotations
 
@@ -78,8 +79,12 @@ class Machines:
     def cache(self, name: str, there: Remote | None, **options: Any) -> BuildCache:
         return BuildCache(self.folder / "caches" / name, remote=there, **options)
 
-    def obtain(self, name: str, there: Remote | None, plan: BuildPlan | None = None, **options: Any) -> Entry:
-        return building.obtain([plan or self.plan()], self.cache(name, there, **options))[0].require()
+    def obtain(
+        self, name: str, there: Remote | None, plan: BuildPlan | None = None, **options: Any
+    ) -> Entry:
+        return building.obtain([plan or self.plan()], self.cache(name, there, **options))[
+            0
+        ].require()
 
     @property
     def compiled(self) -> int:
@@ -94,4 +99,11 @@ def machines(tmp_path: Path, host_compiler: Any) -> Machines:
 
 def claim(there: Remote, machines: Machines, **value: Any) -> None:
     plan = machines.plan()
-    assert there.leave(machines.cache("other", there), plan.name, building._digest(plan), "claim", value, replace="")
+    assert there.leave(
+        machines.cache("other", there),
+        plan.name,
+        building._digest(plan),
+        "claim",
+        value,
+        replace="",
+    )

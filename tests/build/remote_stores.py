@@ -1,4 +1,5 @@
-"""Stores on this machine for the tests of the remote cache: real servers, and one whose days are as bad as a test wants."""
+"""Stores on this machine for the tests of the remote cache: real servers, and one whose days are as
+bad as a test wants."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-own-id", "AWS_SECRET_ACCESS_KEY": "tests-own-secret", "AWS_REGION": "us-east-1"}
-_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "tests-own-id",
+    "AWS_SECRET_ACCESS_KEY": "tests-own-secret",
+    "AWS_REGION": "us-east-1",
+}
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 _REGISTRY = """
 version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
@@ -94,21 +101,39 @@ def s3() -> Iterator[str]:
 
 def bucket(address: str, name: str, method: str = "PUT") -> None:
     """Make a bucket, or remove it."""
-    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests-own-id/20260101/us-east-1/s3/aws4_request"}
-    urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method=method, headers=signed), timeout=20).close()
+    signed = {
+        "Authorization": (
+            "AWS4-HMAC-SHA256 Credential=tests-own-id/20260101/us-east-1/s3/aws4_request"
+        )
+    }
+    urllib.request.urlopen(
+        urllib.request.Request(f"{address}/{name}", method=method, headers=signed), timeout=20
+    ).close()
 
 
 @contextlib.contextmanager
 def azurite(program: str) -> Iterator[dict[str, str]]:
-    """Microsoft's emulator of Azure's blobs: the variables that lead a client to it. Account and key are the emulator's own, in its documentation."""
+    """Microsoft's emulator of Azure's blobs: the variables that lead a client to it. Account and
+    key are the emulator's own, in its documentation."""
     port = free_port()
-    process = subprocess.Popen([program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", str(port)])
+    process = subprocess.Popen(
+        [
+            program,
+            "--silent",
+            "--inMemoryPersistence",
+            "--skipApiVersionCheck",
+            "--disableTelemetry",
+            "--blobPort",
+            str(port),
+        ]
+    )
     try:
         wait_for(f"http://127.0.0.1:{port}/")
         yield {
-            "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1", "AZURE_STORAGE_ACCOUNT_KEY": _AZURITE_KEY,
+            "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
+            "AZURE_STORAGE_ACCOUNT_KEY": _AZURITE_KEY,
             "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/devstoreaccount1",
-        }  # fmt: skip
+        }
     finally:
         process.kill()
         process.wait()
@@ -118,10 +143,23 @@ def azure_container(endpoint: str, name: str) -> None:
     """Make a container, with a request signed as Azure's *Authorize with Shared Key* says."""
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     account = endpoint.rpartition("/")[2]
-    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items()), f"/{account}/{account}/{name}", "restype:container"]
-    signature = base64.b64encode(hmac.new(base64.b64decode(_AZURITE_KEY), "\n".join(lines).encode(), hashlib.sha256).digest()).decode()
+    lines = [
+        "PUT",
+        *[""] * 11,
+        *(f"{key}:{value}" for key, value in headers.items()),
+        f"/{account}/{account}/{name}",
+        "restype:container",
+    ]
+    signature = base64.b64encode(
+        hmac.new(base64.b64decode(_AZURITE_KEY), "\n".join(lines).encode(), hashlib.sha256).digest()
+    ).decode()
     headers |= {"Authorization": f"SharedKey {account}:{signature}", "Content-Length": "0"}
-    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}?restype=container", method="PUT", headers=headers), timeout=20).close()
+    urllib.request.urlopen(
+        urllib.request.Request(
+            f"{endpoint}/{name}?restype=container", method="PUT", headers=headers
+        ),
+        timeout=20,
+    ).close()
 
 
 def find_azurite(folder: Path) -> str | None:
@@ -129,8 +167,16 @@ def find_azurite(folder: Path) -> str | None:
     if found := shutil.which("azurite-blob"):
         return found
     if npm := shutil.which("npm"):
-        subprocess.run([npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), "azurite@3.37.0"], capture_output=True, check=False)
-    return str(program) if (program := folder / "node_modules" / ".bin" / "azurite-blob").exists() else None
+        subprocess.run(
+            [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), "azurite@3.37.0"],
+            capture_output=True,
+            check=False,
+        )
+    return (
+        str(program)
+        if (program := folder / "node_modules" / ".bin" / "azurite-blob").exists()
+        else None
+    )
 
 
 def free_port() -> int:
@@ -159,7 +205,11 @@ def oci(program: str, folder: Path, *, users: bool = False) -> Iterator[str]:
         (folder / "users").write_text(_HTPASSWD)
         configuration += f"auth: {{htpasswd: {{realm: tests, path: {folder / 'users'}}}}}\n"
     (folder / "registry.yml").write_text(configuration)
-    process = subprocess.Popen([program, "serve", str(folder / "registry.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [program, "serve", str(folder / "registry.yml")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/")
         yield f"127.0.0.1:{port}"
@@ -278,9 +328,29 @@ class WebServer(ThreadingHTTPServer):
 def certificate(folder: Path) -> Path:
     """A certificate for localhost, signed by itself, with its key beside it."""
     key, file = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(file)], capture_output=True, check=True)
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += [
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+    ]
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(file)], capture_output=True, check=True
+    )
     return file
 
 
@@ -295,7 +365,8 @@ Fault = Callable[["BadDay", bytes | None], bool]
 
 
 class BadStore(ThreadingHTTPServer):
-    """As much of S3 as a client needs, in memory; ``fault`` decides about each request before it is answered."""
+    """As much of S3 as a client needs, in memory; ``fault`` decides about each request before it is
+    answered."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), BadDay)
@@ -328,7 +399,9 @@ class BadDay(BaseHTTPRequestHandler):
         with self.server.lock:
             there = self.server.objects.get(self.path)
             if "list-type=2" in query:
-                self.answer(200, self.listing(place, urllib.parse.parse_qs(query).get("prefix", [""])[0]))
+                self.answer(
+                    200, self.listing(place, urllib.parse.parse_qs(query).get("prefix", [""])[0])
+                )
             elif self.command == "PUT" and not self.may_put(there):
                 self.answer(412)
             elif self.command == "PUT":
@@ -343,7 +416,11 @@ class BadDay(BaseHTTPRequestHandler):
                 self.answer(200, there)
 
     def listing(self, place: str, prefix: str) -> bytes:
-        found = [(urllib.parse.unquote(path)[len(place) + 1 :], content) for path, content in self.server.objects.items() if path.startswith(place + "/")]
+        found = [
+            (urllib.parse.unquote(path)[len(place) + 1 :], content)
+            for path, content in self.server.objects.items()
+            if path.startswith(place + "/")
+        ]
         entries = "".join(
             f"<Contents><Key>{name}</Key><Size>{len(content)}</Size><LastModified>2026-11-23T00:00:00.000Z</LastModified></Contents>"
             for name, content in found
@@ -352,9 +429,13 @@ class BadDay(BaseHTTPRequestHandler):
         return f"<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
 
     def may_put(self, there: bytes | None) -> bool:
-        """The conditions of S3, and of Google's XML API, where a generation tells an object from its successors, and none is 0."""
+        """The conditions of S3, and of Google's XML API, where a generation tells an object from
+        its successors, and none is 0."""
         wanted = self.headers.get("x-goog-if-generation-match")
-        return not (there is not None and self.headers.get("If-None-Match") == "*") and wanted in (None, str(generation(there)))
+        return not (there is not None and self.headers.get("If-None-Match") == "*") and wanted in (
+            None,
+            str(generation(there)),
+        )
 
     def answer(self, status: int, body: bytes = b"", size: int | None = None) -> None:
         self.send_response(status)
@@ -417,7 +498,11 @@ def breaks_off(request: BadDay, _body: bytes | None) -> bool:
 
 def lies(request: BadDay, _body: bytes | None) -> bool:
     """Another entry than the one that was asked for, and whole."""
-    others = [content for path, content in request.server.objects.items() if path.endswith(".tar.gz") and path != request.path]
+    others = [
+        content
+        for path, content in request.server.objects.items()
+        if path.endswith(".tar.gz") and path != request.path
+    ]
     if request.command == "GET" and is_entry(request) and others:
         request.answer(200, others[0])
         return True

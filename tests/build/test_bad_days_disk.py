@@ -1,4 +1,5 @@
-"""Bad days: disks that are full, caches that may not be written or are not ours, files that were damaged."""
+"""Bad days: disks that are full, caches that may not be written or are not ours, files that were
+damaged."""
 
 from __future__ import annotations
 
@@ -51,18 +52,30 @@ def assert_said(result: dict[str, Any], *words: str) -> None:
     assert "Traceback" not in result["stderr"]
 
 
-# ---- a full disk ------------------------------------------------------------------------------------------------------------------------------
+# ---- a full disk ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def small_disk(require: Callable[..., None]) -> Iterator[Path]:
     """A file system of 1 MiB."""
     place = Path(tempfile.mkdtemp(prefix="flexops-small-disk-"))
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True, check=False).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
     if not mounted:
         place.rmdir()
     how = "run the tests as root in a container that may mount"
-    require(mounted, "the right to mount a small file system", how, "test_no_room_for_large_files covers full disks")
+    require(
+        mounted,
+        "the right to mount a small file system",
+        how,
+        "test_no_room_for_large_files covers full disks",
+    )
     yield place
     subprocess.run(["umount", str(place)], check=True)
     place.rmdir()
@@ -70,7 +83,8 @@ def small_disk(require: Callable[..., None]) -> Iterator[Path]:
 
 @pytest.mark.parametrize("free", [0, 4, 8, 16, 32])
 def test_a_full_disk(folder: Path, small_disk: Path, free: int) -> None:
-    """With so many KiB free: done, or said; and once there is room, done, with nothing of the failure left."""
+    """With so many KiB free: done, or said; and once there is room, done, with nothing of the
+    failure left."""
     cache = small_disk / "cache"
     cache.mkdir()
     filler = small_disk / "filler"
@@ -92,14 +106,18 @@ def test_a_full_disk(folder: Path, small_disk: Path, free: int) -> None:
 
 
 @pytest.mark.parametrize("free", [4, 16])
-def test_a_full_disk_while_a_kernel_is_compiled(small_disk: Path, nvcc_toolkit: Any, free: int) -> None:
+def test_a_full_disk_while_a_kernel_is_compiled(
+    small_disk: Path, nvcc_toolkit: Any, free: int
+) -> None:
     """Neither a cubin nor its manifest finds room, or only one of them."""
     assert nvcc_toolkit
     cache, filler = small_disk / "cache", small_disk / "filler"
     cache.mkdir(mode=0o700)
     compiler = provider.compiler_for(settings.current(), (), asked="9.0").compiler
     rope = catalog.find("rope")
-    plan = provider.plan_kernel(rope, "flexops::rope::rotate<float>", parse_arch_list("9.0")[0], compiler)
+    plan = provider.plan_kernel(
+        rope, "flexops::rope::rotate<float>", parse_arch_list("9.0")[0], compiler
+    )
     try:
         room = os.statvfs(small_disk)
         filler.write_bytes(b"x" * (room.f_bavail * room.f_frsize - free * KIB))
@@ -132,17 +150,29 @@ def test_no_room_for_large_files(folder: Path, limit: int) -> None:
     assert not list((folder / "cache" / ".tmp").iterdir())
 
 
-# ---- whose, and whether it may be written -----------------------------------------------------------------------------------------------------
+# ---- whose, and whether it may be written --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def noexec_disk(require: Callable[..., None]) -> Iterator[Path]:
     """A file system from which nothing is executed."""
     place = Path(tempfile.mkdtemp(prefix="flexops-noexec-"))
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,noexec", "none", str(place)], capture_output=True, check=False).returncode == 0
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m,noexec", "none", str(place)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
     if not mounted:
         place.rmdir()
-    require(mounted, "the right to mount a small file system", "run the tests as root in a container that may mount", "most containers may not mount")
+    require(
+        mounted,
+        "the right to mount a small file system",
+        "run the tests as root in a container that may mount",
+        "most containers may not mount",
+    )
     yield place
     subprocess.run(["umount", str(place)], check=True)
     place.rmdir()
@@ -157,7 +187,13 @@ def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path
     source = tmp_path / "answer.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     code = f"import flexops; flexops.load('answer', [{str(source)!r}], is_python_module=False)"
-    said = subprocess.run([sys.executable, "-c", code], env={**environment, "FLEXOPS_PCH": "0"}, capture_output=True, text=True, check=False).stderr
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "FLEXOPS_PCH": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stderr
     assert "CacheError: extension answer cannot be loaded" in said
     assert "mounted noexec" in said
     assert "fix: export FLEXOPS_CACHE_DIR=" in said
@@ -203,13 +239,23 @@ def test_a_place_where_no_cache_can_be(folder: Path, obedient: tuple[str, ...], 
         (parent / "cache").write_text("")
     parent.chmod(0o555)
     try:
-        assert_said(build(folder, parent / (name or "cache"), prefix=obedient), "cannot be written", "not safe")
+        assert_said(
+            build(folder, parent / (name or "cache"), prefix=obedient),
+            "cannot be written",
+            "not safe",
+        )
     finally:
         parent.chmod(0o755)
 
 
-def test_a_cache_of_somebody_else_is_neither_read_nor_written(folder: Path, require: Callable[..., None]) -> None:
-    require(os.geteuid() == 0, "the right to give a directory away", "run the tests as root in a container")
+def test_a_cache_of_somebody_else_is_neither_read_nor_written(
+    folder: Path, require: Callable[..., None]
+) -> None:
+    require(
+        os.geteuid() == 0,
+        "the right to give a directory away",
+        "run the tests as root in a container",
+    )
     cache = folder / "cache"
     build(folder, cache)
     os.chown(cache, 12345, 12345)
@@ -218,7 +264,9 @@ def test_a_cache_of_somebody_else_is_neither_read_nor_written(folder: Path, requ
     assert_said(result, "belongs to user id 12345")
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
     assert sorted(str(path) for path in cache.rglob("*") if "tools.json" not in path.name) == before
-    shared = child_environment(FLEXOPS_CACHE_DIR=str(cache), FLEXOPS_COMPILER_LAUNCHER="none", FLEXOPS_CACHE_SHARED="1")
+    shared = child_environment(
+        FLEXOPS_CACHE_DIR=str(cache), FLEXOPS_COMPILER_LAUNCHER="none", FLEXOPS_CACHE_SHARED="1"
+    )
     assert run_child("obtain.py", {"folder": str(folder / "tiny")}, shared)["cached"]
 
 
@@ -227,15 +275,24 @@ def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) ->
     root = folder / "new" / "parents" / "cache"
     tiny_plan(folder / "tiny", source="int broken = nothing_of_that_name;\n")
     assert_said(build(folder, root, preexec_fn=lambda: os.umask(0)), "nothing_of_that_name")
-    tiny_plan(folder / "tiny", source='#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n')
+    tiny_plan(
+        folder / "tiny",
+        source='#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n',
+    )
     assert_right(build(folder, root, preexec_fn=lambda: os.umask(0)))
     assert build(folder, root)["cached"]
     assert (root / "tools.json").exists()
     assert [path for path in (folder / "new").rglob("*") if path.lstat().st_mode & 0o022] == []
 
 
-def test_an_op_with_a_cache_of_somebody_else_still_runs(tmp_path: Path, require: Callable[..., None]) -> None:
-    require(os.geteuid() == 0, "the right to give a directory away", "run the tests as root in a container")
+def test_an_op_with_a_cache_of_somebody_else_still_runs(
+    tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(
+        os.geteuid() == 0,
+        "the right to give a directory away",
+        "run the tests as root in a container",
+    )
     cache = tmp_path / "cache"
     cache.mkdir()
     os.chown(cache, 12345, 12345)
@@ -247,19 +304,29 @@ def test_an_op_with_a_cache_of_somebody_else_still_runs(tmp_path: Path, require:
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
 
 
-def test_a_ccache_that_cannot_write_does_not_cost_the_build(tmp_path: Path, obedient: tuple[str, ...], ccache: Path) -> None:
+def test_a_ccache_that_cannot_write_does_not_cost_the_build(
+    tmp_path: Path, obedient: tuple[str, ...], ccache: Path
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o555)
     environment = child_environment(
-        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER=str(ccache), CCACHE_DIR=str(home / "ccache"), HOME=str(home)
-    )  # fmt: skip
-    result = run_child("obtain.py", {"csrc": str(copy_csrc(tmp_path)), "device": "cpu"}, environment, prefix=obedient)
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        FLEXOPS_COMPILER_LAUNCHER=str(ccache),
+        CCACHE_DIR=str(home / "ccache"),
+        HOME=str(home),
+    )
+    result = run_child(
+        "obtain.py",
+        {"csrc": str(copy_csrc(tmp_path)), "device": "cpu"},
+        environment,
+        prefix=obedient,
+    )
     assert "error" not in result, result["error"]
     assert Path(result["library"]).exists()
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -274,15 +341,27 @@ def become_a_directory(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated library": lambda library: library.write_bytes(library.read_bytes()[: library.stat().st_size // 2]),
+    "truncated library": lambda library: library.write_bytes(
+        library.read_bytes()[: library.stat().st_size // 2]
+    ),
     "empty library": lambda library: library.write_bytes(b""),
     "one byte of the library": flip,
-    "truncated manifest": lambda library: (library.parent / "manifest.json").write_text('{"name": "tiny'),
-    "manifest of nonsense": lambda library: (library.parent / "manifest.json").write_text(json.dumps({"schema": "flexops-1", "name": 3})),
+    "truncated manifest": (
+        lambda library: (library.parent / "manifest.json").write_text('{"name": "tiny')
+    ),
+    "manifest of nonsense": (
+        lambda library: (library.parent / "manifest.json").write_text(
+            json.dumps({"schema": "flexops-1", "name": 3})
+        )
+    ),
     "no manifest": lambda library: (library.parent / "manifest.json").unlink(),
-    "unreadable list of headers": lambda library: next(library.parent.parent.glob("*.headers.json")).write_text("{"),
+    "unreadable list of headers": (
+        lambda library: next(library.parent.parent.glob("*.headers.json")).write_text("{")
+    ),
     "a directory for a library": become_a_directory,
-    "tool memory of nonsense": lambda library: (library.parents[2] / "tools.json").write_text('{"schema": 1, "tables": 3}'),
+    "tool memory of nonsense": (
+        lambda library: (library.parents[2] / "tools.json").write_text('{"schema": 1, "tables": 3}')
+    ),
 }
 
 
@@ -291,8 +370,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: str) -> None:
     library = Path(build(folder, folder / "cache")["library"])
     (base,) = (path.name.partition(".")[0] for path in library.parent.parent.glob("*.headers.json"))
-    names = {"manifest.json": library.parent, "headers.json": library.parent.parent, "tools.json": library.parents[2], "failure.json": library.parent.parent}
-    (names[which] / (f"{base}.{which}" if which in ("headers.json", "failure.json") else which)).write_text(text)
+    names = {
+        "manifest.json": library.parent,
+        "headers.json": library.parent.parent,
+        "tools.json": library.parents[2],
+        "failure.json": library.parent.parent,
+    }
+    (
+        names[which] / (f"{base}.{which}" if which in ("headers.json", "failure.json") else which)
+    ).write_text(text)
     if which == "failure.json":
         shutil.rmtree(library.parent)
     assert_right(build(folder, folder / "cache"))
@@ -318,12 +404,15 @@ def test_swapped_entries_are_noticed(folder: Path) -> None:
     assert answer(Path(build(folder, folder / "cache")["library"])) == 13
 
 
-# ---- time, home, locks ------------------------------------------------------------------------------------------------------------------------
+# ---- time, home, locks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", [0.0, 4e9], ids=["1970", "2096"])
-def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(folder: Path, moment: float) -> None:
-    """Everything in the cache, and the sources, are of another age all at once; what is edited afterwards is noticed all the same."""
+def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(
+    folder: Path, moment: float
+) -> None:
+    """Everything in the cache, and the sources, are of another age all at once; what is edited
+    afterwards is noticed all the same."""
     first = build(folder, folder / "cache")
     for path in [*(folder / "cache").rglob("*"), *(folder / "tiny").iterdir()]:
         os.utime(path, (moment, moment))
@@ -338,7 +427,8 @@ def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(folder: Path, 
 
 
 def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]) -> None:
-    """And nothing else said: the operator runs as plain PyTorch, with the variable that mends it."""
+    """And nothing else said: the operator runs as plain PyTorch, with the variable that mends
+    it."""
     home = tmp_path / "home"
     home.mkdir()
     csrc = copy_csrc(tmp_path)
@@ -349,5 +439,10 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]
     assert "cannot be written" in result["reason"]
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
     assert list(home.iterdir()) == []
-    mended = run_child("call.py", {"csrc": str(csrc)}, {**environment, "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}, prefix=obedient)
+    mended = run_child(
+        "call.py",
+        {"csrc": str(csrc)},
+        {**environment, "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")},
+        prefix=obedient,
+    )
     assert (mended["values"], mended["backend"]) == ([1.0, 4.0, 9.0], "jit")

@@ -1,4 +1,5 @@
-"""Bad days: builds that are killed, interrupted, or asked for by many at once. Whatever happens, the next one is right and does not hang."""
+"""Bad days: builds that are killed, interrupted, or asked for by many at once. Whatever happens,
+the next one is right and does not hang."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import CHILDREN, answer, child_environment, finish_child, run_child, runs, start_child, tiny_plan, watched_compiler
+from builds import (
+    CHILDREN,
+    answer,
+    child_environment,
+    finish_child,
+    run_child,
+    runs,
+    start_child,
+    tiny_plan,
+    watched_compiler,
+)
 
 from flexops.toolchain.model import HostCompiler
 
@@ -25,7 +36,9 @@ class Case:
         self.compiler = watched_compiler(self.watched, compiler)
         self.request = {"folder": str(folder / "tiny"), "compiler": str(self.compiler)}
         tiny_plan(folder / "tiny")
-        self.environment = child_environment(FLEXOPS_CACHE_DIR=str(self.cache), FLEXOPS_COMPILER_LAUNCHER="none")
+        self.environment = child_environment(
+            FLEXOPS_CACHE_DIR=str(self.cache), FLEXOPS_COMPILER_LAUNCHER="none"
+        )
 
     def start(self, **more: Any) -> Any:
         return start_child("obtain.py", {**self.request, **more}, self.environment)
@@ -78,7 +91,9 @@ def descendants(pid: int) -> list[int]:
 
 def holds_a_lock_file(pid: int) -> bool:
     try:
-        return any(os.readlink(path).endswith(".lock") for path in Path(f"/proc/{pid}/fd").iterdir())
+        return any(
+            os.readlink(path).endswith(".lock") for path in Path(f"/proc/{pid}/fd").iterdir()
+        )
     except FileNotFoundError:  # a file that was closed meanwhile
         return False
 
@@ -113,13 +128,21 @@ def test_killed_around_the_rename(case: Case, moment: str) -> None:
 
 
 def test_killed_at_every_single_step(case: Case, tmp_path: Path) -> None:
-    """At each file opened for writing, directory made, rename, lock and process started: nothing that harms the next build."""
-    result = run_child("die_everywhere.py", {"folder": case.request["folder"], "cache": str(tmp_path / "other")}, case.environment, timeout=300)
+    """At each file opened for writing, directory made, rename, lock and process started: nothing
+    that harms the next build."""
+    result = run_child(
+        "die_everywhere.py",
+        {"folder": case.request["folder"], "cache": str(tmp_path / "other")},
+        case.environment,
+        timeout=300,
+    )
     assert result["places"] > 20
     assert result["wrong"] == []
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["Ctrl-C on a terminal", "SIGINT to the process"])
+@pytest.mark.parametrize(
+    "group", [True, False], ids=["Ctrl-C on a terminal", "SIGINT to the process"]
+)
 def test_interrupted(case: Case, group: bool) -> None:
     case.hang("compile")
     victim = start_child("obtain.py", case.request, case.environment, start_new_session=True)
@@ -136,15 +159,22 @@ def test_interrupted(case: Case, group: bool) -> None:
     assert answer(Path(case.build()["library"])) == 42
 
 
-@pytest.mark.parametrize("how", ["restart", "elsewhere"], ids=["a handler that lets system calls go on", "another thread takes the signal"])
+@pytest.mark.parametrize(
+    "how",
+    ["restart", "elsewhere"],
+    ids=["a handler that lets system calls go on", "another thread takes the signal"],
+)
 @pytest.mark.parametrize("doing", ["building", "waiting for another"])
 def test_interrupted_in_a_large_process(case: Case, how: str, doing: str) -> None:
-    """Such a signal ends no system call: neither the reading of what compilers say nor the wait for a lock may depend on that."""
+    """Such a signal ends no system call: neither the reading of what compilers say nor the wait for
+    a lock may depend on that."""
     case.hang("compile")
     other = case.start() if doing != "building" else None
     if other:
         case.wait_until_hanging("compile")
-    victim = start_child("obtain.py", {**case.request, "signals": how}, case.environment, start_new_session=True)
+    victim = start_child(
+        "obtain.py", {**case.request, "signals": how}, case.environment, start_new_session=True
+    )
     case.wait_until_hanging("compile")
     if other:
         wait_for(lambda: holds_a_lock_file(victim.pid))
@@ -195,7 +225,11 @@ def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
     children = [case.start() for _ in range(8)]
     case.wait_until_hanging("compile")
     # not who has a ninja: each of the eight asks it for its version
-    builder = next(child for child in children if any(compiles(case.compiler, pid) for pid in descendants(child.pid)))
+    builder = next(
+        child
+        for child in children
+        if any(compiles(case.compiler, pid) for pid in descendants(child.pid))
+    )
     builder.send_signal(signal.SIGKILL)
     builder.communicate()
     case.release("compile")
@@ -206,7 +240,8 @@ def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
 
 
 def test_eight_processes_without_locks(case: Case, tmp_path: Path) -> None:
-    """Where the file system refuses locks (here: a directory in each lock's place) the rename alone keeps entries whole."""
+    """Where the file system refuses locks (here: a directory in each lock's place) the rename alone
+    keeps entries whole."""
     locks = case.cache / ".locks"
     locks.mkdir(parents=True)
     name = finish_child(case.start())["library"].split("/")[-3]
@@ -244,17 +279,16 @@ def test_a_failure_is_taken_over_by_those_who_waited(case: Case, tmp_path: Path)
 
 
 def test_a_ninja_that_is_killed_while_the_linker_writes(case: Case, tmp_path: Path) -> None:
-    """With its children, and without a word: half a library is not published, and the next build is whole."""
+    """With its children, and without a word: half a library is not published, and the next build is
+    whole."""
     script = tmp_path / "c++"
     ninja = "$(cut -d' ' -f6 /proc/$$/stat)"  # the leader of its session
-    script.write_text(
-        f"""#!/bin/sh
+    script.write_text(f"""#!/bin/sh
 case "$*" in *-shared*) if [ ! -e '{tmp_path}/died' ]; then
   : > '{tmp_path}/died'; head -c 100 /bin/sh > tiny.so; kill -9 {ninja}; kill -9 $$
 fi;; esac
 exec '{case.compiler}' "$@"
-"""
-    )
+""")
     script.chmod(0o755)
     case.request["compiler"] = str(script)
     result = case.build()
@@ -265,8 +299,11 @@ exec '{case.compiler}' "$@"
     assert answer(Path(case.build()["library"])) == 42
 
 
-def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(case: Case, tmp_path: Path) -> None:
-    """Whatever the clock says, a failure counts for those who waited for that very build, and for the headers that it read."""
+def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(
+    case: Case, tmp_path: Path
+) -> None:
+    """Whatever the clock says, a failure counts for those who waited for that very build, and for
+    the headers that it read."""
     tiny_plan(tmp_path / "tiny", header="#error broken\n")
     assert case.build()["kind"] == "CompileError"
     records = list(case.cache.glob("*/*.failure.json"))
@@ -276,7 +313,9 @@ def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(case
     assert answer(Path(case.build()["library"])) == 44
 
 
-def test_those_who_waited_for_a_failure_look_at_the_headers_again(case: Case, tmp_path: Path) -> None:
+def test_those_who_waited_for_a_failure_look_at_the_headers_again(
+    case: Case, tmp_path: Path
+) -> None:
     tiny_plan(tmp_path / "tiny", header="#error broken\n")
     case.hang("link")
     case.hang("compile")

@@ -1,4 +1,5 @@
-"""Bad days at the start of a program: a fallback that should have been said, a warm start that writes, an import that does too much, a broken torch."""
+"""Bad days at the start of a program: a fallback that should have been said, a warm start that
+writes, an import that does too much, a broken torch."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ class Warm:
         self.library = built["library"]
 
     def call(self, environment: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
-        return run_child("call.py", {"csrc": str(self.csrc), "watch": True}, environment or self.environment, **options)
+        return run_child(
+            "call.py",
+            {"csrc": str(self.csrc), "watch": True},
+            environment or self.environment,
+            **options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +47,20 @@ def warm(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) 
     return Warm(tmp_path_factory.mktemp("warm"))
 
 
-# ---- the fallback -----------------------------------------------------------------------------------------------------------------------------
+# ---- the fallback --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def no_native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Calls the op where nothing is cached and nothing may be compiled, under a FLEXOPS_FALLBACK."""
+    """Calls the op where nothing is cached and nothing may be compiled, under a
+    FLEXOPS_FALLBACK."""
     folder = tmp_path_factory.mktemp("cold")
     csrc = copy_csrc(folder)
 
     def call(fallback: str) -> dict[str, Any]:
-        environment = child_environment(FLEXOPS_CACHE_DIR=str(folder / "cache"), FLEXOPS_JIT="0", FLEXOPS_FALLBACK=fallback)
+        environment = child_environment(
+            FLEXOPS_CACHE_DIR=str(folder / "cache"), FLEXOPS_JIT="0", FLEXOPS_FALLBACK=fallback
+        )
         result = run_child("call.py", {"csrc": str(csrc)}, environment)
         assert result["backend"] == "reference"
         assert "FLEXOPS_JIT=0" in result["reason"]
@@ -66,7 +75,12 @@ def test_fallback_warns_once_by_default(no_native: Callable[[str], dict[str, Any
     result = no_native("")
     assert result["values"] == SQUARED
     assert len(result["warnings"]) == 1
-    for words in ("plain PyTorch", "FLEXOPS_JIT=0", "flexops build doctor", "FLEXOPS_FALLBACK=allow"):
+    for words in (
+        "plain PyTorch",
+        "FLEXOPS_JIT=0",
+        "flexops build doctor",
+        "FLEXOPS_FALLBACK=allow",
+    ):
         assert words in result["warnings"][0]
 
 
@@ -75,7 +89,9 @@ def test_fallback_allowed_is_silent(no_native: Callable[[str], dict[str, Any]]) 
     assert (result["values"], result["warnings"]) == (SQUARED, [])
 
 
-def test_fallback_forbidden_raises_with_reason_and_mend(no_native: Callable[[str], dict[str, Any]]) -> None:
+def test_fallback_forbidden_raises_with_reason_and_mend(
+    no_native: Callable[[str], dict[str, Any]],
+) -> None:
     result = no_native("forbid")
     assert result["kind"] == "NativeUnavailableError"
     assert "values" not in result
@@ -83,7 +99,7 @@ def test_fallback_forbidden_raises_with_reason_and_mend(no_native: Callable[[str
         assert words in result["error"]
 
 
-# ---- the warm start ---------------------------------------------------------------------------------------------------------------------------
+# ---- the warm start ------------------------------------------------------------------------------
 
 
 def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm: Warm) -> None:
@@ -97,8 +113,16 @@ def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm: Warm
     assert {path: path.stat().st_mtime_ns for path in warm.cache.rglob("*")} == before
 
 
-def test_a_warm_start_as_the_kernel_sees_it(warm: Warm, tmp_path: Path, require: Callable[..., None]) -> None:
-    usable = shutil.which("strace") and subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
+def test_a_warm_start_as_the_kernel_sees_it(
+    warm: Warm, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    usable = (
+        shutil.which("strace")
+        and subprocess.run(
+            ["strace", "-o", "/dev/null", "true"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     require(usable, "strace (and the right to trace)", "apt-get install strace")
     log = tmp_path / "strace.log"
     calls = "trace=%process,%file,flock,fcntl,ftruncate,fsync,fdatasync,fallocate"
@@ -121,11 +145,26 @@ def harmless(line: str) -> bool:
         return "CLONE_THREAD" in line
     if name == "fcntl":
         return not re.search(r"F_(OFD_)?SETLKW?", line)
-    looking = ("stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "access", "faccessat", "faccessat2", "readlink", "readlinkat", "getcwd")
+    looking = (
+        "stat",
+        "fstat",
+        "lstat",
+        "newfstatat",
+        "statx",
+        "statfs",
+        "access",
+        "faccessat",
+        "faccessat2",
+        "readlink",
+        "readlinkat",
+        "getcwd",
+    )
     return name in (*looking, "exit", "exit_group", "getxattr", "chdir")
 
 
-def test_a_warm_start_from_a_read_only_directory(warm: Warm, tmp_path: Path, require: Callable[..., None]) -> None:
+def test_a_warm_start_from_a_read_only_directory(
+    warm: Warm, tmp_path: Path, require: Callable[..., None]
+) -> None:
     prefix: tuple[str, ...] = ()
     if os.geteuid() == 0:
         prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
@@ -146,7 +185,8 @@ def test_a_warm_start_from_a_read_only_directory(warm: Warm, tmp_path: Path, req
 
 
 def test_fork_after_import(warm: Warm) -> None:
-    """Data loaders fork. What importing flexops did must survive that, and the child may be the first to call an op."""
+    """Data loaders fork. What importing flexops did must survive that, and the child may be the
+    first to call an op."""
     code = """
 import os, sys, json
 sys.path.insert(0, sys.argv[2])
@@ -167,10 +207,13 @@ assert call.call()["backend"] == "jit"
     assert done.returncode == 0, done.stderr
 
 
-# ---- a broken torch ---------------------------------------------------------------------------------------------------------------------------
+# ---- a broken torch ------------------------------------------------------------------------------
 
 BROKEN = {
-    "missing library": "raise ImportError('libcudart.so.12: cannot open shared object file: No such file or directory')",
+    "missing library": (
+        "raise ImportError('libcudart.so.12: cannot open shared object file: No such file or"
+        " directory')"
+    ),
     "library that does not match": "raise OSError('/x/libc10.so: undefined symbol: _ZN3c10')",
     "half an upgrade": "raise AttributeError(\"module 'torch' has no attribute '_C'\")",
     "no torch": "",
@@ -182,13 +225,22 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """An environment whose torch cannot be imported."""
     text = BROKEN[request.param]
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(text or "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        text or "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     return child_environment(PYTHONPATH=path, FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_flexops_imports_and_says_what_is_wrong_when_it_is_used(broken: dict[str, str]) -> None:
@@ -231,6 +283,10 @@ def test_doctor_reports_a_broken_torch(broken: dict[str, str]) -> None:
     report = json.loads(done.stdout)
     assert report["status"] == "fail"
     assert done.returncode == 1
-    wrong = [finding for finding in report["findings"] if "torch" in finding["id"] and finding["status"] == "fail"]
+    wrong = [
+        finding
+        for finding in report["findings"]
+        if "torch" in finding["id"] and finding["status"] == "fail"
+    ]
     assert wrong
     assert all(finding["fix"] for finding in wrong)

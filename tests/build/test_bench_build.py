@@ -16,10 +16,19 @@ from flexops.toolchain.model import CudaToolkit
 
 @pytest.mark.slow
 def test_a_quick_ladder_on_this_machine(nvcc_toolkit: CudaToolkit, tmp_path: Path) -> None:
-    """Minutes: the conventional source is compiled once. How long each rung takes is not asserted."""
+    """Minutes: the conventional source is compiled once. How long each rung takes is not
+    asserted."""
     assert nvcc_toolkit
     command = [sys.executable, "-m", "flexops", "bench", "build", "--quick", "--json"]
-    done = subprocess.run(command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     told = {rung["id"]: rung for rung in json.loads(done.stdout)["rungs"]}
-    assert [rung.id for rung in RUNGS if rung.quick and told[rung.id]["seconds"] is None and "no ccache" not in told[rung.id]["note"]] == []
+    assert [
+        rung.id
+        for rung in RUNGS
+        if rung.quick
+        and told[rung.id]["seconds"] is None
+        and "no ccache" not in told[rung.id]["note"]
+    ] == []

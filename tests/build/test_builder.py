@@ -1,6 +1,8 @@
-"""Other projects' kernels through ``flexops.builder``: the example, a library that uses all that schemas have, wheels, and what goes wrong.
+"""Other projects' kernels through ``flexops.builder``: the example, a library that uses all that
+schemas have, wheels, and what goes wrong.
 
-Each test runs its library in a process of its own, because a namespace is registered for the life of a process.
+Each test runs its library in a process of its own, because a namespace is registered for the life
+of a process.
 """
 
 from __future__ import annotations
@@ -26,14 +28,27 @@ from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
 
 EXAMPLE = REPOSITORY / "examples" / "scale_lib"
-CALL = "import torch, mylib, flexops; x = torch.linspace(-1, 1, 7); assert torch.equal(mylib.scale(x, 3.0), x * 3.0)\n"
-WHERE = "print(*[(one.backend, one.reason, one.fix) for one in flexops.status() if (one.op, one.device) == ('mylib.scale', 'cpu')])"
+CALL = (
+    "import torch, mylib, flexops; x = torch.linspace(-1, 1, 7); assert torch.equal(mylib.scale(x,"
+    " 3.0), x * 3.0)\n"
+)
+WHERE = (
+    "print(*[(one.backend, one.reason, one.fix) for one in flexops.status() if (one.op, one.device)"
+    " == ('mylib.scale', 'cpu')])"
+)
 
 
 def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -> str:
-    """What a Python program prints, warnings included; the program sees flexops and what is in ``places``."""
+    """What a Python program prints, warnings included; the program sees flexops and what is in
+    ``places``."""
     path = os.pathsep.join(map(str, (*places, REPOSITORY)))
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -42,7 +57,9 @@ def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -
 def package(tmp_path: Path, host_compiler: HostCompiler) -> Path:
     """A copy of the example, to be changed."""
     assert host_compiler
-    return Path(shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("__pycache__")))
+    return Path(
+        shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("__pycache__"))
+    )
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -66,7 +83,7 @@ def test_the_examples_device_code_compiles_for_a_gpu_that_is_not_here() -> None:
         assert f"mylib::scale_kernel<{dtype}>" in said
 
 
-WIDE = '''
+WIDE = """
 import torch
 from flexops import builder
 lib = builder.Library("wide", root=__file__)
@@ -88,7 +105,7 @@ def lies(x, other, more, far):
 @lib.op("add_(Tensor(a!) x, Tensor y) -> ()", family="wide", shapes={"y": "x"}, strided=("y",), split="rows")
 def add_(x, y):
     x.add_(y)
-'''
+"""
 WIDE_CPU = """
 #include "common/cpu_elements.h"
 namespace wide::FLEXOPS_ISA {
@@ -214,7 +231,7 @@ print(*[one.backend for one in flexops.status() if one.op == "wide.wide"])
 """
 
 
-LISTS = '''
+LISTS = """
 import torch
 from flexops import builder
 lib = builder.Library("lists", root=__file__)
@@ -236,7 +253,7 @@ def step_(params, grads, means, scales, steps, lr, unscale=None):
 def norms(xs, factor):
     each = torch.stack([x.float().square().sum() * factor for x in xs])
     return each, each.sum()
-'''
+"""
 LISTS_HOST = """
 #include "common/host.h"
 namespace lists {
@@ -345,7 +362,9 @@ print(*[one.backend for one in flexops.status() if one.op == "lists.lists"])
 """
 
 
-def test_lists_as_rows_and_a_function_of_the_familys_own(tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_lists_as_rows_and_a_function_of_the_familys_own(
+    tmp_path: Path, host_compiler: HostCompiler
+) -> None:
     assert host_compiler
     folder = tmp_path / "lists" / "csrc" / "lists"
     folder.mkdir(parents=True)
@@ -353,7 +372,8 @@ def test_lists_as_rows_and_a_function_of_the_familys_own(tmp_path: Path, host_co
         (folder / name).write_text(text)
     (tmp_path / "lists" / "__init__.py").write_text(LISTS)
     assert "jit" in run(USE_LISTS, tmp_path, FLEXOPS_FALLBACK="forbid")
-    edit(folder / "lists_host.h", "const float* factor", "double factor")  # declared and called by the binding otherwise
+    # declared and called by the binding otherwise
+    edit(folder / "lists_host.h", "const float* factor", "double factor")
     edit(folder / "lists_host.h", "*factor", "factor")
     said = run("import torch, lists; lists.norms([torch.ones(2)], torch.ones(()))", tmp_path)
     assert "norms_host" in said
@@ -367,13 +387,23 @@ def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler)
     (tmp_path / "wide" / "__init__.py").write_text(WIDE)
     (folder / "wide_cpu.cpp").write_text(WIDE_CPU)
     assert "jit" in run(USE_WIDE, tmp_path, FLEXOPS_FALLBACK="forbid")
-    plain = run("import torch, wide; print(wide.mix(torch.ones(2, 3), None, [], 1.0, 2, twice=True)[0])", tmp_path, FLEXOPS_JIT="0")
+    plain = run(
+        "import torch, wide; print(wide.mix(torch.ones(2, 3), None, [], 1.0, 2, twice=True)[0])",
+        tmp_path,
+        FLEXOPS_JIT="0",
+    )
     assert "[6., 6.]" in plain  # the reference, whose last arguments must be named
 
 
 def documented(language: str, having: str) -> str:
     """The block of code of docs/builder.md that has these words."""
-    (block,) = [one for one in re.findall(rf"```{language}\n(.*?)```", (REPOSITORY / "docs/builder.md").read_text(), re.DOTALL) if having in one]
+    (block,) = [
+        one
+        for one in re.findall(
+            rf"```{language}\n(.*?)```", (REPOSITORY / "docs/builder.md").read_text(), re.DOTALL
+        )
+        if having in one
+    ]
     return str(block)
 
 
@@ -406,25 +436,37 @@ except Exception as error:
 
 @pytest.mark.extra
 def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: HostCompiler) -> None:
-    """As it is written there; and the launcher, the word and the fake kernel that are wrong, with what the page says is said."""
+    """As it is written there; and the launcher, the word and the fake kernel that are wrong, with
+    what the page says is said."""
     assert host_compiler
     folder = tmp_path / "mylib" / "csrc" / "gated"
     folder.mkdir(parents=True)
-    start = "import torch\nfrom flexops import builder\nlib = builder.Library('mylib', root=__file__)\n"
+    start = (
+        "import torch\nfrom flexops import builder\nlib = builder.Library('mylib', root=__file__)\n"
+    )
     (tmp_path / "mylib" / "__init__.py").write_text(start + documented("python", "def gated("))
     (folder / "gated_cpu.cpp").write_text(documented("cpp", "gated_cpu("))
     said = run(USE_GATED, tmp_path, FLEXOPS_FALLBACK="forbid")
     assert "jit" in said
-    assert "(0,)" in said or "[0]" in said, said  # the shape that a call gives in the place of the fake kernel's
+    # the shape that a call gives in the place of the fake kernel's
+    assert "(0,)" in said or "[0]" in said, said
     edit(folder / "gated_cpu.cpp", ", const TensorView& gate, int64_t begin", ", int64_t begin")
     edit(folder / "gated_cpu.cpp", "if (gate)", "if (false)")
     edit(folder / "gated_cpu.cpp", "store(gate.", "store(y.")
     page = (REPOSITORY / "docs/builder.md").read_text()
     said += run(BUILD.format(devices=("cpu",)), tmp_path)
     edit(tmp_path / "mylib" / "__init__.py", '"x": "rows"', '"x": "columns"')
-    said += run("from flexops.errors import FlexopsError\ntry:\n    import mylib\nexcept FlexopsError as error:\n    print(error)", tmp_path)
+    said += run(
+        "from flexops.errors import FlexopsError\ntry:\n    import mylib\nexcept FlexopsError as"
+        " error:\n    print(error)",
+        tmp_path,
+    )
     words = ("gated_cpu", "gated: strided", "'columns'", "or as and")
-    quoted = [line.strip() for line in page.splitlines() if line.startswith("    ") and any(word in line for word in words)]
+    quoted = [
+        line.strip()
+        for line in page.splitlines()
+        if line.startswith("    ") and any(word in line for word in words)
+    ]
     assert len(quoted) == 6
     for line in quoted:
         assert line in said, (line, said)
@@ -437,8 +479,16 @@ def test_another_launcher_than_the_schema_says(package: Path, device: str) -> No
     said = run(BUILD.format(devices=(device,)), package)
     assert f"the launcher scale_{device} is not as the schema says" in said
     scope = "mylib::FLEXOPS_ISA" if device == "cpu" else "mylib"
-    assert f"found: {scope}::scale_{device}(const flexops::TensorView&, float, const flexops::TensorView&" in said or f"; {scope}::scale_{device}(" in said
-    assert f"required: {'void' if device == 'cpu' else 'const char*'} {scope}::scale_{device}(const flexops::TensorView& x, double factor, const" in said
+    assert (
+        f"found: {scope}::scale_{device}(const flexops::TensorView&, float, const"
+        " flexops::TensorView&"
+        in said
+        or f"; {scope}::scale_{device}(" in said
+    )
+    assert (
+        f"required: {'void' if device == 'cpu' else 'const char*'} {scope}::scale_{device}(const"
+        " flexops::TensorView& x, double factor, const" in said
+    )
 
 
 def test_a_launcher_with_another_result(package: Path) -> None:
@@ -452,7 +502,11 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     assert "compiled in" in run(CALL + WHERE, package, **cache)
     assert "found in the cache" in run(CALL + WHERE, package, **cache)
-    edit(package / "mylib/__init__.py", 'family="scale")', 'family="scale", dtypes={"x": ("float32", "float16")})')
+    edit(
+        package / "mylib/__init__.py",
+        'family="scale")',
+        'family="scale", dtypes={"x": ("float32", "float16")})',
+    )
     assert "compiled in" in run(CALL + WHERE, package, **cache)
 
 
@@ -462,19 +516,64 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("builder.Library('mylib', root='/elsewhere')", "mylib is registered twice"),
         ("builder.Library('flexops', root='/elsewhere')", "no library can be called"),
         ("builder.Library('my-lib', root='/elsewhere')", "no library can be called"),
-        ("mylib.lib.op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)", "mylib.scale is declared twice"),
-        ("mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)", "cannot be read"),
-        ("mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)", "torch does not take the schema"),
-        ("mylib.lib.op('scale2(Tensor x, *, float s) -> Tensor', family='scale', own_binding=True)(lambda x, *, s: x)", "has keyword-only arguments"),
+        (
+            "mylib.lib.op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)",
+            "mylib.scale is declared twice",
+        ),
+        (
+            "mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)",
+            "cannot be read",
+        ),
+        (
+            (
+                "mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale',"
+                " own_binding=True)(lambda x, s: x)"
+            ),
+            "torch does not take the schema",
+        ),
+        (
+            (
+                "mylib.lib.op('scale2(Tensor x, *, float s) -> Tensor', family='scale',"
+                " own_binding=True)(lambda x, *, s: x)"
+            ),
+            "has keyword-only arguments",
+        ),
         ("mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))", "cannot save nothing"),
-        ("mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)", "in their order: x, y"),
-        ("mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)", "writes its arguments"),
+        (
+            "mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)",
+            "in their order: x, y",
+        ),
+        (
+            (
+                "mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x:"
+                " None).backward(lambda ctx: None)"
+            ),
+            "writes its arguments",
+        ),
         ("builder.Library('load_library', root='/elsewhere')", "no library can be called"),
-        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)", "no family can be called '../scale'"),
+        (
+            "mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)",
+            "no family can be called '../scale'",
+        ),
         ("builder.Library('a' * 250, root='/elsewhere')", "it has 250 characters"),
-        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)", "of at most 80 characters"),
-        ("mylib.lib.op('scale2(Tensor x, float gr\\xf6\\xdfe) -> Tensor', family='scale')(lambda x: x)", "names of ASCII letters"),
-        ("mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)", "outputs=builder.Output('x[0]')"),
+        (
+            "mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)",
+            "of at most 80 characters",
+        ),
+        (
+            (
+                "mylib.lib.op('scale2(Tensor x, float gr\\xf6\\xdfe) -> Tensor',"
+                " family='scale')(lambda x: x)"
+            ),
+            "names of ASCII letters",
+        ),
+        (
+            (
+                "mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda"
+                " x: x)"
+            ),
+            "outputs=builder.Output('x[0]')",
+        ),
     ),
 )
 def test_declarations_that_cannot_be(code: str, said: str) -> None:
@@ -485,23 +584,49 @@ def test_declarations_that_cannot_be(code: str, said: str) -> None:
 
 def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path) -> None:
     other = "other = builder.Library('other', root=mylib.__file__)\n"
-    other += "other.op('scale(Tensor x, float factor) -> Tensor', family='scale')(lambda x, factor: x * factor)"
-    asked = "print([(one.op, one.backend) for one in flexops.status() if one.device == 'cpu' and one.op.endswith('.scale')])"
-    said = run(f"{CALL}from flexops import builder\n{other}\nassert torch.equal(torch.ops.other.scale(x, 2.0), x * 2)\n{asked}", package, FLEXOPS_LOG="quiet")
+    other += (
+        "other.op('scale(Tensor x, float factor) -> Tensor', family='scale')(lambda x, factor: x *"
+        " factor)"
+    )
+    asked = (
+        "print([(one.op, one.backend) for one in flexops.status() if one.device == 'cpu' and"
+        " one.op.endswith('.scale')])"
+    )
+    said = run(
+        f"{CALL}from flexops import builder\n{other}\nassert torch.equal(torch.ops.other.scale(x,"
+        f" 2.0), x * 2)\n{asked}",
+        package,
+        FLEXOPS_LOG="quiet",
+    )
     assert "('mylib.scale', 'jit')" in said
     assert "('other.scale', 'reference')" in said  # its launchers are in mylib's namespace
 
 
 @pytest.mark.extra
 def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_path: Path) -> None:
-    """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does not mind entries that nobody asks for."""
+    """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does
+    not mind entries that nobody asks for."""
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     gone = f"import shutil; shutil.rmtree({str(package / 'mylib')!r})\n"
-    run(f"{CALL}{gone}assert torch.equal(mylib.scale(x, 2.0), x * 2.0)\nflexops.status()", package, FLEXOPS_FALLBACK="forbid", **cache)
-    program = "import sys; sys.argv = ['flexops', 'cache', 'list']; from flexops.cli import main; main()"
+    run(
+        f"{CALL}{gone}assert torch.equal(mylib.scale(x, 2.0), x * 2.0)\nflexops.status()",
+        package,
+        FLEXOPS_FALLBACK="forbid",
+        **cache,
+    )
+    program = (
+        "import sys; sys.argv = ['flexops', 'cache', 'list']; from flexops.cli import main; main()"
+    )
     assert "mylib.scale-cpu" in run(program, **cache)
-    program = "import sys; sys.argv = ['flexops', 'build', 'mylib']; from flexops.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPOSITORY), **cache}, capture_output=True, text=True)
+    program = (
+        "import sys; sys.argv = ['flexops', 'build', 'mylib']; from flexops.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **cache},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert "mylib" in done.stderr
     assert "Traceback" not in done.stderr
@@ -525,7 +650,11 @@ def test_a_family_without_a_folder_says_where_it_was_looked_for(package: Path) -
 
 
 def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package: Path) -> None:
-    edit(package / "mylib/csrc/scale/scale_cpu.cpp", "load(x.as<T>(), i)", "std::sqrt(load(x.as<T>(), i))")
+    edit(
+        package / "mylib/csrc/scale/scale_cpu.cpp",
+        "load(x.as<T>(), i)",
+        "std::sqrt(load(x.as<T>(), i))",
+    )
     said = run(CALL + WHERE, package)
     assert "runs as plain PyTorch: mylib.scale-cpu could not be built" in said
     assert "__builtin_sqrtf" in said
@@ -570,8 +699,11 @@ print(*[one.backend for one in flexops.status() if one.op == "mylib.scale"])
 
 
 @pytest.mark.parametrize(("jit", "backend"), [("1", "jit"), ("0", "reference")])
-def test_a_check_is_called_in_each_call(package: Path, tmp_path: Path, jit: str, backend: str) -> None:
-    """The native library does not have it: without it, what the first call refused passed after it."""
+def test_a_check_is_called_in_each_call(
+    package: Path, tmp_path: Path, jit: str, backend: str
+) -> None:
+    """The native library does not have it: without it, what the first call refused passed after
+    it."""
     cache = str(tmp_path / "cache") if jit == "0" else os.environ["FLEXOPS_CACHE_DIR"]
     code = "import warnings; warnings.simplefilter('ignore')\n" + CHECKED
     assert backend in run(code, package, FLEXOPS_JIT=jit, FLEXOPS_CACHE_DIR=cache)
@@ -580,11 +712,15 @@ def test_a_check_is_called_in_each_call(package: Path, tmp_path: Path, jit: str,
 @pytest.mark.extra
 def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
     text = (package / "mylib/__init__.py").read_text()
-    (package / "mylib/__init__.py").write_text(f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n")
+    (package / "mylib/__init__.py").write_text(
+        f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n"
+    )
     done = contract(package, "-k", "without_memory or opcheck")
     assert done.returncode == 1, done.stdout
     assert "says float32 [7]" in done.stdout, done.stdout
-    (package / "mylib/__init__.py").write_text(text.replace('family="scale"', 'family="scale", outputs=builder.Output("x[:-1]")'))
+    (package / "mylib/__init__.py").write_text(
+        text.replace('family="scale"', 'family="scale", outputs=builder.Output("x[:-1]")')
+    )
     done = contract(package, "-k", "without_memory")
     assert "what the reference gives, float32 [3, 8]" in done.stdout, done.stdout
 
@@ -634,26 +770,56 @@ class TestRelu2(Contract):
 
 
 def test_a_gradient_may_be_an_operator_of_its_own(package: Path) -> None:
-    """As the guide has it: one that has no gradient itself, and which the contract asks for none. A reference that rounds is told as what it is."""
+    """As the guide has it: one that has no gradient itself, and which the contract asks for none. A
+    reference that rounds is told as what it is."""
     guide = (REPOSITORY / "docs" / "builder.md").read_text()
-    (block,) = (code for code in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE) if "relu2_backward(" in code)
+    (block,) = (
+        code
+        for code in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+        if "relu2_backward(" in code
+    )
     text = (package / "mylib/__init__.py").read_text()
     (package / "mylib/__init__.py").write_text(f"{text}\n\n{block}")
     (package / "mylib/csrc/relu2").mkdir()
     (package / "mylib/csrc/relu2/relu2_cpu.cpp").write_text(RELU2_CPU)
     (package / "tests/test_relu2.py").write_text(RELU2)
-    done = contract(package, "-k", "relu2 and (gradcheck or (cpu and (opcheck or (are_float64s and float32))))")
+    done = contract(
+        package, "-k", "relu2 and (gradcheck or (cpu and (opcheck or (are_float64s and float32))))"
+    )
     assert "3 passed" in done.stdout, done.stdout
-    edit(package / "mylib/__init__.py", "    return torch.relu(x * weight)", "    return torch.relu(x.float() * weight.float())")
+    edit(
+        package / "mylib/__init__.py",
+        "    return torch.relu(x * weight)",
+        "    return torch.relu(x.float() * weight.float())",
+    )
     done = contract(package, "-k", "relu2 and gradcheck")
-    assert "mylib.relu2.default: its reference rounds float64 to float32" in done.stdout, done.stdout
+    assert "mylib.relu2.default: its reference rounds float64 to float32" in done.stdout, (
+        done.stdout
+    )
 
 
 def contract(package: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A package's own tests, as its author runs them: without the settings of this suite."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package), str(package / "tests"), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(package),
+        str(package / "tests"),
+        *options,
+    ]
     path = os.pathsep.join([str(package), str(REPOSITORY)])
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **environment}, cwd=package, capture_output=True, text=True)
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        cwd=package,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.extra
@@ -665,20 +831,34 @@ def test_the_examples_own_tests_pass(package: Path) -> None:
 
 @pytest.mark.extra
 def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path) -> None:
-    """Which most machines would not choose by themselves: every test of numbers says so, by the level's name."""
-    level, macro = ("avx2", "defined(__AVX2__) && !defined(__AVX512F__)") if platform.machine() == "x86_64" else ("baseline", "1")
+    """Which most machines would not choose by themselves: every test of numbers says so, by the
+    level's name."""
+    level, macro = (
+        ("avx2", "defined(__AVX2__) && !defined(__AVX512F__)")
+        if platform.machine() == "x86_64"
+        else ("baseline", "1")
+    )
     source = package / "mylib" / "csrc" / "scale" / "scale_cpu.cpp"
     edit(source, "static_cast<float>(factor)", "static_cast<float>(factor) * kWrong")
-    edit(source, "void scale_cpu", f"#if {macro}\nconstexpr float kWrong = 1.25f;\n#else\nconstexpr float kWrong = 1.0f;\n#endif\n\nvoid scale_cpu")
+    edit(
+        source,
+        "void scale_cpu",
+        f"#if {macro}\nconstexpr float kWrong = 1.25f;\n#else\nconstexpr float kWrong ="
+        " 1.0f;\n#endif\n\nvoid scale_cpu",
+    )
     numbers = "native_is or are_float64s or accuracy or test_strides or autocast"
-    done = contract(package, "-k", f"cpu and ({numbers}) and not bfloat16 and not float16", "--tb=line")
+    done = contract(
+        package, "-k", f"cpu and ({numbers}) and not bfloat16 and not float16", "--tb=line"
+    )
     assert "5 failed" in done.stdout, done.stdout
     assert "passed" not in done.stdout, done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith("E   AssertionError: ")]
-    assert all(re.search(rf"with kernels of level {level}: |result {level}: ", line) for line in told), done.stdout
+    assert all(
+        re.search(rf"with kernels of level {level}: |result {level}: ", line) for line in told
+    ), done.stdout
 
 
-# ---- wheels --------------------------------------------------------------------------------------------------------------------------------
+# ---- wheels --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -686,25 +866,58 @@ def installed(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompi
     """The example, built into a wheel and installed into a directory of its own."""
     assert host_compiler
     folder = tmp_path_factory.mktemp("wheel")
-    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    source = shutil.copytree(
+        EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__")
+    )
     done = wheel(Path(source), folder / "dist", TORCH_CUDA_ARCH_LIST="9.0")
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = (folder / "dist").iterdir()
     assert made.name.startswith("mylib-0.1.0-py3-none-linux_")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder / "site"), str(made)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder / "site"),
+            str(made),
+        ],
+        check=True,
+    )
     return folder / "site"
 
 
 def wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(out), str(source)]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        str(out),
+        str(source),
+    ]
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_wheel_has_libraries_kernels_and_sources(installed: Path) -> None:
     there = {path.name for path in (installed / "mylib" / "_aot").iterdir()}
     assert {"mylib.scale-cpu", "mylib.scale-cuda"} <= there
     assert len([name for name in there if name.startswith("mylib.scale-sm_90-")]) == 3
-    assert {path.name for path in (installed / "mylib/csrc/scale").iterdir()} == {path.name for path in (EXAMPLE / "mylib/csrc/scale").iterdir()}
+    assert {path.name for path in (installed / "mylib/csrc/scale").iterdir()} == {
+        path.name for path in (EXAMPLE / "mylib/csrc/scale").iterdir()
+    }
 
 
 READY = """
@@ -723,25 +936,44 @@ print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),), (("<
 """
 
 
-def test_the_wheels_kernels_are_found_for_their_gpu_and_go_with_their_own_headers_only(installed: Path, tmp_path: Path) -> None:
-    here, apart = run(READY, installed, FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none")).splitlines()
+def test_the_wheels_kernels_are_found_for_their_gpu_and_go_with_their_own_headers_only(
+    installed: Path, tmp_path: Path
+) -> None:
+    here, apart = run(
+        READY, installed, FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none")
+    ).splitlines()
     assert here == "None"
     assert "3 of the 3 kernels" in apart
 
 
-def test_an_installed_library_needs_no_compiler_and_writes_nothing(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_library_needs_no_compiler_and_writes_nothing(
+    installed: Path, tmp_path: Path
+) -> None:
     for path in (installed, *installed.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = sorted(installed.rglob("*"))
-    nothing = {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid", "FLEXOPS_CACHE_DIR": str(tmp_path / "none"), "PYTHONDONTWRITEBYTECODE": "1", "PATH": ""}
+    nothing = {
+        "FLEXOPS_JIT": "0",
+        "FLEXOPS_FALLBACK": "forbid",
+        "FLEXOPS_CACHE_DIR": str(tmp_path / "none"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": "",
+    }
     assert "aot" in run(CALL + WHERE, installed, **nothing)
     assert sorted(installed.rglob("*")) == before
 
 
 def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> None:
-    """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since are no reason to refuse it."""
-    newer = "from flexops.build.store import manifest; from flexops.build.describe import layout; from pathlib import Path; import shutil\n"
-    headers = f"shutil.copytree(layout.csrc_root(), {str(tmp_path / 'csrc')!r}); layout.csrc_root = lambda: Path({str(tmp_path / 'csrc')!r})\n"
+    """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since
+    are no reason to refuse it."""
+    newer = (
+        "from flexops.build.store import manifest; from flexops.build.describe import layout; from"
+        " pathlib import Path; import shutil\n"
+    )
+    headers = (
+        f"shutil.copytree(layout.csrc_root(), {str(tmp_path / 'csrc')!r}); layout.csrc_root ="
+        f" lambda: Path({str(tmp_path / 'csrc')!r})\n"
+    )
     headers += "(layout.csrc_root() / 'common/tensor_view.h').write_text('#error')\n"
     off = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path / "none")}
     assert "aot" in run(newer + headers + CALL + WHERE, installed, **off)
@@ -751,27 +983,44 @@ def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> 
 
 
 def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None:
-    program = "import sys; sys.argv = ['flexops', 'build', 'mylib', '--device', 'cpu']; from flexops.cli import main; main()"
+    program = (
+        "import sys; sys.argv = ['flexops', 'build', 'mylib', '--device', 'cpu']; from flexops.cli"
+        " import main; main()"
+    )
     assert "mylib.scale-cpu" in run(program, installed)
-    program = "import flexops.doctor.trial as trial\nprint([one for one in trial.ops() if one.name == 'mylib.scale' and one.device == 'cpu'])"
+    program = (
+        "import flexops.doctor.trial as trial\nprint([one for one in trial.ops() if one.name =="
+        " 'mylib.scale' and one.device == 'cpu'])"
+    )
     said = run(program, installed)
     assert "backend='aot'" in said
     assert "max_error=0.0" in said
 
 
 @pytest.mark.extra
-def test_a_library_without_its_entry_point_is_told(package: Path, installed: Path, tmp_path: Path) -> None:
-    """When its wheel is built, and by doctor where it is installed: nothing else would ever try it."""
+def test_a_library_without_its_entry_point_is_told(
+    package: Path, installed: Path, tmp_path: Path
+) -> None:
+    """When its wheel is built, and by doctor where it is installed: nothing else would ever try
+    it."""
     site = Path(shutil.copytree(installed, tmp_path / "site"))
-    program = "from flexops.doctor import judgement\nfrom flexops.doctor.checks import build\nfrom flexops.doctor.probes import build as probes\n"
-    program += "import sys\nprint(*build.unregistered(probes.unregistered()), 'mylib' in sys.modules)"
+    program = (
+        "from flexops.doctor import judgement\nfrom flexops.doctor.checks import build\nfrom"
+        " flexops.doctor.probes import build as probes\n"
+    )
+    program += (
+        "import sys\nprint(*build.unregistered(probes.unregistered()), 'mylib' in sys.modules)"
+    )
     assert run(program, site).strip() == "False"
     (points,) = site.glob("*.dist-info/entry_points.txt")
     points.unlink()
     said = run(program, site)
     assert 'mylib = "mylib" to its pyproject.toml' in said
     assert "False" in said
-    entry = '[project.entry-points."flexops.libraries"]\nmylib = "mylib" # flexops doctor and flexops build find it by this\n'
+    entry = (
+        '[project.entry-points."flexops.libraries"]\nmylib = "mylib" # flexops doctor and flexops'
+        " build find it by this\n"
+    )
     build = "import setuptools, sys; sys.argv[1:] = ['build_ext']; exec(open('setup.py').read())"
     assert "registers no library" not in run(build, cwd=package, FLEXOPS_AOT_DEVICES="cpu")
     edit(package / "pyproject.toml", entry, "")
@@ -780,9 +1029,15 @@ def test_a_library_without_its_entry_point_is_told(package: Path, installed: Pat
 
 @pytest.mark.parametrize(
     ("line", "required"),
-    [('devices = "cpu"', 'devices = ["cpu", "cuda"]'), ('architectures = ["8.0", "9.0"]', 'architectures = "8.0;9.0"'), ("architectures = 9.0", '"8.0;9.0"')],
+    [
+        ('devices = "cpu"', 'devices = ["cpu", "cuda"]'),
+        ('architectures = ["8.0", "9.0"]', 'architectures = "8.0;9.0"'),
+        ("architectures = 9.0", '"8.0;9.0"'),
+    ],
 )
-def test_a_setting_of_another_kind_is_told(line: str, required: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_another_kind_is_told(
+    line: str, required: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flexops.builder import packaging
 
     (tmp_path / "pyproject.toml").write_text(f"[tool.flexops]\n{line}\n")
@@ -795,11 +1050,16 @@ def test_a_setting_of_another_kind_is_told(line: str, required: str, tmp_path: P
 def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
     """As a new environment of Python 3.11 has it, where pip builds without isolation."""
     (tmp_path / "setuptools").mkdir()
-    (tmp_path / "setuptools/__init__.py").write_text("__version__ = '65.5.0'\nclass Extension: pass\n")
+    (tmp_path / "setuptools/__init__.py").write_text(
+        "__version__ = '65.5.0'\nclass Extension: pass\n"
+    )
     (tmp_path / "setuptools/command").mkdir()
     (tmp_path / "setuptools/command/__init__.py").write_text("")
     (tmp_path / "setuptools/command/build_ext.py").write_text("class build_ext: pass\n")
-    said = run("try:\n    from flexops.builder import commands\nexcept SystemExit as error: print(error)", tmp_path)
+    said = run(
+        "try:\n    from flexops.builder import commands\nexcept SystemExit as error: print(error)",
+        tmp_path,
+    )
     assert "setuptools 65.5.0 is too old" in said
     assert "pip install 'setuptools>=77'" in said
 
@@ -810,7 +1070,11 @@ def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) ->
     done = wheel(package, tmp_path / "dist")
     assert done.returncode != 0
     assert "the launcher scale_cpu is not as the schema says" in done.stdout + done.stderr
-    edit(package / "mylib/__init__.py", "import torch\n", "import torch\nimport nothing_of_that_name\n")
+    edit(
+        package / "mylib/__init__.py",
+        "import torch\n",
+        "import torch\nimport nothing_of_that_name\n",
+    )
     done = wheel(package, tmp_path / "dist")
     assert done.returncode != 0
     assert "--no-build-isolation" in done.stdout + done.stderr
@@ -818,8 +1082,22 @@ def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) ->
 
 @pytest.mark.extra
 def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "site"), "-e", str(package)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+        "-e",
+        str(package),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (package / "mylib" / "_aot").exists()
     seen = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
@@ -829,34 +1107,61 @@ def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_
     assert "compiled in" in run(seen + CALL + WHERE, cwd=tmp_path, **cache)
 
 
-# ---- flexops new, and the other examples ---------------------------------------------------------------------------------------------------
+# ---- flexops new, and the other examples ---------------------------------------------------------
 
 
-def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
+    tmp_path: Path, host_compiler: HostCompiler
+) -> None:
     assert host_compiler
-    program = "import sys; sys.argv = ['flexops', 'new', 'other', '--family', 'double_it']; from flexops.cli import main; main()"
+    program = (
+        "import sys; sys.argv = ['flexops', 'new', 'other', '--family', 'double_it']; from"
+        " flexops.cli import main; main()"
+    )
     run(program, cwd=tmp_path)
     made = tmp_path / "other"
     assert (made / "other/csrc/double_it/double_it.cuh").is_file()
     assert "mylib" not in "".join(path.read_text() for path in made.rglob("*") if path.is_file())
-    done = contract(made, "-k", "reference or opcheck or gradcheck or accuracy", FLEXOPS_FALLBACK="forbid")
+    done = contract(
+        made, "-k", "reference or opcheck or gradcheck or accuracy", FLEXOPS_FALLBACK="forbid"
+    )
     assert done.returncode == 0, done.stdout
-    measured = "import sys; sys.argv = 'flexops bench run benchmarks/double_it.py --device cpu --json'.split(); import flexops.bench.cases.case as sizes\n"
-    measured += "sizes.Setup.rows = lambda self, count: 16\nfrom flexops.bench import own, timing\ntiming.COPY_BYTES = {'cpu': 2**20}\n"
+    measured = (
+        "import sys; sys.argv = 'flexops bench run benchmarks/double_it.py --device cpu"
+        " --json'.split(); import flexops.bench.cases.case as sizes\n"
+    )
+    measured += (
+        "sizes.Setup.rows = lambda self, count: 16\nfrom flexops.bench import own,"
+        " timing\ntiming.COPY_BYTES = {'cpu': 2**20}\n"
+    )
     said = run(f"{measured}from flexops.cli import main; main()", made, cwd=made)
     assert [one["contender"] for one in json.loads(said)] == ["other", "torch"]
-    again = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert again.returncode != 0
     assert "there already" in again.stderr
 
 
-FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")  # what the operator is, wherever it is said
+# what the operator is, wherever it is said
+FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")
 
 
 def test_a_newcomer_writes_little_that_is_no_formula() -> None:
-    """The whole example with its tests and benchmark, but for blank lines, comments, closing braces and the formula itself."""
-    files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".cpp", ".cuh", ".toml") and "_aot" not in path.parts]
-    lines = [line.strip() for path in files for line in path.read_text().splitlines() if line.strip()]
+    """The whole example with its tests and benchmark, but for blank lines, comments, closing braces
+    and the formula itself."""
+    files = [
+        path
+        for path in EXAMPLE.rglob("*")
+        if path.suffix in (".py", ".cpp", ".cuh", ".toml") and "_aot" not in path.parts
+    ]
+    lines = [
+        line.strip() for path in files for line in path.read_text().splitlines() if line.strip()
+    ]
     plain = [line for line in lines if line[0] not in "/})" and not line.startswith(("# ", '"""'))]
     assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 60
 
@@ -874,15 +1179,24 @@ print(result.error, len(result.kernels))
 """
 
 
-def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(host_compiler: HostCompiler) -> None:
+def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(
+    host_compiler: HostCompiler,
+) -> None:
     assert host_compiler
-    assert "None 6" in run(MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid")
+    assert "None 6" in run(
+        MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid"
+    )
 
 
 @pytest.mark.extra
-def test_a_pybind11_extension_that_was_moved_from_cpp_extension(host_compiler: HostCompiler) -> None:
+def test_a_pybind11_extension_that_was_moved_from_cpp_extension(
+    host_compiler: HostCompiler,
+) -> None:
     assert host_compiler
-    said = run(f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r}, run_name='__main__')")
+    said = run(
+        f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r},"
+        " run_name='__main__')"
+    )
     assert "tensor([3., 3.], dtype=torch.float64)" in said
 
 
@@ -903,36 +1217,77 @@ FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
 def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> None:
     run(CALL, package, FLEXOPS_FALLBACK="forbid")  # what is in the cache was made without it
     (package / "mylib/csrc/scale/scale_binding.cpp").write_text(HAND_WRITTEN)
-    said = run("import torch, mylib; print(mylib.scale(torch.ones(2), 2.0))", package, FLEXOPS_FALLBACK="forbid")
+    said = run(
+        "import torch, mylib; print(mylib.scale(torch.ones(2), 2.0))",
+        package,
+        FLEXOPS_FALLBACK="forbid",
+    )
     assert "tensor([42., 42.])" in said
 
 
 @pytest.mark.extra
-def test_a_projects_wheel_for_every_torch_and_linux(package: Path, tmp_path: Path, require: Callable[..., None]) -> None:
-    require(importlib.util.find_spec("ziglang"), "zig", "pip install ziglang, or run scripts/run_tests.sh, which does")
+def test_a_projects_wheel_for_every_torch_and_linux(
+    package: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(
+        importlib.util.find_spec("ziglang"),
+        "zig",
+        "pip install ziglang, or run scripts/run_tests.sh, which does",
+    )
     done = wheel(package, tmp_path, FLEXOPS_WHEEL="x86_64")
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = tmp_path.glob("*.whl")
     assert made.name == "mylib-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(made) as packed:
         packed.extractall(tmp_path / "site")
-    said = run(CALL + WHERE, tmp_path / "site", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none"))
+    said = run(
+        CALL + WHERE, tmp_path / "site", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none")
+    )
     stable = toolchain.discover(settings.current(), device="cpu").torch
-    assert ("aot" if stable and stable.stable_abi else "built for torch ABI stable-2.11, this is torch-") in said
+    assert (
+        "aot" if stable and stable.stable_abi else "built for torch ABI stable-2.11, this is torch-"
+    ) in said
 
 
 @pytest.mark.slow
 def test_a_wheel_built_in_isolation(package: Path, tmp_path: Path) -> None:
-    """pip installs flexops and torch into an environment of the build's own: this flexops, from a wheel, and the torch that is here."""
+    """pip installs flexops and torch into an environment of the build's own: this flexops, from a
+    wheel, and the torch that is here."""
     import torch
 
-    flexops_wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "links"), str(REPOSITORY)]
+    flexops_wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path / "links"),
+        str(REPOSITORY),
+    ]
     subprocess.run(flexops_wheel, check=True)
     (tmp_path / "constraint.txt").write_text(f"torch=={torch.__version__}\n")
-    links = " ".join(filter(None, (os.environ.get("PIP_FIND_LINKS"), str(tmp_path / "links"))))  # where the build's own environment looks, too
-    environment = {**os.environ, "PIP_CONSTRAINT": str(tmp_path / "constraint.txt"), "PIP_FIND_LINKS": links}
+    # where the build's own environment looks, too
+    links = " ".join(filter(None, (os.environ.get("PIP_FIND_LINKS"), str(tmp_path / "links"))))
+    environment = {
+        **os.environ,
+        "PIP_CONSTRAINT": str(tmp_path / "constraint.txt"),
+        "PIP_FIND_LINKS": links,
+    }
     environment.pop("PYTHONPATH", None)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path / "dist"), str(package)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(tmp_path / "dist"),
+        str(package),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = (tmp_path / "dist").iterdir()

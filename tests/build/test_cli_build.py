@@ -15,17 +15,28 @@ from flexops.errors import FlexopsError
 
 def test_an_operators_name_builds_its_family(tmp_path: Path, host_compiler: object) -> None:
     assert host_compiler
-    done = CliRunner().invoke(app, ["build", "swiglu", "--device", "cpu", "--out", str(tmp_path), "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app,
+        ["build", "swiglu", "--device", "cpu", "--out", str(tmp_path), "--json"],
+        catch_exceptions=False,
+    )
     (built,) = json.loads(done.stdout)
     assert (built["name"], built["device"], built["error"]) == ("activation-cpu", "cpu", None)
     assert b"swiglu\0" in Path(built["library"]).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["activation-cpu"]
-    assert json.loads((tmp_path / "activation-cpu" / FILE_NAME).read_text())["name"] == "activation-cpu"
+    assert (
+        json.loads((tmp_path / "activation-cpu" / FILE_NAME).read_text())["name"]
+        == "activation-cpu"
+    )
 
 
 def test_several_names_of_one_family_build_it_once(host_compiler: object) -> None:
     assert host_compiler
-    done = CliRunner().invoke(app, ["build", "geglu", "activation", "swiglu", "--device", "cpu", "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app,
+        ["build", "geglu", "activation", "swiglu", "--device", "cpu", "--json"],
+        catch_exceptions=False,
+    )
     assert [built["name"] for built in json.loads(done.stdout)] == ["activation-cpu"]
 
 

@@ -23,7 +23,8 @@ def entry(cache_dir: Path, tmp_path: Path, host_compiler: object) -> Entry:
 
 
 def flexops(*arguments: str) -> Result:
-    """Run the command line in this process; our own errors are raised, as ``cli.main`` sees them."""
+    """Run the command line in this process; our own errors are raised, as ``cli.main`` sees
+    them."""
     return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False)
 
 
@@ -36,7 +37,14 @@ def test_info_of_nothing(cache_dir: Path) -> None:
 
 def test_info(entry: Entry, cache_dir: Path) -> None:
     told = json.loads(flexops("info", "--json").stdout)
-    assert told == {"root": str(cache_dir), "entries": 1, "bytes": entry.size, "max_bytes": 5 * 2**30, "quarantined": 0, "problem": None}
+    assert told == {
+        "root": str(cache_dir),
+        "entries": 1,
+        "bytes": entry.size,
+        "max_bytes": 5 * 2**30,
+        "quarantined": 0,
+        "problem": None,
+    }
     assert "1 entries" in flexops("info").stdout
 
 
@@ -55,7 +63,11 @@ def test_list(entry: Entry) -> None:
     assert told["name"] == "tiny-cpu"
     assert told["key"] == entry.manifest.key
     assert told["directory"] == str(entry.directory)
-    assert (told["device"], told["torch_abi"], told["isa_levels"]) == ("cpu", "stable-2.11", ["baseline"])
+    assert (told["device"], told["torch_abi"], told["isa_levels"]) == (
+        "cpu",
+        "stable-2.11",
+        ["baseline"],
+    )
     assert told["last_used"] == pytest.approx(entry.last_used)
     line = flexops("list").stdout
     assert "tiny-cpu" in line
@@ -98,9 +110,17 @@ def test_clearing_what_is_not_there_is_said(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_the_list_wraps(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    plan = tiny_plan(tmp_path / "tiny", name="an_extension_with_the_name_of_somebody_s_whole_project")
-    made_up_entry(BuildCache(cache_dir), plan._replace(isa_levels=("avx512",)), architectures=("8.0", "8.6", "9.0", "9.0a", "10.0", "10.3", "12.0", "12.1+PTX"))
+def test_the_list_wraps(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    plan = tiny_plan(
+        tmp_path / "tiny", name="an_extension_with_the_name_of_somebody_s_whole_project"
+    )
+    made_up_entry(
+        BuildCache(cache_dir),
+        plan._replace(isa_levels=("avx512",)),
+        architectures=("8.0", "8.6", "9.0", "9.0a", "10.0", "10.3", "12.0", "12.1+PTX"),
+    )
     (line,) = [line for line in flexops("list").stdout.splitlines() if "an_extension" in line]
     assert "somebody_s_whole_project" in line, "one line for each where a program reads them"
     assert "8.0, 8.6, 9.0, 9.0a, 10.0, 10.3, 12.0, 12.1+PTX" in line
@@ -125,6 +145,8 @@ def test_export_and_import(entry: Entry, tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 entries" in flexops("import", str(archive)).stdout
     (told,) = json.loads(flexops("list", "--json").stdout)
     assert told["key"] == entry.manifest.key
-    assert building.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(tmp_path / "elsewhere"))[0].cached
+    assert building.obtain([tiny_plan(tmp_path / "tiny")], BuildCache(tmp_path / "elsewhere"))[
+        0
+    ].cached
     with pytest.raises(CacheError, match="archive"):
         flexops("import", str(tmp_path / "absent.tar.gz"))

@@ -1,4 +1,5 @@
-"""The simulated cluster in short: ``scripts/cluster_simulation.py`` fails if a kernel was compiled twice; docs/clusters.md has its figures."""
+"""The simulated cluster in short: ``scripts/cluster_simulation.py`` fails if a kernel was compiled
+twice; docs/clusters.md has its figures."""
 
 from __future__ import annotations
 
@@ -12,13 +13,21 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cluster_simulation.p
 
 
 def simulate(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_twenty_nodes_compile_each_kernel_once() -> None:
-    assert "20 nodes, 3 kernels" in (said := simulate("nodes", "--count", "20", "--kernels", "3", "--latency", "0"))
+    assert "20 nodes, 3 kernels" in (
+        said := simulate("nodes", "--count", "20", "--kernels", "3", "--latency", "0")
+    )
     assert "compiled 3, failed 0" in said
 
 

@@ -1,4 +1,5 @@
-"""``find_package(flexops)``: a project that CMake builds, from a checkout and from an installed package; run with torch."""
+"""``find_package(flexops)``: a project that CMake builds, from a checkout and from an installed
+package; run with torch."""
 
 from __future__ import annotations
 
@@ -76,30 +77,61 @@ except RuntimeError as error:
 
 @pytest.fixture
 def cmake(require: Callable[..., None]) -> str:
-    found = shutil.which("cmake", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
+    found = shutil.which(
+        "cmake", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    )
     require(found, "cmake", "pip install cmake, or run scripts/run_tests.sh, which does")
     return str(found)
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name, text in (("CMakeLists.txt", LISTS), ("binding.cpp", BINDING), ("scale_cpu.cpp", KERNEL)):
+    for name, text in (
+        ("CMakeLists.txt", LISTS),
+        ("binding.cpp", BINDING),
+        ("scale_cpu.cpp", KERNEL),
+    ):
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def configure(cmake: str, project: Path, host: HostCompiler, *python_path: Path) -> subprocess.CompletedProcess[str]:
-    options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={host.path}", "-DCMAKE_BUILD_TYPE=Release"]
+def configure(
+    cmake: str, project: Path, host: HostCompiler, *python_path: Path
+) -> subprocess.CompletedProcess[str]:
+    options = [
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DCMAKE_CXX_COMPILER={host.path}",
+        "-DCMAKE_BUILD_TYPE=Release",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, python_path))}
-    return subprocess.run([cmake, "-S", str(project), "-B", str(project / "build"), *options], env=environment, cwd=project, capture_output=True, text=True)
+    return subprocess.run(
+        [cmake, "-S", str(project), "-B", str(project / "build"), *options],
+        env=environment,
+        cwd=project,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("installed", first_of(False, True), ids=["checkout", "installed"])
-def test_a_library_that_cmake_builds(cmake: str, project: Path, host_compiler: HostCompiler, tmp_path: Path, installed: bool) -> None:
+def test_a_library_that_cmake_builds(
+    cmake: str, project: Path, host_compiler: HostCompiler, tmp_path: Path, installed: bool
+) -> None:
     place, headers = REPOSITORY, REPOSITORY / "csrc"
     if installed:
         place = tmp_path / "site"
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(place), str(REPOSITORY)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(place),
+            str(REPOSITORY),
+        ]
         subprocess.run(command, check=True)
         headers = place / "flexops" / "_csrc"
     done = configure(cmake, project, host_compiler, place)
@@ -107,9 +139,13 @@ def test_a_library_that_cmake_builds(cmake: str, project: Path, host_compiler: H
     assert f"found {__version__} in {headers}" in done.stdout
     if installed:
         return  # the same files from another place
-    done = subprocess.run([cmake, "--build", str(project / "build")], capture_output=True, text=True)
+    done = subprocess.run(
+        [cmake, "--build", str(project / "build")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([sys.executable, "-c", CALL], cwd=project / "build", capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CALL], cwd=project / "build", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine::scale: x must be float32 and contiguous" in done.stdout
 
@@ -120,16 +156,25 @@ MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        (f"{__version__} EXACT", True), (f"{MAJOR}.{MINOR}", True), ("", True), (f"{MAJOR}.{MINOR + 1}", False), (f"{MAJOR}.{MINOR - 1}", False),
-        (f"{MAJOR + 1}", False), (f"{MAJOR}.{MINOR}.{PATCH + 9}", False),
+        (f"{__version__} EXACT", True),
+        (f"{MAJOR}.{MINOR}", True),
+        ("", True),
+        (f"{MAJOR}.{MINOR + 1}", False),
+        (f"{MAJOR}.{MINOR - 1}", False),
+        (f"{MAJOR + 1}", False),
+        (f"{MAJOR}.{MINOR}.{PATCH + 9}", False),
     ],
-)  # fmt: skip
+)
 def test_versions_that_go_with_this_one(cmake: str, project: Path, asked: str, found: bool) -> None:
     lists = project / "CMakeLists.txt"
     lists.write_text(f"cmake_minimum_required(VERSION 3.18)\nproject(mine LANGUAGES NONE)\nfind_package(flexops {asked} CONFIG)\n"
                      'message(STATUS "found=${flexops_FOUND}")\n')  # fmt: skip
     place = f"-Dflexops_DIR={layout.cmake_root()}"
-    done = subprocess.run([cmake, "-S", str(project), "-B", str(project / "build"), place], capture_output=True, text=True)
+    done = subprocess.run(
+        [cmake, "-S", str(project), "-B", str(project / "build"), place],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"found={int(found)}" in done.stdout, done.stdout + done.stderr
 

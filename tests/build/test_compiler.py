@@ -17,12 +17,26 @@ from flexops.errors import ToolchainError
 
 
 def shell_plan(name: str, *commands: str, jobs: int = 2) -> BuildPlan:
-    """A plan of shell commands; the first makes ``lib.so``. Link steps, because those are run as they are."""
-    steps = tuple(Step("link", f"out{number}" if number else "lib.so", (), ("sh", "-c", command)) for number, command in enumerate(commands))
+    """A plan of shell commands; the first makes ``lib.so``. Link steps, because those are run as
+    they are."""
+    steps = tuple(
+        Step("link", f"out{number}" if number else "lib.so", (), ("sh", "-c", command))
+        for number, command in enumerate(commands)
+    )
     return BuildPlan(
-        name=name, steps=steps, library="lib.so", sources=(), anchors=(), identity=(), trusted_roots=(), jobs=jobs, nvcc_threads=1, device="cpu",
-        torch_abi="", ninja=ninja_path(),
-    )  # fmt: skip
+        name=name,
+        steps=steps,
+        library="lib.so",
+        sources=(),
+        anchors=(),
+        identity=(),
+        trusted_roots=(),
+        jobs=jobs,
+        nvcc_threads=1,
+        device="cpu",
+        torch_abi="",
+        ninja=ninja_path(),
+    )
 
 
 def test_awkward_names_reach_the_compiler_unchanged(tmp_path: Path) -> None:
@@ -30,7 +44,9 @@ def test_awkward_names_reach_the_compiler_unchanged(tmp_path: Path) -> None:
     outcome = compiler.run([plan], tmp_path / "work dir$")
     assert outcome.returncode == 0, outcome.output
     assert (tmp_path / "work dir$" / plan.name / "tiny.so").exists()
-    reached = [path.read_text() for path in compiler.depfiles(plan, tmp_path / "work dir$" / plan.name)]
+    reached = [
+        path.read_text() for path in compiler.depfiles(plan, tmp_path / "work dir$" / plan.name)
+    ]
     assert "tiny.h" in reached[0]
 
 
@@ -41,34 +57,57 @@ def test_the_file_left_beside_the_library_repeats_the_build(tmp_path: Path) -> N
     compiler.run([plan], tmp_path / "work")
     again = tmp_path / "again"
     again.mkdir()
-    (again / "build.ninja").write_bytes((tmp_path / "work" / plan.name / "build.ninja").read_bytes())
+    (again / "build.ninja").write_bytes(
+        (tmp_path / "work" / plan.name / "build.ninja").read_bytes()
+    )
     subprocess.run([plan.ninja, "-C", str(again)], check=True, capture_output=True)
     assert (again / "tiny.so").exists()
 
 
 def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
     plan = paper_plan(SQUARE, "cuda")
-    device = Step("device", "own.cu.o", ("/own.cu",), ("nvcc", "-c", "/own.cu"))  # of people's own sources
+    # of people's own sources
+    device = Step("device", "own.cu.o", ("/own.cu",), ("nvcc", "-c", "/own.cu"))
     plan = plan._replace(steps=(device, *plan.steps), nvcc_threads=2)
     commands = {step.output: compiler.full_command(plan, step) for step in plan.steps}
     assert commands["own.cu.o"][0] == str(CCACHE.path)
     assert {"--threads=2", "-MD", "-MF", "own.cu.o.d"} <= set(commands["own.cu.o"])
     assert "--threads=2" not in commands["binding.o"]
     assert commands[plan.library] == plan.steps[-1].command
-    assert compiler.full_command(paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[1])[0] == "/usr/bin/g++"
+    assert (
+        compiler.full_command(
+            paper_plan(SQUARE, "cpu", TOOLS._replace(launcher=None)), plan.steps[1]
+        )[0]
+        == "/usr/bin/g++"
+    )
 
 
 def test_the_longest_steps_are_first_of_all_plans() -> None:
     cpu, cuda = paper_plan(SQUARE, "cpu"), paper_plan(SQUARE, "cuda")
-    cuda = cuda._replace(steps=(*cuda.steps[:1], Step("device", "own.cu.o", ("/own.cu",), ("nvcc",)), *cuda.steps[1:]))
+    cuda = cuda._replace(
+        steps=(
+            *cuda.steps[:1],
+            Step("device", "own.cu.o", ("/own.cu",), ("nvcc",)),
+            *cuda.steps[1:],
+        )
+    )
     text = compiler.render_ninja([cpu, cuda], subdirectories=True)
-    made = [line.split(":")[0].removeprefix("build ") for line in text.splitlines() if line.startswith("build ")]
+    made = [
+        line.split(":")[0].removeprefix("build ")
+        for line in text.splitlines()
+        if line.startswith("build ")
+    ]
     assert made[0] == f"{cuda.name}/own.cu.o"
-    assert sorted(made) == sorted(f"{plan.name}/{step.output}" for plan in (cpu, cuda) for step in plan.steps)
+    assert sorted(made) == sorted(
+        f"{plan.name}/{step.output}" for plan in (cpu, cuda) for step in plan.steps
+    )
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
-    good, bad = shell_plan("good", "echo fine > lib.so"), shell_plan("bad", "echo 'a.cpp:1:1: error: broken' >&2; exit 1")
+    good, bad = (
+        shell_plan("good", "echo fine > lib.so"),
+        shell_plan("bad", "echo 'a.cpp:1:1: error: broken' >&2; exit 1"),
+    )
     outcome = compiler.run([bad, good], tmp_path / "work")
     assert outcome.returncode != 0
     assert outcome.failed(bad)
@@ -84,10 +123,15 @@ def test_half_a_library_of_a_killed_linker_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_killed_ninja_leaves_nothing_to_be_taken_for_whole(tmp_path: Path) -> None:
-    """It dies without a word about what was being written: then no output of the run can be trusted, finished ones neither."""
+    """It dies without a word about what was being written: then no output of the run can be
+    trusted, finished ones neither."""
     good = shell_plan("good", "echo fine > lib.so; echo > ../done")
     ninja = "$(cut -d' ' -f6 /proc/$$/stat)"  # the leader of its session
-    half = shell_plan("half", f"while ! [ -e ../done ]; do sleep 0.02; done; printf half > lib.so; kill -9 {ninja}; kill -9 $$")
+    half = shell_plan(
+        "half",
+        f"while ! [ -e ../done ]; do sleep 0.02; done; printf half > lib.so; kill -9 {ninja}; kill"
+        " -9 $$",
+    )
     outcome = compiler.run([good, half], tmp_path / "work")
     assert outcome.returncode == -9
     assert "SIGKILL" in outcome.output
@@ -101,12 +145,18 @@ def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path: Path) -
     source.touch()
     os.mkfifo(alive)  # which what the compiler has started holds open for as long as it lives
     child = f"(echo started; sleep 60; echo ended) > '{alive}' & wait"
-    hanging, good = shell_plan("hanging", f"echo half > lib.so; {child}"), shell_plan("good", "echo > lib.so")
+    hanging, good = (
+        shell_plan("hanging", f"echo half > lib.so; {child}"),
+        shell_plan("good", "echo > lib.so"),
+    )
     reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
     said = b""
-    for limit in (1, 10, 30):  # a loaded machine may not get to start the child within the first limit
+    # a loaded machine may not get to start the child within the first limit
+    for limit in (1, 10, 30):
         step = hanging.steps[0]._replace(inputs=(str(source),))
-        outcome = compiler.run([hanging._replace(timeout=limit, steps=(step,)), good], tmp_path / f"work{limit}")
+        outcome = compiler.run(
+            [hanging._replace(timeout=limit, steps=(step,)), good], tmp_path / f"work{limit}"
+        )
         assert outcome.failed(hanging)
         assert not outcome.failed(good)
         assert not (tmp_path / f"work{limit}" / "hanging" / "lib.so").exists()
@@ -155,13 +205,18 @@ def test_debug_shows_commands(tmp_path: Path) -> None:
 
 
 def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_path: Path) -> None:
-    clock = "; ".join(["date +%s.%N > started", "sleep 0.3", "echo > lib.so", "date +%s.%N > ended"])
+    clock = "; ".join(
+        ["date +%s.%N > started", "sleep 0.3", "echo > lib.so", "date +%s.%N > ended"]
+    )
 
     def times(name: str, *jobs: int) -> list[tuple[float, float]]:
         plans = [shell_plan(f"p{number}", clock, jobs=count) for number, count in enumerate(jobs)]
         compiler.run(plans, tmp_path / name)
         folders = [tmp_path / name / plan.name for plan in plans]
-        return sorted((float((folder / "started").read_text()), float((folder / "ended").read_text())) for folder in folders)
+        return sorted(
+            (float((folder / "started").read_text()), float((folder / "ended").read_text()))
+            for folder in folders
+        )
 
     together, alone = times("together", 2, 2), times("alone", 2, 1)
     assert together[1][0] < together[0][1], "they overlap"
@@ -175,7 +230,9 @@ def test_no_ninja_is_said(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
-    plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(environment=(("GREETING", "hello"),))
+    plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(
+        environment=(("GREETING", "hello"),)
+    )
     compiler.run([plan], tmp_path / "work")
     assert (tmp_path / "work" / "env" / "lib.so").read_text().split() == ["hello", "C"]
 

@@ -1,4 +1,5 @@
-"""Kernels through NVRTC, as they are compiled at install and at first use. Needs no GPU and no toolkit.
+"""Kernels through NVRTC, as they are compiled at install and at first use. Needs no GPU and no
+toolkit.
 
 Of every family and every kernel that its library names: nothing is listed here.
 """
@@ -34,7 +35,8 @@ from flexops.toolchain.nvrtc import DeviceCompiler
 CSRC = layout.csrc_root()
 SPECS = {spec.name: spec for spec in catalog.CATALOG}
 OLDEST, NEWEST = (12, 1), (13, 0)
-"""The CUDA versions whose NVRTC the test environment has: of the oldest pinned toolkit, and of the tests' nvcc."""
+"""The CUDA versions whose NVRTC the test environment has: of the oldest pinned toolkit, and of the
+tests' nvcc."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,11 @@ def compilers() -> dict[tuple[int, int], DeviceCompiler]:
 
 @pytest.fixture(scope="module")
 def compiler(compilers: dict[tuple[int, int], DeviceCompiler], require: Any) -> DeviceCompiler:
-    require(NEWEST in compilers, "NVRTC 13.0", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
+    require(
+        NEWEST in compilers,
+        "NVRTC 13.0",
+        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
+    )
     return compilers[NEWEST]
 
 
@@ -65,8 +71,17 @@ def build_without_kernels() -> dict[str, Any]:
     return dict(zip(SPECS, building.obtain(plans, loader.open_cache(chosen)), strict=True))
 
 
-def plan(expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope") -> kernel_plan.KernelPlan:
-    return kernel_plan.plan_kernel(family, SPECS[family].cuda_sources, expression, parse_arch_list(architecture)[0], compiler, CSRC)
+def plan(
+    expression: str, compiler: DeviceCompiler, architecture: str = "9.0", family: str = "rope"
+) -> kernel_plan.KernelPlan:
+    return kernel_plan.plan_kernel(
+        family,
+        SPECS[family].cuda_sources,
+        expression,
+        parse_arch_list(architecture)[0],
+        compiler,
+        CSRC,
+    )
 
 
 ROTATE = "flexops::rope::rotate<float>"
@@ -75,25 +90,44 @@ ROTATE = "flexops::rope::rotate<float>"
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
 @pytest.mark.parametrize("family", SPECS)
 def test_every_kernel_that_a_library_names_compiles(
-    family: str, version: tuple[int, int], architecture: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
+    family: str,
+    version: tuple[int, int],
+    architecture: str,
+    libraries: dict[str, Path],
+    compilers: dict[tuple[int, int], DeviceCompiler],
+    require: Any,
 ) -> None:
-    require(version in compilers, f"NVRTC {version[0]}.{version[1]}", "run scripts/run_tests.sh, which installs it")
+    require(
+        version in compilers,
+        f"NVRTC {version[0]}.{version[1]}",
+        "run scripts/run_tests.sh, which installs it",
+    )
     names = kernel_names.names_in(libraries[family])
     assert names
     if family != "attention":  # of whose rare ones test_attention_kernels.py takes a sample
         names += kernel_names.rare_names_in(libraries[family])
     elif version == OLDEST:
-        names = [name for name in names if "bf16" in name]  # they take a minute, and float16's are the same but for the name of a type
+        # they take a minute, and float16's are the same but for the name of a type
+        names = [name for name in names if "bf16" in name]
     wanted = parse_arch_list(architecture)[0]
-    if not SPECS[family].runs_on(wanted.capability):  # attention needs mma.sync of 8.0: the oldest that it runs on, then
+    # attention needs mma.sync of 8.0: the oldest that it runs on, then
+    if not SPECS[family].runs_on(wanted.capability):
         wanted = wanted._replace(capability=ComputeCapability(*SPECS[family].least_capability))
     compile_all(family, names, wanted, compilers[version])
 
 
-def compile_all(family: str, names: list[str], wanted: Architecture, compiler: DeviceCompiler) -> None:
-    plans = [plan(name, compiler, str(wanted), family) for name in names if kernel_names.fitted(name, wanted)]
+def compile_all(
+    family: str, names: list[str], wanted: Architecture, compiler: DeviceCompiler
+) -> None:
+    plans = [
+        plan(name, compiler, str(wanted), family)
+        for name in names
+        if kernel_names.fitted(name, wanted)
+    ]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
-    for result in device_code.obtain(plans, loader.open_cache(settings.current()), jobs=jobs, time_limit=120):
+    for result in device_code.obtain(
+        plans, loader.open_cache(settings.current()), jobs=jobs, time_limit=120
+    ):
         entry = result.require()
         code = entry.library.read_bytes()
         assert code[:4] == b"\x7fELF"
@@ -106,11 +140,21 @@ QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GP
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("family", [family if family == QUICK_FAMILY else pytest.param(family, marks=pytest.mark.slow) for family in SPECS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family == QUICK_FAMILY else pytest.param(family, marks=pytest.mark.slow)
+        for family in SPECS
+    ],
+)
 def test_gpus_that_newer_toolkits_have_forgotten(
-    family: str, libraries: dict[str, Path], compilers: dict[tuple[int, int], DeviceCompiler], require: Any
+    family: str,
+    libraries: dict[str, Path],
+    compilers: dict[tuple[int, int], DeviceCompiler],
+    require: Any,
 ) -> None:
-    """Pascal and Volta, where the NVRTC still knows them; optimizers' parameters are too large for Pascal, and attention needs Ampere."""
+    """Pascal and Volta, where the NVRTC still knows them; optimizers' parameters are too large for
+    Pascal, and attention needs Ampere."""
     require(OLDEST in compilers, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
     for wanted in parse_arch_list("6.0;6.1;7.0"):
         if SPECS[family].runs_on(wanted.capability):
@@ -119,78 +163,139 @@ def test_gpus_that_newer_toolkits_have_forgotten(
 
 def test_which_families_older_gpus_run() -> None:
     """Of the others plain PyTorch runs, and the loader says why."""
-    refused = {str(one): {name for name, spec in SPECS.items() if not spec.runs_on(one)} for one in (ComputeCapability(6, 1), ComputeCapability(7, 0))}
-    assert refused == {"6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"}, "7.0": {"attention"}}
+    refused = {
+        str(one): {name for name, spec in SPECS.items() if not spec.runs_on(one)}
+        for one in (ComputeCapability(6, 1), ComputeCapability(7, 0))
+    }
+    assert refused == {
+        "6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"},
+        "7.0": {"attention"},
+    }
 
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers: dict[tuple[int, int], DeviceCompiler], tmp_path: Path, require: Any) -> None:
+def test_a_build_for_older_gpus_says_where_no_kernels_run(
+    compilers: dict[tuple[int, int], DeviceCompiler], tmp_path: Path, require: Any
+) -> None:
     """By the NVRTC that still knows them; a newer one's says which it left out."""
-    require({OLDEST, NEWEST} <= set(compilers), "NVRTC 12.1 and 13.0", "run scripts/run_tests.sh, which installs them")
+    require(
+        {OLDEST, NEWEST} <= set(compilers),
+        "NVRTC 12.1 and 13.0",
+        "run scripts/run_tests.sh, which installs them",
+    )
 
     def build(version: tuple[int, int], *families: str) -> tuple[dict[str, str], str]:
         home = tmp_path / str(version[0])
         home.mkdir()
         (home / "lib64").symlink_to(compilers[version].path.parent)
-        command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda", "--arch", "6.0;6.1;7.0;7.5"]
+        command = [
+            sys.executable,
+            "-m",
+            "flexops",
+            "build",
+            *families,
+            "--device",
+            "cuda",
+            "--arch",
+            "6.0;6.1;7.0;7.5",
+        ]
         environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=600
+        )
         assert done.returncode == 0, done.stderr
-        return {line.split()[0]: line for line in done.stdout.splitlines() if "KiB" in line}, done.stderr
+        return {
+            line.split()[0]: line for line in done.stdout.splitlines() if "KiB" in line
+        }, done.stderr
 
     said, notes = build(OLDEST, QUICK_FAMILY, "lion", "attention")
     assert " kernels for 6.0, 6.1, 7.0, 7.5" in said[f"{QUICK_FAMILY}-cuda"]
     assert " kernels for 7.0, 7.5" in said["lion-cuda"]
     assert said["lion-cuda"].endswith("none run on 6.0, 6.1, plain PyTorch does")
-    assert said["attention-cuda"].endswith("0 kernels; none run on 6.0, 6.1, 7.0, 7.5, plain PyTorch does")
+    assert said["attention-cuda"].endswith(
+        "0 kernels; none run on 6.0, 6.1, 7.0, 7.5, plain PyTorch does"
+    )
     assert not notes
     said, notes = build(NEWEST, QUICK_FAMILY)
     assert " kernels for 7.5" in said[f"{QUICK_FAMILY}-cuda"]
-    assert [line.partition(":")[2].strip().partition(":")[0] for line in notes.splitlines()] == ["6.0", "6.1", "7.0"]
+    assert [line.partition(":")[2].strip().partition(":")[0] for line in notes.splitlines()] == [
+        "6.0",
+        "6.1",
+        "7.0",
+    ]
 
 
 def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
-    """What headers define as kernels, launchers launch; and the other way round the compiler sees to it."""
+    """What headers define as kernels, launchers launch; and the other way round the compiler sees
+    to it."""
     named = (kernel_names.names_in, kernel_names.rare_names_in)
-    launched = {re.sub(r"<.*", "", name) for library in libraries.values() for names in named for name in names(library)}
+    launched = {
+        re.sub(r"<.*", "", name)
+        for library in libraries.values()
+        for names in named
+        for name in names(library)
+    }
     defined = set()
     for header in CSRC.glob("*/*.cuh"):
         text = re.sub(r"//.*", "", header.read_text())  # a comment may show how one is written
-        for match in re.finditer(r"__global__ void (?:__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*)?(\w+)(?:<\w+>)?\(", text):
+        for match in re.finditer(
+            r"__global__ void"
+            r" (?:__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*)?(\w+)(?:<\w+>)?\(",
+            text,
+        ):
             namespace = re.findall(r"^namespace ([\w:]+) \{", text[: match.start()], re.MULTILINE)
             defined.add(f"{namespace[-1] if namespace else ''}::{match[1]}")
     assert defined - launched <= {"flexops::doctor::square"}
     assert launched <= defined
 
 
-def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(libraries: dict[str, Path]) -> None:
+def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(
+    libraries: dict[str, Path],
+) -> None:
     for library in libraries.values():
         content = library.read_bytes()
         assert b".nv_fatbin" not in content
         assert b"cudart" not in content
-        needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+        needed = subprocess.run(
+            ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+        ).stdout
         assert not re.search(r"NEEDED.*(cuda|nvrtc)", needed)
 
 
 def test_the_names_of_clang_are_read_as_well() -> None:
-    gcc = b"constexpr const char* flexops::detail::kernel_name() [with auto function = flexops::rope::rotate<float>]\0"
+    gcc = (
+        b"constexpr const char* flexops::detail::kernel_name() [with auto function ="
+        b" flexops::rope::rotate<float>]\0"
+    )
     clang = b"N7flexops6detail6NameOfIXadL_ZNS_4rope6rotateIfEEvNS2_6ParamsEEEEE"
     assert {kernel_names.expression_of(name) for name in (gcc, clang)} == {ROTATE}
     others = {
-        b"N7flexops6detail6NameOfIXadL_ZNS_4norm13forward_shortENS2_7ForwardEEEEE": "flexops::norm::forward_short",
-        b"N7flexops6detail6NameOfIXadL_ZNS_9grad_norm11norm_kernelILb1EEEvNS_5multi6LaunchINS2_8NormRuleIXT_EEEEEEEEE": "flexops::grad_norm::norm_kernel<true>",
+        b"N7flexops6detail6NameOfIXadL_ZNS_4norm13forward_shortENS2_7ForwardEEEEE": (
+            "flexops::norm::forward_short"
+        ),
+        b"N7flexops6detail6NameOfIXadL_ZNS_9grad_norm11norm_kernelILb1EEEvNS_5multi6LaunchINS2_8NormRuleIXT_EEEEEEEEE": (
+            "flexops::grad_norm::norm_kernel<true>"
+        ),
     }
     assert {name: kernel_names.expression_of(name) for name in others} == others
 
 
 def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCompiler) -> None:
-    names = {"lion": "flexops::lion::lion_kernel<(flexops::multi::Mode)0>", "norm": "flexops::norm::forward_ragged<flexops::norm::Any>"}
-    results = device_code.obtain([plan(name, compiler, family=family) for family, name in names.items()], BuildCache(tmp_path))
+    names = {
+        "lion": "flexops::lion::lion_kernel<(flexops::multi::Mode)0>",
+        "norm": "flexops::norm::forward_ragged<flexops::norm::Any>",
+    }
+    results = device_code.obtain(
+        [plan(name, compiler, family=family) for family, name in names.items()],
+        BuildCache(tmp_path),
+    )
     assert [result.error for result in results] == [None, None]
 
 
-def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(
+    tmp_path: Path, compiler: DeviceCompiler
+) -> None:
     cache = BuildCache(tmp_path)
     first, again = (device_code.obtain([plan(ROTATE, compiler)], cache)[0] for _ in range(2))
     assert not first.cached
@@ -202,19 +307,33 @@ def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_pa
 
 
 def test_what_decides_about_the_code_is_in_its_key(compiler: DeviceCompiler) -> None:
-    plans = [plan(ROTATE, compiler), plan("flexops::rope::rotate<flexops::f16>", compiler), plan(ROTATE, compiler, "8.0"), plan(ROTATE, compiler, "compute_90")]
+    plans = [
+        plan(ROTATE, compiler),
+        plan("flexops::rope::rotate<flexops::f16>", compiler),
+        plan(ROTATE, compiler, "8.0"),
+        plan(ROTATE, compiler, "compute_90"),
+    ]
     plans.append(plan(ROTATE, compiler._replace(identity="NVRTC 13.0 of 1 bytes")))
     assert len({one.key for one in plans}) == len(plans)
-    elsewhere = compiler._replace(path=Path("/elsewhere/libnvrtc.so.13"), builtins=Path("/elsewhere/libnvrtc-builtins.so.13.0"))
+    elsewhere = compiler._replace(
+        path=Path("/elsewhere/libnvrtc.so.13"),
+        builtins=Path("/elsewhere/libnvrtc-builtins.so.13.0"),
+    )
     assert plan(ROTATE, elsewhere).key == plans[0].key
 
 
-def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_ptx_for_a_gpu_that_the_compiler_does_not_know(
+    tmp_path: Path, compiler: DeviceCompiler
+) -> None:
     """The driver compiles it there; the note says so."""
-    choice = toolchain.architectures.resolve(None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules())
+    choice = toolchain.architectures.resolve(
+        None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules()
+    )
     assert str(choice.architectures[0]).startswith("compute_")
     assert "newer than" in choice.notes[0]
-    one = kernel_plan.plan_kernel("rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC)
+    one = kernel_plan.plan_kernel(
+        "rope", SPECS["rope"].cuda_sources, ROTATE, choice.architectures[0], compiler, CSRC
+    )
     entry = device_code.obtain([one], BuildCache(tmp_path))[0].require()
     assert f".entry {entry.manifest.symbol}" in entry.library.read_text()
 
@@ -226,19 +345,31 @@ def test_code_of_one_architecture_serves_the_gpus_that_can_run_it() -> None:
     assert next(provider.ptx(ComputeCapability(9, 0))) == "compute_90"
 
 
-# ---- bad days ------------------------------------------------------------------------------------------------------------------------------
+# ---- bad days ------------------------------------------------------------------------------------
 
 
 def csrc_with(folder: Path, body: str) -> Path:
     """A family of one kernel."""
     (folder / "odd").mkdir(parents=True)
-    (folder / "odd" / "odd.cuh").write_text(f"#pragma once\nnamespace odd {{\n__global__ void kernel(const float* x, float* out) {{\n{body}\n}}\n}}\n")
+    (folder / "odd" / "odd.cuh").write_text(
+        "#pragma once\nnamespace odd {\n__global__ void kernel(const float* x, float* out)"
+        f" {{\n{body}\n}}\n}}\n"
+    )
     (folder / "odd" / "odd_cuda.cpp").write_text('#include "odd/odd.cuh"\n')
     return folder
 
 
-def odd_plan(csrc: Path, compiler: DeviceCompiler, architecture: str = "9.0") -> kernel_plan.KernelPlan:
-    return kernel_plan.plan_kernel("odd", ("odd/odd_cuda.cpp",), "odd::kernel", parse_arch_list(architecture)[0], compiler, csrc)
+def odd_plan(
+    csrc: Path, compiler: DeviceCompiler, architecture: str = "9.0"
+) -> kernel_plan.KernelPlan:
+    return kernel_plan.plan_kernel(
+        "odd",
+        ("odd/odd_cuda.cpp",),
+        "odd::kernel",
+        parse_arch_list(architecture)[0],
+        compiler,
+        csrc,
+    )
 
 
 def failure(result: device_code.KernelResult) -> str:
@@ -247,20 +378,30 @@ def failure(result: device_code.KernelResult) -> str:
     return str(caught.value)
 
 
-def test_an_error_names_the_kernel_the_line_and_the_compiler(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_an_error_names_the_kernel_the_line_and_the_compiler(
+    tmp_path: Path, compiler: DeviceCompiler
+) -> None:
     csrc = csrc_with(tmp_path / "csrc", "out[0] = nothing_of_that_name;")
-    said = failure(device_code.obtain([odd_plan(csrc, compiler)], BuildCache(tmp_path / "cache"))[0])
+    said = failure(
+        device_code.obtain([odd_plan(csrc, compiler)], BuildCache(tmp_path / "cache"))[0]
+    )
     assert "odd::kernel" in said
     assert "odd.cuh(4): error" in said
     assert "nothing_of_that_name" in said
     assert "sm_90 with NVRTC 13.0" in said
 
 
-def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(
+    tmp_path: Path, compiler: DeviceCompiler
+) -> None:
     cache = BuildCache(tmp_path / "cache")
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
     worker = tmp_path / "worker.py"
-    ends = {"time.sleep(60)": "not done after 1 s", "os.kill(os.getpid(), 9)": "signal 9", "os._exit(3)": "status 3"}
+    ends = {
+        "time.sleep(60)": "not done after 1 s",
+        "os.kill(os.getpid(), 9)": "signal 9",
+        "os._exit(3)": "status 3",
+    }
     for end, said in ends.items():
         worker.write_text(f"import os, time; {end}")
         original, kernel_compiler._WORKER = kernel_compiler._WORKER, worker
@@ -270,18 +411,26 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path: Pa
             kernel_compiler._WORKER = original
         assert said in failure(result)
         assert "odd::kernel" in failure(result)
-        assert ("fix: more memory" in failure(result)) == ("9" in end), "the system kills what takes too much"
+        assert ("fix: more memory" in failure(result)) == ("9" in end), (
+            "the system kills what takes too much"
+        )
     assert device_code.obtain([one], cache, time_limit=60)[0].entry, "nothing is left of it"
 
 
-def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a little more memory each time: the library cannot be mapped, then one of the compilers in it fails, each in its own words; then it compiles."""
+def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(
+    tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a little more memory each time: the library cannot be mapped, then one of the compilers
+    in it fails, each in its own words; then it compiles."""
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
     worker, real = tmp_path / "worker.py", str(kernel_compiler._WORKER)
     monkeypatch.setattr(kernel_compiler, "_WORKER", worker)
     found, size, step = [], compiler.path.stat().st_size, 4 * 2**20
     for limit in range(size, 4 * size, step):
-        worker.write_text(f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({limit},) * 2); runpy.run_path({real!r}, run_name='__main__')")
+        worker.write_text(
+            f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({limit},) * 2);"
+            f" runpy.run_path({real!r}, run_name='__main__')"
+        )
         result = device_code.obtain([one], BuildCache(tmp_path / "cache"), time_limit=60)[0]
         if result.entry:
             break
@@ -297,11 +446,20 @@ def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(tmp_pat
 def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path: Path, host_compiler: Any) -> None:
     names = ("CreateProgram", "AddNameExpression", "DestroyProgram", "GetProgramLog")
     source = 'extern "C" {\n' + "".join(f"int nvrtc{name}() {{ return 0; }}\n" for name in names)
-    source += "int nvrtcGetProgramLogSize(void*, unsigned long* size) { *size = 1; return 0; }\nint nvrtcCompileProgram() { return 1; }\n"
-    source += 'const char* nvrtcGetErrorString(int status) { return status == 1 ? "NVRTC_ERROR_OUT_OF_MEMORY" : "another"; }\n}\n'
+    source += (
+        "int nvrtcGetProgramLogSize(void*, unsigned long* size) { *size = 1; return 0; }\nint"
+        " nvrtcCompileProgram() { return 1; }\n"
+    )
+    source += (
+        "const char* nvrtcGetErrorString(int status) { return status == 1 ?"
+        ' "NVRTC_ERROR_OUT_OF_MEMORY" : "another"; }\n}\n'
+    )
     (tmp_path / "nvrtc.cpp").write_text(source)
     library = tmp_path / "libnvrtc.so.13"
-    subprocess.run([host_compiler.path, "-shared", "-fPIC", str(tmp_path / "nvrtc.cpp"), "-o", str(library)], check=True)
+    subprocess.run(
+        [host_compiler.path, "-shared", "-fPIC", str(tmp_path / "nvrtc.cpp"), "-o", str(library)],
+        check=True,
+    )
     without = DeviceCompiler("nvrtc", library, toolchain.compat.Version((13, 0)), "stub", library)
     said = failure(device_code.obtain([plan(ROTATE, without)], BuildCache(tmp_path / "cache"))[0])
     assert ROTATE in said
@@ -312,15 +470,25 @@ def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path: Path, host_compiler: An
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(), "libnvrtc-builtins is not beside it"),
+        (
+            lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
+            "libnvrtc-builtins is not beside it",
+        ),
         (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
         (
-            lambda folder: (folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1"),
-            "libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is another version's",
+            lambda folder: (folder / "libnvrtc-builtins.so.13.0").rename(
+                folder / "libnvrtc-builtins.so.12.1"
+            ),
+            (
+                "libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
+                " another version's"
+            ),
         ),
     ],
 )
-def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path: Path, break_it: Any, said: str) -> None:
+def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(
+    tmp_path: Path, break_it: Any, said: str
+) -> None:
     folder = tmp_path / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
@@ -336,7 +504,13 @@ def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path: Path, brea
 def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
         (tmp_path / name).write_bytes(b"not a library")
-    broken = DeviceCompiler("nvrtc", tmp_path / "libnvrtc.so.13", toolchain.compat.Version((13, 0)), "broken", tmp_path / "libnvrtc-builtins.so.13.0")
+    broken = DeviceCompiler(
+        "nvrtc",
+        tmp_path / "libnvrtc.so.13",
+        toolchain.compat.Version((13, 0)),
+        "broken",
+        tmp_path / "libnvrtc-builtins.so.13.0",
+    )
     said = failure(device_code.obtain([plan(ROTATE, broken)], BuildCache(tmp_path / "cache"))[0])
     assert ROTATE in said
     assert "libnvrtc-builtins.so.13.0" in said
@@ -344,7 +518,9 @@ def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
     assert '--force-reinstall "nvidia-cuda-nvrtc==13.0.*"' in said
 
 
-def test_builtins_of_another_minor_are_said_with_the_mend(tmp_path: Path, compiler: DeviceCompiler, compilers: dict[tuple[int, int], DeviceCompiler]) -> None:
+def test_builtins_of_another_minor_are_said_with_the_mend(
+    tmp_path: Path, compiler: DeviceCompiler, compilers: dict[tuple[int, int], DeviceCompiler]
+) -> None:
     """As half an upgrade leaves them: the library then asks for its own by name, and finds none."""
     (tmp_path / "libnvrtc.so.13").symlink_to(compiler.path)
     (tmp_path / "libnvrtc-builtins.so.13.2").symlink_to(str(compilers[OLDEST].builtins))
@@ -355,14 +531,18 @@ def test_builtins_of_another_minor_are_said_with_the_mend(tmp_path: Path, compil
     assert '--force-reinstall "nvidia-cuda-nvrtc==13.2.*"' in said
 
 
-def test_a_search_path_to_another_nvrtc_changes_nothing(tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_path_to_another_nvrtc_changes_nothing(
+    tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
         (tmp_path / name).write_bytes(b"another one")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert device_code.obtain([plan(ROTATE, compiler)], BuildCache(tmp_path / "cache"))[0].entry
 
 
-def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_their_reason(tmp_path: Path) -> None:
+def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_their_reason(
+    tmp_path: Path,
+) -> None:
     from builds import TORCH
 
     places = {"13.0": "site/nvidia/cu13/lib", "13.2": "conda/lib", "12.8": "home/lib64"}
@@ -371,20 +551,35 @@ def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_the
         for name in (f"libnvrtc.so.{version.partition('.')[0]}", f"libnvrtc-builtins.so.{version}"):
             (tmp_path / place / name).write_bytes(b"")
     site, conda, home = (str(tmp_path / name) for name in ("site", "conda", "home"))
-    context = SearchContext(site_dirs=(site,), conda_prefix=conda, cuda_home=home, root=str(tmp_path / "none"))
+    context = SearchContext(
+        site_dirs=(site,), conda_prefix=conda, cuda_home=home, root=str(tmp_path / "none")
+    )
 
     def chosen(cuda: str | None) -> tuple[str, dict[str, str]]:
-        choice = nvrtc.choose(nvrtc.find(context).usable, TORCH._replace(cuda=cuda), toolchain.compat.rules())
+        choice = nvrtc.choose(
+            nvrtc.find(context).usable, TORCH._replace(cuda=cuda), toolchain.compat.rules()
+        )
         assert choice.value
         versions = {str(tmp_path / place): version for version, place in places.items()}
-        return choice.value.version.major_minor, {versions[str(one.path.parent)]: one.reason for one in choice.rejected}
+        return choice.value.version.major_minor, {
+            versions[str(one.path.parent)]: one.reason for one in choice.rejected
+        }
 
     other_major = "CUDA 12.8 is of another major than torch's CUDA 13.0"
-    assert chosen("13.0") == ("13.0", {"13.2": "CUDA 13.2 would do; 13.0 is of the same minor as torch", "12.8": other_major})
+    assert chosen("13.0") == (
+        "13.0",
+        {"13.2": "CUDA 13.2 would do; 13.0 is of the same minor as torch", "12.8": other_major},
+    )
     assert chosen("13.3")[0] == "13.2"
     assert chosen("13.3")[1]["13.0"] == "CUDA 13.0 would do; 13.2 is nearer to torch"
     assert chosen("12.8")[0] == "12.8"
-    assert chosen(None) == ("12.8", {"13.0": "CUDA 13.0 would do; CUDA_HOME has 12.8", "13.2": "CUDA 13.2 would do; CUDA_HOME has 12.8"})
+    assert chosen(None) == (
+        "12.8",
+        {
+            "13.0": "CUDA 13.0 would do; CUDA_HOME has 12.8",
+            "13.2": "CUDA 13.2 would do; CUDA_HOME has 12.8",
+        },
+    )
 
 
 @pytest.mark.usefixtures("compiler")
@@ -393,7 +588,11 @@ def test_of_several_the_one_of_torchs_own_version_is_taken() -> None:
 
     found = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
     known = toolchain.compat.rules()
-    for torch, version in ((TORCH, NEWEST), (OLD_TORCH, OLDEST), (TORCH._replace(cuda=None), NEWEST)):
+    for torch, version in (
+        (TORCH, NEWEST),
+        (OLD_TORCH, OLDEST),
+        (TORCH._replace(cuda=None), NEWEST),
+    ):
         choice = nvrtc.choose(found, torch, known)
         assert choice.value
         assert choice.value.version.parts == version
@@ -401,7 +600,9 @@ def test_of_several_the_one_of_torchs_own_version_is_taken() -> None:
     assert any("another major" in one.reason for one in refused)
 
 
-def test_where_there_is_no_compiler_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_compiler_the_error_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from builds import OLD_TORCH
 
     from flexops.toolchain.select import Choice
@@ -423,21 +624,30 @@ def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompi
     assert result.require().library.read_bytes() == whole
 
 
-def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_processes_that_want_the_same_kernel_compile_it_once(
+    tmp_path: Path, compiler: DeviceCompiler
+) -> None:
     code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path\n"
-        "from flexops.build.describe import catalog, layout; from flexops.build.plan import kernel_plan\n"
-        "from flexops.build.compile import device_code; from flexops.build.store.cache import BuildCache\n"
-        "from flexops.toolchain.nvrtc import DeviceCompiler; from flexops.toolchain.version import Version\n"
-        "from flexops.compute_capability import parse_arch_list\n"
-        f"compiler = DeviceCompiler('nvrtc', Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r}, Path({str(compiler.builtins)!r}))\n"
-        f"plan = kernel_plan.plan_kernel('rope', catalog.find('rope').cuda_sources, {ROTATE!r}, parse_arch_list('9.0')[0], compiler, layout.csrc_root())\n"
-        f"print(device_code.obtain([plan], BuildCache(Path({str(tmp_path)!r})))[0].cached)\n"
+        "import sys; sys.modules['torch'] = None\nfrom pathlib import Path\nfrom"
+        " flexops.build.describe import catalog, layout; from flexops.build.plan import"
+        " kernel_plan\nfrom flexops.build.compile import device_code; from"
+        " flexops.build.store.cache import BuildCache\nfrom flexops.toolchain.nvrtc import"
+        " DeviceCompiler; from flexops.toolchain.version import Version\nfrom"
+        " flexops.compute_capability import parse_arch_list\ncompiler = DeviceCompiler('nvrtc',"
+        f" Path({str(compiler.path)!r}), Version((13, 0)), {compiler.identity!r},"
+        f" Path({str(compiler.builtins)!r}))\nplan = kernel_plan.plan_kernel('rope',"
+        f" catalog.find('rope').cuda_sources, {ROTATE!r}, parse_arch_list('9.0')[0], compiler,"
+        " layout.csrc_root())\nprint(device_code.obtain([plan],"
+        f" BuildCache(Path({str(tmp_path)!r})))[0].cached)\n"
     )
     from builds import child_environment
 
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=child_environment()) for _ in range(3)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=child_environment()
+        )
+        for _ in range(3)
+    ]
     said = sorted(child.communicate(timeout=120)[0].strip() for child in children)
     assert said == ["False", "True", "True"]
 
@@ -445,7 +655,10 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path: Path, com
 def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: DeviceCompiler) -> None:
     csrc = csrc_with(tmp_path / "csrc", "out[0] = x[0];")
     worker = tmp_path / "worker.py"
-    worker.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)")
+    worker.write_text(
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'a').write(f'{{os.getpid()}} ');"
+        " time.sleep(60)"
+    )
     plans = [odd_plan(csrc, compiler, architecture) for architecture in ("8.0", "9.0")]
 
     def interrupt() -> None:
@@ -466,12 +679,30 @@ def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: Device
             os.kill(int(pid), 0)
 
 
-def test_nvcc_is_the_second_provider_of_the_same_code(tmp_path: Path, nvcc_toolkit: Any, compiler: DeviceCompiler) -> None:
+def test_nvcc_is_the_second_provider_of_the_same_code(
+    tmp_path: Path, nvcc_toolkit: Any, compiler: DeviceCompiler
+) -> None:
     other = nvrtc.from_nvcc(nvcc_toolkit)
-    ours, theirs = (device_code.obtain([plan(ROTATE, one)], BuildCache(tmp_path))[0].require() for one in (compiler, other))
+    ours, theirs = (
+        device_code.obtain([plan(ROTATE, one)], BuildCache(tmp_path))[0].require()
+        for one in (compiler, other)
+    )
     assert ours.manifest.symbol == theirs.manifest.symbol
     assert theirs.manifest.compiler.startswith("nvcc")
-    ptx = [device_code.obtain([plan(ROTATE, one, "compute_90")], BuildCache(tmp_path))[0].require() for one in (compiler, other)]
-    instructions = [[line.split("//")[0].strip() for line in entry.library.read_text().splitlines() if line.startswith("\t")] for entry in ptx]
-    opcodes = [[line.split()[0] for line in lines if line and not line.startswith((".", "//"))] for lines in instructions]
+    ptx = [
+        device_code.obtain([plan(ROTATE, one, "compute_90")], BuildCache(tmp_path))[0].require()
+        for one in (compiler, other)
+    ]
+    instructions = [
+        [
+            line.split("//")[0].strip()
+            for line in entry.library.read_text().splitlines()
+            if line.startswith("\t")
+        ]
+        for entry in ptx
+    ]
+    opcodes = [
+        [line.split()[0] for line in lines if line and not line.startswith((".", "//"))]
+        for lines in instructions
+    ]
     assert opcodes[0] == opcodes[1]

@@ -1,4 +1,5 @@
-"""The documentation site builds strictly, and holds what it promises: every public name, every command, every page, no dead link."""
+"""The documentation site builds strictly, and holds what it promises: every public name, every
+command, every page, no dead link."""
 
 from __future__ import annotations
 
@@ -41,13 +42,25 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Every page of the site, built as CI builds it."""
     out = tmp_path_factory.mktemp("docs") / "site"
-    done = subprocess.run([sys.executable, str(BUILD), "--out", str(out)], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, str(BUILD), "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 
 def test_who_lacks_what_builds_it_is_told_what_makes_an_environment() -> None:
-    done = subprocess.run([sys.executable, "-I", "-S", str(BUILD)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(BUILD)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert "no sphinx" in done.stderr
     assert "fix: bash scripts/ci/build_site.sh" in done.stderr
@@ -58,9 +71,15 @@ def public_names() -> Iterator[str]:
     for name in flexops.__all__:
         value = getattr(flexops, name)
         if inspect.ismodule(value):
-            inner = getattr(value, "__all__", None) or [one for one in vars(value) if not one.startswith("_")]
+            inner = getattr(value, "__all__", None) or [
+                one for one in vars(value) if not one.startswith("_")
+            ]
             found = {one: getattr(value, one) for one in inner}
-            yield from (f"flexops.{name}.{one}" for one, it in found.items() if (getattr(it, "__module__", "") or "").startswith("flexops"))
+            yield from (
+                f"flexops.{name}.{one}"
+                for one, it in found.items()
+                if (getattr(it, "__module__", "") or "").startswith("flexops")
+            )
         elif not name.startswith("__"):
             yield f"flexops.{name}"
 
@@ -134,7 +153,9 @@ def test_the_front_page_is_the_readme_with_an_install_selector(
 
 @pytest.mark.extra
 def test_every_page_is_in_the_navigation(site: dict[Path, Page]) -> None:
-    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} - {Path("index.html")}
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} - {
+        Path("index.html")
+    }
     assert pages <= set(site)
     top = {str(path) for path in pages if len(path.parts) == 1}
     assert sorted(top - set(site[Path("index.html")].links)) == []
@@ -147,10 +168,22 @@ def test_no_link_within_the_site_is_dead(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         for link in page.links:
             parts = urlsplit(link)
-            if parts.scheme or parts.netloc or not (parts.path or parts.fragment) or "_static" in parts.path:
+            if (
+                parts.scheme
+                or parts.netloc
+                or not (parts.path or parts.fragment)
+                or "_static" in parts.path
+            ):
                 continue
-            target = (root / path.parent / unquote(parts.path)).resolve().relative_to(root) if parts.path else path
-            if target.suffix == ".html" and (target not in site or (parts.fragment and unquote(parts.fragment) not in site[target].ids)):
+            target = (
+                (root / path.parent / unquote(parts.path)).resolve().relative_to(root)
+                if parts.path
+                else path
+            )
+            if target.suffix == ".html" and (
+                target not in site
+                or (parts.fragment and unquote(parts.fragment) not in site[target].ids)
+            ):
                 dead.append(f"{path}: {link}")
     assert dead == []
 
@@ -165,7 +198,17 @@ def test_pages_beside_the_site_link_to_what_there_is(name: str) -> None:
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     """Strict is strict: one page with a link to nowhere, built with the site's own settings."""
     (tmp_path / "index.md").write_text("# A page\n\n[nowhere](missing.md)\n")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-c", str(DOCS), str(tmp_path), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "-c",
+        str(DOCS),
+        str(tmp_path),
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "missing.md" in done.stderr

@@ -1,4 +1,5 @@
-"""doctor as people run it: real processes, real compilers, and machines on which something is missing."""
+"""doctor as people run it: real processes, real compilers, and machines on which something is
+missing."""
 
 from __future__ import annotations
 
@@ -18,10 +19,19 @@ from flexops.build.describe import catalog
 HOME = str(Path(flexops.__file__).parents[1])
 
 
-def doctor(*arguments: str, python: str = sys.executable, **environment: str) -> tuple[int, dict[str, Any]]:
+def doctor(
+    *arguments: str, python: str = sys.executable, **environment: str
+) -> tuple[int, dict[str, Any]]:
     """Run ``python -m flexops.doctor --json``; the exit status and the document."""
     variables = {**os.environ, "PYTHONPATH": HOME, **environment}
-    done = subprocess.run([python, "-m", "flexops.doctor", "--json", *arguments], capture_output=True, text=True, env=variables, timeout=600, check=False)
+    done = subprocess.run(
+        [python, "-m", "flexops.doctor", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=600,
+        check=False,
+    )
     document = json.loads(done.stdout)
     assert list(document) == ["status", "target", "findings", "ops"], done.stderr
     return done.returncode, document
@@ -48,7 +58,9 @@ def test_a_machine_that_works(cache_dir: Path) -> None:
     assert "built in" in trial["found"]
     assert "loaded again in" in trial["found"]
     on_cpu = [op for op in document["ops"] if op["device"] == "cpu"]
-    assert [op["name"] for op in on_cpu] == [spec.name for spec in catalog.CATALOG if "cpu" in spec.devices]
+    assert [op["name"] for op in on_cpu] == [
+        spec.name for spec in catalog.CATALOG if "cpu" in spec.devices
+    ]
     assert all(op["backend"] == "jit" and op["max_error"] < 1e-4 for op in on_cpu), on_cpu
     assert finding(document, "target-libraries")["status"] in ("ok", "warn")
     assert not list((cache_dir / ".tmp").glob("doctor-*"))  # it tidies up
@@ -65,8 +77,20 @@ def test_without_torch_everything_else_is_reported(bare_python: str, tmp_path: P
 
 
 def test_text_without_torch_and_rich(bare_python: str, tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": HOME, "PATH": os.environ["PATH"], "HOME": str(tmp_path), "LC_ALL": "C"}
-    done = subprocess.run([bare_python, "-m", "flexops.doctor"], capture_output=True, text=True, env=environment, timeout=120, check=False)
+    environment = {
+        "PYTHONPATH": HOME,
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "LC_ALL": "C",
+    }
+    done = subprocess.run(
+        [bare_python, "-m", "flexops.doctor"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("fail: ")
     assert "fix: " in done.stdout
@@ -75,8 +99,14 @@ def test_text_without_torch_and_rich(bare_python: str, tmp_path: Path) -> None:
 
 def test_a_torch_that_crashes_on_import(bare_python: str, tmp_path: Path) -> None:
     (tmp_path / "broken" / "torch").mkdir(parents=True)
-    (tmp_path / "broken" / "torch" / "__init__.py").write_text("import os; os.kill(os.getpid(), 11)")
-    status, document = doctor(python=bare_python, PYTHONPATH=f"{HOME}{os.pathsep}{tmp_path / 'broken'}", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text(
+        "import os; os.kill(os.getpid(), 11)"
+    )
+    status, document = doctor(
+        python=bare_python,
+        PYTHONPATH=f"{HOME}{os.pathsep}{tmp_path / 'broken'}",
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+    )
     assert status == 1
     assert "SIGSEGV" in finding(document, "torch")["found"]
 
@@ -96,9 +126,14 @@ def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path: Path) -
     """It answers when it is asked for its version, and has no memory when it compiles."""
     fake = tmp_path / "bin" / "g++"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\ncase "$*" in -v*) exec /usr/bin/g++ -v;; esac\necho "virtual memory exhausted: Cannot allocate memory" >&2\nexit 1\n')
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in -v*) exec /usr/bin/g++ -v;; esac\necho "virtual memory exhausted:'
+        ' Cannot allocate memory" >&2\nexit 1\n'
+    )
     fake.chmod(0o755)
-    status, document = doctor(CXX=str(fake), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER="none")
+    status, document = doctor(
+        CXX=str(fake), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER="none"
+    )
     trial = finding(document, "build-cpu")
     assert (status, trial["status"]) == (1, "fail")
     assert "ran out of memory" in trial["found"]
@@ -107,13 +142,17 @@ def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path: Path) -
 
 @pytest.mark.extra
 def test_a_setting_that_is_not_understood(tmp_path: Path) -> None:
-    status, document = doctor(FLEXOPS_FALLBACK="perhaps", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
+    status, document = doctor(
+        FLEXOPS_FALLBACK="perhaps", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "cache")
+    )
     assert status == 1
     assert "FLEXOPS_FALLBACK" in finding(document, "settings")["found"]
     assert finding(document, "platform")["status"] == "ok"
 
 
 def test_an_unknown_target(bare_python: str, tmp_path: Path) -> None:
-    status, document = doctor("--target", "cu999", python=bare_python, FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
+    status, document = doctor(
+        "--target", "cu999", python=bare_python, FLEXOPS_CACHE_DIR=str(tmp_path / "cache")
+    )
     assert (status, document["target"]) == (1, "cu999")
     assert "flexops target list" in finding(document, "target")["fix"]

@@ -1,4 +1,5 @@
-"""A file that is replaced while the compiler runs: its old code is never stored as that of the new."""
+"""A file that is replaced while the compiler runs: its old code is never stored as that of the
+new."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from flexops.errors import CompileError
 OLD, NEW = (f"inline int answer_of_header() {{ return {number}; }}\n" for number in (1, 2))
 SWAPS = {
     "cp -p": "cp -p new/tiny.h headers/tiny.h",
-    "cp -p of another size": "echo >> new/tiny.h; touch -r headers/tiny.h new/tiny.h;"
-    " cp -p new/tiny.h headers/tiny.h",
+    "cp -p of another size": (
+        "echo >> new/tiny.h; touch -r headers/tiny.h new/tiny.h; cp -p new/tiny.h headers/tiny.h"
+    ),
     "mv": "mv new/tiny.h headers/tiny.h",
     "mv of the folder": "mv headers old; mv new headers",
     "a link to another folder": "ln -sfn new link",
@@ -33,13 +35,11 @@ SWAPS = {
 def swapping_compiler(folder: Path, real: str, swap: str) -> Path:
     """A compiler that runs ``swap`` in ``folder`` once, behind its first compile."""
     script = folder / "swapping-c++"
-    script.write_text(
-        f"""#!/bin/sh
+    script.write_text(f"""#!/bin/sh
 "{real}" "$@" || exit 1
 case " $* " in *" -c "*) cd "{folder}" && [ ! -e swapped ] && : > swapped && {{ {swap}; }};; esac
 exit 0
-"""
-    )
+""")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return script
 

@@ -20,7 +20,11 @@ from flexops.errors import CompileError, FlexopsError, ToolchainError
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "FLEXOPS_PCH": "0", "FLEXOPS_LOG": "quiet"}.items():
+    for name, value in {
+        "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
+        "FLEXOPS_PCH": "0",
+        "FLEXOPS_LOG": "quiet",
+    }.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "cache"
 
@@ -52,7 +56,14 @@ def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
 
     def value(c: int = 0) -> int:
         time.sleep(0.01)  # a header is refused if it is newer than the start of the build
-        return int(flexops.load("headers", [source], extra_cflags=["-O1 -DZ=1", f"-DC={c}"], extra_include_paths=[tmp_path / "include"]).value())
+        return int(
+            flexops.load(
+                "headers",
+                [source],
+                extra_cflags=["-O1 -DZ=1", f"-DC={c}"],
+                extra_include_paths=[tmp_path / "include"],
+            ).value()
+        )
 
     included.write_text("#define A 1\n#define B 10\n")
     assert value() == 11
@@ -63,7 +74,9 @@ def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
     assert value(c=100) == 122
 
 
-def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(tmp_path: Path, cache: Path) -> None:
+def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(
+    tmp_path: Path, cache: Path
+) -> None:
     source = write_module(tmp_path, "7")
     env = environment(cache)
     code = f"import torch, flexops\nassert flexops.load('warm', [{str(source)!r}]).value() == 7"
@@ -93,7 +106,10 @@ def test_processes_at_once_build_once(tmp_path: Path, cache: Path) -> None:
 def test_a_killed_build_harms_nothing(tmp_path: Path, cache: Path) -> None:
     source = tmp_path / "module.cpp"
     source.write_text(f"#include <regex>\n#define VALUE 9\n{MODULE}\nstd::regex pattern;\n")
-    code = f"import torch, flexops\nprint('go', flush=True)\nprint(flexops.load('killed', [{str(source)!r}]).value())"
+    code = (
+        "import torch, flexops\nprint('go', flush=True)\nprint(flexops.load('killed',"
+        f" [{str(source)!r}]).value())"
+    )
     process = start(code, environment(cache, CCACHE_DISABLE="1"))
     assert process.stdout is not None
     process.stdout.readline()
@@ -106,7 +122,9 @@ def test_a_killed_build_harms_nothing(tmp_path: Path, cache: Path) -> None:
     assert flexops.load("killed", [source]).value() == 9
 
 
-def test_only_the_edited_source_is_compiled_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_edited_source_is_compiled_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLEXOPS_COMPILER_LAUNCHER", "none")
     one, two = write_module(tmp_path, "other()", "one.cpp"), tmp_path / "two.cpp"
     one.write_text('#include "other.h"\n' + one.read_text())
@@ -116,7 +134,10 @@ def test_only_the_edited_source_is_compiled_again(tmp_path: Path, cache: Path, m
     time.sleep(0.01)
     two.write_text("int other() { return 2; }\n")
     assert flexops.load("partly", [one, two]).value() == 2
-    logs = [(entry / "build.log").read_text() for entry in sorted(entries(cache, "partly"), key=lambda path: path.stat().st_mtime)]
+    logs = [
+        (entry / "build.log").read_text()
+        for entry in sorted(entries(cache, "partly"), key=lambda path: path.stat().st_mtime)
+    ]
     assert ["one.o" in log for log in logs] == [True, False]
     time.sleep(0.01)
     (tmp_path / "other.h").write_text("int other();\nint another();\n")
@@ -141,7 +162,9 @@ def test_an_error_names_the_line_and_the_log(tmp_path: Path) -> None:
     assert flexops.load("broken", [source]).value() == 1
 
 
-def test_what_cannot_be_asked_for(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_for(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_module(tmp_path, "1")
     with pytest.raises(FileNotFoundError, match=r"absent\.cpp") as caught:
         flexops.load("absent", [tmp_path / "absent.cpp"])
@@ -170,12 +193,10 @@ def test_cuda_sources_need_a_torch_with_cuda(tmp_path: Path) -> None:
 
 def test_a_library_of_operators(tmp_path: Path) -> None:
     source = tmp_path / "ops.cpp"
-    source.write_text(
-        """#include <torch/library.h>
+    source.write_text("""#include <torch/library.h>
         at::Tensor negative(const at::Tensor& x) { return x.neg(); }
         TORCH_LIBRARY(flexops_test_extension, m) { m.def("negative(Tensor x) -> Tensor", &negative); }
-        """
-    )
+        """)
     path = flexops.load("ops", [source], is_python_module=False)
     assert Path(path).is_file()
     assert torch.ops.flexops_test_extension.negative(torch.ones(2)).tolist() == [-1.0, -1.0]
@@ -184,8 +205,17 @@ def test_a_library_of_operators(tmp_path: Path) -> None:
 
 def test_a_standalone_executable(tmp_path: Path) -> None:
     source = tmp_path / "main.cpp"
-    source.write_text('#include <cstdio>\n#ifdef TORCH_EXTENSION_NAME\n#error\n#endif\nint main() { std::puts("alone"); }\n')
-    path = flexops.load("alone", [source], is_python_module=False, is_standalone=True, build_directory=tmp_path / "build")
+    source.write_text(
+        "#include <cstdio>\n#ifdef TORCH_EXTENSION_NAME\n#error\n#endif\nint main() {"
+        ' std::puts("alone"); }\n'
+    )
+    path = flexops.load(
+        "alone",
+        [source],
+        is_python_module=False,
+        is_standalone=True,
+        build_directory=tmp_path / "build",
+    )
     assert path == str(tmp_path / "build" / "alone")
     assert subprocess.run([path], capture_output=True, text=True, check=True).stdout == "alone\n"
 
@@ -202,7 +232,10 @@ def test_build_directory_gets_the_result(tmp_path: Path) -> None:
     write_module(tmp_path, "2")
     assert flexops.load("placed", [source], build_directory=build).value() == 2
     assert library.stat().st_ino != seen.st_ino
-    code = f"import torch, flexops\nprint(flexops.load('placed', [{str(source)!r}], build_directory={str(build)!r}).__file__)"
+    code = (
+        f"import torch, flexops\nprint(flexops.load('placed', [{str(source)!r}],"
+        f" build_directory={str(build)!r}).__file__)"
+    )
     assert run(code, environment(tmp_path / "cache")).stdout.strip() == str(library)
 
 
@@ -215,12 +248,23 @@ def test_verbose_shows_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture
 
 def test_text_sources(tmp_path: Path, cache: Path) -> None:
     def value(number: int) -> int:
-        return int(flexops.load_inline("inline", [f"#define VALUE {number}", MODULE], no_implicit_headers=True).value())
+        return int(
+            flexops.load_inline(
+                "inline", [f"#define VALUE {number}", MODULE], no_implicit_headers=True
+            ).value()
+        )
 
     assert (value(1), value(2), value(1)) == (1, 2, 1)
-    assert sorted((entry / "main.cpp").read_text()[14:15] for entry in entries(cache, "inline")) == ["1", "2"]
+    assert sorted(
+        (entry / "main.cpp").read_text()[14:15] for entry in entries(cache, "inline")
+    ) == ["1", "2"]
     (tmp_path / "number.h").write_text("#define VALUE 3\n")
-    placed = flexops.load_inline("inline", ['#include "number.h"', MODULE], no_implicit_headers=True, build_directory=tmp_path)
+    placed = flexops.load_inline(
+        "inline",
+        ['#include "number.h"', MODULE],
+        no_implicit_headers=True,
+        build_directory=tmp_path,
+    )
     assert placed.value() == 3
     assert (tmp_path / "main.cpp").exists()
     with pytest.raises(CompileError, match=r"main\.cpp:1"):
@@ -230,7 +274,9 @@ def test_text_sources(tmp_path: Path, cache: Path) -> None:
 def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
     folder = tmp_path / "it's $HOME #1: 100%"
     folder.mkdir()
-    for number, name in enumerate(["a$b.cpp", "-x.cpp", "a#b.cpp", "a b.cpp", "a'q\".cpp", "\u3000\u00e9.cpp"]):
+    for number, name in enumerate(
+        ["a$b.cpp", "-x.cpp", "a#b.cpp", "a b.cpp", "a'q\".cpp", "\u3000\u00e9.cpp"]
+    ):
         source = write_module(folder, str(number), name)
         time.sleep(0.01)
         assert flexops.load("awkward", [source]).value() == number
@@ -259,7 +305,9 @@ def test_names_and_arguments_that_no_file_can_have(tmp_path: Path) -> None:
         flexops.load_inline("odd", "int x; // \udcff")
 
 
-def test_a_source_that_is_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_module(tmp_path, "1")
     known = extension.open_cache
 
@@ -295,8 +343,14 @@ except Exception as error:
 @pytest.mark.parametrize("module", [True, False])
 def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path: Path, module: bool) -> None:
     source = write_module(tmp_path, "nowhere::defined({1, 2})")
-    source.write_text("#include <vector>\nnamespace nowhere { int defined(const std::vector<int>&); }\n" + source.read_text())
-    with pytest.raises(ImportError if module else OSError, match=r"nowhere::defined\(std::vector<int, std::allocator<int> > const&\)") as caught:
+    source.write_text(
+        "#include <vector>\nnamespace nowhere { int defined(const std::vector<int>&); }\n"
+        + source.read_text()
+    )
+    with pytest.raises(
+        ImportError if module else OSError,
+        match=r"nowhere::defined\(std::vector<int, std::allocator<int> > const&\)",
+    ) as caught:
         flexops.load("undefined", [source], is_python_module=module)
     assert isinstance(caught.value, FlexopsError)
     assert "extra_ldflags" in caught.value.fix
@@ -328,7 +382,9 @@ def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
     assert ":2" not in caught.value.found
 
 
-def test_a_cxx_that_is_too_old_is_replaced_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cxx_that_is_too_old_is_replaced_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = tmp_path / "old-compiler"
     old.write_text("#!/bin/sh\necho 'gcc version 4.9.2'\n")
     old.chmod(0o755)

@@ -1,4 +1,5 @@
-"""People's `.cu` without nvcc: g++'s and NVRTC's real code, launched on a driver that runs nothing (stand_in/libcuda.c), and compared with nvcc's."""
+"""People's `.cu` without nvcc: g++'s and NVRTC's real code, launched on a driver that runs nothing
+(stand_in/libcuda.c), and compared with nvcc's."""
 
 from __future__ import annotations
 
@@ -137,16 +138,38 @@ class World(NamedTuple):
     run: Run
 
     def entries(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.cache.glob(f"{name}/*/manifest.json"))]
+        return [
+            json.loads(path.read_text())
+            for path in sorted(self.cache.glob(f"{name}/*/manifest.json"))
+        ]
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> Path:
-    """The driver that runs nothing; and libraries of torch's names for the linker, which a torch for CPUs lacks."""
+    """The driver that runs nothing; and libraries of torch's names for the linker, which a torch
+    for CPUs lacks."""
     folder = tmp_path_factory.mktemp("libraries")
     source = Path(__file__).parent / "stand_in" / "libcuda.c"
-    for name, code in (("libcuda.so.1", str(source)), ("libc10_cuda.so", "/dev/null"), ("libtorch_cuda.so", "/dev/null")):
-        subprocess.run([str(host_compiler.path), "-x", "c", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name), code], check=True)
+    for name, code in (
+        ("libcuda.so.1", str(source)),
+        ("libc10_cuda.so", "/dev/null"),
+        ("libtorch_cuda.so", "/dev/null"),
+    ):
+        subprocess.run(
+            [
+                str(host_compiler.path),
+                "-x",
+                "c",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                f"-Wl,-soname,{name}",
+                "-o",
+                str(folder / name),
+                code,
+            ],
+            check=True,
+        )
     return folder
 
 
@@ -157,10 +180,27 @@ def world(tmp_path: Path, libraries: Path) -> World:
     (tmp_path / "points.cu").write_text(KERNELS + LAUNCHES + MODULE)
 
     def run(program: str, **more: str) -> dict[str, Any]:
-        known = {"FOLDER": str(tmp_path), "LIBRARIES": str(libraries), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_LOG": str(tmp_path / "log")}
-        known |= {"STAND_IN_PARAMETERS": "1", "TORCH_CUDA_ARCH_LIST": "9.0", "FLEXOPS_COMPILER_LAUNCHER": "none", **more}
+        known = {
+            "FOLDER": str(tmp_path),
+            "LIBRARIES": str(libraries),
+            "LD_LIBRARY_PATH": str(libraries),
+            "STAND_IN_LOG": str(tmp_path / "log"),
+        }
+        known |= {
+            "STAND_IN_PARAMETERS": "1",
+            "TORCH_CUDA_ARCH_LIST": "9.0",
+            "FLEXOPS_COMPILER_LAUNCHER": "none",
+            **more,
+        }
         command = [sys.executable, "-c", f"{PROGRAM}{program}\nprint(json.dumps(said))"]
-        done = subprocess.run(command, env=environment(tmp_path / "cache", **known), capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command,
+            env=environment(tmp_path / "cache", **known),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
@@ -186,7 +226,9 @@ said["header"] = third is not first
 edit("out[i] =", "out[i] = missing +")
 load()
 """)
-    calls = re.findall(r"launch (\S+) grid (.*?) block (.*?) shared (\d+) .*? status (\d)", "\n".join(said["log"]))
+    calls = re.findall(
+        r"launch (\S+) grid (.*?) block (.*?) shared (\d+) .*? status (\d)", "\n".join(said["log"])
+    )
     unnamed = r"_ZN\d+_GLOBAL__N_\w+?"
     expected = [
         (r"_Z13gather_kernelIfLi2EEvPKT_PKiPS0_i", "4 1 1", "256 1", "1024"),
@@ -203,16 +245,35 @@ load()
         assert (*rest, status) == (*wanted[1:], "0")
     parameters = [line.split()[2:] for line in said["log"] if line.startswith("parameters")]
     assert parameters[0] == ["1000000000000000", "2000000000000000", "3000000000000000", "e8030000"]
-    assert parameters[3] == ["5000000000000000", "0300000000000000000000000000e03f", "0700", "000000000000d03f"], "a struct with its padding, a pack"
+    assert parameters[3] == [
+        "5000000000000000",
+        "0300000000000000000000000000e03f",
+        "0700",
+        "000000000000d03f",
+    ], "a struct with its padding, a pack"
     assert parameters[5] == ["0100000002000000", "79"]
-    assert [line for line in said["log"] if line.startswith("load")] == ["load cubin 90"], "kernels of one source are one module: they share its variables"
-    assert [line for line in said["again"] if line.startswith("load")] == ["load cubin 90"], "of the edit; the first module keeps its own"
+    assert [line for line in said["log"] if line.startswith("load")] == ["load cubin 90"], (
+        "kernels of one source are one module: they share its variables"
+    )
+    assert [line for line in said["again"] if line.startswith("load")] == ["load cubin 90"], (
+        "of the edit; the first module keeps its own"
+    )
     assert (said["same"], said["back"], said["header"]) == ([False, True], True, True)
-    assert len(world.entries("points")) == 1, "the host's code was compiled once: no edit was of its"
+    assert len(world.entries("points")) == 1, (
+        "the host's code was compiled once: no edit was of its"
+    )
     assert len(world.entries("points.cu-sm_90-*")) == 3
     assert said["kind"] == "ExtensionBuildError"
-    line = KERNELS.splitlines().index("    out[i] = static_cast<T>(warp_sum(cache[threadIdx.x] * kStep));") + 1
-    assert f'{world.folder}/points.cu({line}): error: identifier "missing" is undefined' in said["error"]
+    line = (
+        KERNELS.splitlines().index(
+            "    out[i] = static_cast<T>(warp_sum(cache[threadIdx.x] * kStep));"
+        )
+        + 1
+    )
+    assert (
+        f'{world.folder}/points.cu({line}): error: identifier "missing" is undefined'
+        in said["error"]
+    )
     assert "NVRTC" in said["error"]
 
 
@@ -234,18 +295,26 @@ except RuntimeError as error:
     said["no kernel"] = str(error)
 edit("static void plain", "static __global__ void plain")
 """)
-    assert "what it calls is no kernel that flexops has read: it ran on the host" in said["no kernel"]
+    assert (
+        "what it calls is no kernel that flexops has read: it ran on the host" in said["no kernel"]
+    )
     assert "could not be launched: invalid argument" in said["launch"]
     assert "count_kernel" in said["launch"]
     line = (KERNELS + LAUNCHES).splitlines().index("  count_kernel<<<1, 32>>>((int*)0x40);") + 1
-    assert re.search(rf"{world.folder}/points.cu:{line}:\d+: error: .*float\*.*int\*", said["error"])
-    said = world.run("load().gather(3)\nsaid['launches'] = len(log())\nedit('* kStep', '* kStep + 2')\nload()", FLEXOPS_JIT="0", FLEXOPS_LOG="info")
+    assert re.search(
+        rf"{world.folder}/points.cu:{line}:\d+: error: .*float\*.*int\*", said["error"]
+    )
+    said = world.run(
+        "load().gather(3)\nsaid['launches'] = len(log())\nedit('* kStep', '* kStep + 2')\nload()",
+        FLEXOPS_JIT="0",
+        FLEXOPS_LOG="info",
+    )
     assert "compiles" not in said["stderr"]
     assert said["launches"] > 10
     assert "FLEXOPS_JIT=0 rules out compiling" in said["error"]
 
 
-# ---- when it is taken -------------------------------------------------------------------------------------------------------------------------------
+# ---- when it is taken ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -253,7 +322,9 @@ def without_nvcc(nvcc_toolkit: CudaToolkit) -> Toolchain:
     """What a machine has where nvcc is not installed, and a torch for CUDA is."""
     tools = toolchain.discover(settings.current(), device="cuda")
     assert tools.torch
-    return tools._replace(cuda=None, torch=tools.torch._replace(cuda=str(nvcc_toolkit.version), hip=None))
+    return tools._replace(
+        cuda=None, torch=tools.torch._replace(cuda=str(nvcc_toolkit.version), hip=None)
+    )
 
 
 def _request(path: Path, text: str, **more: Any) -> Request:
@@ -261,19 +332,31 @@ def _request(path: Path, text: str, **more: Any) -> Request:
     return Request("one", (path / "one.cu",), with_cuda=True, **more)
 
 
-def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(tmp_path: Path, without_nvcc: Toolchain, nvcc_toolkit: CudaToolkit) -> None:
-    request, chosen = _request(tmp_path, KERNELS.replace('#include "points.cuh"', HEADER)), settings.Settings.from_environ({})
+def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(
+    tmp_path: Path, without_nvcc: Toolchain, nvcc_toolkit: CudaToolkit
+) -> None:
+    request, chosen = (
+        _request(tmp_path, KERNELS.replace('#include "points.cuh"', HEADER)),
+        settings.Settings.from_environ({}),
+    )
     prepared = extension._without_nvcc(request, without_nvcc, chosen)
     assert prepared
     assert prepared.tools.cuda
     assert [program.source for program in prepared.programs] == [str(tmp_path / "one.cu")]
     with_nvcc = without_nvcc._replace(cuda=nvcc_toolkit)
     assert extension._without_nvcc(request, with_nvcc, chosen), "where there is an nvcc, too"
-    assert extension._without_nvcc(request, with_nvcc, settings.Settings.from_environ({"FLEXOPS_DEVICE_COMPILER": "nvrtc"}))
+    assert extension._without_nvcc(
+        request, with_nvcc, settings.Settings.from_environ({"FLEXOPS_DEVICE_COMPILER": "nvrtc"})
+    )
     assert extension._without_nvcc(request._replace(device_compiler="nvrtc"), with_nvcc, chosen)
-    assert extension._without_nvcc(request._replace(device_compiler="nvcc"), without_nvcc, chosen) is None
+    assert (
+        extension._without_nvcc(request._replace(device_compiler="nvcc"), without_nvcc, chosen)
+        is None
+    )
     assert extension._splits(request, with_nvcc, chosen)
-    assert not extension._splits(_request(tmp_path, "__constant__ float table[4];"), with_nvcc, chosen)
+    assert not extension._splits(
+        _request(tmp_path, "__constant__ float table[4];"), with_nvcc, chosen
+    )
     _request(tmp_path, KERNELS.replace('#include "points.cuh"', HEADER))
     with pytest.raises(ValueError, match="device_compiler"):
         extension._without_nvcc(request._replace(device_compiler="gcc"), without_nvcc, chosen)
@@ -293,8 +376,11 @@ def auto(name):
 @pytest.mark.extra
 @pytest.mark.usefixtures("nvcc_toolkit")
 def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world: World) -> None:
-    """What the splitter refuses, what g++ does not take, what does not open, and what belongs elsewhere: nvcc's, by a line that says why."""
-    said = world.run(AUTO + """
+    """What the splitter refuses, what g++ does not take, what does not open, and what belongs
+    elsewhere: nvcc's, by a line that says why."""
+    said = world.run(
+        AUTO
+        + """
 auto("taken")
 Path(os.environ["STAND_IN_LOG"]).unlink()
 load("placed", device_compiler="auto", build_directory=str(folder / "placed"))
@@ -303,45 +389,85 @@ load("refused", device_compiler="auto")
 edit("__device__ int calls;", "__device__ float deep() { return 1; }\\n__device__ int calls;")
 edit("__constant__ float table[4];", "static float root = rsqrtf(4.f);")
 load("uncompilable", device_compiler="auto")
-""", FLEXOPS_LOG="info", FLEXOPS_PCH="0")
+""",
+        FLEXOPS_LOG="info",
+        FLEXOPS_PCH="0",
+    )
     assert "error" not in said, said["error"]
     assert said["taken"] > 5
-    told = {name: [line for line in said["stderr"].splitlines() if f"nvcc compiles extension {name}, NVRTC does not: " in line] for name in NAMES}
+    told = {
+        name: [
+            line
+            for line in said["stderr"].splitlines()
+            if f"nvcc compiles extension {name}, NVRTC does not: " in line
+        ]
+        for name in NAMES
+    }
     line = KERNELS.splitlines().index("__device__ int calls;") + 2
     assert not told["taken"]
     assert not told["placed"]
-    assert f"points.cu, line {line}, needs nvcc: a variable in constant or managed memory (__constant__)" in told["refused"][0]
+    assert (
+        f"points.cu, line {line}, needs nvcc: a variable in constant or managed memory"
+        " (__constant__)" in told["refused"][0]
+    )
     assert f"points.cu:{line + 1}:" in told["uncompilable"][0]
     assert "rsqrtf" in told["uncompilable"][0]
     assert [len(lines) for lines in told.values()] == [0, 0, 1, 1]
-    said = world.run('load("uncompilable", device_compiler="auto")', FLEXOPS_LOG="info", FLEXOPS_JIT="0")
+    said = world.run(
+        'load("uncompilable", device_compiler="auto")', FLEXOPS_LOG="info", FLEXOPS_JIT="0"
+    )
     assert "error" not in said, "what nvcc has compiled is in the cache"
     assert "compiles" not in said["stderr"]
-    said = world.run("""
+    said = world.run(
+        """
 edit("static float root = rsqrtf(4.f);", "__host__ __device__ float both() { return deep(); }")
 load("unopened", device_compiler="auto")
-""", FLEXOPS_LOG="info", FLEXOPS_PCH="0")
+""",
+        FLEXOPS_LOG="info",
+        FLEXOPS_PCH="0",
+    )
     assert "nvcc compiles extension unopened, NVRTC does not: deep()" in said["stderr"]
-    assert 'calling a __device__ function("deep()")' in said["error"], "an error of the user's own is nvcc's to tell"
+    assert 'calling a __device__ function("deep()")' in said["error"], (
+        "an error of the user's own is nvcc's to tell"
+    )
 
 
-def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(tmp_path: Path, without_nvcc: Toolchain) -> None:
+def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(
+    tmp_path: Path, without_nvcc: Toolchain
+) -> None:
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
     with pytest.raises(ToolchainError) as caught:
         extension._without_nvcc(request, without_nvcc, settings.Settings.from_environ({}))
     error = caught.value
-    assert error.what == "extension one: one.cu, line 2, needs nvcc: a variable in constant or managed memory (__constant__)"
+    assert (
+        error.what
+        == "extension one: one.cu, line 2, needs nvcc: a variable in constant or managed memory"
+        " (__constant__)"
+    )
     assert error.found.startswith("no nvcc")
     assert "cuda-toolkit[nvcc" in error.fix or "cuda-nvcc" in error.fix
     flagged = without_nvcc._replace(environment=(("NVCC_APPEND_FLAGS", "-use_fast_math"),))
     with pytest.raises(ToolchainError, match="NVCC_APPEND_FLAGS"):
-        extension._without_nvcc(_request(tmp_path, "__global__ void k() {}"), flagged, settings.Settings.from_environ({}))
-    for wrong in ({"cuda_cflags": ("-rdc=true",)}, {"is_standalone": True, "is_python_module": False}):
+        extension._without_nvcc(
+            _request(tmp_path, "__global__ void k() {}"),
+            flagged,
+            settings.Settings.from_environ({}),
+        )
+    for wrong in (
+        {"cuda_cflags": ("-rdc=true",)},
+        {"is_standalone": True, "is_python_module": False},
+    ):
         with pytest.raises(ToolchainError):
-            extension._without_nvcc(_request(tmp_path, "__global__ void k() {}", **wrong), without_nvcc, settings.Settings.from_environ({}))
+            extension._without_nvcc(
+                _request(tmp_path, "__global__ void k() {}", **wrong),
+                without_nvcc,
+                settings.Settings.from_environ({}),
+            )
 
 
-def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(tmp_path: Path, host_compiler: HostCompiler, without_nvcc: Toolchain) -> None:
+def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(
+    tmp_path: Path, host_compiler: HostCompiler, without_nvcc: Toolchain
+) -> None:
     """And are enough: CUDA 13's wheel of them has no crt/, which comes with nvcc's."""
     assert without_nvcc.torch
     found = runtime_headers.find(settings.current(), without_nvcc.torch)
@@ -351,12 +477,25 @@ def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(tmp_path:
     for name in found.include_dirs[0].iterdir():
         if name.name != "crt":
             (include / name.name).symlink_to(name)
-    (tmp_path / "one.cpp").write_text("#include <common/extension_launch.h>\n__global__ void __launch_bounds__(32) k(float4 x);\n")
+    (tmp_path / "one.cpp").write_text(
+        "#include <common/extension_launch.h>\n__global__ void __launch_bounds__(32) k(float4 x);\n"
+    )
     include_flags = ("-isystem", str(include), "-idirafter", str(layout.csrc_root()))
-    subprocess.run([str(host_compiler.path), "-fsyntax-only", "-std=c++17", *include_flags, str(tmp_path / "one.cpp")], check=True)
+    subprocess.run(
+        [
+            str(host_compiler.path),
+            "-fsyntax-only",
+            "-std=c++17",
+            *include_flags,
+            str(tmp_path / "one.cpp"),
+        ],
+        check=True,
+    )
 
 
-def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(tmp_path: Path, without_nvcc: Toolchain) -> None:
+def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(
+    tmp_path: Path, without_nvcc: Toolchain
+) -> None:
     """The runtime's wheel has neither crt/ nor nv/, which its headers include."""
     assert without_nvcc.torch
     known = runtime_headers.find(settings.current(), without_nvcc.torch)
@@ -368,7 +507,9 @@ def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(tmp_path: Path
             (include / name.name).symlink_to(name)
     request = _request(tmp_path, "__global__ void k() {}\nvoid f() { k<<<1, 1>>>(); }\n")
     source = tmp_path / "two.cpp"
-    source.write_text("#include <cuda_runtime.h>\nfloat4 two() { return make_float4(1, 2, 3, 4); }\n")
+    source.write_text(
+        "#include <cuda_runtime.h>\nfloat4 two() { return make_float4(1, 2, 3, 4); }\n"
+    )
     request = request._replace(sources=(*request.sources, source))
     cuda = known._replace(include_dirs=(include,))
     prepared = extension_nvrtc.prepare(request, without_nvcc, without_nvcc.torch, cuda)
@@ -378,7 +519,10 @@ def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(tmp_path: Path
 
 
 def test_nvcc_finds_torchs_headers_that_its_toolkit_lacks(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit, without_nvcc: Toolchain, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    nvcc_toolkit: CudaToolkit,
+    without_nvcc: Toolchain,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert without_nvcc.torch
     own, sparse = tmp_path / "own", tmp_path / "nvidia" / "cusparse" / "include"
@@ -409,11 +553,12 @@ def test_nvcc_finds_torchs_headers_that_its_toolkit_lacks(
     assert seen == [(own, sparse)]
 
 
-# ---- the code ---------------------------------------------------------------------------------------------------------------------------------------
+# ---- the code ------------------------------------------------------------------------------------
 
 
 def _plain(ptx: str) -> str:
-    """PTX without what names its compiler, and without the names of what stands in an unnamed namespace."""
+    """PTX without what names its compiler, and without the names of what stands in an unnamed
+    namespace."""
     ptx = re.sub(r"//.*|\.file.*|\.loc.*", "", ptx)
     for _number in range(2):
         ptx = re.sub(r"\d+_GLOBAL__N_\w*?(?=5inner|5plain)", "_GLOBAL_", ptx)
@@ -421,14 +566,27 @@ def _plain(ptx: str) -> str:
 
 
 def _functions(ptx: str) -> dict[str, list[str]]:
-    """Of each kernel the instructions that compute, load, store, wait and branch, with their immediate numbers. Not how addresses are worked out: NVRTC has
-    them of 64 bits in shared memory, too."""
+    """Of each kernel the instructions that compute, load, store, wait and branch, with their
+    immediate numbers. Not how addresses are worked out: NVRTC has them of 64 bits in shared memory,
+    too."""
     found = re.findall(r"\.entry (\w+)\((.*?)\n\}", _plain(ptx), re.DOTALL)
     counted = r"(?m)^(?:@!?%p\d+\s+)?((?:[a-z]+\.)*(?:rn|f16|bf16|f16x2|f32|f64|sync|shared|global|nc|param|atom|bra|ret|call)[\w.]*)\s(.*)$"
-    return {name: [f"{op} {' '.join(re.findall('0[fd][0-9A-F]+', rest))}" for op, rest in re.findall(counted, body)] for name, body in found}
+    return {
+        name: [
+            f"{op} {' '.join(re.findall('0[fd][0-9A-F]+', rest))}"
+            for op, rest in re.findall(counted, body)
+        ]
+        for name, body in found
+    }
 
 
-def _program(tmp_path: Path, text: str, nvcc_toolkit: CudaToolkit, expressions: tuple[str, ...], symbols: tuple[str, ...]) -> Program:
+def _program(
+    tmp_path: Path,
+    text: str,
+    nvcc_toolkit: CudaToolkit,
+    expressions: tuple[str, ...],
+    symbols: tuple[str, ...],
+) -> Program:
     tools = toolchain.discover(settings.current(), device="cuda")
     assert tools.torch
     torch = tools.torch._replace(cuda=str(nvcc_toolkit.version), hip=None)
@@ -441,13 +599,29 @@ def _compiled(program: Program, output: Path) -> str:
     choice = provider.compiler_for(settings.current(), (), asked="9.0")
     worker = Worker(choice.compiler)
     try:
-        return worker.compile(program.plan(Architecture(ComputeCapability(9, 0), ptx=True, sass=False), choice.compiler), output, 100)[0]
+        return worker.compile(
+            program.plan(
+                Architecture(ComputeCapability(9, 0), ptx=True, sass=False), choice.compiler
+            ),
+            output,
+            100,
+        )[0]
     finally:
         worker.stop()
 
 
 def _nvcc(source: Path, output: Path, toolkit: CudaToolkit, *more: str) -> str:
-    command = [str(toolkit.nvcc.path), "-ptx", "-arch=sm_90", "-std=c++20", "--expt-relaxed-constexpr", *more, "-o", str(output), str(source)]
+    command = [
+        str(toolkit.nvcc.path),
+        "-ptx",
+        "-arch=sm_90",
+        "-std=c++20",
+        "--expt-relaxed-constexpr",
+        *more,
+        "-o",
+        str(output),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return output.read_text()
 
@@ -460,12 +634,26 @@ def test_the_code_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
     assert tools.torch
     (tmp_path / "points.cuh").write_text(HEADER)
     text = KERNELS + LAUNCHES.replace("static void", "void")
-    expressions = ("gather_kernel<float, 2>", "gather_kernel<float, 4>", "gather_kernel<long, 2>", "count_kernel", "inner::last_kernel<short, double>", "plain")
+    expressions = (
+        "gather_kernel<float, 2>",
+        "gather_kernel<float, 4>",
+        "gather_kernel<long, 2>",
+        "count_kernel",
+        "inner::last_kernel<short, double>",
+        "plain",
+    )
     symbols = tuple(f"_Z13gather_kernelI{one}EEvPKT_PKiPS0_i" for one in ("fLi2", "fLi4", "lLi2"))
-    symbols += ("count_kernel", "_ZN12_GLOBAL__N_15inner11last_kernelIJsdEEEvPf7OptionsDpT_", "_ZN12_GLOBAL__N_15plainE4int2c")
+    symbols += (
+        "count_kernel",
+        "_ZN12_GLOBAL__N_15inner11last_kernelIJsdEEEvPf7OptionsDpT_",
+        "_ZN12_GLOBAL__N_15plainE4int2c",
+    )
     program = _program(tmp_path, text, nvcc_toolkit, expressions, symbols)
     _compiled(program, tmp_path / "nvrtc.ptx")
-    mine, theirs = _functions((tmp_path / "nvrtc.ptx").read_text()), _functions(_nvcc(tmp_path / "one.cu", tmp_path / "nvcc.ptx", nvcc_toolkit))
+    mine, theirs = (
+        _functions((tmp_path / "nvrtc.ptx").read_text()),
+        _functions(_nvcc(tmp_path / "one.cu", tmp_path / "nvcc.ptx", nvcc_toolkit)),
+    )
     assert len(mine) == len(expressions)
     assert all(len(instructions) > 3 for name, instructions in mine.items() if "plain" not in name)
     assert mine.keys() == theirs.keys()
@@ -474,7 +662,8 @@ def test_the_code_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
 
 
 def test_torchs_halves_are_torchs_own(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
-    """at::Half and at::BFloat16 in kernels: the same names, and with one CUDA version the same code, as where nvcc reads torch's headers."""
+    """at::Half and at::BFloat16 in kernels: the same names, and with one CUDA version the same
+    code, as where nvcc reads torch's headers."""
     text = """#include <c10/util/Half.h>
 #include <c10/util/BFloat16.h>
 namespace at { using c10::Half; using c10::BFloat16; }
@@ -486,12 +675,22 @@ __global__ void halves(const T* x, T* y, float factor) {
 __global__ void cuda_half(const __half* x, at::Half* y) { y[0] = __hadd(x[0], x[1]); }
 void f() { halves<at::Half><<<1, 1>>>(nullptr, nullptr, 1.f); halves<at::BFloat16><<<1, 1>>>(nullptr, nullptr, 1.f); }
 """
-    symbols = ("_Z6halvesIN3c104HalfEEvPKT_PS2_f", "_Z6halvesIN3c108BFloat16EEvPKT_PS2_f", "_Z9cuda_halfPK6__halfPN3c104HalfE")
+    symbols = (
+        "_Z6halvesIN3c104HalfEEvPKT_PS2_f",
+        "_Z6halvesIN3c108BFloat16EEvPKT_PS2_f",
+        "_Z9cuda_halfPK6__halfPN3c104HalfE",
+    )
     tools = toolchain.discover(settings.current(), device="cuda")
     nvrtc = toolchain.device_compiler(settings.current()).value
     assert nvrtc
     assert tools.torch
-    program = _program(tmp_path, text, nvcc_toolkit, ("halves<c10::Half>", "halves<c10::BFloat16>", "cuda_half"), symbols)
+    program = _program(
+        tmp_path,
+        text,
+        nvcc_toolkit,
+        ("halves<c10::Half>", "halves<c10::BFloat16>", "cuda_half"),
+        symbols,
+    )
     assert _compiled(program, tmp_path / "nvrtc.ptx").split("\n") == list(symbols)
     flags = [*extension_nvrtc.NVCC_DEFINES, *(f"-I{path}" for path in tools.torch.include_dirs)]
     theirs = _functions(_nvcc(tmp_path / "one.cu", tmp_path / "nvcc.ptx", nvcc_toolkit, *flags))
@@ -501,77 +700,194 @@ void f() { halves<at::Half><<<1, 1>>>(nullptr, nullptr, 1.f); halves<at::BFloat1
         assert mine == theirs
 
 
-def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
+def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit
+) -> None:
     """pow(float, int) is a double in C++, of whole numbers all are: NVRTC alone knows neither."""
-    one = ["acos", "cbrt", "ceil", "cos", "erf", "exp", "exp2", "fabs", "floor", "log", "log10", "log2", "rint", "round", "sin", "sqrt", "tan", "tanh"]
-    one += ["isnan", "isinf", "isfinite", "signbit"]  # of whole numbers, too: nvcc has them for host code
+    one = [
+        "acos",
+        "cbrt",
+        "ceil",
+        "cos",
+        "erf",
+        "exp",
+        "exp2",
+        "fabs",
+        "floor",
+        "log",
+        "log10",
+        "log2",
+        "rint",
+        "round",
+        "sin",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]
+    # of whole numbers, too: nvcc has them for host code
+    one += ["isnan", "isinf", "isfinite", "signbit"]
     two = ["atan2", "copysign", "fmax", "fmin", "fmod", "hypot", "pow"]
-    calls = [f"{name}({x})" for name in one for x in "fdil"] + [f"{name}({x}, {y})" for name in two for x in "fdil" for y in "fdil"]
+    calls = [f"{name}({x})" for name in one for x in "fdil"] + [
+        f"{name}({x}, {y})" for name in two for x in "fdil" for y in "fdil"
+    ]
     calls += [f"{name}({x}, {x})" for name in ("min", "max") for x in "fdil"]
     body = "".join(f"  out[{number}] = sizeof({call});\n" for number, call in enumerate(calls))
-    text = f"#include <cmath>\n__global__ void types(int* out, float f, double d, int i, long l) {{\n{body}}}\n"
+    text = (
+        "#include <cmath>\n__global__ void types(int* out, float f, double d, int i, long l)"
+        f" {{\n{body}}}\n"
+    )
     program = _program(tmp_path, text, nvcc_toolkit, ("types",), ("_Z5typesPifdil",))
     _compiled(program, tmp_path / "nvrtc.ptx")
     theirs = _nvcc(tmp_path / "one.cu", tmp_path / "nvcc.ptx", nvcc_toolkit)
-    stored = [re.findall(r"st\.global|mov\.[ub]\d+\s.*", ptx) for ptx in ((tmp_path / "nvrtc.ptx").read_text(), theirs)]
+    stored = [
+        re.findall(r"st\.global|mov\.[ub]\d+\s.*", ptx)
+        for ptx in ((tmp_path / "nvrtc.ptx").read_text(), theirs)
+    ]
     assert stored[0].count("st.global") == len(calls)
     assert stored[0] == stored[1]
 
 
-def test_mathematics_on_the_host_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit, host_compiler: HostCompiler) -> None:
+def test_mathematics_on_the_host_is_nvccs(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit, host_compiler: HostCompiler
+) -> None:
     """Outside of std: exp(float) is a float to nvcc, and min and max are there."""
-    one = ["ceil", "exp", "exp10", "floor", "j0", "log", "round", "sqrt", "tanh", "y1", "isnan", "signbit", "abs"]
-    calls = [f"{name}({x})" for name in one for x in "fd"] + [f"{name}({x}, {y})" for name in ("pow", "fmod", "hypot") for x in "fd" for y in "fdi"]
-    pairs = ["f, f", "d, d", "f, d", "d, f", "i, i", "u, u", "i, u", "u, i", "l, l", "l, 7ul", "7ul, l", "7ll, -3ll", "7ull, -3ll", "NAN, f", "f, NAN"]
+    one = [
+        "ceil",
+        "exp",
+        "exp10",
+        "floor",
+        "j0",
+        "log",
+        "round",
+        "sqrt",
+        "tanh",
+        "y1",
+        "isnan",
+        "signbit",
+        "abs",
+    ]
+    calls = [f"{name}({x})" for name in one for x in "fd"] + [
+        f"{name}({x}, {y})" for name in ("pow", "fmod", "hypot") for x in "fd" for y in "fdi"
+    ]
+    pairs = [
+        "f, f",
+        "d, d",
+        "f, d",
+        "d, f",
+        "i, i",
+        "u, u",
+        "i, u",
+        "u, i",
+        "l, l",
+        "l, 7ul",
+        "7ul, l",
+        "7ll, -3ll",
+        "7ull, -3ll",
+        "NAN, f",
+        "f, NAN",
+    ]
     calls += [f"{name}({pair})" for name in ("min", "max") for pair in pairs]
-    printed = "".join(f'  std::printf("%zu %.17g\\n", sizeof({call}), double({call}));\n' for call in calls)
-    variables = "  float f = 0.7f;\n  double d = 1.3;\n  int i = -3;\n  unsigned u = 7;\n  long l = -5;\n"
+    printed = "".join(
+        f'  std::printf("%zu %.17g\\n", sizeof({call}), double({call}));\n' for call in calls
+    )
+    variables = (
+        "  float f = 0.7f;\n  double d = 1.3;\n  int i = -3;\n  unsigned u = 7;\n  long l = -5;\n"
+    )
     text = f"#include <cmath>\n#include <cstdio>\nint main() {{\n{variables}{printed}}}\n"
     (tmp_path / "host.cpp").write_text(f"#include <common/extension_launch.h>\n{text}")
     (tmp_path / "host.cu").write_text(text)
-    flags = [*(f"-I{path}" for path in nvcc_toolkit.include_dirs), f"-I{layout.csrc_root()}", "-std=c++17"]
-    libraries = [str(next(path for folder in nvcc_toolkit.library_dirs for path in folder.glob("libcudart_static.a"))), "-ldl", "-lrt", "-lpthread"]
+    flags = [
+        *(f"-I{path}" for path in nvcc_toolkit.include_dirs),
+        f"-I{layout.csrc_root()}",
+        "-std=c++17",
+    ]
+    libraries = [
+        str(
+            next(
+                path
+                for folder in nvcc_toolkit.library_dirs
+                for path in folder.glob("libcudart_static.a")
+            )
+        ),
+        "-ldl",
+        "-lrt",
+        "-lpthread",
+    ]
     commands = {
         "host": [str(host_compiler.path), *flags, str(tmp_path / "host.cpp"), *libraries],
-        "nvcc": [str(nvcc_toolkit.nvcc.path), "-ccbin", str(host_compiler.path), "-std=c++17", "-cudart=none", str(tmp_path / "host.cu"), *libraries],
+        "nvcc": [
+            str(nvcc_toolkit.nvcc.path),
+            "-ccbin",
+            str(host_compiler.path),
+            "-std=c++17",
+            "-cudart=none",
+            str(tmp_path / "host.cu"),
+            *libraries,
+        ],
     }
     said = {}
     for name, command in commands.items():
         subprocess.run([*command, "-o", str(tmp_path / name)], check=True, capture_output=True)
-        said[name] = subprocess.run([str(tmp_path / name)], check=True, capture_output=True, text=True).stdout.splitlines()
+        said[name] = subprocess.run(
+            [str(tmp_path / name)], check=True, capture_output=True, text=True
+        ).stdout.splitlines()
     assert len(said["host"]) == len(calls)
-    assert dict(zip(calls, said["host"], strict=True)) == dict(zip(calls, said["nvcc"], strict=True))
+    assert dict(zip(calls, said["host"], strict=True)) == dict(
+        zip(calls, said["nvcc"], strict=True)
+    )
 
 
-def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
-    program = _program(tmp_path, "template <typename T> __global__ void k(T* x) {}", nvcc_toolkit, ("k<float>",), ("_Z1kIfEvPKT_",))
-    with pytest.raises(Exception, match="the kernel k<float> is not one and the same to both compilers"):
+def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit
+) -> None:
+    program = _program(
+        tmp_path,
+        "template <typename T> __global__ void k(T* x) {}",
+        nvcc_toolkit,
+        ("k<float>",),
+        ("_Z1kIfEvPKT_",),
+    )
+    with pytest.raises(
+        Exception, match="the kernel k<float> is not one and the same to both compilers"
+    ):
         _compiled(program, tmp_path / "nvrtc.ptx")
 
 
-def test_the_key_covers_text_options_kernels_and_compiler(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
+def test_the_key_covers_text_options_kernels_and_compiler(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit
+) -> None:
     program = _program(tmp_path, "__global__ void k(int* x) {}", nvcc_toolkit, ("k",), ("_Z1kPi",))
     compiler = toolchain.device_compiler(settings.current()).value
     assert compiler
     csrc = tmp_path / "csrc"  # flexops' own headers, of which one is another
     (csrc / "common").mkdir(parents=True)
     for header in ("extension_device.cuh", "extension_accessors.cuh"):
-        (csrc / "common" / header).write_text((layout.csrc_root() / "common" / header).read_text() + "\n" * (header == "extension_accessors.cuh"))
+        (csrc / "common" / header).write_text(
+            (layout.csrc_root() / "common" / header).read_text()
+            + "\n" * (header == "extension_accessors.cuh")
+        )
     others = [
-        program, program._replace(text=program.text + " "), program._replace(options=("-DA",)),
+        program,
+        program._replace(text=program.text + " "),
+        program._replace(options=("-DA",)),
         program._replace(expressions=("k", "j"), symbols=("_Z1kPi", "_Z1jPi")),
-        program._replace(torch="another"), program._replace(roots=(("<csrc>", csrc), *program.roots[1:])),
-    ]  # fmt: skip
+        program._replace(torch="another"),
+        program._replace(roots=(("<csrc>", csrc), *program.roots[1:])),
+    ]
     one = Architecture(ComputeCapability(9, 0))
     keys = [other.plan(one, compiler).key for other in others]
-    keys += [program.plan(one, compiler._replace(identity="NVRTC 99")).key, program.plan(Architecture(ComputeCapability(8, 0)), compiler).key]
+    keys += [
+        program.plan(one, compiler._replace(identity="NVRTC 99")).key,
+        program.plan(Architecture(ComputeCapability(8, 0)), compiler).key,
+    ]
     assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvcc_toolkit")
 def test_sources_in_the_manner_of_torchs_tutorial(tmp_path: Path, libraries: Path) -> None:
-    """torch/extension.h, AT_DISPATCH, accessors of torch's as parameters, a pybind11 module: built, and its launches shown."""
+    """torch/extension.h, AT_DISPATCH, accessors of torch's as parameters, a pybind11 module: built,
+    and its launches shown."""
     (tmp_path / "points.cu").write_text("""#include <torch/extension.h>
 #include <vector>
 namespace {
@@ -600,19 +916,37 @@ std::vector<torch::Tensor> cell(torch::Tensor gates) {
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("cell", &cell); }
 """)
-    world_ = {"FOLDER": str(tmp_path), "LIBRARIES": str(libraries), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_LOG": str(tmp_path / "log")}
+    world_ = {
+        "FOLDER": str(tmp_path),
+        "LIBRARIES": str(libraries),
+        "LD_LIBRARY_PATH": str(libraries),
+        "STAND_IN_LOG": str(tmp_path / "log"),
+    }
     program = "x = torch.ones(2, 3, 5)\nmodule = load()\nmodule and module.cell(x)\n"
     program += "said['pointer'] = x.data_ptr()\nsaid['log'] = log()\nprint(json.dumps(said))"
-    env = environment(tmp_path / "cache", **world_, STAND_IN_PARAMETERS="1", TORCH_CUDA_ARCH_LIST="9.0")
-    done = subprocess.run([sys.executable, "-c", PROGRAM + program], env=env, capture_output=True, text=True, check=False)
+    env = environment(
+        tmp_path / "cache", **world_, STAND_IN_PARAMETERS="1", TORCH_CUDA_ARCH_LIST="9.0"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + program],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert "error" not in said, said
     accessors, scale = [line.split()[2:] for line in said["log"] if line.startswith("parameters")]
     assert accessors[0][:16] == said["pointer"].to_bytes(8, "little").hex()
-    assert accessors[0][16:64] == b"".join(n.to_bytes(4, "little") for n in (2, 3, 5, 15, 5, 1)).hex(), "sizes and strides"
+    assert (
+        accessors[0][16:64] == b"".join(n.to_bytes(4, "little") for n in (2, 3, 5, 15, 5, 1)).hex()
+    ), "sizes and strides"
     assert scale[1:] == ["0000003f", "0a00000000000000"]
-    names = [json.loads(path.read_text())["symbol"] for path in (tmp_path / "cache").glob("points.cu-sm_90-*/*/manifest.json")]
+    names = [
+        json.loads(path.read_text())["symbol"]
+        for path in (tmp_path / "cache").glob("points.cu-sm_90-*/*/manifest.json")
+    ]
     assert len(names[0].split("\n")) == 6, "two types of one kernel, four of the other"
 
 
@@ -627,11 +961,25 @@ int main() { return either() + plain() + only() + nested() == 4 ? 0 : 1; }
 """
 
 
-def test_headers_that_a_cuda_torch_does_not_bring_mean_the_host(tmp_path: Path, host_compiler: HostCompiler) -> None:
-    """CUDA 13's runtime wheel has neither crt/ nor nv/, which cuda_fp16.h and, by it, ATen/cuda/CUDAContext.h include."""
+def test_headers_that_a_cuda_torch_does_not_bring_mean_the_host(
+    tmp_path: Path, host_compiler: HostCompiler
+) -> None:
+    """CUDA 13's runtime wheel has neither crt/ nor nv/, which cuda_fp16.h and, by it,
+    ATen/cuda/CUDAContext.h include."""
     (tmp_path / "halves.cpp").write_text("#include <crt/host_defines.h>\n" + NV_TARGET)
     built = tmp_path / "halves"
-    subprocess.run([str(host_compiler.path), "-std=c++17", str(tmp_path / "halves.cpp"), "-idirafter", str(layout.csrc_root()), "-o", str(built)], check=True)
+    subprocess.run(
+        [
+            str(host_compiler.path),
+            "-std=c++17",
+            str(tmp_path / "halves.cpp"),
+            "-idirafter",
+            str(layout.csrc_root()),
+            "-o",
+            str(built),
+        ],
+        check=True,
+    )
     assert subprocess.run([str(built)], check=False).returncode == 0
 
 
@@ -696,20 +1044,40 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gate", &gate); m.def("sums", &
 
 
 def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
-    """ATen/cuda, c10/cuda, CUDA's own headers, torch's checks after launches: a CUDA torch's, without a toolkit's; and right, where there is a GPU."""
+    """ATen/cuda, c10/cuda, CUDA's own headers, torch's checks after launches: a CUDA torch's,
+    without a toolkit's; and right, where there is a GPU."""
     import torch
 
     if not torch.version.cuda:
         pytest.skip("needs a torch for CUDA (scripts/prove_target.sh has one for each row)")
     (tmp_path / "soft.cu").write_text(WITH_ATEN)
-    program = "import torch, flexops\nmodule = flexops.load('soft', ['soft.cu'], device_compiler='nvrtc')\n"
+    program = (
+        "import torch, flexops\nmodule = flexops.load('soft', ['soft.cu'],"
+        " device_compiler='nvrtc')\n"
+    )
     program += (
-        "if torch.cuda.is_available():\n    for dtype in (torch.float32, torch.float64):\n        x = torch.randn(37, 1001, device='cuda', dtype=dtype)\n"
+        "if torch.cuda.is_available():\n    for dtype in (torch.float32, torch.float64):\n        x"
+        " = torch.randn(37, 1001, device='cuda', dtype=dtype)\n"
     )
     program += "        torch.testing.assert_close(module.gate(x), x * x.sigmoid())\n"
-    program += "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n        x = torch.randn(37, 1001, device='cuda').to(dtype)\n"
-    program += "        torch.testing.assert_close(module.sums(x), x.float().sum(1), rtol=1e-4, atol=1e-3)\n"
-    env = environment(tmp_path / "cache", TORCH_CUDA_ARCH_LIST="" if torch.cuda.is_available() else "9.0")
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    program += (
+        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n        x ="
+        " torch.randn(37, 1001, device='cuda').to(dtype)\n"
+    )
+    program += (
+        "        torch.testing.assert_close(module.sums(x), x.float().sum(1), rtol=1e-4,"
+        " atol=1e-3)\n"
+    )
+    env = environment(
+        tmp_path / "cache", TORCH_CUDA_ARCH_LIST="" if torch.cuda.is_available() else "9.0"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").glob("soft.cu-*/*/manifest.json")), "NVRTC's kernels"

@@ -1,4 +1,5 @@
-"""Precompiled headers of flexops.load: on a light header of torch's, so that the machinery is tested in seconds; once on the real one (slow)."""
+"""Precompiled headers of flexops.load: on a light header of torch's, so that the machinery is
+tested in seconds; once on the real one (slow)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,17 @@ STRICT = ["-Winvalid-pch", "-Werror=invalid-pch"]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]) -> Path:
     require(shutil.which("g++"), "g++, which alone has these", "apt-get install g++")
     room = shutil.disk_usage(tmp_path).free > pch.FREE_DISK_BYTES
-    require(room, f"{pch.FREE_DISK_BYTES >> 30} GiB of free disk, without which no header is precompiled", f"make room at {tmp_path}, or set TMPDIR")
-    settings = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "FLEXOPS_PCH": "1", "FLEXOPS_LOG": "quiet", "FLEXOPS_COMPILER_LAUNCHER": "none"}
+    require(
+        room,
+        f"{pch.FREE_DISK_BYTES >> 30} GiB of free disk, without which no header is precompiled",
+        f"make room at {tmp_path}, or set TMPDIR",
+    )
+    settings = {
+        "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
+        "FLEXOPS_PCH": "1",
+        "FLEXOPS_LOG": "quiet",
+        "FLEXOPS_COMPILER_LAUNCHER": "none",
+    }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(pch, "HEADER", LIGHT)
@@ -34,7 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[...
 
 def module(folder: Path, name: str, before: str = "") -> Path:
     path = folder / f"{name}.cpp"
-    path.write_text(f"{before}#include <{LIGHT}>\n#ifndef C10_EXPORT\n#error\n#endif\n#define VALUE 5\n{MODULE}")
+    path.write_text(
+        f"{before}#include <{LIGHT}>\n#ifndef C10_EXPORT\n#error\n#endif\n#define VALUE 5\n{MODULE}"
+    )
     return path
 
 
@@ -48,7 +60,11 @@ def headers(cache: Path) -> list[Path]:
 
 
 def load(folder: Path, name: str, flags: list[str], before: str = "") -> int:
-    return int(flexops.load(name, [module(folder, name, before)], extra_cflags=[*STRICT, *flags], verbose=True).value())
+    return int(
+        flexops.load(
+            name, [module(folder, name, before)], extra_cflags=[*STRICT, *flags], verbose=True
+        ).value()
+    )
 
 
 def test_one_header_serves_all_of_the_same_flags(tmp_path: Path, cache: Path) -> None:
@@ -57,7 +73,9 @@ def test_one_header_serves_all_of_the_same_flags(tmp_path: Path, cache: Path) ->
     assert f"-include {header}/" in command(cache, "first")
     assert "ccache" not in command(cache, "first")
     made = header.stat()
-    assert load(tmp_path, "second", [], before="// a comment\n#pragma once\n#include <vector>\n") == 5
+    assert (
+        load(tmp_path, "second", [], before="// a comment\n#pragma once\n#include <vector>\n") == 5
+    )
     assert f"-include {header}/" in command(cache, "second")
     assert header.stat() == made
     assert load(tmp_path, "optimised", ["-O2"]) == 5
@@ -68,7 +86,9 @@ def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> N
     assert load(tmp_path, "macro", [], before="#define C10_MINE 1\n") == 5
     assert "-include" not in command(cache, "macro")
     (tmp_path / "pybind11").mkdir()  # another pybind11 than torch's
-    flexops.load("shadowed", [module(tmp_path, "shadowed")], extra_include_paths=[tmp_path], verbose=True)
+    flexops.load(
+        "shadowed", [module(tmp_path, "shadowed")], extra_include_paths=[tmp_path], verbose=True
+    )
     assert "-include" not in command(cache, "shadowed")
     assert headers(cache) == []
 
@@ -76,8 +96,16 @@ def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> N
 def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "include").mkdir()
     source = module(tmp_path, "hidden")
-    source.write_text(source.read_text().replace("#define VALUE 5", "#ifdef HIDDEN_BY_MINE\n#define VALUE 6\n#else\n#define VALUE 5\n#endif"))
-    for flags in ({"extra_include_paths": [tmp_path / "include"]}, {"extra_cflags": [f"-I{tmp_path / 'include'}"]}):
+    source.write_text(
+        source.read_text().replace(
+            "#define VALUE 5",
+            "#ifdef HIDDEN_BY_MINE\n#define VALUE 6\n#else\n#define VALUE 5\n#endif",
+        )
+    )
+    for flags in (
+        {"extra_include_paths": [tmp_path / "include"]},
+        {"extra_cflags": [f"-I{tmp_path / 'include'}"]},
+    ):
         assert flexops.load("hidden", [source], verbose=True, **flags).value() == 5  # type: ignore[arg-type]
         assert "-include" in command(cache, "hidden")
         hiding = tmp_path / "include" / "cassert"  # c10's header includes it
@@ -88,11 +116,16 @@ def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, ca
         shutil.rmtree(cache / "hidden")
 
 
-def test_in_the_background_for_the_next_one(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_the_background_for_the_next_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FLEXOPS_PCH", "auto")
     assert load(tmp_path, "before", []) == 5
     said = capsys.readouterr().err
-    assert f"precompiled in the background, once for all extensions with these flags: about 0.8 GB in {cache / pch.NAME}, where at most 2.5 GB" in said
+    assert (
+        "precompiled in the background, once for all extensions with these flags: about 0.8 GB in"
+        f" {cache / pch.NAME}, where at most 2.5 GB" in said
+    )
     deadline = time.monotonic() + 60
     while not headers(cache) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -105,7 +138,8 @@ def test_a_compiler_that_cannot_use_it_compiles_without(tmp_path: Path, cache: P
     (header,) = headers(cache)
     (made,) = header.glob("*.gch")
     size = made.stat().st_size
-    made.write_bytes(made.read_bytes()[:64] + os.urandom(size - 64))  # its size is right, so it is tried
+    # its size is right, so it is tried
+    made.write_bytes(made.read_bytes()[:64] + os.urandom(size - 64))
     assert load(tmp_path, "second", []) == 5
     assert headers(cache) == [] or "-include" not in command(cache, "second")
 
@@ -124,8 +158,11 @@ def test_no_room_no_header(tmp_path: Path, cache: Path, monkeypatch: pytest.Monk
     assert headers(cache) == []
 
 
-def test_headers_of_other_flags_make_room(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they have at most half of the cache: here that is one, as large as the real one is taken to be."""
+def test_headers_of_other_flags_make_room(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they have at most half of the cache: here that is one, as large as the real one is
+    taken to be."""
     monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "2049M")
     assert load(tmp_path, "first", []) == 5
     (old,) = headers(cache)
@@ -137,16 +174,25 @@ def test_headers_of_other_flags_make_room(tmp_path: Path, cache: Path, monkeypat
 
 @pytest.mark.extra
 def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -> None:
-    code = f"import flexops\nfrom flexops.build.compile import pch\npch.HEADER = {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
+    code = (
+        "import flexops\nfrom flexops.build.compile import pch\npch.HEADER ="
+        f" {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
+    )
     names = [f"process{number}" for number in range(3)]
-    processes = [start(code.format(name, str(module(tmp_path, name))), environment(cache, FLEXOPS_PCH="1")) for name in names]
+    processes = [
+        start(code.format(name, str(module(tmp_path, name))), environment(cache, FLEXOPS_PCH="1"))
+        for name in names
+    ]
     assert [process.communicate()[0] for process in processes] == ["5\n"] * 3
     (header,) = headers(cache)
     assert all(f"-include {header}/" in command(cache, name) for name in names)
 
 
-def test_another_users_is_used_where_the_cache_is_shared(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who could change it could change what is compiled: it serves where that is wanted, and else is as good as not there."""
+def test_another_users_is_used_where_the_cache_is_shared(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who could change it could change what is compiled: it serves where that is wanted, and else
+    is as good as not there."""
     monkeypatch.setenv("FLEXOPS_CACHE_SHARED", "1")
     assert load(tmp_path, "theirs", []) == 5
     (header,) = headers(cache)
@@ -165,14 +211,28 @@ def test_another_users_is_used_where_the_cache_is_shared(tmp_path: Path, cache: 
 def test_the_real_header(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch/extension.h: minutes on a small machine, and 800 MB."""
     monkeypatch.setattr(pch, "HEADER", "torch/extension.h")
-    text = 'at::Tensor plus(at::Tensor x, double y) { TORCH_CHECK_INDEX(y >= 0, "negative"); return x + y; }'
+    text = (
+        'at::Tensor plus(at::Tensor x, double y) { TORCH_CHECK_INDEX(y >= 0, "negative"); return x'
+        " + y; }"
+    )
     documented = {"plus": 'says "plus"\nand more'}
-    module = flexops.load_inline("inline", text, functions=documented, use_pch=True, extra_cflags=STRICT, verbose=True)
+    module = flexops.load_inline(
+        "inline", text, functions=documented, use_pch=True, extra_cflags=STRICT, verbose=True
+    )
     assert torch.equal(module.plus(torch.ones(2), 1.0), torch.full((2,), 2.0))
     assert "and more" in module.plus.__doc__
     with pytest.raises(IndexError):
         module.plus(torch.ones(1), -1.0)
     assert f"-include {headers(cache)[0]}/" in command(cache, "inline")
     # In a new process, from the cache.
-    loaded = f"flexops.load_inline('inline', {text!r}, functions={documented!r}, use_pch=True, extra_cflags={STRICT!r})"
-    assert run(f"import torch, flexops\nprint({loaded}.plus(torch.ones(1), 2.0).item())", environment(cache, FLEXOPS_JIT="0")).stdout == "3.0\n"
+    loaded = (
+        f"flexops.load_inline('inline', {text!r}, functions={documented!r}, use_pch=True,"
+        f" extra_cflags={STRICT!r})"
+    )
+    assert (
+        run(
+            f"import torch, flexops\nprint({loaded}.plus(torch.ones(1), 2.0).item())",
+            environment(cache, FLEXOPS_JIT="0"),
+        ).stdout
+        == "3.0\n"
+    )

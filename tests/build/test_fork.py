@@ -1,4 +1,5 @@
-"""Children that were forked while a thread compiled: of what that thread held, nothing is held in them."""
+"""Children that were forked while a thread compiled: of what that thread held, nothing is held in
+them."""
 
 from __future__ import annotations
 
@@ -21,12 +22,24 @@ SECONDS = 60.0
 
 
 @pytest.mark.parametrize("how", first_of("os.fork", "starting", "process", "dataloader", "orphan"))
-def test_a_child_forked_while_a_thread_compiles_gets_the_operator(tmp_path: Path, host_compiler: HostCompiler, how: str) -> None:
+def test_a_child_forked_while_a_thread_compiles_gets_the_operator(
+    tmp_path: Path, host_compiler: HostCompiler, how: str
+) -> None:
     watched = tmp_path / "watched"
     compiler = watched_compiler(watched, str(host_compiler.path))
     (watched / "hang-compile").touch()
-    environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), CXX=str(compiler), FLEXOPS_COMPILER_LAUNCHER="none", MAX_JOBS="1")
-    request = {"csrc": str(copy_csrc(tmp_path)), "how": how, "watched": str(watched), "answer": str(tmp_path / "answer.json")}
+    environment = child_environment(
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        CXX=str(compiler),
+        FLEXOPS_COMPILER_LAUNCHER="none",
+        MAX_JOBS="1",
+    )
+    request = {
+        "csrc": str(copy_csrc(tmp_path)),
+        "how": how,
+        "watched": str(watched),
+        "answer": str(tmp_path / "answer.json"),
+    }
     process = start_child("fork.py", request, environment, start_new_session=True)
     try:
         until = time.monotonic() + SECONDS
@@ -64,8 +77,11 @@ sys.exit(code)
 
 
 def test_a_child_forked_while_a_thread_reads_a_familys_files() -> None:
-    """Its own families' files it can read: functools.cached_property has one lock for all of them before Python 3.12."""
-    process = subprocess.Popen([sys.executable, "-c", READS], env=child_environment(), start_new_session=True, text=True)
+    """Its own families' files it can read: functools.cached_property has one lock for all of them
+    before Python 3.12."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READS], env=child_environment(), start_new_session=True, text=True
+    )
     try:
         assert process.wait(SECONDS / 2) == 0
     finally:

@@ -1,5 +1,5 @@
-"""Every op as HIP, for AMD GPUs: compiled and linked by the commands of a ROCm build, with the distribution's hipcc. What the result computes, only an AMD
-GPU can show."""
+"""Every op as HIP, for AMD GPUs: compiled and linked by the commands of a ROCm build, with the
+distribution's hipcc. What the result computes, only an AMD GPU can show."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ from flexops.cli._app import app
 from flexops.inspection import hip_proof
 from flexops.toolchain import discovery, rocm
 
-ARCHITECTURE = "gfx90a"  # ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes
+# ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes
+ARCHITECTURE = "gfx90a"
 SPECS = (*(spec for spec in catalog.CATALOG if spec.hip), SQUARE)
 
 
 @pytest.fixture(scope="module")
 def build(require: Any) -> Callable[[Sequence[OpSpec]], list[Result]]:
-    """Builds ops at once, by this machine's tools as they would be beside a torch for its ROCm: bindings need torch's headers, which any torch has."""
+    """Builds ops at once, by this machine's tools as they would be beside a torch for its ROCm:
+    bindings need torch's headers, which any torch has."""
     chosen = settings.current()
-    require(rocm.find(discovery.search_context(chosen)).usable, "a hipcc", f"{hip_proof.INSTALL}, or sudo bash scripts/run_tests.sh, which does")
+    require(
+        rocm.find(discovery.search_context(chosen)).usable,
+        "a hipcc",
+        f"{hip_proof.INSTALL}, or sudo bash scripts/run_tests.sh, which does",
+    )
     return lambda specs: hip_proof.build(specs, ARCHITECTURE, chosen)[1]
 
 
@@ -58,9 +64,12 @@ def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None
     assert found["kernels"] == hip_proof.kernels(built["rope"].require().library.read_bytes())
 
 
-def test_a_projects_operator_whose_binding_the_builder_writes(build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projects_operator_whose_binding_the_builder_writes(
+    build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(layout.example_root()))
-    monkeypatch.setattr(catalog, "_others", dict(catalog._others))  # what looks at all families later in this process does not find it
+    # what looks at all families later in this process does not find it
+    monkeypatch.setattr(catalog, "_others", dict(catalog._others))
     import mylib
 
     spec = catalog.find("mylib.scale")
@@ -68,5 +77,10 @@ def test_a_projects_operator_whose_binding_the_builder_writes(build: Callable[[S
     assert not spec.binding
     entry = build([spec])[0].require()
     assert f"hipv4-amdgcn-amd-amdhsa--{ARCHITECTURE}".encode() in entry.library.read_bytes()
-    defined = subprocess.run(["nm", "-DC", "--defined-only", str(entry.library)], capture_output=True, text=True, check=True).stdout
+    defined = subprocess.run(
+        ["nm", "-DC", "--defined-only", str(entry.library)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert "scale_kernel" in defined

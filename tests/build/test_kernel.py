@@ -1,4 +1,5 @@
-"""``flexops.kernel`` compiled by NVRTC and launched through a driver that writes down what it is asked for. Needs no GPU."""
+"""``flexops.kernel`` compiled by NVRTC and launched through a driver that writes down what it is
+asked for. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -70,10 +71,19 @@ int cuGetErrorString(int status, const char** text) { *text = status == 1 ? "inv
 
 class Recorded(ctypes.Structure):
     _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint), ("padding", ctypes.c_uint), ("cluster", ctypes.c_uint * 3), ("parameters", ctypes.c_char * 256), ("size", ctypes.c_size_t),
-        ("kernel", ctypes.c_void_p), ("launches", ctypes.c_int),
-    ]  # fmt: skip
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("cluster", ctypes.c_uint * 3),
+        ("parameters", ctypes.c_char * 256),
+        ("size", ctypes.c_size_t),
+        ("kernel", ctypes.c_void_p),
+        ("launches", ctypes.c_int),
+    ]
 
 
 class FakeDriver:
@@ -91,7 +101,12 @@ class FakeDriver:
 
     def parameters(self, format_: str) -> tuple[Any, ...]:
         assert self.last.size == struct.calcsize(format_.rstrip("x"))
-        return struct.unpack(format_, ctypes.string_at(ctypes.addressof(self.last) + Recorded.parameters.offset, self.last.size))
+        return struct.unpack(
+            format_,
+            ctypes.string_at(
+                ctypes.addressof(self.last) + Recorded.parameters.offset, self.last.size
+            ),
+        )
 
     def number(self, name: str) -> ctypes.c_int:
         return ctypes.c_int.in_dll(self.library, name)
@@ -101,19 +116,36 @@ class FakeDriver:
 def stub(tmp_path_factory: pytest.TempPathFactory, host_compiler: Any) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(DRIVER)
-    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")], check=True)
+    subprocess.run(
+        [
+            str(host_compiler.path),
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(folder / "libcuda.so.1"),
+            str(folder / "driver.c"),
+        ],
+        check=True,
+    )
     return folder / "libcuda.so.1"
 
 
 @pytest.fixture
 def driver(stub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
-    """The stub in the driver's place, and tensors of the CPU in those of a GPU's: what is launched is never run."""
+    """The stub in the driver's place, and tensors of the CPU in those of a GPU's: what is launched
+    is never run."""
     fake = FakeDriver(stub)
     real = libcuda.Driver(str(stub))
     monkeypatch.setattr(libcuda, "driver", lambda: real)
     monkeypatch.setattr(_torch, "current_gpu", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 77)
-    monkeypatch.setattr(_torch, "empty_strided_cuda", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(
+        _torch,
+        "empty_strided_cuda",
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    )
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "cache"))
     settings.current.cache_clear()
     for name in ("refuse", "contexts", "shared_allowed", "loads", "is_text"):
@@ -135,7 +167,12 @@ def test_a_launch_gets_what_the_schema_says(driver: FakeDriver) -> None:
     out = launched(scale)(x, 2.5)
     assert driver.parameters("<QQf4xq") == (x.data_ptr(), out.data_ptr(), 2.5, 1000)
     assert (list(driver.last.grid), list(driver.last.block)) == ([4, 1, 1], [256, 1, 1])
-    assert (driver.last.shared, driver.last.stream, driver.last.kernel, driver.last.count) == (0, 77, 0x4242, 0)
+    assert (driver.last.shared, driver.last.stream, driver.last.kernel, driver.last.count) == (
+        0,
+        77,
+        0x4242,
+        0,
+    )
     assert b"scale" in driver.library.loaded()
     assert (out.dtype, out.shape) == (x.dtype, x.shape)
 
@@ -179,12 +216,16 @@ def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver: FakeDriv
     assert driver.last.launches == before
 
 
-def test_each_dtype_is_compiled_once_and_found_again(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_dtype_is_compiled_once_and_found_again(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scale = flexops.kernel(SCALE, SCHEMA)
     for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
         launched(scale)(torch.ones(8, dtype=dtype), 1.0)
     assert driver.number("loads").value == 3
-    monkeypatch.setattr(device_code, "obtain", lambda *_, **__: pytest.fail("it was compiled before"))
+    monkeypatch.setattr(
+        device_code, "obtain", lambda *_, **__: pytest.fail("it was compiled before")
+    )
     again = flexops.kernel(SCALE, SCHEMA)
     launched(again)(torch.ones(8), 1.0)
     assert driver.number("loads").value == 4
@@ -197,13 +238,24 @@ def test_grid_block_shared_cluster_and_sizes(driver: FakeDriver) -> None:
       if (threadIdx.x == 0) out[blockIdx.x] = x[blockIdx.x * x_stride0] + (bias ? bias[0] : buffer[x_size1]) * scale * last;
     }"""
     rows = flexops.kernel(
-        source, "rows(Tensor x, Tensor? bias=None, *, bool last=True) -> Tensor", grid=lambda x: (x.shape[0], 2), block=lambda x: [32, x.dim() * 2],
-        shared=lambda x: 4 * x.shape[1], cluster=2, args={"scale": 0.5}, out=lambda x: x.new_empty(x.shape[0]), strided=True,
-    )  # fmt: skip
+        source,
+        "rows(Tensor x, Tensor? bias=None, *, bool last=True) -> Tensor",
+        grid=lambda x: (x.shape[0], 2),
+        block=lambda x: [32, x.dim() * 2],
+        shared=lambda x: 4 * x.shape[1],
+        cluster=2,
+        args={"scale": 0.5},
+        out=lambda x: x.new_empty(x.shape[0]),
+        strided=True,
+    )
     x = torch.ones(6, 5, dtype=torch.float32)[:, :3]
     out = launched(rows)(x)
     assert driver.parameters("<QQQi4xq?7xd") == (x.data_ptr(), 0, out.data_ptr(), 3, 5, True, 0.5)
-    assert (list(driver.last.grid), list(driver.last.block), driver.last.shared) == ([6, 2, 1], [32, 4, 1], 12)
+    assert (list(driver.last.grid), list(driver.last.block), driver.last.shared) == (
+        [6, 2, 1],
+        [32, 4, 1],
+        12,
+    )
     assert (driver.last.count, list(driver.last.cluster)) == (1, [2, 1, 1])
     bias = torch.ones(1)
     launched(rows)(torch.ones(2, 30000), bias, last=False)
@@ -219,7 +271,10 @@ def test_tensors_are_made_contiguous_but_those_that_are_written(driver: FakeDriv
     out = launched(scale)(x, 1.0)
     assert driver.parameters("<QQf4xq")[0] != x.data_ptr()
     assert out.is_contiguous()
-    fill = flexops.kernel("__global__ void fill(float* y, float value, int n) { y[n - 1] = value; }", "fill(Tensor(a!) y, float value) -> ()")
+    fill = flexops.kernel(
+        "__global__ void fill(float* y, float value, int n) { y[n - 1] = value; }",
+        "fill(Tensor(a!) y, float value) -> ()",
+    )
     assert launched(fill)(torch.ones(3), 1.0) is None
     with torch.inference_mode():
         launched(fill)(torch.ones(3), 1.0)
@@ -239,7 +294,10 @@ def test_nothing_is_launched_for_no_elements(driver: FakeDriver) -> None:
 
 
 def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
-    source = "__global__ void pick(const float* x, float* out, int which, uint8_t small) { out[0] = x[which + small]; }"
+    source = (
+        "__global__ void pick(const float* x, float* out, int which, uint8_t small) { out[0] ="
+        " x[which + small]; }"
+    )
     pick = launched(flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor"))
     x = torch.ones(3)
     pick(x, 1, 2)
@@ -254,12 +312,20 @@ def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
             pick(*args)
     for grid in (lambda x: x.numel() / 2, lambda x: (1, 1, 1, x.numel()), lambda x: x):
         odd = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", grid=grid)
-        with pytest.raises(TypeError, match="pick: grid must be a whole number, or up to three of them, got"):
+        with pytest.raises(
+            TypeError, match="pick: grid must be a whole number, or up to three of them, got"
+        ):
             launched(odd)(x, 0, 0)
-    askew = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", out=lambda x: x.new_empty(2, 3).t())
+    askew = flexops.kernel(
+        source,
+        "pick(Tensor x, int which, int small) -> Tensor",
+        out=lambda x: x.new_empty(2, 3).t(),
+    )
     with pytest.raises(ValueError, match="pick: the result out must be contiguous"):
         launched(askew)(x, 0, 0)
-    huge = flexops.kernel(source, "pick(Tensor x, int which, int small) -> Tensor", grid=lambda: 2**32)
+    huge = flexops.kernel(
+        source, "pick(Tensor x, int which, int small) -> Tensor", grid=lambda: 2**32
+    )
     with pytest.raises(ValueError, match="pick: grid cannot be 4294967296"):
         launched(huge)(x, 0, 0)
     assert driver.last.launches == before
@@ -268,11 +334,19 @@ def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
 def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
     scale = flexops.kernel(SCALE, SCHEMA, block=2048)
     driver.number("refuse").value = 1
-    with pytest.raises(RuntimeError, match=r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0 bytes.* at most 1024 threads"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0"
+            r" bytes.* at most 1024 threads"
+        ),
+    ):
         launched(scale)(torch.ones(3), 1.0)
     narrow = flexops.kernel(SCALE, SCHEMA, block=512)
     driver.number("refuse").value = 701
-    with pytest.raises(RuntimeError, match=r"block \(512, 1, 1\).*: fewer threads in a block, or __launch_bounds__"):
+    with pytest.raises(
+        RuntimeError, match=r"block \(512, 1, 1\).*: fewer threads in a block, or __launch_bounds__"
+    ):
         launched(narrow)(torch.ones(3), 1.0)
     driver.number("refuse").value = 201  # a thread without a context
     launched(scale)(torch.ones(3), 1.0)
@@ -385,8 +459,12 @@ def test_threads_do_not_share_a_buffer(driver: FakeDriver) -> None:
     assert all(seen)
 
 
-def test_several_kernels_of_one_source_macros_types_and_headers(driver: FakeDriver, tmp_path: Path) -> None:
-    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return 2 * x; }\n")
+def test_several_kernels_of_one_source_macros_types_and_headers(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.cuh").write_text(
+        "#pragma once\n__device__ inline float twice(float x) { return 2 * x; }\n"
+    )
     source = """
     #include "mine.cuh"
     #include "common/reduce.cuh"
@@ -394,14 +472,29 @@ def test_several_kernels_of_one_source_macros_types_and_headers(driver: FakeDriv
     template <typename T, int kTile> __global__ void first(const T* x, T* out, int n) { if (threadIdx.x < kTile) out[0] += twice(x[0]) * TILE; }
     __global__ void second(const float16* x, bfloat16* out, int n) { out[0] = n ? x[0] * 2 : 0; }
     }"""
-    first = flexops.kernel(source, "first(Tensor x) -> Tensor", include=[tmp_path], defines={"TILE": 8}, template={"kTile": 16})
-    second = flexops.kernel(source, "second_of_them(Tensor x) -> Tensor", name="second", include=[tmp_path], defines={"TILE": 8}, out=lambda x: x.bfloat16())
+    first = flexops.kernel(
+        source,
+        "first(Tensor x) -> Tensor",
+        include=[tmp_path],
+        defines={"TILE": 8},
+        template={"kTile": 16},
+    )
+    second = flexops.kernel(
+        source,
+        "second_of_them(Tensor x) -> Tensor",
+        name="second",
+        include=[tmp_path],
+        defines={"TILE": 8},
+        out=lambda x: x.bfloat16(),
+    )
     launched(first)(torch.ones(3).bfloat16())
     assert first.expression(torch.ones(3).bfloat16()) == "mine::first<bfloat16, 16>"
     launched(second)(torch.ones(3).half())
     assert b"second" in driver.library.loaded()
     before = first.compile(torch.ones(3), arch="9.0")
-    (tmp_path / "mine.cuh").write_text("#pragma once\n__device__ inline float twice(float x) { return x + x + 1; }\n")
+    (tmp_path / "mine.cuh").write_text(
+        "#pragma once\n__device__ inline float twice(float x) { return x + x + 1; }\n"
+    )
     assert first.compile(torch.ones(3), arch="9.0") != before
 
 
@@ -409,19 +502,28 @@ def test_several_kernels_of_one_source_macros_types_and_headers(driver: FakeDriv
 @pytest.mark.parametrize(
     ("body", "line", "said", "mend"),
     [
-        ("out[i] = y[i];", 'scale.cu(4): error: identifier "y" is undefined', "out[i] = y[i];", "mend the line named above"),
+        (
+            "out[i] = y[i];",
+            'scale.cu(4): error: identifier "y" is undefined',
+            "out[i] = y[i];",
+            "mend the line named above",
+        ),
         ("out[i] = __float2half(1.f);", "scale.cu(4): error", "__float2half", ""),
         ("__nv_bfloat16 v;", "scale.cu(4): error", "__nv_bfloat16", "write bfloat16"),
         ("out[i] = std::max(1, 2);", "scale.cu(4): error", "std", "NVRTC has no C++ library"),
     ],
 )
-def test_an_error_shows_the_users_line_and_a_mend(body: str, line: str, said: str, mend: str) -> None:
+def test_an_error_shows_the_users_line_and_a_mend(
+    body: str, line: str, said: str, mend: str
+) -> None:
     source = f"""
     __global__ void scale(const float* x, float* out, int i) {{
       // here
       {body}
     }}"""
-    scale = flexops.kernel(source, "build_errors::scale(Tensor x, int i) -> Tensor", reference=lambda x, i: x + i)
+    scale = flexops.kernel(
+        source, "build_errors::scale(Tensor x, int i) -> Tensor", reference=lambda x, i: x + i
+    )
     with pytest.raises(CompileError) as caught:  # a reference hides no mistake in a kernel
         launched(scale)(torch.ones(3), 0)
     text = str(caught.value)
@@ -438,16 +540,23 @@ def test_a_header_that_is_not_there_says_where_it_could_come_from() -> None:
     scale = flexops.kernel("#include <cuda_bf16.h>\n" + SCALE, SCHEMA)
     with pytest.raises(CompileError) as caught:
         launched(scale)(torch.ones(3), 1.0)
-    assert 'scale.cu(1): catastrophic error: cannot open source file "cuda_bf16.h"' in str(caught.value)
+    assert 'scale.cu(1): catastrophic error: cannot open source file "cuda_bf16.h"' in str(
+        caught.value
+    )
     assert "bfloat16 is there without a header" in caught.value.fix
-    for source, options, fix in (("#include <cmath>\n" + SCALE, [], "mathematics are there without"), (SCALE, ["--nonsense"], "correct options=")):
+    for source, options, fix in (
+        ("#include <cmath>\n" + SCALE, [], "mathematics are there without"),
+        (SCALE, ["--nonsense"], "correct options="),
+    ):
         with pytest.raises(CompileError) as caught:
             launched(flexops.kernel(source, SCHEMA, options=options))(torch.ones(3), 1.0)
         assert fix in caught.value.fix
 
 
 @pytest.mark.usefixtures("driver")
-def test_without_a_compiler_the_reference_runs_or_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_reference_runs_or_the_error_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FLEXOPS_JIT", "0")
     settings.current.cache_clear()
     scale = flexops.kernel(SCALE, SCHEMA, reference=lambda x, factor: x * factor)
@@ -474,12 +583,16 @@ def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -
         return choice._replace(compiler=nvcc)
 
     monkeypatch.setattr(provider, "compiler_for", without_nvrtc)
-    with pytest.raises(ToolchainError, match="scale cannot be verified: there is no NVRTC") as caught:
+    with pytest.raises(
+        ToolchainError, match="scale cannot be verified: there is no NVRTC"
+    ) as caught:
         flexops.kernel(SCALE, SCHEMA).compile(torch.ones(2), 2.0, arch="9.0")
     assert "pip install" in caught.value.fix
 
 
-def test_a_gpu_newer_than_the_compiler_gets_ptx(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_newer_than_the_compiler_gets_ptx(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
     driver.number("major").value = 15
     launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(8), 1.0)
     assert driver.number("is_text").value == 1
@@ -513,7 +626,11 @@ def test_what_a_kernel_takes_is_in_its_manifest() -> None:
     hungry = flexops.kernel(source, "hungry(Tensor x) -> Tensor")
     found = hungry.resources(torch.ones(64), arch="8.0;9.0+PTX")
     assert list(found) == ["8.0", "9.0", "compute_90"]
-    assert (found["8.0"]["shared"], found["8.0"]["spill_stores"], found["8.0"]["stack"]) == (256, 0, 0)
+    assert (found["8.0"]["shared"], found["8.0"]["spill_stores"], found["8.0"]["stack"]) == (
+        256,
+        0,
+        0,
+    )
     assert found["9.0"]["registers"] > 0
     assert found["compute_90"] == {}, "PTX has no registers yet"
 
@@ -525,14 +642,21 @@ def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
     from flexops.toolchain.context import SearchContext
     from flexops.toolchain.installed_torch import package_dirs
 
-    found = [one.value for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable if one.value.version.parts == (12, 1)]
+    found = [
+        one.value
+        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+        if one.value.version.parts == (12, 1)
+    ]
     require(found, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
     scale = flexops.kernel(SCALE, SCHEMA)
     plans = [
         scale._code.text_kernel(f"scale<{type_}>").plan(parse_arch_list(arch)[0], found[0])
         for type_, arch in (("bfloat16", "8.0"), ("float16", "7.0"), ("bfloat16", "9.0"))
     ]
-    assert [result.require().manifest.compiler for result in device_code.obtain(plans, BuildCache(tmp_path))] == ["NVRTC 12.1"] * 3
+    assert [
+        result.require().manifest.compiler
+        for result in device_code.obtain(plans, BuildCache(tmp_path))
+    ] == ["NVRTC 12.1"] * 3
 
 
 @pytest.mark.usefixtures("driver")
@@ -540,14 +664,18 @@ def test_torch_compile_calls_the_kernel_as_one_operator() -> None:
     def reference(x: Tensor, factor: float) -> Tensor:
         return x * factor
 
-    scale = flexops.kernel(SCALE, "compiled_kernels::scale(Tensor x, float factor) -> Tensor", reference=reference)
+    scale = flexops.kernel(
+        SCALE, "compiled_kernels::scale(Tensor x, float factor) -> Tensor", reference=reference
+    )
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, dynamic=True, backend=keep)(torch.ones(4))
+    torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, dynamic=True, backend=keep)(
+        torch.ones(4)
+    )
     assert "compiled_kernels.scale" in graphs[0].code
     inductor = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True)
     assert torch.equal(inductor(torch.ones(4)), torch.full((4,), 3.0))

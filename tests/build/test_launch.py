@@ -1,4 +1,5 @@
-"""What a launch asks of the driver: ``csrc/common/launch.h`` over a driver that counts, in a program of its own."""
+"""What a launch asks of the driver: ``csrc/common/launch.h`` over a driver that counts, in a
+program of its own."""
 
 from __future__ import annotations
 
@@ -71,17 +72,45 @@ int main() {
 
 
 def test_shared_memory_is_asked_for_once(tmp_path: Path, host_compiler: Any) -> None:
-    """A kernel is allowed its shared memory at its first launch on a GPU, and again only for more of it; a GPU that has less gets what a launch wants.
-    Nothing that a thread was allowed is taken back by another one before it has launched."""
+    """A kernel is allowed its shared memory at its first launch on a GPU, and again only for more
+    of it; a GPU that has less gets what a launch wants. Nothing that a thread was allowed is taken
+    back by another one before it has launched."""
     (tmp_path / "driver.c").write_text(DRIVER)
     (tmp_path / "program.cpp").write_text(PROGRAM)
     compiler = str(host_compiler.path)
     driver = tmp_path / "libcuda.so.1"
-    subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{driver.name}", "-o", str(driver), str(tmp_path / "driver.c")], check=True)
-    program = [str(tmp_path / "program.cpp"), str(driver), "-o", str(tmp_path / "program"), "-ldl", "-pthread"]
+    subprocess.run(
+        [
+            compiler,
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{driver.name}",
+            "-o",
+            str(driver),
+            str(tmp_path / "driver.c"),
+        ],
+        check=True,
+    )
+    program = [
+        str(tmp_path / "program.cpp"),
+        str(driver),
+        "-o",
+        str(tmp_path / "program"),
+        "-ldl",
+        "-pthread",
+    ]
     subprocess.run([compiler, "-std=c++17", "-O1", f"-I{layout.csrc_root()}", *program], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    result = subprocess.run([str(tmp_path / "program")], check=True, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [str(tmp_path / "program")],
+        check=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert result.stdout.splitlines() == [
         "gpu 0, 1000 bytes: asked 0, launched 1, well",
         "gpu 0, 90000 bytes: asked 1, launched 2, well",
@@ -89,7 +118,8 @@ def test_shared_memory_is_asked_for_once(tmp_path: Path, host_compiler: Any) -> 
         "gpu 0, 60000 bytes: asked 1, launched 4, well",
         "gpu 0, 200000 bytes: asked 2, launched 5, well",
         "gpu 0, 90000 bytes: asked 2, launched 6, well",
-        "gpu 1, 90000 bytes: asked 4, launched 7, well",  # first for as much as the other GPU has, which is more than there is
+        # first for as much as the other GPU has, which is more than there is
+        "gpu 1, 90000 bytes: asked 4, launched 7, well",
         "gpu 1, 90000 bytes: asked 6, launched 8, well",
         "gpu 0, 300000 bytes: asked 7, launched 8, invalid argument",
         "gpu 0, 90000 bytes: asked 8, launched 9, well",

@@ -1,4 +1,5 @@
-"""``pip wheel`` without and with compiled operators, and ``flexops build``: what they hold, what they are called, how they fail."""
+"""``pip wheel`` without and with compiled operators, and ``flexops build``: what they hold, what
+they are called, how they fail."""
 
 from __future__ import annotations
 
@@ -30,11 +31,14 @@ Done = subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a source distribution holds, so that building leaves nothing behind in the checkout."""
+    """A copy of what a source distribution holds, so that building leaves nothing behind in the
+    checkout."""
     root = tmp_path_factory.mktemp("source") / "flexops"
     root.mkdir()
     for name in ("flexops", "csrc"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
+        shutil.copytree(
+            REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+        )
     for path in REPOSITORY.iterdir():
         if path.is_file():
             shutil.copy(path, root)
@@ -42,16 +46,36 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wheel(source: Path, out: Path, *options: str, **variables: str) -> Done[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), *options, str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--wheel-dir",
+        str(out),
+        *options,
+        str(source),
+    ]
     environment = child_environment(PIP_DISABLE_PIP_VERSION_CHECK="1", **variables)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def can_build(require: Callable[..., None]) -> None:
-    """setuptools of the version that pyproject.toml asks for, without build isolation (which would fetch it)."""
-    there = importlib.util.find_spec("pip") is not None and importlib.util.find_spec("setuptools") is not None
-    require(there and int(importlib.metadata.version("setuptools").split(".")[0]) >= 77, "pip and setuptools 77", "pip install -U pip setuptools")
+    """setuptools of the version that pyproject.toml asks for, without build isolation (which would
+    fetch it)."""
+    there = (
+        importlib.util.find_spec("pip") is not None
+        and importlib.util.find_spec("setuptools") is not None
+    )
+    require(
+        there and int(importlib.metadata.version("setuptools").split(".")[0]) >= 77,
+        "pip and setuptools 77",
+        "pip install -U pip setuptools",
+    )
 
 
 @pytest.mark.usefixtures("can_build")
@@ -59,7 +83,9 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
     done = wheel(source, tmp_path, "--no-build-isolation")
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.whl")
-    assert file.name.startswith("flexops_torch-"), "on package indexes, flexops is another project's"
+    assert file.name.startswith("flexops_torch-"), (
+        "on package indexes, flexops is another project's"
+    )
     assert file.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(file).namelist())
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
@@ -73,24 +99,42 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
         "flexops/_csrc/quant/quant_binding.cpp",
     }
     assert expected <= names
-    packaged = {name.removeprefix("flexops/_csrc/") for name in names if name.startswith("flexops/_csrc/")}
-    sources = {str(path.relative_to(REPOSITORY / "csrc")) for path in (REPOSITORY / "csrc").rglob("*") if path.is_file()}
+    packaged = {
+        name.removeprefix("flexops/_csrc/") for name in names if name.startswith("flexops/_csrc/")
+    }
+    sources = {
+        str(path.relative_to(REPOSITORY / "csrc"))
+        for path in (REPOSITORY / "csrc").rglob("*")
+        if path.is_file()
+    }
     assert packaged == sources, "every source travels"
     modules = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flexops").rglob("*.py")}
     assert modules <= names, "every module travels"
 
 
 @pytest.mark.usefixtures("can_build")
-def test_a_wheel_with_compiled_operators(source: Path, tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_a_wheel_with_compiled_operators(
+    source: Path, tmp_path: Path, host_compiler: HostCompiler
+) -> None:
     assert host_compiler
     done = wheel(
-        source, tmp_path, "--no-build-isolation", FLEXOPS_AOT="adam", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), TORCH_CUDA_ARCH_LIST="9.0"
-    )  # fmt: skip
+        source,
+        tmp_path,
+        "--no-build-isolation",
+        FLEXOPS_AOT="adam",
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        TORCH_CUDA_ARCH_LIST="9.0",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.whl")
-    assert "-py3-none-linux" in file.name, "libraries need no Python symbols: one wheel serves every Python"
+    assert "-py3-none-linux" in file.name, (
+        "libraries need no Python symbols: one wheel serves every Python"
+    )
     names = set(zipfile.ZipFile(file).namelist())
-    assert {"flexops/_aot/adam-cpu/flexops_adam_cpu.so", "flexops/_aot/adam-cpu/manifest.json"} <= names
+    assert {
+        "flexops/_aot/adam-cpu/flexops_adam_cpu.so",
+        "flexops/_aot/adam-cpu/manifest.json",
+    } <= names
     assert not [name for name in names if name.startswith("flexops/_aot/quant")]
 
     site = tmp_path / "site"
@@ -107,7 +151,14 @@ print(json.dumps({"backend": status.backend, "path": str(status.path), "reason":
         PYTHONPATH=str(site), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", FLEXOPS_AOT_DIR=None,
         FLEXOPS_CACHE_DIR=str(tmp_path / "no-cache"),
     )  # fmt: skip
-    used = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    used = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert used.returncode == 0, used.stderr
     told = json.loads(used.stdout)
     assert told["backend"] == "aot", told
@@ -157,7 +208,9 @@ def test_a_wheel_requires_the_torch_that_its_libraries_run_with(
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("can_build")
-def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(source: Path, tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
+    source: Path, tmp_path: Path, host_compiler: HostCompiler
+) -> None:
     assert host_compiler
     broken = tmp_path / "source"
     shutil.copytree(source, broken, ignore=shutil.ignore_patterns("*.egg-info"))
@@ -165,11 +218,22 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(source:
     with open(broken / "csrc" / "quant" / "quant_binding.cpp", "a") as file:
         file.write("\nint wrong = nothing_of_that_name;\n")
     done = wheel(
-        broken, tmp_path, "--no-build-isolation", FLEXOPS_AOT="quant", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), TORCH_CUDA_ARCH_LIST="9.0"
-    )  # fmt: skip
+        broken,
+        tmp_path,
+        "--no-build-isolation",
+        FLEXOPS_AOT="quant",
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        TORCH_CUDA_ARCH_LIST="9.0",
+    )
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    for words in ("quant-cpu could not be built", "nothing_of_that_name", "quant_binding.cpp", "fix:", "log:"):
+    for words in (
+        "quant-cpu could not be built",
+        "nothing_of_that_name",
+        "quant_binding.cpp",
+        "fix:",
+        "log:",
+    ):
         assert words in said
     assert not list(tmp_path.glob("*.whl"))
 
@@ -177,11 +241,22 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(source:
 @pytest.mark.usefixtures("can_build")
 @pytest.mark.parametrize(
     ("variables", "said"),
-    [({"FLEXOPS_AOT": "nothing_of_that_name"}, "no op called"), ({"FLEXOPS_AOT": "all", "TORCH_CUDA_ARCH_LIST": "hoper"}, "hoper")],
+    [
+        ({"FLEXOPS_AOT": "nothing_of_that_name"}, "no op called"),
+        ({"FLEXOPS_AOT": "all", "TORCH_CUDA_ARCH_LIST": "hoper"}, "hoper"),
+    ],
 )
-def test_a_wish_that_is_not_understood_fails_the_install(source: Path, tmp_path: Path, variables: dict[str, str], said: str, nvcc_toolkit: CudaToolkit) -> None:
+def test_a_wish_that_is_not_understood_fails_the_install(
+    source: Path, tmp_path: Path, variables: dict[str, str], said: str, nvcc_toolkit: CudaToolkit
+) -> None:
     assert nvcc_toolkit
-    done = wheel(source, tmp_path, "--no-build-isolation", FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), **variables)
+    done = wheel(
+        source,
+        tmp_path,
+        "--no-build-isolation",
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        **variables,
+    )
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
 
@@ -189,13 +264,14 @@ def test_a_wish_that_is_not_understood_fails_the_install(source: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_build")
 def test_a_wheel_under_build_isolation(source: Path, tmp_path: Path) -> None:
-    """pip makes an environment with setuptools from the package index; torch is not in it, and is not needed."""
+    """pip makes an environment with setuptools from the package index; torch is not in it, and is
+    not needed."""
     done = wheel(source, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [file.name.endswith("-py3-none-any.whl") for file in tmp_path.glob("*.whl")] == [True]
 
 
-# ---- flexops build ----------------------------------------------------------------------------------------------------------------------------
+# ---- flexops build -------------------------------------------------------------------------------
 
 
 def memory_of_tree(pid: int) -> int:
@@ -206,23 +282,47 @@ def memory_of_tree(pid: int) -> int:
             if line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
         for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(memory_of_tree(int(child)) for child in (task / "children").read_text().split())
+            total += sum(
+                memory_of_tree(int(child)) for child in (task / "children").read_text().split()
+            )
     except OSError:
         pass
     return total
 
 
-def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
-    """Two architectures into a directory: libraries that their manifests describe, judged for GPUs that are not here; within the memory estimated."""
+def test_build_ahead_of_time_for_gpus_that_are_not_here(
+    tmp_path: Path, nvcc_toolkit: CudaToolkit
+) -> None:
+    """Two architectures into a directory: libraries that their manifests describe, judged for GPUs
+    that are not here; within the memory estimated."""
 
     from flexops import settings, toolchain
     from flexops.build.describe import catalog
     from flexops.build.load import loader
 
     assert nvcc_toolkit
-    environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_COMPILER_LAUNCHER="none", FLEXOPS_LOG="quiet")
-    command = [sys.executable, "-m", "flexops", "build", "quant", "--arch", "8.0;9.0", "--out", str(tmp_path / "out"), "--jobs", "2", "--json"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = child_environment(
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        FLEXOPS_COMPILER_LAUNCHER="none",
+        FLEXOPS_LOG="quiet",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "flexops",
+        "build",
+        "quant",
+        "--arch",
+        "8.0;9.0",
+        "--out",
+        str(tmp_path / "out"),
+        "--jobs",
+        "2",
+        "--json",
+    ]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     peak = 0
     while process.poll() is None:
         peak = max(peak, memory_of_tree(process.pid))
@@ -241,12 +341,23 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
     assert judge(entry.manifest, torch) is None
     assert entry.manifest.architectures == ("8.0", "9.0")
     names = kernel_names.names_in(entry.library)
-    code = [read_entry(tmp_path / "out" / kernel_names.artifact_name("quant", architecture, name))[0] for architecture in ("sm_80", "sm_90") for name in names]
+    code = [
+        read_entry(tmp_path / "out" / kernel_names.artifact_name("quant", architecture, name))[0]
+        for architecture in ("sm_80", "sm_90")
+        for name in names
+    ]
     assert len(names) > 10
     assert [one.manifest.kernel if one else None for one in code] == 2 * names
-    assert all(one and one.library.read_bytes()[:4] == b"\x7fELF" and one.manifest.symbol.encode() in one.library.read_bytes() for one in code)
+    assert all(
+        one
+        and one.library.read_bytes()[:4] == b"\x7fELF"
+        and one.manifest.symbol.encode() in one.library.read_bytes()
+        for one in code
+    )
     assert manifests.needed_versions(entry.library)[0] == entry.manifest.glibc
-    assert sorted(path.name for path in (tmp_path / "out" / "quant-cuda").iterdir()) == sorted(["manifest.json", entry.manifest.library])
+    assert sorted(path.name for path in (tmp_path / "out" / "quant-cuda").iterdir()) == sorted(
+        ["manifest.json", entry.manifest.library]
+    )
 
     chosen = settings.current()._replace(arch_list="8.0;9.0", max_jobs=2)
     plans = [loader.local_plan(catalog.find("quant"), device, chosen) for device in ("cpu", "cuda")]
@@ -255,15 +366,21 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path: Path, nvcc_too
 
 
 @pytest.mark.extra
-def test_build_says_which_op_failed_and_builds_the_others(source: Path, tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_build_says_which_op_failed_and_builds_the_others(
+    source: Path, tmp_path: Path, host_compiler: HostCompiler
+) -> None:
     assert host_compiler
     broken = tmp_path / "source"
     shutil.copytree(source, broken)
     with open(broken / "csrc" / "quant" / "quant_cpu.cpp", "a") as file:
         file.write("\nint wrong = nothing_of_that_name;\n")
-    environment = child_environment(PYTHONPATH=str(broken), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_LOG="info")
+    environment = child_environment(
+        PYTHONPATH=str(broken), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_LOG="info"
+    )
     command = [sys.executable, "-m", "flexops", "build", "--device", "cpu"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == CompileError.exit_code, done.stdout + done.stderr
     assert "baseline, avx2, avx512" in done.stdout
     assert "quant-cpu could not be built" in done.stdout
@@ -279,12 +396,24 @@ def test_build_says_which_op_failed_and_builds_the_others(source: Path, tmp_path
         (("--target", "cpu", "--arch", "9.0"), 4, "one of them"),
         (("--arch", "9.x"), 4, "9.x"),
         (("adam", "--device", "cpu", "--out", "/proc/flexops"), 7, "/proc/flexops"),
-        (("adam", "--target", "rocm72-gfx942"), 5, "scripts/setup_cuda_dev_environment.sh --target rocm72-gfx942"),
+        (
+            ("adam", "--target", "rocm72-gfx942"),
+            5,
+            "scripts/setup_cuda_dev_environment.sh --target rocm72-gfx942",
+        ),
     ],
 )
-def test_build_errors_are_said_in_one_piece(arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit) -> None:
+def test_build_errors_are_said_in_one_piece(
+    arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit
+) -> None:
     assert nvcc_toolkit
-    done = subprocess.run([sys.executable, "-m", "flexops", "build", *arguments], env=child_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "flexops", "build", *arguments],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,5 @@
-"""The remote cache: each artifact is compiled once, whatever the store; and a store that fails costs little, and never a failure."""
+"""The remote cache: each artifact is compiled once, whatever the store; and a store that fails
+costs little, and never a failure."""
 
 from __future__ import annotations
 
@@ -71,10 +72,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return f"{request.param}://{name}/some/prefix"
 
 
-# ---- what it is for --------------------------------------------------------------------------------------------------------------------------
+# ---- what it is for ------------------------------------------------------------------------------
 
 
-def test_what_one_machine_compiled_the_others_fetch(url: str, machines: Machines, opened: Open, wait: Any) -> None:
+def test_what_one_machine_compiled_the_others_fetch(
+    url: str, machines: Machines, opened: Open, wait: Any
+) -> None:
     assert wait
     assert answer(machines.obtain("first", opened(url)).library) == 42
     names = {item.name for item in opened(url).list()}
@@ -87,7 +90,9 @@ def test_what_one_machine_compiled_the_others_fetch(url: str, machines: Machines
     assert {item.name for item in opened(url).list()} == names
 
 
-def test_over_http_from_a_server_that_knows_files_only(tmp_path: Path, machines: Machines, opened: Open) -> None:
+def test_over_http_from_a_server_that_knows_files_only(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
     machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
     server = stores.WebServer(tmp_path / "www")
     with stores.served(server) as address:
@@ -99,7 +104,12 @@ def test_over_http_from_a_server_that_knows_files_only(tmp_path: Path, machines:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_over_https_from_a_server_whose_certificate_is_known(
-    known: bool, tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, require: Any
+    known: bool,
+    tmp_path: Path,
+    machines: Machines,
+    opened: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    require: Any,
 ) -> None:
     require(shutil.which("openssl"), "openssl", "apt-get install openssl")
     certificate = stores.certificate(tmp_path)
@@ -109,13 +119,17 @@ def test_over_https_from_a_server_whose_certificate_is_known(
     if known:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with stores.served(server) as address:
-        second = opened(f"{address.replace('http://127.0.0.1', 'https://localhost')}/kernels", limit=5.0)
+        second = opened(
+            f"{address.replace('http://127.0.0.1', 'https://localhost')}/kernels", limit=5.0
+        )
         assert answer(machines.obtain("second", second).library) == 42
     assert machines.compiled == (1 if known else 2)
     assert bool(second.problem) is not known
 
 
-def test_an_edited_header_is_another_artifact_and_the_old_one_stays(url: str, machines: Machines, opened: Open) -> None:
+def test_an_edited_header_is_another_artifact_and_the_old_one_stays(
+    url: str, machines: Machines, opened: Open
+) -> None:
     plan = machines.plan()
     machines.obtain("first", opened(url), plan)
     header = plan.sources[0].with_name("tiny.h")
@@ -133,17 +147,25 @@ def test_what_is_there_is_never_overwritten(url: str, machines: Machines, opened
     other = opened(url)
     changed = BuildCache(machines.folder / "changed")
     shutil.copytree(machines.folder / "caches" / "first", changed.root)
-    (changed.root / entry.manifest.name / entry.manifest.key / "build.log").write_text("another log\n")
+    (changed.root / entry.manifest.name / entry.manifest.key / "build.log").write_text(
+        "another log\n"
+    )
     assert other.publish(changed, next(iter(changed.entries())))
-    assert [item for item in other.list() if item.name.endswith(".tar.gz")] == [item for item in before if item.name.endswith(".tar.gz")]
+    assert [item for item in other.list() if item.name.endswith(".tar.gz")] == [
+        item for item in before if item.name.endswith(".tar.gz")
+    ]
 
 
-def test_without_permission_to_write_nothing_is_written(tmp_path: Path, machines: Machines, opened: Open) -> None:
+def test_without_permission_to_write_nothing_is_written(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
     machines.obtain("first", opened(f"file://{tmp_path}/store", write=False))
     assert opened(f"file://{tmp_path}/store").list() == []
 
 
-def test_a_warm_start_does_not_touch_it(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+def test_a_warm_start_does_not_touch_it(
+    machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
     machines.obtain("first", opened("s3://bucket"))
     cold, bad.requests[:] = len(bad.requests), []
     warm = opened("s3://bucket")
@@ -153,10 +175,18 @@ def test_a_warm_start_does_not_touch_it(machines: Machines, opened: Open, bad: s
     assert warm._worker is None
 
 
-def test_signatures_travel_and_count(tmp_path: Path, machines: Machines, opened: Open, require: Any) -> None:
-    require(shutil.which("ssh-keygen"), "ssh-keygen", "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does")
+def test_signatures_travel_and_count(
+    tmp_path: Path, machines: Machines, opened: Open, require: Any
+) -> None:
+    require(
+        shutil.which("ssh-keygen"),
+        "ssh-keygen",
+        "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does",
+    )
     for name in ("ours", "theirs"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True
+        )
     (tmp_path / "trusted").write_text(f"builder@team {(tmp_path / 'ours.pub').read_text()}")
     url = f"file://{tmp_path}/store"
     signed = {"trusted_keys": tmp_path / "trusted", "signing_key": tmp_path / "ours"}
@@ -167,11 +197,13 @@ def test_signatures_travel_and_count(tmp_path: Path, machines: Machines, opened:
     assert not reader.problem
     shutil.rmtree(tmp_path / "store")
     machines.obtain("again", opened(url), machines.plan("other-cpu"), **signed)
-    machines.obtain("reader", opened(url), machines.plan("other-cpu"), trusted_keys=tmp_path / "trusted")
+    machines.obtain(
+        "reader", opened(url), machines.plan("other-cpu"), trusted_keys=tmp_path / "trusted"
+    )
     assert machines.compiled == 3
 
 
-# ---- bad days --------------------------------------------------------------------------------------------------------------------------------
+# ---- bad days ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,7 +215,9 @@ def test_signatures_travel_and_count(tmp_path: Path, machines: Machines, opened:
         (stores.closes, ""),
     ],
 )
-def test_a_store_that_fails_is_not_asked_again_at_once(fault: stores.Fault, why: str, machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+def test_a_store_that_fails_is_not_asked_again_at_once(
+    fault: stores.Fault, why: str, machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
     bad.fault = fault
     there = opened("s3://bucket", limit=1.0)
     assert answer(machines.obtain("first", there).library) == 42
@@ -195,8 +229,12 @@ def test_a_store_that_fails_is_not_asked_again_at_once(fault: stores.Fault, why:
     assert asked <= 6, "the client's own retries"
 
 
-@pytest.mark.parametrize("fault", [stores.truncates, stores.breaks_off, stores.garbles, stores.lies])
-def test_what_a_store_says_is_not_believed(fault: stores.Fault, machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+@pytest.mark.parametrize(
+    "fault", [stores.truncates, stores.breaks_off, stores.garbles, stores.lies]
+)
+def test_what_a_store_says_is_not_believed(
+    fault: stores.Fault, machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
     machines.obtain("first", opened("s3://bucket"))
     machines.obtain("first", opened("s3://bucket"), machines.plan("other-cpu"))
     bad.fault = fault
@@ -204,7 +242,9 @@ def test_what_a_store_says_is_not_believed(fault: stores.Fault, machines: Machin
     entry = building.obtain([machines.plan()], cache)[0].require()
     assert answer(entry.library) == 42
     assert machines.compiled == 3
-    assert [one.manifest.name for one in cache.entries()] == ["tiny-cpu"], "nothing of what was sent is in the cache"
+    assert [one.manifest.name for one in cache.entries()] == ["tiny-cpu"], (
+        "nothing of what was sent is in the cache"
+    )
 
 
 def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
@@ -218,14 +258,18 @@ def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: store
     assert machines.compiled == 2
 
 
-def test_a_bucket_that_vanishes(s3_address: str, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_vanishes(
+    s3_address: str, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
     there = opened("s3://was-never-there/x")
     assert answer(machines.obtain("first", there).library) == 42
     assert there.unwritten
 
 
-def test_a_store_that_is_stopped_in_the_middle(machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_stopped_in_the_middle(
+    machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = stores.BadStore()
     with stores.served(server) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
@@ -236,7 +280,12 @@ def test_a_store_that_is_stopped_in_the_middle(machines: Machines, opened: Open,
     assert there.problem
 
 
-def test_a_client_that_is_not_installed_is_named(machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_is_not_installed_is_named(
+    machines: Machines,
+    opened: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     there = opened("s3://bucket")
     assert answer(machines.obtain("first", there).library) == 42
@@ -244,7 +293,7 @@ def test_a_client_that_is_not_installed_is_named(machines: Machines, opened: Ope
     assert caplog.text.count("flexops-torch[remote]") == 1
 
 
-# ---- one compile in a cluster ----------------------------------------------------------------------------------------------------------------
+# ---- one compile in a cluster --------------------------------------------------------------------
 
 RANK = """
 import os, sys
@@ -267,22 +316,51 @@ dist.destroy_process_group()
 
 
 def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) -> None:
-    """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is there."""
+    """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is
+    there."""
     machines.plan()
     tests = str(Path(__file__).resolve().parents[1])
     (tmp_path / "caches").mkdir()
     script = tmp_path / "rank.py"
-    script.write_text(RANK.format(tests=tests, sources=str(tmp_path / "sources-tiny-cpu"), caches=str(tmp_path / "caches"), compiler=machines.compiler))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
-    done = subprocess.run(command, env=child_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False)
+    script.write_text(
+        RANK.format(
+            tests=tests,
+            sources=str(tmp_path / "sources-tiny-cpu"),
+            caches=str(tmp_path / "caches"),
+            compiler=machines.compiler,
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        str(script),
+    ]
+    done = subprocess.run(
+        command,
+        env=child_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert machines.compiled == 1
-    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == ["0 1", "0 1", "1 0"]
+    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == [
+        "0 1",
+        "0 1",
+        "1 0",
+    ]
 
 
 @pytest.mark.parametrize("url", ["s3", "gs", AZURE, "file"], indirect=True)
-def test_of_processes_without_a_job_one_compiles(url: str, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
-    """Four machines that know of each other only through the store: threads here, each with a cache and a client of its own."""
+def test_of_processes_without_a_job_one_compiles(
+    url: str, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
+    """Four machines that know of each other only through the store: threads here, each with a cache
+    and a client of its own."""
     wait(30)
     plan, answers = machines.plan(), []
 
@@ -305,13 +383,18 @@ def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open)
     claim(there, machines, until=0, by="who is late")
     found = there.hint(cache, name, digest, "claim")
     assert found
-    assert [there.leave(cache, name, digest, "claim", {"until": 9e12, "by": who}, replace=found[1]) for who in ("first", "second")] == [True, False]
+    assert [
+        there.leave(cache, name, digest, "claim", {"until": 9e12, "by": who}, replace=found[1])
+        for who in ("first", "second")
+    ] == [True, False]
     assert (again := there.hint(cache, name, digest, "claim"))
     assert again[0]["by"] == "first"
     assert not there.problem + there.unwritten
 
 
-def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
+def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(
+    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
     wait(1)
     there = opened(f"file://{tmp_path}/store")
     claim(there, machines, until=9e12)
@@ -319,9 +402,15 @@ def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(tmp_path: Pa
     assert machines.compiled == 1
 
 
-@pytest.mark.parametrize("value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}])
+@pytest.mark.parametrize(
+    "value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}]
+)
 def test_a_claim_that_has_expired_or_failed_holds_nobody_up(
-    value: dict[str, Any], machines: Machines, opened: Open, bad: stores.BadStore, wait: Callable[[int], None]
+    value: dict[str, Any],
+    machines: Machines,
+    opened: Open,
+    bad: stores.BadStore,
+    wait: Callable[[int], None],
 ) -> None:
     wait(1000)
     assert bad
@@ -330,7 +419,9 @@ def test_a_claim_that_has_expired_or_failed_holds_nobody_up(
     assert answer(machines.obtain("first", there).library) == 42
 
 
-def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]) -> None:
+def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(
+    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
     wait(1000)
     plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="this is no C++\n")
     there = opened(f"file://{tmp_path}/store")
@@ -339,7 +430,7 @@ def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path: Path, m
     assert len([kind for kind in runs(tmp_path / "compiler") if kind == "compile"]) == 2
 
 
-# ---- the real thing --------------------------------------------------------------------------------------------------------------------------
+# ---- the real thing ------------------------------------------------------------------------------
 
 CALL = """
 import json, sys, torch, flexops
@@ -356,7 +447,14 @@ print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": flo
 
 def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
     environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / name), **variables)
-    done = subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
@@ -364,7 +462,10 @@ def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
 
 def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compiler: Any) -> None:
     assert host_compiler
-    there = {"FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store", "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20"}
+    there = {
+        "FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store",
+        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20",
+    }
     first = call(tmp_path, "first", FLEXOPS_CACHE_REMOTE_WRITE="1", **there)
     assert first["reason"].startswith("compiled in")
     nothing = {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid", "PATH": "/nonexistent"}
@@ -387,19 +488,35 @@ def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     from flexops.toolchain.installed_torch import package_dirs
 
     usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    require(usable, "NVRTC", "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does")
+    require(
+        usable,
+        "NVRTC",
+        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
+    )
     rope = catalog.find("rope")
     architecture, sources = parse_arch_list("9.0")[0], rope.cuda_sources
-    plan = kernel_plan.plan_kernel("rope", sources, "flexops::rope::rotate<float>", architecture, usable[0].value, layout.csrc_root())
+    plan = kernel_plan.plan_kernel(
+        "rope",
+        sources,
+        "flexops::rope::rotate<float>",
+        architecture,
+        usable[0].value,
+        layout.csrc_root(),
+    )
     url = f"file://{tmp_path}/store"
-    made = [device_code.obtain([plan], BuildCache(tmp_path / name, remote=opened(url)))[0] for name in ("first", "second")]
+    made = [
+        device_code.obtain([plan], BuildCache(tmp_path / name, remote=opened(url)))[0]
+        for name in ("first", "second")
+    ]
     assert [result.cached for result in made] == [False, True]
     codes = [result.require().library.read_bytes() for result in made]
     assert codes[0] == codes[1]
     assert codes[0].startswith(b"\x7fELF")
 
 
-def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_of_somebody_s_own(
+    tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import flexops
     from flexops.errors import FlexopsError
 
@@ -407,7 +524,12 @@ def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monk
     (tmp_path / "own.cpp").write_text('extern "C" int answer() { return 42; }\n')
     load = {"name": "own", "sources": [str(tmp_path / "own.cpp")], "is_python_module": False}
     url = f"file://{tmp_path}/store"
-    for name, value in {"REMOTE": url, "REMOTE_WRITE": "1", "REMOTE_TIMEOUT": "20", "DIR": str(tmp_path / "first")}.items():
+    for name, value in {
+        "REMOTE": url,
+        "REMOTE_WRITE": "1",
+        "REMOTE_TIMEOUT": "20",
+        "DIR": str(tmp_path / "first"),
+    }.items():
         monkeypatch.setenv(f"FLEXOPS_CACHE_{name}", value)
     flexops.load(**load)
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "second"))
@@ -423,10 +545,12 @@ def test_an_extension_of_somebody_s_own(tmp_path: Path, host_compiler: Any, monk
             worker.stop()
 
 
-# ---- secrets, counters, and the rest ---------------------------------------------------------------------------------------------------------
+# ---- secrets, counters, and the rest -------------------------------------------------------------
 
 
-def test_errors_tell_no_secrets(machines: Machines, opened: Open, bad: stores.BadStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_tell_no_secrets(
+    machines: Machines, opened: Open, bad: stores.BadStore, caplog: pytest.LogCaptureFixture
+) -> None:
     bad.fault = stores.forbids
     port = bad.server_port
     there = opened(f"http://user:hunter2@127.0.0.1:{port}/store?sig=topsecret", limit=1.0)
@@ -436,12 +560,20 @@ def test_errors_tell_no_secrets(machines: Machines, opened: Open, bad: stores.Ba
     assert not [secret for secret in ("hunter2", "topsecret", "tests-own-secret") if secret in said]
 
 
-def test_counters_are_of_all_processes_that_used_a_cache(tmp_path: Path, machines: Machines, opened: Open) -> None:
+def test_counters_are_of_all_processes_that_used_a_cache(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
     url = f"file://{tmp_path}/store"
     machines.obtain("first", opened(url))
     machines.obtain("second", opened(url))
-    first, second = (counters.of_cache(machines.folder / "caches" / name) for name in ("first", "second"))
-    assert (first["compiler"]["hits"], first["published"]["hits"], first["remote"]["hits"]) == (1, 1, 0)
+    first, second = (
+        counters.of_cache(machines.folder / "caches" / name) for name in ("first", "second")
+    )
+    assert (first["compiler"]["hits"], first["published"]["hits"], first["remote"]["hits"]) == (
+        1,
+        1,
+        0,
+    )
     assert (second["compiler"]["hits"], second["remote"]["hits"]) == (0, 1)
     assert second["remote"]["bytes"] == first["published"]["bytes"] > 0
     text = counters.prometheus(second)

@@ -1,4 +1,5 @@
-"""Where a compile looked for headers in vain: worked out from its search path and the names in the sources."""
+"""Where a compile looked for headers in vain: worked out from its search path and the names in the
+sources."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ COMPILER_PATH=/usr/lib
 
 
 def test_what_a_compiler_says_of_its_search_path() -> None:
-    assert search.read_search_path(SAID) == search.SearchPath(("/quoted",), ("/home/u/include", "/usr/lib/include"), ("/nowhere",))
+    assert search.read_search_path(SAID) == search.SearchPath(
+        ("/quoted",), ("/home/u/include", "/usr/lib/include"), ("/nowhere",)
+    )
 
 
 def test_names_in_every_branch() -> None:
-    text = '#if 0\n# include <a/b.h>\n#endif\n#define NAME "c.h"\n#if __has_include(<d.h>) || __has_include ( "e.h" )\n#include \\\n "f.h"\n#include MACRO\n'
-    assert search.names(text) == {("a/b.h", False), ("c.h", True), ("d.h", False), ("e.h", True), ("f.h", True)}
+    text = (
+        '#if 0\n# include <a/b.h>\n#endif\n#define NAME "c.h"\n#if __has_include(<d.h>) ||'
+        ' __has_include ( "e.h" )\n#include \\\n "f.h"\n#include MACRO\n'
+    )
+    assert search.names(text) == {
+        ("a/b.h", False),
+        ("c.h", True),
+        ("d.h", False),
+        ("e.h", True),
+        ("f.h", True),
+    }
 
 
 def built(folder: Path, include: Path, source: str, reached: str) -> list[str]:
@@ -38,7 +50,12 @@ def built(folder: Path, include: Path, source: str, reached: str) -> list[str]:
 
 def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path) -> None:
     (tmp_path / "include").mkdir()
-    found = built(tmp_path, tmp_path / "include", "#if __has_include(<deep/one.h>) || __has_include(<deep/two.h>)\n#endif\n", "")
+    found = built(
+        tmp_path,
+        tmp_path / "include",
+        "#if __has_include(<deep/one.h>) || __has_include(<deep/two.h>)\n#endif\n",
+        "",
+    )
     own = [path for path in found if path.startswith(str(tmp_path))]
     assert own == [f"{tmp_path}/include/deep"]
     assert "/usr/include/deep" in found
@@ -46,10 +63,17 @@ def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path)
     assert f"{tmp_path}/nowhere" in missing
 
 
-def test_headers_of_the_compiler_that_could_be_hidden(tmp_path: Path, host_compiler: object) -> None:
+def test_headers_of_the_compiler_that_could_be_hidden(
+    tmp_path: Path, host_compiler: object
+) -> None:
     assert host_compiler
     (tmp_path / "include" / "bits").mkdir(parents=True)  # a folder of that name is there already
     place = search._ask(("g++",)).angle[0]
-    found = built(tmp_path, tmp_path / "include", "#include <vector>\n", f"{place}/vector {place}/bits/move.h {place}/ext/alloc_traits.h")
+    found = built(
+        tmp_path,
+        tmp_path / "include",
+        "#include <vector>\n",
+        f"{place}/vector {place}/bits/move.h {place}/ext/alloc_traits.h",
+    )
     own = [path.removeprefix(str(tmp_path)) for path in found if path.startswith(str(tmp_path))]
     assert own == ["/include/bits/move.h", "/include/ext", "/include/vector"]

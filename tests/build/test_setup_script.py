@@ -1,4 +1,5 @@
-"""scripts/setup_cuda_dev_environment.sh: in a copy of the checkout, with a Python whose pip only pretends; one slow test does it for real."""
+"""scripts/setup_cuda_dev_environment.sh: in a copy of the checkout, with a Python whose pip only
+pretends; one slow test does it for real."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ if [ "$1 $2" = "-m venv" ]; then
 fi
 exec {python} "$@"
 """
-# Stands for the environment's Python: real, but for installing and for what needs what would be installed.
+# Stands for the environment's Python: real, but for installing and for what needs what would be
+# installed.
 FAKE_ENVIRONMENT_PYTHON = """#!/bin/sh
 prefix=$(cd "$(dirname "$0")/.." && pwd)
 case "$*" in
@@ -57,7 +59,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 """
-# conda, mamba and micromamba: ... create -p PREFIX -f FILE; pixi: init --import FILE DIR, install --manifest-path
+# conda, mamba and micromamba: ... create -p PREFIX -f FILE; pixi: init --import FILE DIR, install
+# --manifest-path
 FAKE_CONDA = """#!/bin/sh
 echo "$(basename "$0") $*" >>"{log}"
 prefix=
@@ -84,12 +87,24 @@ class Checkout:
     log: Path
     path: str = os.environ["PATH"]
 
-    def run(self, *arguments: str, fake: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, fake: bool = True, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         python = ["--python", str(self.tools / "python")] if fake else []
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA"))}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA"))
+        }
         command = ["bash", SCRIPT, *arguments, *python]
         return subprocess.run(
-            command, cwd=self.root, env={**clean, "PATH": self.path, **environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
+            command,
+            cwd=self.root,
+            env={**clean, "PATH": self.path, **environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=1200,
         )
 
     @property
@@ -97,7 +112,11 @@ class Checkout:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def files(self) -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in self.root.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+        return {
+            str(path): path.read_bytes()
+            for path in self.root.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
 
     def tool(self, name: str, text: str) -> None:
         path = self.tools / name
@@ -112,7 +131,8 @@ class Checkout:
             for program in Path(directory).iterdir():
                 if program.name not in hidden and not (system / program.name).exists():
                     (system / program.name).symlink_to(program)
-        self.tool("python3", '#!/bin/sh\nexec {python} "$@"\n')  # not the system's, beside which hidden programs would be found
+        # not the system's, beside which hidden programs would be found
+        self.tool("python3", '#!/bin/sh\nexec {python} "$@"\n')
         self.path = f"{self.tools}:{system}"
 
 
@@ -120,7 +140,11 @@ class Checkout:
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a checkout"
     for name in ("scripts", "flexops", "envs"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot", "ops", "bench"))
+        shutil.copytree(
+            ROOT / name,
+            root / name,
+            ignore=shutil.ignore_patterns("__pycache__", "_aot", "ops", "bench"),
+        )
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, root / name)
     (root / "csrc").mkdir()
@@ -136,7 +160,16 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_help_names_every_option(checkout: Checkout) -> None:
     done = checkout.run("--help", fake=False)
     assert done.returncode == 0
-    for option in ("--target", "--prefix", "--conda", "--yes", "--no-root", "--dry-run", "--print-env", "--uninstall"):
+    for option in (
+        "--target",
+        "--prefix",
+        "--conda",
+        "--yes",
+        "--no-root",
+        "--dry-run",
+        "--print-env",
+        "--uninstall",
+    ):
         assert option in done.stdout
 
 
@@ -149,7 +182,9 @@ def test_help_names_every_option(checkout: Checkout) -> None:
         (["--toolkit", "x"], "auto, index or system"),
     ],
 )
-def test_a_wrong_option_is_refused_with_the_way_to_help(checkout: Checkout, arguments: list[str], said: str) -> None:
+def test_a_wrong_option_is_refused_with_the_way_to_help(
+    checkout: Checkout, arguments: list[str], said: str
+) -> None:
     done = checkout.run(*arguments, fake=False)
     assert done.returncode == 2
     assert said in done.stderr
@@ -167,7 +202,14 @@ def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
     before = checkout.files()
     done = checkout.run("--dry-run", "--target=cu130-sm90", "--toolkit=index")
     assert done.returncode == 0, done.stderr
-    for text in ("torch==2.14.1", "cuda-toolkit[nvcc,cudart,cccl]==13.0.3", "9.0", "flexops/_aot", ".flexops/env.sh", "doctor"):
+    for text in (
+        "torch==2.14.1",
+        "cuda-toolkit[nvcc,cudart,cccl]==13.0.3",
+        "9.0",
+        "flexops/_aot",
+        ".flexops/env.sh",
+        "doctor",
+    ):
         assert text in done.stdout
     assert checkout.files() == before
     assert checkout.calls == []
@@ -189,14 +231,20 @@ def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Ch
 
 
 def test_no_shell_script_needs_dev_fd() -> None:
-    """Where it is missing, bash's <(...) opens nothing, and a loop that reads from it sees no line."""
-    scripts = [ROOT / ".ci/run", *(path for name in ("scripts", "docker", "recipe") for path in (ROOT / name).rglob("*.sh"))]
+    """Where it is missing, bash's <(...) opens nothing, and a loop that reads from it sees no
+    line."""
+    scripts = [
+        ROOT / ".ci/run",
+        *(path for name in ("scripts", "docker", "recipe") for path in (ROOT / name).rglob("*.sh")),
+    ]
     assert len(scripts) > 10
     lines = [f"{path.name}: {line}" for path in scripts for line in path.read_text().splitlines()]
     assert [line for line in lines if re.search(r"(^|\s)[<>]\(", line.partition(" #")[0])] == []
 
 
-def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_from(checkout: Checkout) -> None:
+def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_from(
+    checkout: Checkout,
+) -> None:
     done = checkout.run("--dry-run", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stderr
     if "none that matches the target" in done.stdout:
@@ -206,7 +254,9 @@ def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_fro
 
 
 def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) -> None:
-    first = checkout.run("--yes", "--no-root", "--target", "cpu", PIP_INDEX_URL="https://index.invalid/simple")
+    first = checkout.run(
+        "--yes", "--no-root", "--target", "cpu", PIP_INDEX_URL="https://index.invalid/simple"
+    )
     assert first.returncode == 0, first.stdout + first.stderr
     pins, flexops, build, doctor, demo = checkout.calls
     assert "torch==2.13.0 ninja==" in pins
@@ -221,7 +271,8 @@ def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) ->
     second = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert second.returncode == 0, second.stdout + second.stderr
     assert "kept" in second.stdout
-    assert [call.split()[1] for call in checkout.calls[5:]] == ["build"]  # which finds everything there
+    # which finds everything there
+    assert [call.split()[1] for call in checkout.calls[5:]] == ["build"]
     assert "checked on" in second.stdout
     assert checkout.files() == before
 
@@ -229,7 +280,8 @@ def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) ->
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     assert checkout.calls[-1] == "demo"  # sources have changed: checked again
 
-    third = checkout.run("--dry-run")  # without --target: what the environment was made for, not what a GPU would suggest
+    # without --target: what the environment was made for, not what a GPU would suggest
+    third = checkout.run("--dry-run")
     assert "was made for" in third.stdout
 
 
@@ -256,8 +308,11 @@ def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout
 
 
 @pytest.mark.parametrize("death", first_of("INT", "KILL", "disk"))
-def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Checkout, death: str) -> None:
-    """It has a Python that runs, and no pip: what `python -m venv` leaves when it is stopped between the two."""
+def test_an_environment_whose_making_was_interrupted_is_made_anew(
+    checkout: Checkout, death: str
+) -> None:
+    """It has a Python that runs, and no pip: what `python -m venv` leaves when it is stopped
+    between the two."""
     (checkout.tools / "venv-dies").write_text(death)
     first = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert first.returncode != 0
@@ -273,7 +328,9 @@ def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Chec
 def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     python = checkout.root / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    )
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "has no pip" in done.stdout
@@ -283,7 +340,10 @@ def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> No
 def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     checkout.without("rm")
-    checkout.tool("rm", '#!/bin/sh\n/bin/rm -f "{tools}/../a checkout/.venv/.flexops-setup"\nkill -KILL "$PPID"\n')
+    checkout.tool(
+        "rm",
+        '#!/bin/sh\n/bin/rm -f "{tools}/../a checkout/.venv/.flexops-setup"\nkill -KILL "$PPID"\n',
+    )
     assert checkout.run("--uninstall", "--yes", fake=False).returncode != 0
     (checkout.tools / "rm").unlink()
     (checkout.tools / "system" / "rm").symlink_to("/bin/rm")
@@ -294,10 +354,22 @@ def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("script", [SCRIPT, "scripts/run_tests.sh"])
 @pytest.mark.parametrize("shell", ["dash", "bash --posix", "zsh"])
-def test_another_shell_hands_the_script_to_bash(checkout: Checkout, script: str, shell: str, require: Callable[..., None]) -> None:
+def test_another_shell_hands_the_script_to_bash(
+    checkout: Checkout, script: str, shell: str, require: Callable[..., None]
+) -> None:
     program, *options = shell.split()
-    require(shutil.which(program), program, f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does")
-    done = subprocess.run([program, *options, script, "--help"], cwd=checkout.root, capture_output=True, text=True, check=False)
+    require(
+        shutil.which(program),
+        program,
+        f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does",
+    )
+    done = subprocess.run(
+        [program, *options, script, "--help"],
+        cwd=checkout.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
@@ -305,21 +377,48 @@ def test_another_shell_hands_the_script_to_bash(checkout: Checkout, script: str,
 def test_without_bash_there_is_a_sentence(checkout: Checkout, require: Callable[..., None]) -> None:
     dash = shutil.which("dash")
     require(dash, "dash", "apt-get install dash")
-    done = subprocess.run([str(dash), SCRIPT, "--help"], cwd=checkout.root, env={"PATH": str(checkout.tools)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(dash), SCRIPT, "--help"],
+        cwd=checkout.root,
+        env={"PATH": str(checkout.tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr == "this script needs bash: apt-get install bash\n"
 
 
-def test_fish_is_told_how_to_use_the_environment(checkout: Checkout, require: Callable[..., None]) -> None:
-    require(shutil.which("fish"), "fish", "apt-get install fish, or sudo bash scripts/run_tests.sh, which does")
+def test_fish_is_told_how_to_use_the_environment(
+    checkout: Checkout, require: Callable[..., None]
+) -> None:
+    require(
+        shutil.which("fish"),
+        "fish",
+        "apt-get install fish, or sudo bash scripts/run_tests.sh, which does",
+    )
     done = checkout.run("--yes", "--no-root", "--target", "cpu", SHELL="/usr/bin/fish")
     assert done.returncode == 0, done.stderr
     file = checkout.root / ".flexops" / "env.sh"
     command = f"""bash -c "source '{file}'; exec fish\""""
     assert command in done.stdout
-    told = subprocess.run(["fish", "-c", f"source {_quoted(file)}"], capture_output=True, text=True, check=False)
-    assert (told.stderr, told.stdout) == ("", f"flexops: fish cannot read what POSIX shells read; a fish with this environment: {command}\n")
-    within = subprocess.run(["bash", "-c", command], input="echo $VIRTUAL_ENV", capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        ["fish", "-c", f"source {_quoted(file)}"], capture_output=True, text=True, check=False
+    )
+    assert (told.stderr, told.stdout) == (
+        "",
+        (
+            "flexops: fish cannot read what POSIX shells read; a fish with this environment:"
+            f" {command}\n"
+        ),
+    )
+    within = subprocess.run(
+        ["bash", "-c", command],
+        input="echo $VIRTUAL_ENV",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert within.stdout.strip() == str(checkout.root / ".venv"), within.stderr
 
 
@@ -333,28 +432,45 @@ def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
 
 
 @pytest.mark.extra
-def test_another_project_with_our_import_name_is_the_users_to_decide_about(checkout: Checkout) -> None:
+def test_another_project_with_our_import_name_is_the_users_to_decide_about(
+    checkout: Checkout,
+) -> None:
     (checkout.tools / "namesake").write_text("other 3.2.0")
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 1
     assert "another project's flexops (3.2.0)" in done.stderr
     assert "pip uninstall flexops" in done.stderr
-    (checkout.tools / "namesake").write_text("ours")  # this checkout, from before it was called flexops-torch
+    # this checkout, from before it was called flexops-torch
+    (checkout.tools / "namesake").write_text("ours")
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     assert [call for call in checkout.calls if call.endswith("uninstall --quiet --yes flexops")]
 
 
 def test_installed_asks_for_this_checkout_by_its_name(tmp_path: Path) -> None:
     def holds(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-S", str(ROOT / "scripts/lib/installed.py"), "/our/checkout", *arguments]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-S",
+            str(ROOT / "scripts/lib/installed.py"),
+            "/our/checkout",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return done.returncode, done.stdout.strip() + done.stderr
 
     def install(name: str, version: str, url: str) -> None:
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
+        (info / "direct_url.json").write_text(
+            json.dumps({"url": url, "dir_info": {"editable": True}})
+        )
 
     assert holds() == (1, "")
     install("flexops_torch", "0.1.0", "file:///our/checkout")
@@ -388,7 +504,11 @@ def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> Non
     assert (checkout.root / "env").exists()
     done = checkout.run("--uninstall", "--yes", fake=False)
     assert done.returncode == 0, done.stderr
-    assert checkout.files() == {**before, str(checkout.root / "mine"): b"precious", str(checkout.root / ".flexops/images/log"): b"another program's"}
+    assert checkout.files() == {
+        **before,
+        str(checkout.root / "mine"): b"precious",
+        str(checkout.root / ".flexops/images/log"): b"another program's",
+    }
     assert "nothing to remove" in checkout.run("--uninstall", fake=False).stdout
 
 
@@ -403,9 +523,17 @@ def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout:
 
 
 @pytest.mark.parametrize("shell", first_of("bash", "dash", "zsh"))
-def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str, require: Callable[..., None]) -> None:
-    require(shutil.which(shell), shell, f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does")
-    text = checkout.run("--print-env", "--target", "cu130-sm90", "--toolkit", "index", "--prefix", "it's an env").stdout
+def test_the_environment_file_can_be_undone(
+    checkout: Checkout, shell: str, require: Callable[..., None]
+) -> None:
+    require(
+        shutil.which(shell),
+        shell,
+        f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does",
+    )
+    text = checkout.run(
+        "--print-env", "--target", "cu130-sm90", "--toolkit", "index", "--prefix", "it's an env"
+    ).stdout
     assert not (checkout.root / ".flexops").exists()
     file = checkout.root / "env.sh"
     file.write_text(text)
@@ -419,7 +547,9 @@ def test_the_environment_file_can_be_undone(checkout: Checkout, shell: str, requ
       env | sort >after
     """
     subprocess.run([shell, "-c", program], cwd=checkout.root, check=True)
-    before, within, after = ((checkout.root / name).read_text() for name in ("before", "within", "after"))
+    before, within, after = (
+        (checkout.root / name).read_text() for name in ("before", "within", "after")
+    )
     assert before == after
     assert "TORCH_CUDA_ARCH_LIST=9.0\n" in within
     assert f"CUDA_HOME={checkout.root}/.flexops/cuda\n" in within
@@ -436,34 +566,58 @@ def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: C
     assert "--no-deps" in flexops
     assert "every package by its locked hash" in done.stdout
     versions = [line for line in lock.read_text().splitlines() if not line.startswith(" ")]
-    assert [line.split()[0] for line in versions if line.startswith(("torch=", "setuptools="))] == ["setuptools==84.2.1", "torch==2.7.1"]
+    assert [line.split()[0] for line in versions if line.startswith(("torch=", "setuptools="))] == [
+        "setuptools==84.2.1",
+        "torch==2.7.1",
+    ]
 
-    again = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", "--no-lock", CUDA_HOME="/nowhere")
+    again = checkout.run(
+        "--yes", "--no-root", "--target", "cu126-sm90", "--no-lock", CUDA_HOME="/nowhere"
+    )
     assert again.returncode == 0, again.stderr
     assert "not by hash: --no-lock" in again.stdout
     assert any(" torch==2.7.1 ninja==1.13.0 " in call for call in checkout.calls)
 
     done = checkout.run("--dry-run", "--target", "cpu")
-    assert "by version, not by hash: the wheels of cpu are not locked: they come from https://download.pytorch.org/whl/cpu" in done.stdout
+    assert (
+        "by version, not by hash: the wheels of cpu are not locked: they come from"
+        " https://download.pytorch.org/whl/cpu" in done.stdout
+    )
 
 
 def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
-    """pip's own settings name one that refuses, one whose name nobody knows, and a folder; the target's extra index is not reached either."""
+    """pip's own settings name one that refuses, one whose name nobody knows, and a folder; the
+    target's extra index is not reached either."""
     folder = checkout.tools.as_uri()
     silent = ["http://user:secret@127.0.0.1:9/simple", "https://index.invalid/simple"]
-    checkout.tool("environment-python", FAKE_ENVIRONMENT_PYTHON.replace('echo "pip $*"', 'echo "pip $PIP_EXTRA_INDEX_URL $*"'))
+    checkout.tool(
+        "environment-python",
+        FAKE_ENVIRONMENT_PYTHON.replace('echo "pip $*"', 'echo "pip $PIP_EXTRA_INDEX_URL $*"'),
+    )
     proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    done = checkout.run("--yes", "--no-root", "--target", "cpu", PIP_EXTRA_INDEX_URL=" ".join([*silent, folder]), no_proxy="", **proxy)
+    done = checkout.run(
+        "--yes",
+        "--no-root",
+        "--target",
+        "cpu",
+        PIP_EXTRA_INDEX_URL=" ".join([*silent, folder]),
+        no_proxy="",
+        **proxy,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert checkout.calls[0].startswith(f"pip {folder} -m pip install")
     assert "passed over, for it does not answer: http://127.0.0.1:9/simple" in done.stdout
     assert "passed over, for it does not answer: https://index.invalid/simple" in done.stdout
-    assert "https://download.pytorch.org/whl/cpu does not answer; going on with the default index" in done.stdout
+    assert (
+        "https://download.pytorch.org/whl/cpu does not answer; going on with the default index"
+        in done.stdout
+    )
     assert "secret" not in done.stdout + done.stderr
 
 
 def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
-    """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is silent, and costs seconds."""
+    """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is
+    silent, and costs seconds."""
 
     class Refuses(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -471,17 +625,31 @@ def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
 
         def log_message(self, *_: object) -> None: ...
 
-    with socket.create_server(("127.0.0.1", 0)) as mute, http.server.HTTPServer(("127.0.0.1", 0), Refuses) as server:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        http.server.HTTPServer(("127.0.0.1", 0), Refuses) as server,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        urls = [f"http://me:x@127.0.0.1:{server.server_port}/simple", tmp_path.as_uri(), f"http://127.0.0.1:{mute.getsockname()[1]}/simple"]
-        done = subprocess.run([sys.executable, str(ROOT / "scripts/lib/silent_indexes.py"), *urls], capture_output=True, text=True, timeout=60, check=True)
+        urls = [
+            f"http://me:x@127.0.0.1:{server.server_port}/simple",
+            tmp_path.as_uri(),
+            f"http://127.0.0.1:{mute.getsockname()[1]}/simple",
+        ]
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts/lib/silent_indexes.py"), *urls],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         server.shutdown()
     assert done.stdout.split() == urls[2:]
 
 
 @pytest.mark.extra
 def test_what_an_interrupted_pip_left_is_installed_again(checkout: Checkout) -> None:
-    """The part of a wheel that is there without its RECORD, which pip writes last, and what was renamed to be replaced."""
+    """The part of a wheel that is there without its RECORD, which pip writes last, and what was
+    renamed to be replaced."""
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     site = checkout.tools / "site"
     whole, half = site / "ninja-1.13.0.dist-info", site / "torch-2.13.0.dist-info"
@@ -490,9 +658,18 @@ def test_what_an_interrupted_pip_left_is_installed_again(checkout: Checkout) -> 
         (info / "METADATA").write_text("Metadata-Version: 2.1\n")
     (whole / "RECORD").touch()
     (site / "~orch").mkdir()
-    code = "import pathlib, sys, installed; print(*sorted(path.name for path in installed.half_installed(pathlib.Path(sys.argv[1]))))"
+    code = (
+        "import pathlib, sys, installed; print(*sorted(path.name for path in"
+        " installed.half_installed(pathlib.Path(sys.argv[1]))))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts/lib")}
-    told = subprocess.run([sys.executable, "-c", code, str(site)], env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(site)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert told.split() == ["torch-2.13.0.dist-info", "~orch"]
 
     finds_it = f"""case "$*" in\n  *--half-installed*) echo "{half}" ;;"""
@@ -523,7 +700,9 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
         ("pixi", "pixi init --import {root}/envs/cpu.yml {prefix}"),
     ),
 )
-def test_conda_makes_the_environment_from_envs(checkout: Checkout, tool: str, expected: str) -> None:
+def test_conda_makes_the_environment_from_envs(
+    checkout: Checkout, tool: str, expected: str
+) -> None:
     checkout.without("conda", "mamba", "micromamba", "pixi")
     checkout.tool(tool, FAKE_CONDA)
     done = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
@@ -532,7 +711,9 @@ def test_conda_makes_the_environment_from_envs(checkout: Checkout, tool: str, ex
     assert "CONDA_PREFIX" in (checkout.root / ".flexops" / "env.posix.sh").read_text()
     again = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert len([call for call in checkout.calls if call.startswith(tool)]) == (2 if tool == "pixi" else 1)
+    assert len([call for call in checkout.calls if call.startswith(tool)]) == (
+        2 if tool == "pixi" else 1
+    )
 
 
 def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
@@ -544,10 +725,13 @@ def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 def test_for_real(checkout: Checkout) -> None:
-    """The README's first command, from nothing to a checked environment; takes minutes, and torch's wheel from the package index."""
+    """The README's first command, from nothing to a checked environment; takes minutes, and torch's
+    wheel from the package index."""
     for name in ("flexops", "csrc"):
         shutil.rmtree(checkout.root / name, ignore_errors=True)
-        shutil.copytree(ROOT / name, checkout.root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
+        shutil.copytree(
+            ROOT / name, checkout.root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+        )
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout.root / name)
     done = checkout.run("--yes", "--no-root", "--target", "cpu", fake=False)

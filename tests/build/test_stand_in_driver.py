@@ -1,8 +1,11 @@
-"""Native kernels for CUDA where there is no GPU: flexops' real bindings, launchers and provider, NVRTC's real code, and a driver that runs nothing.
+"""Native kernels for CUDA where there is no GPU: flexops' real bindings, launchers and provider,
+NVRTC's real code, and a driver that runs nothing.
 
-``stand_in/libcuda.c`` refuses what the real driver would refuse (code for another GPU, PTX of a newer CUDA, a grid, block, cluster or shared memory that no
-GPU has, a call without a context), and writes down what it is asked for. To libraries of flexops' the CPU's tensors are on a GPU
-(``stand_in/libtorch_cuda.c``). So what is shown here is all that happens before a kernel runs; that it is right, tests/gpu shows.
+``stand_in/libcuda.c`` refuses what the real driver would refuse (code for another GPU, PTX of a
+newer CUDA, a grid, block, cluster or shared memory that no GPU has, a call without a context), and
+writes down what it is asked for. To libraries of flexops' the CPU's tensors are on a GPU
+(``stand_in/libtorch_cuda.c``). So what is shown here is all that happens before a kernel runs; that
+it is right, tests/gpu shows.
 """
 
 from __future__ import annotations
@@ -43,11 +46,12 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompi
 
 @pytest.fixture(scope="module")
 def run(stand_ins: Path) -> Run:
-    """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine with such GPUs."""
+    """``run(program, STAND_IN_GPUS="80")``: the program (see ``stand_in/launch.py``) on a machine
+    with such GPUs."""
     return functools.partial(stand_in_driver.run, stand_ins)
 
 
-# ---- what the driver answers -------------------------------------------------------------------------------------------------------------------
+# ---- what the driver answers ---------------------------------------------------------------------
 
 ATTEMPTS = """
 import os
@@ -71,7 +75,8 @@ def on_a_thread(work):
 
 @pytest.fixture(scope="module")
 def attempts(run: Run) -> Answer:
-    """Calls of one operator, one after the other: what the driver has against each, and the calls after it."""
+    """Calls of one operator, one after the other: what the driver has against each, and the calls
+    after it."""
     return run(
         f"""{ATTEMPTS}
 attempt("first")
@@ -103,7 +108,18 @@ for again in range(2):
 
 def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts: Answer) -> None:
     said = attempts.said
-    fine = ["first", "after both", "after those", "a context", "updated driver", "an A100", "an A100 again", "new GPU", "the first again", "Adam again"]
+    fine = [
+        "first",
+        "after both",
+        "after those",
+        "a context",
+        "updated driver",
+        "an A100",
+        "an A100 again",
+        "new GPU",
+        "the first again",
+        "Adam again",
+    ]
     assert [name for name, text in said.items() if text == "fine"] == fine
     assert said["crash"] == "flexops::rms_norm: CUDA error: unspecified launch failure"
     assert "error 987, which this driver has no text for" in said["unknown"]
@@ -118,26 +134,39 @@ def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> 
     """Adam's step would be divided by a count of steps that nobody has raised."""
     assert attempts.said["Adam"].endswith("unspecified launch failure")
     assert attempts.said["Adam again"] == "fine"
-    symbols = [one.symbol for one in attempts.launches if "4adam" in one.symbol or "step_kernel" in one.symbol]
+    symbols = [
+        one.symbol
+        for one in attempts.launches
+        if "4adam" in one.symbol or "step_kernel" in one.symbol
+    ]
     assert ["step_kernel" in one for one in symbols] == [True, False], "of the second call"
 
 
 def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:
     """What is needed is named, what there is, and the mend."""
     for name, version in (("old driver", "12.4"), ("old driver, new GPU", "12.8")):
-        assert f"is of CUDA 13.0, which needs the NVIDIA driver 580 or newer; this one runs CUDA {version}" in attempts.said[name]
+        assert (
+            "is of CUDA 13.0, which needs the NVIDIA driver 580 or newer; this one runs CUDA"
+            f" {version}" in attempts.said[name]
+        )
         assert "fix: update the driver, or take a torch of an older CUDA" in attempts.said[name]
 
 
-def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(attempts: Answer) -> None:
+def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(
+    attempts: Answer,
+) -> None:
     newest = max(one.base for one in toolchain.compat.rules().capabilities(Version((13, 0))))
-    assert [one for one in attempts.loads if one != "cubin 90"] == ["cubin 80", f"ptx {newest.major}{newest.minor}"]
+    assert [one for one in attempts.loads if one != "cubin 90"] == [
+        "cubin 80",
+        f"ptx {newest.major}{newest.minor}",
+    ]
     assert [one.gpu for one in attempts.launches if one.gpu] == [1, 1, 2]
     assert "the driver will compile it from PTX" in attempts.errors
 
 
 def test_many_threads_launch_a_kernel_first_and_it_is_loaded_once(run: Run) -> None:
-    """On a slice of an A100: threads without a context, of a driver whose GPU has few multiprocessors."""
+    """On a slice of an A100: threads without a context, of a driver whose GPU has few
+    multiprocessors."""
     answer = run(
         f"""{ATTEMPTS}
 start = threading.Barrier(8)
@@ -163,14 +192,30 @@ with OnGpu():
 @pytest.mark.extra
 def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompiler) -> None:
     (tmp_path / "old.c").write_text("int cuLaunchKernel(void) { return 0; }\n")
-    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "old.c")], check=True)
+    subprocess.run(
+        [
+            str(host_compiler.path),
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(tmp_path / "libcuda.so.1"),
+            str(tmp_path / "old.c"),
+        ],
+        check=True,
+    )
     answer = run(f"{ATTEMPTS}attempt('call')", LD_LIBRARY_PATH=str(tmp_path))
     assert "the CUDA driver (libcuda.so.1) is missing or older than 525" in answer.said["call"]
 
 
-@pytest.mark.parametrize(("gpus", "starts", "said"), first_of(("none", 0, "invalid device ordinal"), ("", 100, "initialization error")))
+@pytest.mark.parametrize(
+    ("gpus", "starts", "said"),
+    first_of(("none", 0, "invalid device ordinal"), ("", 100, "initialization error")),
+)
 def test_a_driver_without_a_device(run: Run, gpus: str, starts: int, said: str) -> None:
-    """Operators run on the CPU; should a call for a GPU come all the same, what the driver says is said, and what to do."""
+    """Operators run on the CPU; should a call for a GPU come all the same, what the driver says is
+    said, and what to do."""
     on_the_cpu = run(
         """
 import ctypes
@@ -182,7 +227,11 @@ said["backends"] = {one.device: one.backend for one in flexops.status() if one.o
 """,
         STAND_IN_GPUS=gpus, LD_PRELOAD="",
     )  # fmt: skip
-    assert on_the_cpu.said == {"driver": [0, 0, 0] if gpus else [starts, 3, -1], "right": True, "backends": {"cpu": "jit", "cuda": "unasked"}}
+    assert on_the_cpu.said == {
+        "driver": [0, 0, 0] if gpus else [starts, 3, -1],
+        "right": True,
+        "backends": {"cpu": "jit", "cuda": "unasked"},
+    }
     answer = run(f"{ATTEMPTS}attempt('call')", STAND_IN_GPUS=gpus)
     assert said in answer.said["call"]
     assert "fix: " in answer.said["call"]
@@ -190,7 +239,8 @@ said["backends"] = {one.device: one.backend for one in flexops.status() if one.o
 
 
 def test_a_child_that_is_forked_after_a_launch(run: Run) -> None:
-    """What its parent has of the driver it has not: that is said, and the mend; the parent goes on."""
+    """What its parent has of the driver it has not: that is said, and the mend; the parent goes
+    on."""
     answer = run(f"""{ATTEMPTS}
 import json
 attempt("first")
@@ -213,12 +263,14 @@ attempt("another kernel", torch.bfloat16)
         assert "spawn" in child[name]
 
 
-# ---- code that cannot be had -------------------------------------------------------------------------------------------------------------------
+# ---- code that cannot be had ---------------------------------------------------------------------
 
 
 def copy_of_cache(cache: Path, *patterns: str) -> None:
     cache.mkdir(mode=0o700)
-    for path in [path for pattern in patterns for path in settings.current().cache_dir.glob(pattern)]:
+    for path in [
+        path for pattern in patterns for path in settings.current().cache_dir.glob(pattern)
+    ]:
         shutil.copytree(path, cache / path.name)
 
 
@@ -226,16 +278,29 @@ HELD = "flexops::norm::forward_held<{}, false, true, 8>"
 
 
 @pytest.mark.usefixtures("attempts")
-def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(run: Run, tmp_path: Path, obedient: tuple[str, ...]) -> None:
-    """In the middle of a run: it goes on, or says what is wrong, and goes on once that is mended."""
+def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(
+    run: Run, tmp_path: Path, obedient: tuple[str, ...]
+) -> None:
+    """In the middle of a run: it goes on, or says what is wrong, and goes on once that is
+    mended."""
     cache = tmp_path / "cache"
     copy_of_cache(cache, "norm-cuda", "norm-sm_90-*", "norm-sm_80-*")
-    there = {(json.loads(path.read_text())["kernel"], path.parent.parent.name[:10]): path for path in cache.glob("norm-sm_*/*/manifest.json")}
-    whole, other = there[HELD.format("float"), "norm-sm_90"].parent / "kernel.cubin", there[HELD.format("float"), "norm-sm_80"].parent / "kernel.cubin"
+    there = {
+        (json.loads(path.read_text())["kernel"], path.parent.parent.name[:10]): path
+        for path in cache.glob("norm-sm_*/*/manifest.json")
+    }
+    whole, other = (
+        there[HELD.format("float"), "norm-sm_90"].parent / "kernel.cubin",
+        there[HELD.format("float"), "norm-sm_80"].parent / "kernel.cubin",
+    )
     mixed = there[HELD.format("flexops::bf16"), "norm-sm_90"]
     shutil.copy(other, mixed.parent / "kernel.cubin")
-    theirs, ours = (Manifest.from_json(path.read_text()) for path in (other.parent / "manifest.json", mixed))
-    mixed.write_text(ours._replace(size=theirs.size, crc32=theirs.crc32, sha256=theirs.sha256).to_json())
+    theirs, ours = (
+        Manifest.from_json(path.read_text()) for path in (other.parent / "manifest.json", mixed)
+    )
+    mixed.write_text(
+        ours._replace(size=theirs.size, crc32=theirs.crc32, sha256=theirs.sha256).to_json()
+    )
     whole.write_bytes(whole.read_bytes()[:1000])
     shutil.rmtree(there[HELD.format("flexops::f16"), "norm-sm_90"].parents[1])
     answer = run(
@@ -268,7 +333,11 @@ attempt("mended", torch.float16)
     aside = [path.read_bytes() for path in cache.glob(".quarantine/*/kernel.cubin")]
     assert other.read_bytes() in aside, "what the driver refused was put aside, and compiled"
     for name, found, fix in (
-        ("no NVRTC", "no NVRTC and no nvcc was found", "fix: PYTHON -m pip install --force-reinstall"),
+        (
+            "no NVRTC",
+            "no NVRTC and no nvcc was found",
+            "fix: PYTHON -m pip install --force-reinstall",
+        ),
         ("full", "File", "fix: "),
         ("read-only", "the build cache cannot be written", "fix: export FLEXOPS_CACHE_DIR="),
     ):
@@ -279,20 +348,34 @@ attempt("mended", torch.float16)
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("attempts")
-def test_two_processes_with_different_nvrtcs_share_a_cache(run: Run, tmp_path: Path, require: Callable[..., None]) -> None:
+def test_two_processes_with_different_nvrtcs_share_a_cache(
+    run: Run, tmp_path: Path, require: Callable[..., None]
+) -> None:
     """The second one's driver does not take what the first has made."""
     copy_of_cache(tmp_path / "cache", "norm-cuda")
-    homes = {str(found.value.version): found.value.path.parents[1] for found in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable}
-    require({"12.1", "13.0"} <= set(homes), "NVRTC 12.1 and 13.0", "run scripts/run_tests.sh, which installs them")
+    homes = {
+        str(found.value.version): found.value.path.parents[1]
+        for found in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    }
+    require(
+        {"12.1", "13.0"} <= set(homes),
+        "NVRTC 12.1 and 13.0",
+        "run scripts/run_tests.sh, which installs them",
+    )
     common = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "STAND_IN_GPUS": "80"}
     older, newer = {**common, "STAND_IN_CUDA": "12010"}, {**common, "STAND_IN_CUDA": "13000"}
     for version, machine in (("13.0", newer), ("12.1", older)):
-        assert run(f"{ATTEMPTS}attempt('call')", CUDA_HOME=str(homes[version]), **machine).said == {"call": "fine"}
-    made = [json.loads(path.read_text())["compiler"] for path in (tmp_path / "cache").glob("norm-sm_*/*/manifest.json")]
+        assert run(f"{ATTEMPTS}attempt('call')", CUDA_HOME=str(homes[version]), **machine).said == {
+            "call": "fine"
+        }
+    made = [
+        json.loads(path.read_text())["compiler"]
+        for path in (tmp_path / "cache").glob("norm-sm_*/*/manifest.json")
+    ]
     assert sorted(made) == ["NVRTC 12.1", "NVRTC 13.0"]
 
 
-# ---- every family ------------------------------------------------------------------------------------------------------------------------------
+# ---- every family --------------------------------------------------------------------------------
 
 
 def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
@@ -327,8 +410,11 @@ with OnGpu():
     assert any(one.shared > 48 * 1024 for one in answer.launches)
 
 
-def test_a_rare_kernel_that_cannot_be_had_gives_way_to_the_next_best(run: Run, tmp_path: Path) -> None:
-    """Rows for clusters, whose kernel is not compiled where nothing may be: as on a GPU that runs none, from the first call on."""
+def test_a_rare_kernel_that_cannot_be_had_gives_way_to_the_next_best(
+    run: Run, tmp_path: Path
+) -> None:
+    """Rows for clusters, whose kernel is not compiled where nothing may be: as on a GPU that runs
+    none, from the first call on."""
     program = """
 with OnGpu():
     for _ in range(2):
@@ -339,21 +425,44 @@ with OnGpu():
     known = settings.current().cache_dir
 
     def unwanted(folder: str, names: list[str]) -> list[str]:
-        top = [name for name in names if not re.fullmatch(r"norm-(cuda|sm_90a?-\w+)", name)] if Path(folder) == known else []
+        top = (
+            [name for name in names if not re.fullmatch(r"norm-(cuda|sm_90a?-\w+)", name)]
+            if Path(folder) == known
+            else []
+        )
         manifests = [Path(folder, name, "manifest.json") for name in names]
-        return top + [one.parent.name for one in manifests if one.is_file() and "_ring" in str(json.loads(one.read_text())["kernel"])]
+        return top + [
+            one.parent.name
+            for one in manifests
+            if one.is_file() and "_ring" in str(json.loads(one.read_text())["kernel"])
+        ]
 
     shutil.copytree(known, cache, ignore=unwanted)
     answer = run(program, FLEXOPS_CACHE_DIR=str(cache), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
     assert "error" not in answer.said, answer.said
-    assert [one.symbol for one in answer.launches] == [one.symbol for one in without_clusters.launches]
+    assert [one.symbol for one in answer.launches] == [
+        one.symbol for one in without_clusters.launches
+    ]
     assert all("_ring" not in one.symbol for one in answer.launches)
 
 
-def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(run: Run, tmp_path: Path) -> None:
+def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(
+    run: Run, tmp_path: Path
+) -> None:
     """With its library there and none of its kernels: ``step`` computes, and the reason is told."""
-    optimizers = {"AdamW": "adam", "Adagrad": "adagrad", "Lion": "lion", "LAMB": "lamb", "AdamW8bit": "adam8bit"}
-    assert "error" not in run("".join(f"loader.ensure({family!r}, 'cuda')\n" for family in optimizers.values())).said
+    optimizers = {
+        "AdamW": "adam",
+        "Adagrad": "adagrad",
+        "Lion": "lion",
+        "LAMB": "lamb",
+        "AdamW8bit": "adam8bit",
+    }
+    assert (
+        "error"
+        not in run(
+            "".join(f"loader.ensure({family!r}, 'cuda')\n" for family in optimizers.values())
+        ).said
+    )
     copy_of_cache(tmp_path / "cache", *(f"{family}-cuda" for family in optimizers.values()))
     program = f"""
 from flexops import toolchain
@@ -369,20 +478,28 @@ for name in {sorted(optimizers)}:
         said[name].append(param[0].item())
 said["status"] = {{one.op: [one.backend, one.reason] for one in flexops.status() if one.device == "cuda" and one.backend != "unasked"}}
 """
-    answer = run(program, FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="allow")
+    answer = run(
+        program,
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        FLEXOPS_JIT="0",
+        FLEXOPS_FALLBACK="allow",
+    )
     assert "error" not in answer.said, answer.said
     status = answer.said.pop("status")
     assert answer.launches == []
     assert all(value < 1 for values in answer.said.values() for value in values)
-    assert {family: backend for family, (backend, _) in status.items()} == dict.fromkeys(optimizers.values(), "reference")
+    assert {family: backend for family, (backend, _) in status.items()} == dict.fromkeys(
+        optimizers.values(), "reference"
+    )
     assert all("FLEXOPS_JIT=0" in reason for _, reason in status.values())
 
 
-# ---- which GPUs there are ------------------------------------------------------------------------------------------------------------------
+# ---- which GPUs there are ------------------------------------------------------------------------
 
 
 def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through ctypes, from a library with NVML's entry points: a sliced GPU, three of whose seven slices are there, and one that knows no MIG."""
+    """Through ctypes, from a library with NVML's entry points: a sliced GPU, three of whose seven
+    slices are there, and one that knows no MIG."""
     monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
     found = gpus._from_nvml()
     assert found
@@ -391,8 +508,17 @@ def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPat
         ("NVIDIA L40S", "8.9", None),
     ]
     assert found.gpus[0].memory_bytes == 0
-    for devices, capabilities in (("MIG-3", ["8.0"]), ("MIG-1", []), ("", []), (None, ["8.0", "8.9"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices) if devices is not None else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for devices, capabilities in (
+        ("MIG-3", ["8.0"]),
+        ("MIG-1", []),
+        ("", []),
+        (None, ["8.0", "8.9"]),
+    ):
+        (
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+            if devices is not None
+            else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        )
         monkeypatch.setattr(capabilities_module, "has_device_node", lambda: True)
         monkeypatch.setattr(gpus, "machine", lambda: found)
         settings.current.cache_clear()
@@ -400,7 +526,9 @@ def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPat
     settings.current.cache_clear()
 
 
-def test_nvml_tells_of_a_driver_without_a_gpu(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_tells_of_a_driver_without_a_gpu(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No reason to fail: operators run on the CPU."""
     monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
     monkeypatch.setenv("STAND_IN_GPUS", "none")
@@ -409,7 +537,10 @@ def test_nvml_tells_of_a_driver_without_a_gpu(stand_ins: Path, monkeypatch: pyte
     assert (str(found.driver and found.driver.release), found.gpus) == ("580.65.06", ())
     monkeypatch.setattr(gpus, "machine", lambda _="": found)
     fact, torch = probes.gpus(), TorchFact("ok", version="2.14.1+cu130", cuda="13.0")
-    findings = [checks.gpu(fact, torch, PlatformFact("Linux", "6.1", "x86_64"), {}, ""), checks.driver(fact, torch)]
+    findings = [
+        checks.gpu(fact, torch, PlatformFact("Linux", "6.1", "x86_64"), {}, ""),
+        checks.driver(fact, torch),
+    ]
     assert [one.status for one in findings] == ["ok", "ok"]
     assert "operators run on the CPU" in findings[0].found
     assert "580.65.06" in findings[1].found

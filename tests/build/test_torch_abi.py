@@ -1,6 +1,8 @@
-"""Our declarations of torch's C ABI against torch's own: a C++ compiler refuses two that differ, because functions with C linkage have no overloads.
+"""Our declarations of torch's C ABI against torch's own: a C++ compiler refuses two that differ,
+because functions with C linkage have no overloads.
 
-And the library made of them, which bindings are linked against: all that it offers must be in torch's, and what it has not is an error.
+And the library made of them, which bindings are linked against: all that it offers must be in
+torch's, and what it has not is an error.
 """
 
 from __future__ import annotations
@@ -29,23 +31,45 @@ TORCHS = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h
 def torch(require: Any) -> TorchBuild:
     found = discovery.discover(settings.current(), device="cpu").torch
     assert found is not None
-    require(found.stable_abi, "a torch with the stable ABI", "pip install torch==2.13.0", "bindings use this torch's C++ headers")
+    require(
+        found.stable_abi,
+        "a torch with the stable ABI",
+        "pip install torch==2.13.0",
+        "bindings use this torch's C++ headers",
+    )
     return found
 
 
-def compile_both(compiler: HostCompiler, torch: TorchBuild, csrc: Path, source: Path) -> subprocess.CompletedProcess[str]:
+def compile_both(
+    compiler: HostCompiler, torch: TorchBuild, csrc: Path, source: Path
+) -> subprocess.CompletedProcess[str]:
     source.write_text("".join(f"#include <{header}>\n" for header in (OURS, *TORCHS)))
-    torchs = [*(f"-isystem{path}" for path in torch.include_dirs), "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    command = [compiler.path, *binding_flags(torch), *torchs, f"-std=c++{torch.cxx_standard}", f"-I{csrc}", "-fsyntax-only", source]
+    torchs = [
+        *(f"-isystem{path}" for path in torch.include_dirs),
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
+    command = [
+        compiler.path,
+        *binding_flags(torch),
+        *torchs,
+        f"-std=c++{torch.cxx_standard}",
+        f"-I{csrc}",
+        "-fsyntax-only",
+        source,
+    ]
     return subprocess.run(command, text=True, capture_output=True, check=False)
 
 
-def test_our_declarations_are_torchs(host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path) -> None:
+def test_our_declarations_are_torchs(
+    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
+) -> None:
     result = compile_both(host_compiler, torch, layout.csrc_root(), tmp_path / "both.cpp")
     assert result.returncode == 0, result.stderr
 
 
-def test_another_declaration_is_refused(host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path) -> None:
+def test_another_declaration_is_refused(
+    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
+) -> None:
     changed = tmp_path / OURS
     changed.parent.mkdir()
     text = (layout.csrc_root() / OURS).read_text()
@@ -58,20 +82,35 @@ def test_another_declaration_is_refused(host_compiler: HostCompiler, torch: Torc
 
 def compile_stub(compiler: HostCompiler, directory: Path) -> str:
     """The plan's own step, run in the directory; returns what it is called there."""
-    plan = plan_op(catalog.find("lion"), "cpu", discovery.discover(settings.current(), device="cpu"), csrc=layout.csrc_root(), resources=Resources(1, 2**34))
+    plan = plan_op(
+        catalog.find("lion"),
+        "cpu",
+        discovery.discover(settings.current(), device="cpu"),
+        csrc=layout.csrc_root(),
+        resources=Resources(1, 2**34),
+    )
     (step,) = (step for step in plan.steps if step.output == TORCH_STUB)
     subprocess.run([compiler.path, *step.command[1:]], cwd=directory, check=True)
     return step.output
 
 
-def link(compiler: HostCompiler, directory: Path, function: str, stub: str) -> subprocess.CompletedProcess[str]:
-    (directory / "one.cpp").write_text(f'extern "C" int {function}(); int call() {{ return {function}(); }}\n')
+def link(
+    compiler: HostCompiler, directory: Path, function: str, stub: str
+) -> subprocess.CompletedProcess[str]:
+    (directory / "one.cpp").write_text(
+        f'extern "C" int {function}(); int call() {{ return {function}(); }}\n'
+    )
     command = [compiler.path, "-shared", "-fPIC", "one.cpp", stub, "-Wl,-z,defs", "-o", "one.so"]
     return subprocess.run(command, cwd=directory, text=True, capture_output=True, check=False)
 
 
-def test_all_of_the_stub_is_in_torchs_library(host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path) -> None:
-    stub, real = ctypes.CDLL(str(tmp_path / compile_stub(host_compiler, tmp_path))), ctypes.CDLL(str(torch.library_dir / TORCH_LIBRARY))
+def test_all_of_the_stub_is_in_torchs_library(
+    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
+) -> None:
+    stub, real = (
+        ctypes.CDLL(str(tmp_path / compile_stub(host_compiler, tmp_path))),
+        ctypes.CDLL(str(torch.library_dir / TORCH_LIBRARY)),
+    )
     names = re.findall(r"\b(\w*torch_\w+)\(", (layout.csrc_root() / OURS).read_text())
     assert len(names) > 30
     assert [name for name in names if not hasattr(stub, name)] == []
@@ -79,7 +118,9 @@ def test_all_of_the_stub_is_in_torchs_library(host_compiler: HostCompiler, torch
 
 
 @pytest.mark.usefixtures("torch")
-def test_an_undeclared_function_is_found_by_the_linker(host_compiler: HostCompiler, tmp_path: Path) -> None:
+def test_an_undeclared_function_is_found_by_the_linker(
+    host_compiler: HostCompiler, tmp_path: Path
+) -> None:
     stub = compile_stub(host_compiler, tmp_path)
     assert link(host_compiler, tmp_path, "aoti_torch_copy_", stub).returncode == 0
     assert "libtorch_cpu.so" in (tmp_path / "one.so").read_bytes().decode("latin-1")

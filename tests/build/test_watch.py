@@ -30,7 +30,14 @@ def started(tmp_path: Path) -> Iterator[Started]:
     def start(*arguments: str) -> queue.Queue[str]:
         environment = child_environment(PYTHONUNBUFFERED="1")
         command = [sys.executable, "-m", "flexops", "watch", *arguments]
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         processes.append(process)
         lines: queue.Queue[str] = queue.Queue()
 
@@ -65,10 +72,22 @@ def test_an_edit_runs_the_tests_again(tmp_path: Path, started: Started) -> None:
     source.parent.mkdir()
     source.write_text("// 10 GB/s\n")
     test.write_text(
-        "from pathlib import Path\nimport torch\n"
-        "def test_scale():\n    text = Path('csrc/scale.cuh').read_text()\n    print(text)\n    assert 'broken' not in text and torch.ones(1).item() == 1\n"
+        "from pathlib import Path\nimport torch\ndef test_scale():\n    text ="
+        " Path('csrc/scale.cuh').read_text()\n    print(text)\n    assert 'broken' not in text and"
+        " torch.ones(1).item() == 1\n"
     )
-    lines = started("--metric", r"(\d+) GB/s", "csrc", "--", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_scale.py")
+    lines = started(
+        "--metric",
+        r"(\d+) GB/s",
+        "csrc",
+        "--",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "test_scale.py",
+    )
     assert "passed in " in (first := result(lines))
     assert "; 10" in first
     source.write_text("// 12 GB/s\n")
@@ -96,44 +115,71 @@ def test_a_run_that_an_edit_overtakes_is_stopped(tmp_path: Path, started: Starte
 def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("NAME = 'here'\n")
     program = tmp_path / "program.py"
-    program.write_text("import sys, helper\nprint(sys.argv[1:], helper.NAME, __name__, sys.stdin.read() == '')\nsys.exit(3)\n")
+    program.write_text(
+        "import sys, helper\nprint(sys.argv[1:], helper.NAME, __name__, sys.stdin.read() =="
+        " '')\nsys.exit(3)\n"
+    )
     runner = watching.Runner(["python", str(program), "--fast", "2"])
     found = runner.run([], {})
     assert found
     assert found.status == 3
 
 
-def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_not(tmp_path: Path) -> None:
+def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "helper.py").write_text("NAME = 'here'\n")
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nbefore = {'colorsys', 'helper'} & set(sys.modules)\nimport colorsys, helper\nsys.exit({(): 3, ('colorsys',): 4}[tuple(before)])\n"
+        "import sys\nbefore = {'colorsys', 'helper'} & set(sys.modules)\nimport colorsys,"
+        " helper\nsys.exit({(): 3, ('colorsys',): 4}[tuple(before)])\n"
     )
     runner = watching.Runner(["python", str(program)])
     found = [runner.run([], {}), runner.run([], {})]
     assert [one and one.status for one in found] == [3, 4]
 
 
-def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "test_one.py").write_text("import hypothesis\ndef test_one(): pass\n")
     for command in (["pytest"], ["python", "-m", "pytest"]):
-        runner = watching.Runner([*command, "-q", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)])
+        runner = watching.Runner(
+            [*command, "-q", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)]
+        )
         assert [one and one.status for one in (runner.run([], {}), runner.run([], {}))] == [0, 0]
     assert (said := capfd.readouterr().out).count("1 passed") == 4, said
     assert "RewriteWarning" not in said
 
 
-@pytest.mark.parametrize(("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)]
+)
 def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: int) -> None:
     """Its threads are waited for, what it left to the end is done, and its status is its own."""
     (tmp_path / "ends.py").write_text(
-        "import atexit, sys, threading, time\natexit.register(print, 'at the end')\n"
-        f"threading.Thread(target=lambda: (time.sleep(0.3), print('a thread'))).start()\nprint('the program', end=' ')\n{last}\n"
+        "import atexit, sys, threading, time\natexit.register(print, 'at the"
+        " end')\nthreading.Thread(target=lambda: (time.sleep(0.3), print('a"
+        f" thread'))).start()\nprint('the program', end=' ')\n{last}\n"
     )
-    line, environment = f'["python", "{tmp_path}/ends.py"]\n', child_environment(PYTHONPATH=str(tmp_path / "none"))
+    line, environment = (
+        f'["python", "{tmp_path}/ends.py"]\n',
+        child_environment(PYTHONPATH=str(tmp_path / "none")),
+    )
     with tempfile.TemporaryFile() as modules:
-        child = [sys.executable, str(Path(watching.__file__).with_name("watching_child.py")), str(modules.fileno())]
-        done = subprocess.run(child, input=line, capture_output=True, text=True, env=environment, pass_fds=(modules.fileno(),))
+        child = [
+            sys.executable,
+            str(Path(watching.__file__).with_name("watching_child.py")),
+            str(modules.fileno()),
+        ]
+        done = subprocess.run(
+            child,
+            input=line,
+            capture_output=True,
+            text=True,
+            env=environment,
+            pass_fds=(modules.fileno(),),
+        )
     assert done.stdout == "the program a thread\nat the end\n", done.stderr
     assert done.returncode == code, done.stderr
     assert ("a text" in done.stderr) == ("text" in last)
@@ -163,7 +209,9 @@ def test_what_counts_as_a_change(tmp_path: Path) -> None:
     assert list(before) == [str(tmp_path / "a.cuh")]
     os.utime(tmp_path / "a.cuh", ns=(5, 5))
     (tmp_path / "c.cpp").write_text("")
-    assert [Path(name).name for name in watching.changed(before, watching.snapshot([tmp_path]))] == ["a.cuh", "c.cpp"]
+    assert [
+        Path(name).name for name in watching.changed(before, watching.snapshot([tmp_path]))
+    ] == ["a.cuh", "c.cpp"]
 
 
 @pytest.mark.gpu

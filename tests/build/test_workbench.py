@@ -1,4 +1,5 @@
-"""``flexops bench run``, ``profile`` and ``sanitize``: real runs on the CPU; NVIDIA's tools stood in for by scripts that answer in their format."""
+"""``flexops bench run``, ``profile`` and ``sanitize``: real runs on the CPU; NVIDIA's tools stood
+in for by scripts that answer in their format."""
 
 from __future__ import annotations
 
@@ -44,8 +45,14 @@ def run(*arguments: str) -> str:
 
 
 def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -> None:
-    found: list[dict[str, Any]] = json.loads(run("bench", "run", str(cases), "--device", "cpu", "--json"))
-    assert [(one["case"], one["contender"]) for one in found] == [("scale float32 1000", "twice"), ("scale float32 1000", "sum"), ("product 64", "matmul")]
+    found: list[dict[str, Any]] = json.loads(
+        run("bench", "run", str(cases), "--device", "cpu", "--json")
+    )
+    assert [(one["case"], one["contender"]) for one in found] == [
+        ("scale float32 1000", "twice"),
+        ("scale float32 1000", "sum"),
+        ("product 64", "matmul"),
+    ]
     assert found[0]["against_first"] == 1
     assert found[0]["bandwidth"] == pytest.approx(8000 / found[0]["seconds"])
     assert found[0]["of_copy"] > 0
@@ -62,8 +69,17 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -
     [
         ("x = 1\n", "no function cases"),
         ("def cases(setup):\n    return iter(())\n", "no case"),
-        ("from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n", "0 calls"),
-        ("from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a': print}, measure='slowly')\n", "measure='slowly'"),
+        (
+            "from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n",
+            "0 calls",
+        ),
+        (
+            (
+                "from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
+                " print}, measure='slowly')\n"
+            ),
+            "measure='slowly'",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_said(tmp_path: Path, text: str, said: str) -> None:
@@ -78,13 +94,30 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path, text: str, said: str) -
 def test_torchs_profiler_where_there_is_no_gpu(cases: Path) -> None:
     found = json.loads(run("profile", str(cases), "--case", "product", "--device", "cpu", "--json"))
     assert "aten::mm" in {one["kernel"] for one in found}
-    done = CliRunner().invoke(app, ["profile", str(cases), "--case", "no such case", "--device", "cpu"])
+    done = CliRunner().invoke(
+        app, ["profile", str(cases), "--case", "no such case", "--device", "cpu"]
+    )
     assert "no case with 'no such case'" in str(done.exception)
 
 
 def test_what_torchs_profiler_tells_of_a_kernel() -> None:
-    event = {"name": "scale", "dur": 3.5, "args": {"registers per thread": 32, "grid": [4, 1, 1], "est. achieved occupancy %": 87, "stream": 7}}
-    assert kernel(event) == {"kernel": "scale", "time": "3.5 us", "registers": "32", "grid": "[4, 1, 1]", "occupancy, %": "87"}
+    event = {
+        "name": "scale",
+        "dur": 3.5,
+        "args": {
+            "registers per thread": 32,
+            "grid": [4, 1, 1],
+            "est. achieved occupancy %": 87,
+            "stream": 7,
+        },
+    }
+    assert kernel(event) == {
+        "kernel": "scale",
+        "time": "3.5 us",
+        "registers": "32",
+        "grid": "[4, 1, 1]",
+        "occupancy, %": "87",
+    }
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -107,32 +140,62 @@ def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     program(tmp_path, "ncu", NCU)
     found = json.loads(run("profile", str(cases), "--by", "ncu", "--device", "cpu", "--json"))
     assert found == [
-        {"kernel": "scale<float>(const float *, float *)", "time": "3.5 us", "memory, % of peak": "91.2", "device": "cpu"},
+        {
+            "kernel": "scale<float>(const float *, float *)",
+            "time": "3.5 us",
+            "memory, % of peak": "91.2",
+            "device": "cpu",
+        },
         {"kernel": "other", "registers": "32 register/thread", "device": "cpu"},
     ]
     assert "--profile-from-start off" in (tmp_path / "ncu.arguments").read_text()
-    program(tmp_path, "ncu", "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1")
+    program(
+        tmp_path,
+        "ncu",
+        "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1",
+    )
     done = CliRunner().invoke(app, ["profile", str(cases), "--by", "ncu", "--device", "cpu"])
     assert "run as root" in str(done.exception)
 
 
-def test_sanitizing_runs_the_command_and_counts_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitizing_runs_the_command_and_counts_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    program(tmp_path, "compute-sanitizer", 'echo "$@"; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING"; echo "========= ERROR SUMMARY: 2 errors"; exit 99')
-    done = CliRunner().invoke(app, ["sanitize", "rope", "--tool", "racecheck", "--", "pytest", "-k", "rope"])
+    program(
+        tmp_path,
+        "compute-sanitizer",
+        'echo "$@"; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING"; echo "========= ERROR SUMMARY: 2'
+        ' errors"; exit 99',
+    )
+    done = CliRunner().invoke(
+        app, ["sanitize", "rope", "--tool", "racecheck", "--", "pytest", "-k", "rope"]
+    )
     assert done.exit_code == 1
-    assert "--tool racecheck --target-processes all --error-exitcode 99 pytest -k rope\n1\n" in done.output
+    assert (
+        "--tool racecheck --target-processes all --error-exitcode 99 pytest -k rope\n1\n"
+        in done.output
+    )
     assert "racecheck: 2 errors" in done.output
     program(tmp_path, "compute-sanitizer", 'echo "$@"; echo "========= ERROR SUMMARY: 0 errors"')
-    assert "test_rope_gpu.py -k (cuda or gpu) and not graph" in (said := run("sanitize", "rotary_embedding"))
+    assert "test_rope_gpu.py -k (cuda or gpu) and not graph" in (
+        said := run("sanitize", "rotary_embedding")
+    )
     assert "memcheck: no errors" in said
     assert "--kernel-name kns=flexops" in said
-    assert "tests/gpu/test_attention_sanitized_gpu.py -k (cuda or gpu) and not graph" in run("sanitize", "attention")  # the tests made for this alone
+    # the tests made for this alone
+    assert "tests/gpu/test_attention_sanitized_gpu.py -k (cuda or gpu) and not graph" in run(
+        "sanitize", "attention"
+    )
     monkeypatch.chdir(tmp_path)
-    assert "no tests of rope are here" in str(CliRunner().invoke(app, ["sanitize", "rope"]).exception)
+    assert "no tests of rope are here" in str(
+        CliRunner().invoke(app, ["sanitize", "rope"]).exception
+    )
 
 
-def test_tools_that_are_not_there_are_named(tmp_path: Path, cases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_that_are_not_there_are_named(
+    tmp_path: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flexops.inspection import mix
 
     monkeypatch.setattr(mix, "find_tool", lambda _: None)

@@ -19,7 +19,8 @@ PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 @dataclass(frozen=True)
 class World:
-    """A folder with a channel of dependencies and all that comes to be from it; the package cache included, so that nothing is left of a run.
+    """A folder with a channel of dependencies and all that comes to be from it; the package cache
+    included, so that nothing is left of a run.
 
     Attributes:
         root: the folder.
@@ -36,17 +37,39 @@ class World:
         path.write_text(f'python_min: ["{PYTHON}"]\n')
         return path
 
-    def flexops(self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT, limit: float = 900) -> subprocess.CompletedProcess[str]:
+    def flexops(
+        self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT, limit: float = 900
+    ) -> subprocess.CompletedProcess[str]:
         """The command, as a user would run it."""
-        unset = ("CONDA_OVERRIDE_CUDA", "FLEXOPS_AOT_DIR")  # the package's own libraries are searched
+        # the package's own libraries are searched
+        unset = ("CONDA_OVERRIDE_CUDA", "FLEXOPS_AOT_DIR")
         environment = {name: value for name, value in os.environ.items() if name not in unset}
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
 
-    def build(self, channel: Path, *arguments: str | Path, variant: str = "cpu") -> subprocess.CompletedProcess[str]:
-        wanted = ("--variant", variant, "--channel", channel, "--from", self.upstream, "--variant-config", self.pins)
+    def build(
+        self, channel: Path, *arguments: str | Path, variant: str = "cpu"
+    ) -> subprocess.CompletedProcess[str]:
+        wanted = (
+            "--variant",
+            variant,
+            "--channel",
+            channel,
+            "--from",
+            self.upstream,
+            "--variant-config",
+            self.pins,
+        )
         return self.flexops("channel", "build", *wanted, *arguments)
 
 
@@ -60,9 +83,12 @@ class CpuBuild:
 
 
 def copy_of_checkout(target: Path, only: str = "") -> Path:
-    """What the recipe takes of it; ``only``: with this op alone in the catalogue, because compiling all of them takes long."""
+    """What the recipe takes of it; ``only``: with this op alone in the catalogue, because compiling
+    all of them takes long."""
     for name in ("csrc", "flexops", "recipe"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot"))
+        shutil.copytree(
+            ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     if only:
@@ -72,11 +98,20 @@ def copy_of_checkout(target: Path, only: str = "") -> Path:
 
 
 def only_empty(folder: Path, python: str = PYTHON) -> str:
-    """The URL of dependencies of the CPU package without their files, which take long to unpack; so Python can be any."""
+    """The URL of dependencies of the CPU package without their files, which take long to unpack; so
+    Python can be any."""
     from miniature import Miniature  # needs the bindings
 
     channel = Miniature(folder / "empty", folder / "staging")
-    needs = {"pytorch": "2.13.0", "ninja": "1.13", "typer": "1", "rich": "15", "tomli": "2.2", "libgcc": "15.2.0", "libstdcxx": "15.2.0"}
+    needs = {
+        "pytorch": "2.13.0",
+        "ninja": "1.13",
+        "typer": "1",
+        "rich": "15",
+        "tomli": "2.2",
+        "libgcc": "15.2.0",
+        "libstdcxx": "15.2.0",
+    }
     for name, version in {"python": f"{python}.0", **needs}.items():
         channel.empty(name, version)
     child("index", {"channel": str(channel.root)})

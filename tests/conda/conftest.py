@@ -20,15 +20,21 @@ from flexops.distribution import with_extra
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str, str], None]) -> Iterator[World]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, str, str], None]
+) -> Iterator[World]:
     """The miniature channel. The folder is gigabytes large, so it does not outlive the run."""
     bindings = all(importlib.util.find_spec(name) for name in ("rattler", "rattler_build"))
     require(bindings, "the rattler bindings", with_extra("conda"))
     root = tmp_path_factory.mktemp("conda")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RATTLER_CACHE_DIR", str(root / "cache"))  # on one file system with the prefixes, so that files are linked, not copied
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+            # on one file system with the prefixes, so that files are linked, not copied
+            patch.setenv("RATTLER_CACHE_DIR", str(root / "cache"))
+            patch.setenv(
+                "PYTHONPATH",
+                os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            )
             yield World(root, _upstream(root).url)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -36,8 +42,18 @@ def world(tmp_path_factory: pytest.TempPathFactory, require: Callable[[object, s
 
 def _upstream(root: Path) -> Place:
     variants, place = targets.load().variants, Place(root / "upstream")
-    compilers, sysroots = sorted({one.compiler for one in variants}), sorted({one.sysroot for one in variants})
-    command = [sys.executable, HERE / "miniature.py", place.channel, root / "staging", ",".join(compilers), ",".join(sysroots)]
+    compilers, sysroots = (
+        sorted({one.compiler for one in variants}),
+        sorted({one.sysroot for one in variants}),
+    )
+    command = [
+        sys.executable,
+        HERE / "miniature.py",
+        place.channel,
+        root / "staging",
+        ",".join(compilers),
+        ",".join(sysroots),
+    ]
     subprocess.run(command, check=True, timeout=600)
     child("index", {"channel": str(place.channel)})
     return place

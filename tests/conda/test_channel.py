@@ -1,4 +1,5 @@
-"""Real packages: the CPU variant is built, indexed, solved, installed, examined, upgraded and removed, with no network."""
+"""Real packages: the CPU variant is built, indexed, solved, installed, examined, upgraded and
+removed, with no network."""
 
 from __future__ import annotations
 
@@ -16,14 +17,26 @@ from flexops.channel import check, index, verify
 from flexops.channel.place import Place, distribution
 from flexops.errors import ChannelError
 
-CUDA_RUN = ["python >=3.10", "pytorch >=2.11", "ninja", "typer >=0.12", "rich >=13", "tomli >=2", "pytorch * cuda*"]
+CUDA_RUN = [
+    "python >=3.10",
+    "pytorch >=2.11",
+    "ninja",
+    "typer >=0.12",
+    "rich >=13",
+    "tomli >=2",
+    "pytorch * cuda*",
+]
 VARIANTS = targets.load().variants
 
 pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
 
 
 def files(prefix: Path) -> set[str]:
-    return {str(path.relative_to(prefix)) for path in prefix.rglob("*") if path.is_symlink() or path.is_file()}
+    return {
+        str(path.relative_to(prefix))
+        for path in prefix.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
 
 
 def record(prefix: Path) -> dict[str, object]:
@@ -34,11 +47,20 @@ def record(prefix: Path) -> dict[str, object]:
 
 
 def in_prefix(prefix: Path, *command: str, only: bool = False) -> str:
-    """Run a program of the prefix as if that were activated; ``only``: with nothing else on PATH, no compiler say."""
+    """Run a program of the prefix as if that were activated; ``only``: with nothing else on PATH,
+    no compiler say."""
     environment = check.activated(prefix) | ({"PATH": f"{prefix}/bin"} if only else {})
     environment["FLEXOPS_CACHE_DIR"] = str(prefix.parent / "cache")
     program = [str(prefix / "bin" / command[0]), *command[1:]]
-    done = subprocess.run(program, env=environment, cwd=prefix, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        program,
+        env=environment,
+        cwd=prefix,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,9 +69,13 @@ def test_the_package_is_small_and_serves_every_python(cpu: CpuBuild) -> None:
     assert cpu.package.stat().st_size <= 2e6
     assert distribution(cpu.package)[:2] == ("flexops", __version__)
     assert distribution(cpu.package)[2].startswith("cpu_h")
-    entry = json.loads((cpu.package.parent / "repodata.json").read_text())["packages.conda"][cpu.package.name]
+    entry = json.loads((cpu.package.parent / "repodata.json").read_text())["packages.conda"][
+        cpu.package.name
+    ]
     assert (entry["noarch"], entry["build_number"]) == ("python", 0)
-    assert not any(spec.split()[0] in ("python_abi", "libtorch") for spec in entry["depends"]), entry["depends"]
+    assert not any(spec.split()[0] in ("python_abi", "libtorch") for spec in entry["depends"]), (
+        entry["depends"]
+    )
     assert "pytorch >=2.11" in entry["depends"]
 
 
@@ -101,15 +127,23 @@ def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu: CpuBuild, world
     check.install(cpu.place, prefix, upstream=upstream, specs=["python", "pytorch"])
     assert files(prefix) == without
     check.install(cpu.place, prefix, upstream=upstream, specs=[])
-    assert {path for path in files(prefix) if not path.startswith("conda-meta/")} <= {"CACHEDIR.TAG"}  # the installer's own
+    # the installer's own
+    assert {path for path in files(prefix) if not path.startswith("conda-meta/")} <= {
+        "CACHEDIR.TAG"
+    }
     shutil.rmtree(prefix)
 
 
 def test_run_time_compiling_takes_the_environment_s_compiler(cpu: CpuBuild, world: World) -> None:
     prefix = world.root / "compiling"
-    check.install(cpu.place, prefix, upstream=[world.upstream], specs=["flexops", "gxx_linux-64 15.*"])
+    check.install(
+        cpu.place, prefix, upstream=[world.upstream], specs=["flexops", "gxx_linux-64 15.*"]
+    )
     tools = json.loads(in_prefix(prefix, "python", "-c", TOOLS))
-    assert tools == {"host": f"{prefix}/bin/x86_64-conda-linux-gnu-c++", "ninja": f"{prefix}/bin/ninja"}
+    assert tools == {
+        "host": f"{prefix}/bin/x86_64-conda-linux-gnu-c++",
+        "ninja": f"{prefix}/bin/ninja",
+    }
     assert "quant-cpu" in in_prefix(prefix, "flexops", "build", "quant", "--target", "cpu")
     shutil.rmtree(prefix)
 
@@ -124,7 +158,8 @@ print(json.dumps({"host": str(tools.host.path), "ninja": str(tools.ninja.path)})
 
 @pytest.fixture(scope="module")
 def all_variants(cpu: CpuBuild, world: World) -> Place:
-    """The real CPU package, and CUDA ones with the recipe's requirements but no files (``test_cuda_variant`` holds the requirements true)."""
+    """The real CPU package, and CUDA ones with the recipe's requirements but no files
+    (``test_cuda_variant`` holds the requirements true)."""
     from miniature import Miniature  # needs the bindings
 
     place = Place(world.root / "all")
@@ -139,28 +174,61 @@ def all_variants(cpu: CpuBuild, world: World) -> Place:
     return place
 
 
-@pytest.mark.parametrize(("cuda", "chosen"), [("", "cpu"), ("12.9", "cuda129"), ("13.0", "cuda130"), ("13.4", "cuda130"), ("12.2", "cuda129"), ("11.8", "cpu")])
-def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(all_variants: Place, world: World, cuda: str, chosen: str) -> None:
-    solved = check.solve(all_variants, check.Machine("a driver", cuda), VARIANTS, upstream=[world.upstream])
+@pytest.mark.parametrize(
+    ("cuda", "chosen"),
+    [
+        ("", "cpu"),
+        ("12.9", "cuda129"),
+        ("13.0", "cuda130"),
+        ("13.4", "cuda130"),
+        ("12.2", "cuda129"),
+        ("11.8", "cpu"),
+    ],
+)
+def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(
+    all_variants: Place, world: World, cuda: str, chosen: str
+) -> None:
+    solved = check.solve(
+        all_variants, check.Machine("a driver", cuda), VARIANTS, upstream=[world.upstream]
+    )
     assert (solved.variant, solved.expected) == (chosen, chosen)
     assert solved.torch.split()[1].startswith(chosen)
 
 
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
-def test_one_package_goes_where_each_python_looks(cpu: CpuBuild, tmp_path: Path, python: str) -> None:
-    check.install(cpu.place, tmp_path / "prefix", upstream=[only_empty(tmp_path, python)], specs=["flexops", f"python {python}.*"])
-    assert (tmp_path / "prefix" / f"lib/python{python}/site-packages/flexops/_aot/adam-cpu/manifest.json").is_file()
-    assert (tmp_path / "prefix" / "bin" / "flexops").read_text().startswith(f"#!{tmp_path}/prefix/bin/python{python}\n")
+def test_one_package_goes_where_each_python_looks(
+    cpu: CpuBuild, tmp_path: Path, python: str
+) -> None:
+    check.install(
+        cpu.place,
+        tmp_path / "prefix",
+        upstream=[only_empty(tmp_path, python)],
+        specs=["flexops", f"python {python}.*"],
+    )
+    assert (
+        tmp_path
+        / "prefix"
+        / f"lib/python{python}/site-packages/flexops/_aot/adam-cpu/manifest.json"
+    ).is_file()
+    assert (
+        (tmp_path / "prefix" / "bin" / "flexops")
+        .read_text()
+        .startswith(f"#!{tmp_path}/prefix/bin/python{python}\n")
+    )
 
 
-def test_a_channel_with_only_the_cpu_variant_serves_every_machine(cpu: CpuBuild, world: World) -> None:
+def test_a_channel_with_only_the_cpu_variant_serves_every_machine(
+    cpu: CpuBuild, world: World
+) -> None:
     for machine in check.machines(VARIANTS):
         solved = check.solve(cpu.place, machine, VARIANTS, upstream=[world.upstream])
         assert (solved.variant, solved.good) == ("cpu", True)
 
 
 def test_the_check_command_says_what_each_machine_gets(all_variants: Place, world: World) -> None:
-    done = world.flexops("channel", "check", "--channel", all_variants.channel, "--from", world.upstream, cuda="")
+    done = world.flexops(
+        "channel", "check", "--channel", all_variants.channel, "--from", world.upstream, cuda=""
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.splitlines()
     assert told[0] == f"ok   3 packages are what the index of {all_variants.url} says"
@@ -180,7 +248,10 @@ def damage(package: Path) -> None:
 
 def test_a_damaged_package_is_not_indexed(cpu: CpuBuild, tmp_path: Path, world: World) -> None:
     place = Place(tmp_path / "channel")
-    for name, spoil in (("flipped-1-0.conda", damage), ("short-1-0.conda", lambda path: os.truncate(path, 100_000))):
+    for name, spoil in (
+        ("flipped-1-0.conda", damage),
+        ("short-1-0.conda", lambda path: os.truncate(path, 100_000)),
+    ):
         target = place.channel / "linux-64" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(cpu.package, target)
@@ -195,7 +266,9 @@ def test_a_damaged_package_is_not_indexed(cpu: CpuBuild, tmp_path: Path, world: 
     assert world  # the bindings are there
 
 
-def test_a_package_damaged_after_indexing_is_found_and_not_installed(cpu: CpuBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_damaged_after_indexing_is_found_and_not_installed(
+    cpu: CpuBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place(tmp_path / "channel")
     shutil.copytree(cpu.place.channel, place.channel)
     damage(place.packages()[0])
@@ -210,30 +283,63 @@ def test_a_package_damaged_after_indexing_is_found_and_not_installed(cpu: CpuBui
 
 
 def test_a_missing_dependency_is_named(cpu: CpuBuild) -> None:
-    with pytest.raises(ChannelError, match="flexops cannot be installed on a machine with no GPU: no channel has") as caught:
+    with pytest.raises(
+        ChannelError, match="flexops cannot be installed on a machine with no GPU: no channel has"
+    ) as caught:
         check.solve(cpu.place, check.Machine("no GPU", ""), VARIANTS, upstream=[])
     assert caught.value.fix == "name a channel that has it with --from"
 
 
 def test_a_pin_that_cannot_be_met_is_explained(cpu: CpuBuild, world: World) -> None:
-    with pytest.raises(ChannelError, match=r"pytorch 2\.5\.\* rules out pytorch >=2\.11, which is required") as caught:
-        check.solve(cpu.place, check.Machine("no GPU", ""), VARIANTS, upstream=[world.upstream], specs=["flexops", "pytorch 2.5.*"])
+    with pytest.raises(
+        ChannelError, match=r"pytorch 2\.5\.\* rules out pytorch >=2\.11, which is required"
+    ) as caught:
+        check.solve(
+            cpu.place,
+            check.Machine("no GPU", ""),
+            VARIANTS,
+            upstream=[world.upstream],
+            specs=["flexops", "pytorch 2.5.*"],
+        )
     assert "flexops" in caught.value.found
     assert caught.value.fix == "ask for pytorch >=2.11, or leave pytorch 2.5.* out"
 
 
-def test_a_cuda_package_on_a_machine_without_a_driver_is_explained(all_variants: Place, world: World) -> None:
+def test_a_cuda_package_on_a_machine_without_a_driver_is_explained(
+    all_variants: Place, world: World
+) -> None:
     with pytest.raises(ChannelError, match="this machine does not have __cuda") as caught:
-        check.solve(all_variants, check.Machine("no GPU", ""), VARIANTS, upstream=[world.upstream], specs=["flexops * cuda130*"])
+        check.solve(
+            all_variants,
+            check.Machine("no GPU", ""),
+            VARIANTS,
+            upstream=[world.upstream],
+            specs=["flexops * cuda130*"],
+        )
     assert "CONDA_OVERRIDE_CUDA=13.0" in caught.value.fix
 
 
-def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world: World, tmp_path: Path) -> None:
+def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(
+    world: World, tmp_path: Path
+) -> None:
     empty = Place(tmp_path / "empty")
     for folder in ("linux-64", "noarch"):
         (empty.channel / folder).mkdir(parents=True)
-        (empty.channel / folder / "repodata.json").write_text('{"packages": {}, "packages.conda": {}}')
-    done = world.flexops("channel", "build", "--variant", "cpu", "--channel", tmp_path / "channel", "--from", empty.url, "--engine", "rattler-build")
+        (empty.channel / folder / "repodata.json").write_text(
+            '{"packages": {}, "packages.conda": {}}'
+        )
+    done = world.flexops(
+        "channel",
+        "build",
+        "--variant",
+        "cpu",
+        "--channel",
+        tmp_path / "channel",
+        "--from",
+        empty.url,
+        "--engine",
+        "rattler-build",
+    )
     assert done.returncode == ChannelError.exit_code
     assert "Traceback" not in done.stderr
     assert "flexops: variant cpu cannot be built: " in done.stderr

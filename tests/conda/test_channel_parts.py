@@ -1,4 +1,5 @@
-"""The parts of ``flexops.channel`` that need no bindings: choosing an engine, explaining failures, which variant a machine should get."""
+"""The parts of ``flexops.channel`` that need no bindings: choosing an engine, explaining failures,
+which variant a machine should get."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.fixture
 def unindexed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake package can be neither sealed nor indexed."""
-    monkeypatch.setattr(building, "child", lambda _, request: shutil.copy(request["package"], request["target"]))
+    monkeypatch.setattr(
+        building, "child", lambda _, request: shutil.copy(request["package"], request["target"])
+    )
     monkeypatch.setattr(building, "index", lambda place: len(place.packages()))
 
 
@@ -62,11 +65,21 @@ def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> Non
     assert engine.choose("auto") == engine.Engine("conda-build", (str(path),))
     phases: list[str] = []
     place = Place(tmp_path / "channel")
-    (built,) = build([CUDA130], place, upstream=["one", "two"], overrides=[tmp_path / "pins.yaml"], test=False, on_phase=lambda _, phase: phases.append(phase))
+    (built,) = build(
+        [CUDA130],
+        place,
+        upstream=["one", "two"],
+        overrides=[tmp_path / "pins.yaml"],
+        test=False,
+        on_phase=lambda _, phase: phases.append(phase),
+    )
     told = built.log.read_text()
     files = f"-m {ROOT}/recipe/variants/cuda130.yaml -m {tmp_path}/pins.yaml"
     output = place.work / "cuda130"
-    options = f"--override-channels --output-folder {output} --package-format 2 --no-include-recipe --no-test"
+    options = (
+        f"--override-channels --output-folder {output} --package-format 2 --no-include-recipe"
+        " --no-test"
+    )
     assert f"fake conda-build {ROOT}/recipe {files} -c one -c two {options}\n" in told
     assert "override 13.0" in told
     assert phases == ["packing", "indexing"]
@@ -90,10 +103,15 @@ def test_an_old_conda_build_is_not_taken(fake) -> None:  # type: ignore[no-untyp
     assert engine.choose("auto").name == "rattler-build"
     with pytest.raises(ChannelError, match="conda-build cannot be used") as caught:
         engine.choose("conda-build")
-    assert (caught.value.found.endswith("conda-build 25.11.3"), "26" in caught.value.required) == (True, True)
+    assert (caught.value.found.endswith("conda-build 25.11.3"), "26" in caught.value.required) == (
+        True,
+        True,
+    )
 
 
-def test_without_conda_build_rattler_build_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_conda_build_rattler_build_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert engine.choose("auto") == engine.choose("rattler-build") == engine.Engine("rattler-build")
     with pytest.raises(ChannelError) as caught:
@@ -105,7 +123,10 @@ def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "BINDINGS", {"no_such_module": "py-nothing"})
     with pytest.raises(ChannelError, match="not installed") as caught:
         run.child("solve", {})
-    assert (caught.value.found, caught.value.fix) == ("no py-nothing", 'pip install "flexops-torch[conda]"')
+    assert (caught.value.found, caught.value.fix) == (
+        "no py-nothing",
+        'pip install "flexops-torch[conda]"',
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +142,9 @@ def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_which_variant_a_machine_should_get(cuda: str, there: str, variant: str) -> None:
-    assert check.expected(check.Machine("it", cuda), (CPU, CUDA129, CUDA130), there.split()) == variant
+    assert (
+        check.expected(check.Machine("it", cuda), (CPU, CUDA129, CUDA130), there.split()) == variant
+    )
 
 
 SOLVER = "Cannot solve the request because of: "
@@ -130,30 +153,65 @@ SOLVER = "Cannot solve the request because of: "
 @pytest.mark.parametrize(
     ("output", "what", "found", "fix"),
     [
-        (f"noise\n{SOLVER}No candidates were found for rich >=13.\n\n", "no channel has rich >=13", "No candidates were found for rich >=13.", "--from"),
         (
-            f"{SOLVER}flexops * cannot be installed because there are no viable options:\n└─ flexops 0.1.0 would require\n"
-            "   └─ __cuda >=13, for which no candidates were found.\n",
-            "this machine does not have __cuda >=13", "would require", "CONDA_OVERRIDE_CUDA",
+            f"noise\n{SOLVER}No candidates were found for rich >=13.\n\n",
+            "no channel has rich >=13",
+            "No candidates were found for rich >=13.",
+            "--from",
         ),
         (
-            f"{SOLVER}The following packages are incompatible\n├─ pytorch 2.5.* can be installed\n└─ flexops * cannot be installed\n",
-            "the requirements cannot be met together", "pytorch 2.5.*", "loosen",
+            (
+                f"{SOLVER}flexops * cannot be installed because there are no viable options:\n└─"
+                " flexops 0.1.0 would require\n   └─ __cuda >=13, for which no candidates were"
+                " found.\n"
+            ),
+            "this machine does not have __cuda >=13",
+            "would require",
+            "CONDA_OVERRIDE_CUDA",
         ),
         (
-            "  running build_ext\n\n  flexops: quant-cpu does not compile\n    found: expected ';'\n    fix: mend it\n    log: /x\n  error: subprocess\n",
-            "quant-cpu does not compile", "found: expected ';'", "mend it",
+            (
+                f"{SOLVER}The following packages are incompatible\n├─ pytorch 2.5.* can be"
+                " installed\n└─ flexops * cannot be installed\n"
+            ),
+            "the requirements cannot be met together",
+            "pytorch 2.5.*",
+            "loosen",
         ),
         (
-            "+ flexops --version\nflexops 0.1\n+ pip check\nno rich\nScript failed with status 1\nTest failed\n",
-            "it was built, but its tests fail", "+ pip check", "log",
+            (
+                "  running build_ext\n\n  flexops: quant-cpu does not compile\n    found: expected"
+                " ';'\n    fix: mend it\n    log: /x\n  error: subprocess\n"
+            ),
+            "quant-cpu does not compile",
+            "found: expected ';'",
+            "mend it",
+        ),
+        (
+            (
+                "+ flexops --version\nflexops 0.1\n+ pip check\nno rich\nScript failed with status"
+                " 1\nTest failed\n"
+            ),
+            "it was built, but its tests fail",
+            "+ pip check",
+            "log",
         ),
         ("+ make\nno rule\nScript failed with status 2\n", "its script failed", "no rule", "log"),
-        ("failed to fetch a-1-0.conda\nCaused by: Invalid checksum\n", "a package is damaged", "a-1-0.conda: Caused by: Invalid checksum", "again"),
-        ("error sending request for url (https://x/repodata)\nCaused by: dns error\n", "a channel cannot be reached", "https://x", "network"),
+        (
+            "failed to fetch a-1-0.conda\nCaused by: Invalid checksum\n",
+            "a package is damaged",
+            "a-1-0.conda: Caused by: Invalid checksum",
+            "again",
+        ),
+        (
+            "error sending request for url (https://x/repodata)\nCaused by: dns error\n",
+            "a channel cannot be reached",
+            "https://x",
+            "network",
+        ),
         ("one\ntwo\n", "it failed", "two", "log"),
     ],
-)  # fmt: skip
+)
 def test_a_long_output_is_boiled_down(output: str, what: str, found: str, fix: str) -> None:
     told = explain(output)
     assert told.what == what
@@ -162,8 +220,14 @@ def test_a_long_output_is_boiled_down(output: str, what: str, found: str, fix: s
 
 
 def test_a_spec_that_rules_out_a_requirement_is_named() -> None:
-    output = f"{SOLVER}flexops * cannot be installed:\n└─ flexops 0.1.0 would require\n   └─ pytorch >=2.11, for which no candidates were found.\n"
-    assert explain(output, ["flexops", "pytorch 2.5.*"]).what == "pytorch 2.5.* rules out pytorch >=2.11, which is required"
+    output = (
+        f"{SOLVER}flexops * cannot be installed:\n└─ flexops 0.1.0 would require\n   └─ pytorch"
+        " >=2.11, for which no candidates were found.\n"
+    )
+    assert (
+        explain(output, ["flexops", "pytorch 2.5.*"]).what
+        == "pytorch 2.5.* rules out pytorch >=2.11, which is required"
+    )
     assert explain(output, ["flexops"]).what == "no channel has pytorch >=2.11"
 
 
@@ -180,7 +244,12 @@ def test_names_of_packages() -> None:
 
 
 def test_only_packages_of_the_name_are_counted(tmp_path: Path) -> None:
-    for name in ("flexops-1-0.conda", "flexops-extra-1-0.conda", "flexops-1-0.conda.partial", "repodata.json"):
+    for name in (
+        "flexops-1-0.conda",
+        "flexops-extra-1-0.conda",
+        "flexops-1-0.conda.partial",
+        "repodata.json",
+    ):
         path = tmp_path / "linux-64" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
@@ -190,11 +259,19 @@ def test_only_packages_of_the_name_are_counted(tmp_path: Path) -> None:
 
 
 def test_doctor_s_findings_in_a_line_each() -> None:
-    report = json.loads('{"findings": [{"id": "torch", "status": "ok", "found": "2.13"}, {"id": "ninja", "status": "warn", "found": "none"}]}')
+    report = json.loads(
+        '{"findings": [{"id": "torch", "status": "ok", "found": "2.13"}, {"id": "ninja", "status":'
+        ' "warn", "found": "none"}]}'
+    )
     assert check.findings(report) == ("warn: ninja: none",)
 
 
 def test_the_command_imports_neither_torch_nor_the_bindings() -> None:
-    code = "import sys; sys.orig_argv[1:] = ['-m', 'flexops']; import flexops.cli._app; print(*{'torch', 'rattler', 'rattler_build'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys; sys.orig_argv[1:] = ['-m', 'flexops']; import flexops.cli._app;"
+        " print(*{'torch', 'rattler', 'rattler_build'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == []

@@ -1,4 +1,5 @@
-"""What is published: it never changes, a rebuild is the same, and what became of it is noticed before any client meets it. Over HTTP, as clients have it."""
+"""What is published: it never changes, a rebuild is the same, and what became of it is noticed
+before any client meets it. Over HTTP, as clients have it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def extract(package: Path, folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This machine's own server is not asked for by way of a proxy; logs about it go below the current folder."""
+    """This machine's own server is not asked for by way of a proxy; logs about it go below the
+    current folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
@@ -52,8 +54,13 @@ def address(channel: Place) -> Iterator[str]:
         yield url
 
 
-def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkout, place = copy_of_checkout(tmp_path / "checkout", only="lion"), Place(tmp_path / "channel")
+def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout, place = (
+        copy_of_checkout(tmp_path / "checkout", only="lion"),
+        Place(tmp_path / "channel"),
+    )
     assert world.build(place.channel, "--recipe", checkout / "recipe", "--no-test").returncode == 0
     (package,) = place.packages()
     first = package.read_bytes()
@@ -61,7 +68,10 @@ def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(world
     moved, umask = checkout.rename(tmp_path / "checked-out-elsewhere"), os.umask(0o077)
     try:
         elsewhere = Place(tmp_path / "a-longer-name-of-a-channel")
-        assert world.build(elsewhere.channel, "--recipe", moved / "recipe", "--no-test").returncode == 0
+        assert (
+            world.build(elsewhere.channel, "--recipe", moved / "recipe", "--no-test").returncode
+            == 0
+        )
     finally:
         os.umask(umask)
     assert elsewhere.packages()[0].read_bytes() == first
@@ -76,29 +86,54 @@ def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(world
 
     monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
     with served(place.channel) as url:
-        child("install", {"channels": [url, only_empty(tmp_path)], "specs": ["flexops"], "prefix": str(tmp_path / "prefix")})
+        child(
+            "install",
+            {
+                "channels": [url, only_empty(tmp_path)],
+                "specs": ["flexops"],
+                "prefix": str(tmp_path / "prefix"),
+            },
+        )
     assert (tmp_path / "prefix" / "conda-meta").is_dir()
 
 
-def test_nothing_of_the_machine_that_built_it_is_in_a_package(cpu: CpuBuild, world: World, tmp_path: Path) -> None:
+def test_nothing_of_the_machine_that_built_it_is_in_a_package(
+    cpu: CpuBuild, world: World, tmp_path: Path
+) -> None:
     extract(cpu.package, tmp_path / "x")
     told = {path: path.read_bytes() for path in (tmp_path / "x").rglob("*") if path.is_file()}
     assert [path for path, content in told.items() if str(world.root).encode() in content] == []
-    assert [path for path in told if path.name == "direct_url.json" or "recipe" in path.relative_to(tmp_path / "x").parts] == []
+    assert [
+        path
+        for path in told
+        if path.name == "direct_url.json" or "recipe" in path.relative_to(tmp_path / "x").parts
+    ] == []
     depends = json.loads((tmp_path / "x/info/index.json").read_bytes())["depends"]
     assert depends == sorted(depends)
-    manifests = [json.loads(content) for path, content in told.items() if path.name == "manifest.json"]
+    manifests = [
+        json.loads(content) for path, content in told.items() if path.name == "manifest.json"
+    ]
     assert manifests
     assert [manifest for manifest in manifests if "build_seconds" in manifest] == []
-    assert [path.name for path in told if path.name == "METADATA" and b"\nName: flexops-torch\n" in told[path]] == ["METADATA"]
+    assert [
+        path.name
+        for path in told
+        if path.name == "METADATA" and b"\nName: flexops-torch\n" in told[path]
+    ] == ["METADATA"]
     assert (tmp_path / "x/info/licenses/LICENSE").is_file()
-    assert {entry.date_time for entry in zipfile.ZipFile(cpu.package).infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert {entry.date_time for entry in zipfile.ZipFile(cpu.package).infolist()} == {
+        (1980, 1, 1, 0, 0, 0)
+    }
 
 
 def test_what_a_package_is_dated_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     (tmp_path / "csrc" / "__pycache__").mkdir(parents=True)
-    for name, date in (("csrc/a.cu", 1_600_000_000), ("csrc/__pycache__/a.pyc", 1_700_000_000), ("notes.txt", 1_700_000_000)):
+    for name, date in (
+        ("csrc/a.cu", 1_600_000_000),
+        ("csrc/__pycache__/a.pyc", 1_700_000_000),
+        ("notes.txt", 1_700_000_000),
+    ):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (date, date))
     assert sealing.source_date(tmp_path) == 1_600_000_000
@@ -110,7 +145,7 @@ def test_what_a_package_is_dated_by(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             sealing.source_date(tmp_path)
 
 
-# ---- what check notices ------------------------------------------------------------------------------------------------------------------------------
+# ---- what check notices --------------------------------------------------------------------------
 
 
 def repodata(place: Place, change: Callable[[dict[str, object]], None]) -> None:
@@ -119,7 +154,10 @@ def repodata(place: Place, change: Callable[[dict[str, object]], None]) -> None:
     data = json.loads(path.read_text())
     change(next(iter(data["packages.conda"].values())))
     path.write_text(json.dumps(data))
-    for other in (path.with_name("repodata.json.zst"), path.with_name("repodata_shards.msgpack.zst")):
+    for other in (
+        path.with_name("repodata.json.zst"),
+        path.with_name("repodata_shards.msgpack.zst"),
+    ):
         other.unlink()
 
 
@@ -190,16 +228,29 @@ FAULTS = {
     "deleted": (deleted, "is listed, and cannot be had"),
     "replaced": (replaced, "is not the file that the index lists"),
     "misnamed": (misnamed, "is misnamed: it holds flexops-"),
-    "misnamed as another": (misnamed_as_another, "numpy-2.0-0.conda is misnamed: it holds flexops-"),
-    "stale zst": (stale("repodata.json.zst"), "repodata.json.zst does not say what repodata.json says"),
-    "stale shards": (stale("repodata_shards.msgpack.zst"), "repodata_shards.msgpack.zst does not say what repodata.json says"),
+    "misnamed as another": (
+        misnamed_as_another,
+        "numpy-2.0-0.conda is misnamed: it holds flexops-",
+    ),
+    "stale zst": (
+        stale("repodata.json.zst"),
+        "repodata.json.zst does not say what repodata.json says",
+    ),
+    "stale shards": (
+        stale("repodata_shards.msgpack.zst"),
+        "repodata_shards.msgpack.zst does not say what repodata.json says",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_notices_in_a_folder_and_on_the_web(channel: Place, address: str, fault: str) -> None:
     spoil, message = FAULTS[fault]
-    assert audit(channel, "flexops") == audit(Place.parse(address), "flexops") == [Path("linux-64", channel.packages()[0].name)]
+    assert (
+        audit(channel, "flexops")
+        == audit(Place.parse(address), "flexops")
+        == [Path("linux-64", channel.packages()[0].name)]
+    )
     spoil(channel)
     for place in (channel, Place.parse(address)):
         with pytest.raises(ChannelError, match="the channel and its index do not agree") as caught:
@@ -215,7 +266,9 @@ def test_a_package_that_was_never_indexed_is_noticed(channel: Place) -> None:
     assert "linux-64/flexops-9.9-cpu_h0_0.conda is not listed under flexops" in caught.value.found
 
 
-def test_index_refuses_a_package_that_changed_unless_it_is_told_that_the_packages_are_right(channel: Place) -> None:
+def test_index_refuses_a_package_that_changed_unless_it_is_told_that_the_packages_are_right(
+    channel: Place,
+) -> None:
     replaced(channel)
     with pytest.raises(ChannelError, match="a published package never changes") as caught:
         index(channel)
@@ -231,19 +284,33 @@ def test_index_refuses_a_misnamed_package(channel: Place) -> None:
     assert "is misnamed: it holds flexops-" in caught.value.found
 
 
-# ---- a channel on the web ----------------------------------------------------------------------------------------------------------------------------
+# ---- a channel on the web ------------------------------------------------------------------------
 
 
-def test_a_channel_on_the_web_is_checked_and_never_written(channel: Place, address: str, world: World, tmp_path: Path) -> None:
+def test_a_channel_on_the_web_is_checked_and_never_written(
+    channel: Place, address: str, world: World, tmp_path: Path
+) -> None:
     before = {path: path.read_bytes() for path in channel.channel.rglob("*") if path.is_file()}
-    done = world.flexops("channel", "check", "--channel", address, "--from", only_empty(tmp_path), "--no-install", cuda="", cwd=tmp_path)
+    done = world.flexops(
+        "channel",
+        "check",
+        "--channel",
+        address,
+        "--from",
+        only_empty(tmp_path),
+        "--no-install",
+        cuda="",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == f"ok   1 packages are what the index of {address} says"
     for command in ("build", "index"):
         done = world.flexops("channel", command, "--channel", address, cwd=tmp_path)
         assert done.returncode == ChannelError.exit_code
         assert "a channel on the web can only be read" in done.stderr
-    assert {path: path.read_bytes() for path in channel.channel.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in channel.channel.rglob("*") if path.is_file()
+    } == before
 
 
 def test_a_server_that_is_not_there_is_one_message(world: World, tmp_path: Path) -> None:
@@ -260,19 +327,39 @@ def test_an_address_that_holds_no_channel_is_said_to(address: str) -> None:
         audit(Place.parse(f"{address}/nowhere"), "flexops")
 
 
-# ---- where no channel can be -------------------------------------------------------------------------------------------------------------------------
+# ---- where no channel can be ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "what"), [("/etc/passwd", "a file is in the way"), ("/etc/passwd/channel", "a file is in the way"), ("/proc/channel", "")])
-def test_where_no_folder_can_be_is_said_before_the_build(text: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexops.channel.building.engine.choose", lambda _: pytest.fail("it went on to build"))
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("/etc/passwd", "a file is in the way"),
+        ("/etc/passwd/channel", "a file is in the way"),
+        ("/proc/channel", ""),
+    ],
+)
+def test_where_no_folder_can_be_is_said_before_the_build(
+    text: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "flexops.channel.building.engine.choose", lambda _: pytest.fail("it went on to build")
+    )
     with pytest.raises(ChannelError, match="the channel cannot be a folder here") as caught:
         build(VARIANTS[:1], Place.parse(text))
     assert what in caught.value.found
     assert "--channel" in caught.value.fix
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/conda", "oci://ghcr.io/o/conda", "https://user:secret@host/conda", "file://host/conda", "http:///conda"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/conda",
+        "oci://ghcr.io/o/conda",
+        "https://user:secret@host/conda",
+        "file://host/conda",
+        "http:///conda",
+    ],
+)
 def test_addresses_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(ChannelError, match="this is no channel that can be read"):
         Place.parse(text)

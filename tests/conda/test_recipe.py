@@ -1,4 +1,5 @@
-"""The recipe and its variants: what they say is what the code says, and rattler-build understands it."""
+"""The recipe and its variants: what they say is what the code says, and rattler-build understands
+it."""
 
 from __future__ import annotations
 
@@ -46,10 +47,23 @@ def context(name: str) -> str:
 def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendered]:
     """What rattler-build makes of the recipe with some variant files."""
 
-    def run(*variants: str, recipe: Path = ROOT / "recipe" / "recipe.yaml", platform: str = "linux-64") -> Rendered:
-        command = [sys.executable, "-c", RENDER, platform, str(recipe), *(str(ROOT / name) for name in variants)]
+    def run(
+        *variants: str, recipe: Path = ROOT / "recipe" / "recipe.yaml", platform: str = "linux-64"
+    ) -> Rendered:
+        command = [
+            sys.executable,
+            "-c",
+            RENDER,
+            platform,
+            str(recipe),
+            *(str(ROOT / name) for name in variants),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        require("No module named 'rattler_build'" not in done.stderr, "the rattler bindings", with_extra("conda"))
+        require(
+            "No module named 'rattler_build'" not in done.stderr,
+            "the rattler bindings",
+            with_extra("conda"),
+        )
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout))
 
@@ -62,23 +76,32 @@ def test_the_recipe_s_version_is_flexops_() -> None:
 
 def test_the_floor_of_torch_is_where_the_stable_abi_begins() -> None:
     least = context("least_pytorch")
-    built = [TorchBuild(f"{version}.0+cpu", None, None, "", True, Path("/torch")) for version in (least, f"2.{int(least.split('.')[1]) - 1}")]
+    built = [
+        TorchBuild(f"{version}.0+cpu", None, None, "", True, Path("/torch"))
+        for version in (least, f"2.{int(least.split('.')[1]) - 1}")
+    ]
     assert [torch.abi_id.startswith("stable-") for torch in built] == [True, False]
     assert built[0].abi_id == f"stable-{least}"
 
 
 def test_the_requirements_are_those_of_the_wheel() -> None:
     wanted = _toml.load(ROOT / "pyproject.toml")["project"]["dependencies"]
-    assert '  "ninja",' in (ROOT / "pyproject.toml").read_text().splitlines(), "recipe/build.sh takes this line out"
+    assert '  "ninja",' in (ROOT / "pyproject.toml").read_text().splitlines(), (
+        "recipe/build.sh takes this line out"
+    )
     for requirement in wanted:
         name, bound = re.match(r"([\w-]+)(>=[\d.]+)?", requirement).groups()  # type: ignore[union-attr]
         if name != "torch":
-            assert f"    - {name} {bound}\n" in RECIPE if bound else f"    - {name}\n" in RECIPE, requirement
+            assert f"    - {name} {bound}\n" in RECIPE if bound else f"    - {name}\n" in RECIPE, (
+                requirement
+            )
 
 
 def test_every_variant_is_one_build(render: Callable[..., Rendered]) -> None:
     builds = render(conda.ALL)
-    assert sorted(str(one["string"]).split("_")[0] for one in builds) == sorted(one.id for one in targets.load().variants)
+    assert sorted(str(one["string"]).split("_")[0] for one in builds) == sorted(
+        one.id for one in targets.load().variants
+    )
     for one in builds:
         expected = 0 if str(one["string"]).startswith("cpu_") else 200
         assert (one["number"], str(one["string"]).rpartition("_")[2]) == (expected, str(expected))
@@ -86,19 +109,34 @@ def test_every_variant_is_one_build(render: Callable[..., Rendered]) -> None:
 
 
 @pytest.mark.parametrize("variant", targets.load().variants, ids=lambda one: str(one.id))
-def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render: Callable[..., Rendered], variant: conda.Variant) -> None:
+def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(
+    render: Callable[..., Rendered], variant: conda.Variant
+) -> None:
     (alone,) = render(conda.ALL, variant.path)
     (same,) = render(variant.path)
     assert alone["string"] == same["string"]
     used = dict(alone["variant"])  # type: ignore[call-overload]
-    assert (used["cuda_compiler_version"], used.get("cuda_arch_list", "None")) == (variant.cuda or "None", variant.arch_list or "None")
-    assert (used["cxx_compiler_version"], used["c_stdlib_version"]) == (variant.compiler, variant.sysroot)
+    assert (used["cuda_compiler_version"], used.get("cuda_arch_list", "None")) == (
+        variant.cuda or "None",
+        variant.arch_list or "None",
+    )
+    assert (used["cxx_compiler_version"], used["c_stdlib_version"]) == (
+        variant.compiler,
+        variant.sysroot,
+    )
     text = str(alone["recipe"])
-    assert ("cuda-nvrtc-dev" in text, "__cuda" in text, "nvcc" in text) == (bool(variant.cuda), bool(variant.cuda), False)
+    assert ("cuda-nvrtc-dev" in text, "__cuda" in text, "nvcc" in text) == (
+        bool(variant.cuda),
+        bool(variant.cuda),
+        False,
+    )
 
 
 def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered]) -> None:
-    builds = {str(one["string"]).split("_")[0]: str(one["recipe"]) for one in render(conda.ALL, platform="linux-aarch64")}
+    builds = {
+        str(one["string"]).split("_")[0]: str(one["recipe"])
+        for one in render(conda.ALL, platform="linux-aarch64")
+    }
     assert set(builds) == {one.id for one in targets.load().variants}
     for name, recipe in builds.items():
         assert "gxx_linux-aarch64" in recipe, name
@@ -108,7 +146,9 @@ def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered])
 def test_the_cuda_variants_are_conda_forge_s_with_every_architecture() -> None:
     found = {one.id: one for one in targets.load().variants}
     assert list(found) == ["cpu", "cuda129", "cuda130"]
-    assert {one.arch_list for one in found.values() if one.cuda} == {"7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"}
+    assert {one.arch_list for one in found.values() if one.cuda} == {
+        "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+    }
 
 
 PINNING = {
@@ -127,8 +167,11 @@ PINNING = {
 ZIPPED = [key for key, values in PINNING.items() if len(values) > 1]
 
 
-def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render: Callable[..., Rendered], tmp_path: Path) -> None:
-    """As docs/conda.md has it: no variants file beside the recipe, and nothing of what conda-forge's pinning zips, which a rerender would refuse."""
+def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(
+    render: Callable[..., Rendered], tmp_path: Path
+) -> None:
+    """As docs/conda.md has it: no variants file beside the recipe, and nothing of what
+    conda-forge's pinning zips, which a rerender would refuse."""
     told = (ROOT / "docs/conda.md").read_text().partition("### A feedstock")[2]
     own = told.partition("```yaml\n")[2].partition("```")[0]
     assert re.findall(r"^(\w+):", own, re.MULTILINE) == ["cuda_arch_list"]
@@ -137,42 +180,68 @@ def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render: Ca
     (tmp_path / "pinning.yaml").write_text(json.dumps({**PINNING, "zip_keys": [ZIPPED]}))
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "recipe.yaml").write_text(RECIPE)
-    builds = render(str(tmp_path / "pinning.yaml"), str(tmp_path / "own.yaml"), recipe=tmp_path / "recipe" / "recipe.yaml")
-    assert sorted(str(one["string"]).split("_")[0] for one in builds) == ["cpu", "cuda129", "cuda130"]
+    builds = render(
+        str(tmp_path / "pinning.yaml"),
+        str(tmp_path / "own.yaml"),
+        recipe=tmp_path / "recipe" / "recipe.yaml",
+    )
+    assert sorted(str(one["string"]).split("_")[0] for one in builds) == [
+        "cpu",
+        "cuda129",
+        "cuda130",
+    ]
     known = {one.id: one for one in targets.load().variants}
     for one in builds:
         variant = known[str(one["string"]).split("_")[0]]
-        assert json.dumps({"CUDA_ARCH_LIST": variant.arch_list or "None"})[1:-1] in str(one["recipe"])
+        assert json.dumps({"CUDA_ARCH_LIST": variant.arch_list or "None"})[1:-1] in str(
+            one["recipe"]
+        )
 
 
 def test_the_feedstock_s_linter_can_read_it() -> None:
-    """It evaluates every expression by jinja2, with no variant: ``cuda_compiler_version`` is undefined there, and has no methods."""
+    """It evaluates every expression by jinja2, with no variant: ``cuda_compiler_version`` is
+    undefined there, and has no methods."""
     from jinja2 import DebugUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
-    environment = SandboxedEnvironment(variable_start_string="${{", variable_end_string="}}", undefined=DebugUndefined)
+    environment = SandboxedEnvironment(
+        variable_start_string="${{", variable_end_string="}}", undefined=DebugUndefined
+    )
     environment.filters["split"] = lambda text, separator=None: text.split(separator)
     for name in ("compiler", "stdlib", "pin_compatible"):
         environment.globals[name] = lambda what, **_: f"{what} of some kind"
     environment.globals["env"] = SimpleNamespace(get=lambda name, default="": default or name)
     values: dict[str, str] = {}
-    for name, value in re.findall(r'^  (\w+): "?([^"\n].*?)"?$', RECIPE.partition("context:\n")[2].partition("\npackage:")[0], re.MULTILINE):
+    for name, value in re.findall(
+        r'^  (\w+): "?([^"\n].*?)"?$',
+        RECIPE.partition("context:\n")[2].partition("\npackage:")[0],
+        re.MULTILINE,
+    ):
         values[name] = environment.from_string(value).render(values)
     assert values["device"] == "cuda{{ cuda_compiler_version }}"
     assert "__cuda >=" in environment.from_string(RECIPE).render(values)
 
 
-def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(render: Callable[..., Rendered]) -> None:
+def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(
+    render: Callable[..., Rendered],
+) -> None:
     about = json.loads(str(render(conda.ALL)[0]["recipe"]))["about"]
     project = _toml.load(ROOT / "pyproject.toml")["project"]
     assert (about["license"], about["summary"]) == (project["license"], project["description"])
-    assert all(about[field] for field in ("homepage", "repository", "documentation", "description", "license_file")), about
-    assert project["urls"] == {name.capitalize(): about[name] for name in ("homepage", "repository", "documentation")}
+    assert all(
+        about[field]
+        for field in ("homepage", "repository", "documentation", "description", "license_file")
+    ), about
+    assert project["urls"] == {
+        name.capitalize(): about[name] for name in ("homepage", "repository", "documentation")
+    }
 
 
 def test_what_is_said_to_be_in_it_is_there() -> None:
     """Fused attention is not: what is said of attention is said of operators that exist."""
-    words = re.findall(r"[a-z]+", RECIPE.partition("description: |")[2].partition("license:")[0].lower())
+    words = re.findall(
+        r"[a-z]+", RECIPE.partition("description: |")[2].partition("license:")[0].lower()
+    )
     assert "attention" not in words or "attention" in dir(flexops)
 
 
@@ -181,7 +250,10 @@ def test_what_is_said_to_be_in_it_is_there() -> None:
     [
         ({"cuda": "12.8"}, "conda cuda129, cuda: is 12.8, so the variant's name is cuda128"),
         ({"compiler": "15"}, "conda cuda129, compiler: gcc 15 is newer than nvcc 12.9 accepts"),
-        ({"capabilities": ["8.0", "13.0"]}, "conda cuda129, capabilities: CUDA 12.9 cannot compile for 13.0"),
+        (
+            {"capabilities": ["8.0", "13.0"]},
+            "conda cuda129, capabilities: CUDA 12.9 cannot compile for 13.0",
+        ),
         ({"capabilities": ["9.0", "8.0"]}, "conda cuda129, capabilities: must be in order"),
         ({"capabilities": []}, "conda cuda129, capabilities: are needed with cuda"),
         ({"sysroot": 2.17}, "conda cuda129, sysroot: 2.17 is not a version"),
@@ -191,16 +263,41 @@ def test_what_is_said_to_be_in_it_is_there() -> None:
 def test_what_is_wrong_with_a_variant_is_said(change: dict[str, object], fault: str) -> None:
     document = _toml.load(loading.PATH)
     row = {**document["conda"]["cuda129"], **change}
-    found = [f"{where}, {field}: {what}" for where, field, what in conda.faults({"conda": {"cuda129": row}}, rules())]
+    found = [
+        f"{where}, {field}: {what}"
+        for where, field, what in conda.faults({"conda": {"cuda129": row}}, rules())
+    ]
     assert found
     assert found[0].startswith(fault), found
 
 
-def test_the_environments_are_read_by_conda_s_own_parser(require: Callable[[object, str, str], None]) -> None:
-    lines = [line for path in sorted((ROOT / "envs").glob("*.yml")) for line in path.read_text().splitlines()]
-    specs = [line[4:] for line in lines if line.startswith("  - ") and ":" not in line and line != "  - conda-forge"]
-    code = "import json, os, sys, rattler\nfor spec in json.load(sys.stdin): rattler.MatchSpec(spec, strict=True)\nos._exit(0)"
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(specs), capture_output=True, text=True, timeout=60, check=False)
-    require("No module named 'rattler'" not in done.stderr, "the rattler bindings", with_extra("conda"))
+def test_the_environments_are_read_by_conda_s_own_parser(
+    require: Callable[[object, str, str], None],
+) -> None:
+    lines = [
+        line
+        for path in sorted((ROOT / "envs").glob("*.yml"))
+        for line in path.read_text().splitlines()
+    ]
+    specs = [
+        line[4:]
+        for line in lines
+        if line.startswith("  - ") and ":" not in line and line != "  - conda-forge"
+    ]
+    code = (
+        "import json, os, sys, rattler\nfor spec in json.load(sys.stdin): rattler.MatchSpec(spec,"
+        " strict=True)\nos._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(specs),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    require(
+        "No module named 'rattler'" not in done.stderr, "the rattler bindings", with_extra("conda")
+    )
     assert done.returncode == 0, done.stderr
     assert len(specs) > 100

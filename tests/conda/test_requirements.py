@@ -1,4 +1,5 @@
-"""What the packages require, as conda-forge would have it: its packages export requirements to those that are built with them, and not all of those fit."""
+"""What the packages require, as conda-forge would have it: its packages export requirements to
+those that are built with them, and not all of those fit."""
 
 from __future__ import annotations
 
@@ -38,22 +39,44 @@ def upstream(world: World) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: str(one.id))
-def test_exports_of_what_compiles_do_not_bind_what_runs(world: World, upstream: str, tmp_path: Path, variant: Variant) -> None:
+def test_exports_of_what_compiles_do_not_bind_what_runs(
+    world: World, upstream: str, tmp_path: Path, variant: Variant
+) -> None:
     """The recipe with a script that compiles nothing: what is required does not hang on that."""
     shutil.copytree(ROOT / "recipe", tmp_path / "recipe")
     (tmp_path / "recipe/build.sh").write_text(SCRIPT)
     for name in ("LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     place = Place(tmp_path / "channel")
-    done = world.build(place.channel, "--recipe", tmp_path / "recipe", "--from", upstream, "--no-test", variant=variant.id)
+    done = world.build(
+        place.channel,
+        "--recipe",
+        tmp_path / "recipe",
+        "--from",
+        upstream,
+        "--no-test",
+        variant=variant.id,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (package,) = place.packages("flexops")
-    depends = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][package.name]["depends"]
-    found = sorted(spec for spec in depends if spec.split()[0] != "python")  # the miniature channel has one, whose version is the floor there
-    built = [f"__glibc >={variant.sysroot},<3.0.a0", f"libgcc >={variant.compiler}", f"libstdcxx >={variant.compiler}"]  # what libraries need where they run
+    depends = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][
+        package.name
+    ]["depends"]
+    # the miniature channel has one, whose version is the floor there
+    found = sorted(spec for spec in depends if spec.split()[0] != "python")
+    # what libraries need where they run
+    built = [
+        f"__glibc >={variant.sysroot},<3.0.a0",
+        f"libgcc >={variant.compiler}",
+        f"libstdcxx >={variant.compiler}",
+    ]
     assert found == sorted([*RUN, *built, *cuda(variant)])
 
 
 def cuda(variant: Variant) -> list[str]:
     major = int(variant.cuda.partition(".")[0] or 0)
-    return [f"__cuda >={major}", f"cuda-version >={major},<{major + 1}.0a0", "pytorch * cuda*"] if major else []
+    return (
+        [f"__cuda >={major}", f"cuda-version >={major},<{major + 1}.0a0", "pytorch * cuda*"]
+        if major
+        else []
+    )

@@ -1,7 +1,8 @@
-"""For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors, CUDA's kernels compute, by a driver that runs them; and what
-tests of GPUs call ``cuda`` is the CPU.
+"""For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors,
+CUDA's kernels compute, by a driver that runs them; and what tests of GPUs call ``cuda`` is the CPU.
 
-The process has ``tests/build/stand_in``'s libraries, and STAND_IN_TRANSLATOR (``test_emulated_kernels.py`` starts it so).
+The process has ``tests/build/stand_in``'s libraries, and STAND_IN_TRANSLATOR
+(``test_emulated_kernels.py`` starts it so).
 """
 
 from __future__ import annotations
@@ -45,12 +46,22 @@ class OnCpu(TorchFunctionMode):
         def place(value: Any) -> Any:
             return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
-        return args[0] if func is torch.Tensor.cuda else func(*map(place, args), **{name: place(value) for name, value in (kwargs or {}).items()})
+        return (
+            args[0]
+            if func is torch.Tensor.cuda
+            else func(
+                *map(place, args), **{name: place(value) for name, value in (kwargs or {}).items()}
+            )
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config) -> None:
-    conftest = next(plugin for plugin in config.pluginmanager.get_plugins() if str(getattr(plugin, "__file__", "")).endswith("tests/conftest.py"))
+    conftest = next(
+        plugin
+        for plugin in config.pluginmanager.get_plugins()
+        if str(getattr(plugin, "__file__", "")).endswith("tests/conftest.py")
+    )
     conftest._gpu = lambda: True
 
 

@@ -1,12 +1,17 @@
-"""Kernels for CUDA, run where there is no GPU: the tests of operators (tests/ops), on NVRTC's code for compute_80, translated to C++ (ptx.py) and run by
-the stand-in driver, a thread of a block being a fiber (device.h).
+"""Kernels for CUDA, run where there is no GPU: the tests of operators (tests/ops), on NVRTC's code
+for compute_80, translated to C++ (ptx.py) and run by the stand-in driver, a thread of a block being
+a fiber (device.h).
 
-What is shown: that bindings, launchers and kernels together compute what reference and float64 do, on a GPU of capability 8.0; that no thread touches
-memory which is not the call's, at an address that is not aligned, or shared memory that nobody has written; that threads come to the same barriers.
-What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions that only newer GPUs have (Hopper's kernels); and races only in
-so far as they show when threads run one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma`` rounded once.
+What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
+on a GPU of capability 8.0; that no thread touches memory which is not the call's, at an address
+that is not aligned, or shared memory that nobody has written; that threads come to the same
+barriers. What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions
+that only newer GPUs have (Hopper's kernels); and races only in so far as they show when threads run
+one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma``
+rounded once.
 
-Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's ``-k``.
+Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's
+``-k``.
 """
 
 from __future__ import annotations
@@ -26,29 +31,64 @@ from flexops import settings
 from flexops.toolchain.model import HostCompiler
 
 HERE = Path(__file__).resolve().parent
-# By selection: tests whose results depend on kernels alone. Others ask for compilers of torch's own, for levels of the CPU's instructions, for a second device.
-RESULTS = "cpu and not (compile or opcheck or another_device or autocast or torch_func or large or isa)"
+# By selection: tests whose results depend on kernels alone. Others ask for compilers of torch's
+# own, for levels of the CPU's instructions, for a second device.
+RESULTS = (
+    "cpu and not (compile or opcheck or another_device or autocast or torch_func or large or isa)"
+)
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) -> dict[str, str]:
+def machine(
+    tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler
+) -> dict[str, str]:
     """The environment of a process whose GPU, an A100, is emulated."""
     folder = stand_in_driver.build(tmp_path_factory.mktemp("stand-in"), host_compiler)
     made = settings.current().cache_dir / "emulated"
     made.mkdir(exist_ok=True)
     translator = shlex.join([sys.executable, "-S", "-E", str(HERE / "ptx.py"), str(made)])
-    return {"folder": str(folder), "STAND_IN_GPUS": "80", "STAND_IN_SMS": "108", "STAND_IN_TRANSLATOR": translator, "CXX": str(host_compiler.path)}
+    return {
+        "folder": str(folder),
+        "STAND_IN_GPUS": "80",
+        "STAND_IN_SMS": "108",
+        "STAND_IN_TRANSLATOR": translator,
+        "CXX": str(host_compiler.path),
+    }
 
 
 def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
-    """How many of these tests passed; all others of the selection are skipped ones. What a kernel did wrong is in the output of the test that failed."""
+    """How many of these tests passed; all others of the selection are skipped ones. What a kernel
+    did wrong is in the output of the test that failed."""
     folder = Path(machine["folder"])
     known = {name: value for name, value in machine.items() if name != "folder"}
-    known |= {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]), "FLEXOPS_TEST_CACHE": str(settings.current().cache_dir)}
+    known |= {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        "FLEXOPS_TEST_CACHE": str(settings.current().cache_dir),
+    }
     environment = stand_in_driver.environment(folder, **(known | variables))
-    command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", *selection]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "emulated_gpu",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        *selection,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{shlex.join(command)}\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
+    )
     log = Path(environment["STAND_IN_LOG"]).read_text()
     assert "\nfault" not in log
     assert "\nlaunch" in log, "a kernel ran"
@@ -56,7 +96,7 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     return int(found[1]) if found else 0
 
 
-# ---- what the emulated GPU notices ---------------------------------------------------------------------------------------------------------------
+# ---- what the emulated GPU notices ---------------------------------------------------------------
 
 FAULTS = r"""
 import ctypes, struct
@@ -104,23 +144,35 @@ said["x"] = x.tolist() if said["0"] == 0 else None
 def test_what_the_emulated_gpu_notices(machine: dict[str, str]) -> None:
     """Each branch of the kernel does one thing wrong; the first nothing."""
     known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(Path(machine["folder"]), FAULTS, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    answer = stand_in_driver.run(
+        Path(machine["folder"]),
+        FAULTS,
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        **known,
+    )
     assert "error" not in answer.said, answer.said
     assert [answer.said[str(which)] for which in range(8)] == [0, *[719] * 7]
     faults = [line for line in answer.log if line.startswith("fault")]
-    for fault, text in zip(faults, (
-        "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory before, in block .0, 0, 0., thread .0, 0, 0., at .*st",
-        "8 bytes at 0x[0-9a-f]+ are misaligned",
-        "byte 0 of shared memory was never written",
-        "256 bytes from the start of shared memory, is outside of its 256",
-        "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
-        "waits for lanes of its warp",
-        "byte 0 of shared memory was never written",
-    ), strict=True):  # fmt: skip
+    for fault, text in zip(
+        faults,
+        (
+            (
+                "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory"
+                " before, in block .0, 0, 0., thread .0, 0, 0., at .*st"
+            ),
+            "8 bytes at 0x[0-9a-f]+ are misaligned",
+            "byte 0 of shared memory was never written",
+            "256 bytes from the start of shared memory, is outside of its 256",
+            "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
+            "waits for lanes of its warp",
+            "byte 0 of shared memory was never written",
+        ),
+        strict=True,
+    ):
         assert re.search(text, fault), fault
 
 
-# ---- a header of which other projects' kernels are made --------------------------------------------------------------------------------------------
+# ---- a header of which other projects' kernels are made ------------------------------------------
 
 MAPPED = r"""
 import ctypes, struct
@@ -166,19 +218,36 @@ said["runs"] = runs
 
 def test_elements_of_any_number_at_any_address_are_mapped(machine: dict[str, str]) -> None:
     known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(Path(machine["folder"]), MAPPED, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    answer = stand_in_driver.run(
+        Path(machine["folder"]),
+        MAPPED,
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        **known,
+    )
     assert answer.said == {"runs": 54}, answer.said
     assert not [line for line in answer.log if line.startswith("fault")]
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 QUICK = (
     ("tests/ops/test_norm.py", "tests/ops/test_lion.py", "tests/emulated/attention_forward.py"),
-    "native_is_what and rms_norm-cpu-float32 and not add or formula_in_float64 and cpu or grouped_heads",
+    (
+        "native_is_what and rms_norm-cpu-float32 and not add or formula_in_float64 and cpu or"
+        " grouped_heads"
+    ),
 )
 STEPS = ("adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "narrow_states")
-FUNCTIONS = ("activation", "attention", "cross_entropy", "norm", "quant", "quant_fp8", "rope", "softmax")
+FUNCTIONS = (
+    "activation",
+    "attention",
+    "cross_entropy",
+    "norm",
+    "quant",
+    "quant_fp8",
+    "rope",
+    "softmax",
+)
 
 
 def test_a_few_kernels(machine: dict[str, str]) -> None:
@@ -191,19 +260,23 @@ def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
-SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)")
+SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
+    FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
+)
 SELECTIONS["attention"] += " and not float32"  # plain PyTorch on a GPU
 SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the driver does not know
-    "half_a_step and not any_shape or native_gives_the_references_bits or begin_anywhere and cpu or not_finite or comes_back_exactly or span"
+    "half_a_step and not any_shape or native_gives_the_references_bits or begin_anywhere and cpu or"
+    " not_finite or comes_back_exactly or span"
 )
-
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward", "reversed"])
 @pytest.mark.parametrize("family", SELECTIONS)
 def test_every_result_of_a_family(machine: dict[str, str], family: str, order: str) -> None:
-    assert emulated(machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order)
+    assert emulated(
+        machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order
+    )
 
 
 @pytest.mark.slow
@@ -227,16 +300,27 @@ def test_gradients_of_attention_with_head_dims_of_any_number(machine: dict[str, 
 
 @pytest.mark.slow
 def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[str, str]) -> None:
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64") == 2
+    assert (
+        emulated(
+            machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64"
+        )
+        == 2
+    )
 
 
 @pytest.mark.slow
 def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
     """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
-    assert emulated(machine, "tests/ops/test_attention.py", "-k", "any_head_dim and (192 or 256) and not reference and not dtype0", STAND_IN_GPUS="86")
+    assert emulated(
+        machine,
+        "tests/ops/test_attention.py",
+        "-k",
+        "any_head_dim and (192 or 256) and not reference and not dtype0",
+        STAND_IN_GPUS="86",
+    )
 
 
-# ---- people's own sources ----------------------------------------------------------------------------------------------------------------------------
+# ---- people's own sources ------------------------------------------------------------------------
 
 SOURCE = r"""
 #include <torch/extension.h>
@@ -292,14 +376,40 @@ said["right"] = True
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nvcc_toolkit")  # for the headers of CUDA's runtime, which a torch for CPUs does not bring
-def test_a_source_with_torchs_headers_computes_without_nvcc(machine: dict[str, str], tmp_path: Path, host_compiler: HostCompiler) -> None:
-    """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an anonymous namespace's kernels."""
+# for the headers of CUDA's runtime, which a torch for CPUs does not bring
+@pytest.mark.usefixtures("nvcc_toolkit")
+def test_a_source_with_torchs_headers_computes_without_nvcc(
+    machine: dict[str, str], tmp_path: Path, host_compiler: HostCompiler
+) -> None:
+    """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
+    anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)
-    subprocess.run([str(host_compiler.path), "-x", "c", "-shared", "-fPIC", "-o", str(tmp_path / "libc10_cuda.so"), "/dev/null"], check=True)
+    subprocess.run(
+        [
+            str(host_compiler.path),
+            "-x",
+            "c",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(tmp_path / "libc10_cuda.so"),
+            "/dev/null",
+        ],
+        check=True,
+    )
     (tmp_path / "libtorch_cuda.so").symlink_to(Path(machine["folder"]) / "libtorch_cuda.so")
     known = {name: value for name, value in machine.items() if name != "folder"}
-    known |= {"FOLDER": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "8.0", "FLEXOPS_PCH": "0", "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
-    answer = stand_in_driver.run(Path(machine["folder"]), CALLS, PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]), **known)
+    known |= {
+        "FOLDER": str(tmp_path),
+        "TORCH_CUDA_ARCH_LIST": "8.0",
+        "FLEXOPS_PCH": "0",
+        "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    answer = stand_in_driver.run(
+        Path(machine["folder"]),
+        CALLS,
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        **known,
+    )
     assert answer.said == {"right": True}, f"{answer.said}{answer.errors}"
     assert len([one for one in answer.launches if one.status == 0]) == 6

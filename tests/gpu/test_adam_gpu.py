@@ -1,4 +1,5 @@
-"""flexops.optim's Adam and AdamW on a GPU against torch's fused ones. All else that optimizers do on a GPU is in tests/ops, marked ``gpu``."""
+"""flexops.optim's Adam and AdamW on a GPU against torch's fused ones. All else that optimizers do
+on a GPU is in tests/ops, marked ``gpu``."""
 
 from __future__ import annotations
 
@@ -39,5 +40,11 @@ def test_torch_fused_after_many_steps(name: str, options: dict[str, Any]) -> Non
 def test_steps_on_the_wrong_device_are_named() -> None:
     lists = make_lists(STEP, torch.float32, torch.float32, "cuda")
     lists[-1][2] = torch.zeros(())
-    with pytest.raises(ValueError, match=r"flexops::adam_: state_steps\[2\] must be on the device of params\[0\], cuda:0, got cpu"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"flexops::adam_: state_steps\[2\] must be on the device of params\[0\], cuda:0,"
+            r" got cpu"
+        ),
+    ):
         STEP.call(*lists, **STEP.numbers)

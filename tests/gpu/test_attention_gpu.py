@@ -1,5 +1,6 @@
-"""flexops.attention's kernels on a GPU: every tiling of both ways, Hopper's own and the one for sm_80 and newer (backward also with
-the 99 KB of shared memory that 8.6, 8.9 and 12.x have), against float64 and torch's flash backend."""
+"""flexops.attention's kernels on a GPU: every tiling of both ways, Hopper's own and the one for
+sm_80 and newer (backward also with the 99 KB of shared memory that 8.6, 8.9 and 12.x have), against
+float64 and torch's flash backend."""
 
 from __future__ import annotations
 
@@ -46,17 +47,31 @@ def seeded() -> None:
 
 
 def _library() -> Any:
-    return ctypes.CDLL(str(next(one.path for one in flexops.status() if one.op == "attention" and one.device == "cuda" and one.path)))
+    return ctypes.CDLL(
+        str(
+            next(
+                one.path
+                for one in flexops.status()
+                if one.op == "attention" and one.device == "cuda" and one.path
+            )
+        )
+    )
 
 
 @pytest.fixture(params=["hopper", "sm_80", "sm_86"])
 def way(request: pytest.FixtureRequest, require: Any) -> Iterator[str]:
     """Which kernels run, of those that take any number of queries."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    require(hopper or request.param != "hopper", "a GPU of capability 9.0", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
+    require(
+        hopper or request.param != "hopper",
+        "a GPU of capability 9.0",
+        "bash scripts/run_tests.sh -m gpu, on an H100 or H200",
+    )
     _library().flexops_attention_hopper(int(request.param == "hopper"))
     _library().flexops_attention_splits(0)
-    _library().flexops_attention_shared(ctypes.c_int64(99 << 10 if request.param == "sm_86" else 1 << 20))
+    _library().flexops_attention_shared(
+        ctypes.c_int64(99 << 10 if request.param == "sm_86" else 1 << 20)
+    )
     _library().flexops_attention_heads_split(0 if request.param == "sm_80" else -1)
     yield request.param
     _library().flexops_attention_heads_split(-1)
@@ -77,7 +92,16 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -
     return (torch.randn(shape, device="cuda") * scale).to(dtype)
 
 
-def qkv(queries: int, keys: int, heads: int, key_heads: int, columns: int, columns_v: int = 0, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+def qkv(
+    queries: int,
+    keys: int,
+    heads: int,
+    key_heads: int,
+    columns: int,
+    columns_v: int = 0,
+    batch: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
     torch.manual_seed(queries + keys + columns)
     return (
         rand(batch, queries, heads, columns, dtype=dtype),
@@ -86,11 +110,26 @@ def qkv(queries: int, keys: int, heads: int, key_heads: int, columns: int, colum
     )
 
 
-# ---- tilings ---------------------------------------------------------------------------------------------------------------------------------
+# ---- tilings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("columns", [(32, 32), (64, 64), (72, 72), (96, 96), (80, 80), (128, 128), (64, 128), (192, 128), (192, 192), (160, 160), (256, 256)])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        (32, 32),
+        (64, 64),
+        (72, 72),
+        (96, 96),
+        (80, 80),
+        (128, 128),
+        (64, 128),
+        (192, 128),
+        (192, 192),
+        (160, 160),
+        (256, 256),
+    ],
+)
 @pytest.mark.usefixtures("way")
 def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
     assert_close(errors(*qkv(201, 333, 6, 2, *columns), causal=causal), torch.bfloat16)
@@ -102,7 +141,8 @@ def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
 def test_head_dims_that_are_no_multiple_of_8(
     columns: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns of zeros are added; the scale is that of q's own columns, gradients have no others."""
+    """Columns of zeros are added; the scale is that of q's own columns, gradients have no
+    others."""
 
     def fail(*arguments: Any) -> None:
         pytest.fail(f"left the kernels: {arguments}")
@@ -116,7 +156,9 @@ def test_head_dims_that_are_no_multiple_of_8(
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
 def test_float16(columns: int) -> None:
-    assert_close(errors(*qkv(201, 333, 4, 4, columns, dtype=torch.float16), causal=True), torch.float16)
+    assert_close(
+        errors(*qkv(201, 333, 4, 4, columns, dtype=torch.float16), causal=True), torch.float16
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -136,9 +178,16 @@ INPUTS: dict[str, tuple[int, int, float, bool]] = {  # queries, keys, factor of 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_no_worse_than_torchs_flash_backend(dtype: torch.dtype, columns: int, inputs: str, way: str) -> None:
+def test_no_worse_than_torchs_flash_backend(
+    dtype: torch.dtype, columns: int, inputs: str, way: str
+) -> None:
     queries, keys, factor, causal = INPUTS[inputs]
-    tensors = [x * size for x, size in zip(qkv(queries, keys, 4, 4, columns, dtype=dtype), (factor, factor, 1), strict=True)]
+    tensors = [
+        x * size
+        for x, size in zip(
+            qkv(queries, keys, 4, 4, columns, dtype=dtype), (factor, factor, 1), strict=True
+        )
+    ]
     grad = rand(2, queries, 4, columns, dtype=dtype)
 
     def run(function: Any, of: list[Tensor], gradient: Tensor) -> list[Tensor]:
@@ -148,25 +197,44 @@ def test_no_worse_than_torchs_flash_backend(dtype: torch.dtype, columns: int, in
 
     def flash(*of: Tensor) -> Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in of), is_causal=causal).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in of), is_causal=causal
+            ).transpose(1, 2)
 
-    expected = run(lambda *of: exact(*of, causal=causal)[0], [x.double() for x in tensors], grad.double())
-    ours, theirs = run(lambda *of: flexops.attention(*of, causal=causal), tensors, grad), run(flash, tensors, grad)
-    for what, actual, rival, value in zip(("result", "gradient of q", "gradient of k", "gradient of v"), ours, theirs, expected, strict=True):
-        name = f"attention, {inputs}, {columns} columns{'' if way == 'hopper' else f', as on {way}'}"
+    expected = run(
+        lambda *of: exact(*of, causal=causal)[0], [x.double() for x in tensors], grad.double()
+    )
+    ours, theirs = (
+        run(lambda *of: flexops.attention(*of, causal=causal), tensors, grad),
+        run(flash, tensors, grad),
+    )
+    for what, actual, rival, value in zip(
+        ("result", "gradient of q", "gradient of k", "gradient of v"),
+        ours,
+        theirs,
+        expected,
+        strict=True,
+    ):
+        name = (
+            f"attention, {inputs}, {columns} columns{'' if way == 'hopper' else f', as on {way}'}"
+        )
         found = accuracy.errors(actual, value), accuracy.errors(rival, value)
-        accuracy.write(SimpleNamespace(name=name), "cuda", dtype, what, *found, float(size_of(value)))  # type: ignore[arg-type]
+        accuracy.write(
+            SimpleNamespace(name=name), "cuda", dtype, what, *found, float(size_of(value))
+        )  # type: ignore[arg-type]
         assert distance_of(actual, value) <= 1.1 * distance_of(rival, value), f"{what}: {found}"
 
 
-# ---- what scores may be ------------------------------------------------------------------------------------------------------------------------
+# ---- what scores may be --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("way")
 def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
-    assert_close(errors(*qkv(700, 900, 2, 2, 128, batch=1), window=window, causal=causal), torch.bfloat16)
+    assert_close(
+        errors(*qkv(700, 900, 2, 2, 128, batch=1), window=window, causal=causal), torch.bfloat16
+    )
 
 
 def _biases() -> dict[str, Tensor]:
@@ -183,7 +251,10 @@ def _biases() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
-@pytest.mark.parametrize("kind", ["float32, all batches", "bfloat16", "float16, one row", "bool", "two dimensions, transposed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["float32, all batches", "bfloat16", "float16, one row", "bool", "two dimensions, transposed"],
+)
 @pytest.mark.usefixtures("way")
 def test_bias(kind: str, columns: int) -> None:
     assert_close(errors(*qkv(130, 257, 4, 2, columns), bias=_biases()[kind]), torch.bfloat16)
@@ -200,14 +271,21 @@ def test_soft_cap(columns: int) -> None:
 @pytest.mark.usefixtures("way")
 def test_alibi(batched: bool) -> None:
     slopes = torch.rand((2, 4) if batched else (4,), device="cuda")
-    assert_close(errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16)
+    assert_close(
+        errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("score_mod", SCORE_MODS)
 @pytest.mark.usefixtures("way")
 def test_score_modifiers(score_mod: Any, columns: int) -> None:
-    assert_close(errors(*qkv(190, 200, 4, 2, columns), score_mod=score_mod, sinks=torch.randn(4, device="cuda")), torch.bfloat16)
+    assert_close(
+        errors(
+            *qkv(190, 200, 4, 2, columns), score_mod=score_mod, sinks=torch.randn(4, device="cuda")
+        ),
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("name", score_mod_cases.FUNCTIONS)
@@ -250,17 +328,30 @@ def test_gradients_of_what_score_modifiers_look_up() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_score_modifiers_that_look_things_up() -> None:
-    """By an expression and by a function with the tensors around it: relative bias, and sequences in one row; what changes later is seen."""
+    """By an expression and by a function with the tensors around it: relative bias, and sequences
+    in one row; what changes later is seen."""
     torch.manual_seed(0)
-    bias, document = torch.randn(4, 399, device="cuda"), (torch.arange(200, device="cuda") // 70).int()
+    bias, document = (
+        torch.randn(4, 399, device="cuda"),
+        (torch.arange(200, device="cuda") // 70).int(),
+    )
 
     def score_mod(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.where((document[q] == document[k]) & (q >= k), score + bias[h, q - k + 199], -math.inf)
+        return torch.where(
+            (document[q] == document[k]) & (q >= k), score + bias[h, q - k + 199], -math.inf
+        )
 
-    text = flexops.ScoreMod("score + bias[h, q - k + 199] if document[q] == document[k] and q >= k else -inf", bias=bias, document=document)
+    text = flexops.ScoreMod(
+        "score + bias[h, q - k + 199] if document[q] == document[k] and q >= k else -inf",
+        bias=bias,
+        document=document,
+    )
     for _ in range(2):
         q, k, v = qkv(200, 200, 4, 2, 128)
-        expected, found = errors(q, k, v, score_mod=score_mod), flexops.attention(q, k, v, score_mod=text)
+        expected, found = (
+            errors(q, k, v, score_mod=score_mod),
+            flexops.attention(q, k, v, score_mod=text),
+        )
         assert_close(expected, torch.bfloat16)
         assert torch.equal(found, flexops.attention(q, k, v, score_mod=score_mod))  # type: ignore[arg-type]
         bias.mul_(-1)
@@ -269,15 +360,32 @@ def test_score_modifiers_that_look_things_up() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_sinks_and_gradients_of_log_sum_exp() -> None:
-    assert_close(errors(*qkv(200, 300, 4, 2, 128), sinks=torch.randn(4, device="cuda"), causal=True, with_lse=True), torch.bfloat16)
+    assert_close(
+        errors(
+            *qkv(200, 300, 4, 2, 128),
+            sinks=torch.randn(4, device="cuda"),
+            causal=True,
+            with_lse=True,
+        ),
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.usefixtures("way")
 def test_all_at_once(columns: int) -> None:
-    options = {"alibi_slopes": torch.rand(4, device="cuda"), "bias": torch.randn(2, 1, 300, 400, device="cuda"), "sinks": torch.randn(4, device="cuda")}
+    options = {
+        "alibi_slopes": torch.rand(4, device="cuda"),
+        "bias": torch.randn(2, 1, 300, 400, device="cuda"),
+        "sinks": torch.randn(4, device="cuda"),
+    }
     q, k, v = qkv(300, 400, 4, 2, columns)
-    assert_close(errors(q * 3, k * 3, v, causal=True, softcap=20.0, window=(150, None), with_lse=True, **options), torch.bfloat16)
+    assert_close(
+        errors(
+            q * 3, k * 3, v, causal=True, softcap=20.0, window=(150, None), with_lse=True, **options
+        ),
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])
@@ -297,11 +405,13 @@ def test_large_logits() -> None:
     assert found["lse"] < 1e-4
 
 
-# ---- what tensors may be -----------------------------------------------------------------------------------------------------------------------
+# ---- what tensors may be -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 1), (1, 1000), (3, 20000), (77, 1), (300, 100), (5, 0), (0, 5), (128, 128), (129, 127)], ids=lambda n: str(n)
+    ("queries", "keys"),
+    [(1, 1), (1, 1000), (3, 20000), (77, 1), (300, 100), (5, 0), (0, 5), (128, 128), (129, 127)],
+    ids=lambda n: str(n),
 )
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
@@ -326,11 +436,16 @@ def _strided(kind: str) -> list[Tensor]:
     if kind == "misaligned":
         return [rand(2 * 400 * 4 * 128 + 1)[1:].view(2, 400, 4, 128) for _ in range(3)]
     if kind == "broadcast":
-        return [rand(1, 400, 4, 128).expand(2, 400, 4, 128), *(rand(2, 400, 1, 128).expand(2, 400, 4, 128) for _ in range(2))]
+        return [
+            rand(1, 400, 4, 128).expand(2, 400, 4, 128),
+            *(rand(2, 400, 1, 128).expand(2, 400, 4, 128) for _ in range(2)),
+        ]
     return [rand(2, 400, 4, 256)[..., ::2] for _ in range(3)]
 
 
-@pytest.mark.parametrize("kind", ["packed projection", "heads first", "misaligned", "broadcast", "every second column"])
+@pytest.mark.parametrize(
+    "kind", ["packed projection", "heads first", "misaligned", "broadcast", "every second column"]
+)
 @pytest.mark.usefixtures("way")
 def test_strides(kind: str) -> None:
     assert_close(errors(*_strided(kind), causal=True), torch.bfloat16)
@@ -343,25 +458,47 @@ def test_packed(columns: int, causal: bool) -> None:
     """Each sequence is what it is by itself; some are empty on one side."""
     torch.manual_seed(0)
     lengths_q, lengths_k = [100, 0, 333, 1, 128, 7], [100, 50, 400, 300, 7, 0]
-    at_q, at_k = ([sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k))
+    at_q, at_k = (
+        [sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k)
+    )
     cumulative = [torch.tensor(at, dtype=torch.int32, device="cuda") for at in (at_q, at_k)]
     tensors = rand(at_q[-1], 4, columns), rand(at_k[-1], 2, columns), rand(at_k[-1], 2, columns)
     q, k, v = (x.clone().requires_grad_() for x in tensors)
     grad, slopes = rand(*q.shape), torch.rand(4, device="cuda")
     out, lse = flexops.attention(
-        q, k, v, causal=causal, alibi_slopes=slopes, cu_seqlens_q=cumulative[0], cu_seqlens_k=cumulative[1], max_seqlen_q=333, max_seqlen_k=400, return_lse=True
+        q,
+        k,
+        v,
+        causal=causal,
+        alibi_slopes=slopes,
+        cu_seqlens_q=cumulative[0],
+        cu_seqlens_k=cumulative[1],
+        max_seqlen_q=333,
+        max_seqlen_k=400,
+        return_lse=True,
     )
     gradients = torch.autograd.grad(out, (q, k, v), grad)
-    expected = [torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in (out, lse, q, k, v)]
+    expected = [
+        torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in (out, lse, q, k, v)
+    ]
     for i in range(len(lengths_q)):
         rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
-        wide = [x[None, part].double().requires_grad_() for x, part in ((tensors[0], rows), (tensors[1], keys), (tensors[2], keys))]
+        wide = [
+            x[None, part].double().requires_grad_()
+            for x, part in ((tensors[0], rows), (tensors[1], keys), (tensors[2], keys))
+        ]
         part, part_lse = exact(*wide, causal=causal, alibi_slopes=slopes)
         expected[0][rows], expected[1][:, rows] = part[0].detach(), part_lse[0].detach()
         of_q, of_k, of_v = torch.autograd.grad(part, wide, grad[None, rows].double())
         expected[2][rows], expected[3][keys], expected[4][keys] = of_q[0], of_k[0], of_v[0]
     names = ("out", "lse", "q", "k", "v")
-    assert_close({name: distance_of(a, b) for name, a, b in zip(names, (out, lse, *gradients), expected, strict=True)}, torch.bfloat16)
+    assert_close(
+        {
+            name: distance_of(a, b)
+            for name, a, b in zip(names, (out, lse, *gradients), expected, strict=True)
+        },
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -371,36 +508,54 @@ def test_more_than_2_to_31_scores() -> None:
     q, k, v = qkv(length, length, heads, 1, 64, batch=1)
     out, lse = flexops.attention(q, k, v, causal=True, return_lse=True)
     for row in (0, 1, 12345, length // 2, length - 1):
-        alone, alone_lse = exact(q[:, row : row + 1].double(), k[:, : row + 1].double(), v[:, : row + 1].double())
+        alone, alone_lse = exact(
+            q[:, row : row + 1].double(), k[:, : row + 1].double(), v[:, : row + 1].double()
+        )
         assert distance_of(out[:, row : row + 1], alone) < 6e-3
         assert distance_of(lse[..., row : row + 1], alone_lse) < 1e-4
 
 
 @pytest.mark.usefixtures("way")
 def test_gradients_over_262144_keys() -> None:
-    """A length of 256k, both ways, with a window: of a part of the sequence float64 can then tell what the gradients are."""
+    """A length of 256k, both ways, with a window: of a part of the sequence float64 can then tell
+    what the gradients are."""
     length, window = 2**18, 1000
     q, k, v = (x.requires_grad_() for x in qkv(length, length, 2, 1, 64, batch=1))
     grad = rand(1, length, 2, 64)
-    gradients = torch.autograd.grad(flexops.attention(q, k, v, causal=True, window=(window, 0)), (q, k, v), grad)
+    gradients = torch.autograd.grad(
+        flexops.attention(q, k, v, causal=True, window=(window, 0)), (q, k, v), grad
+    )
     for begin in (0, length // 2, length - 3 * window):
         part = slice(begin, begin + 3 * window)
         wide = [x[:, part].detach().double().requires_grad_() for x in (q, k, v)]
-        expected = torch.autograd.grad(exact(*wide, causal=True, window=(window, 0))[0], wide, grad[:, part].double())
+        expected = torch.autograd.grad(
+            exact(*wide, causal=True, window=(window, 0))[0], wide, grad[:, part].double()
+        )
         # queries whose keys are all in the part, and keys whose queries are such
         for actual, alone, last in zip(gradients, expected, (3, 2, 2), strict=True):
-            assert distance_of(actual[:, part][:, window : last * window - 1], alone[:, window : last * window - 1]) < 1.2e-2
+            assert (
+                distance_of(
+                    actual[:, part][:, window : last * window - 1],
+                    alone[:, window : last * window - 1],
+                )
+                < 1.2e-2
+            )
 
 
-# ---- few queries, many keys --------------------------------------------------------------------------------------------------------------------
+# ---- few queries, many keys ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [(32, 32), (64, 64), (96, 96), (128, 128), (72, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "key_heads"), [(1, 5000, 8, 2), (3, 700, 4, 4), (5, 1000, 12, 1), (1, 1, 2, 2), (2, 0, 2, 1), (7, 40, 6, 3)]
+    "columns", [(32, 32), (64, 64), (96, 96), (128, 128), (72, 128), (192, 128), (256, 256)]
+)
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "key_heads"),
+    [(1, 5000, 8, 2), (3, 700, 4, 4), (5, 1000, 12, 1), (1, 1, 2, 2), (2, 0, 2, 1), (7, 40, 6, 3)],
 )
 @pytest.mark.usefixtures("splits")
-def test_few_queries(queries: int, keys: int, heads: int, key_heads: int, columns: tuple[int, int]) -> None:
+def test_few_queries(
+    queries: int, keys: int, heads: int, key_heads: int, columns: tuple[int, int]
+) -> None:
     found = errors(*qkv(queries, keys, heads, key_heads, *columns, batch=3), causal=True)
     if keys == 1:  # softmax of one number has no gradient: what is left is rounding
         del found["q"], found["k"]
@@ -415,10 +570,17 @@ def test_few_queries_with_every_option(dtype: torch.dtype) -> None:
     keep = torch.rand(2, 8, 3, 900, device="cuda") > 0.3
     keep[0, :, 1] = False  # rows that see nothing
     for options in (
-        {"window": (200, 0)}, {"window": (100, 3)}, {"softcap": 5.0}, {"alibi_slopes": torch.rand(8, device="cuda"), "causal": True}, {"bias": bias},
-        {"bias": keep}, {"scale": -0.1}, {"sinks": sinks, "with_lse": True}, {"score_mod": SCORE_MODS[1], "sinks": sinks},
+        {"window": (200, 0)},
+        {"window": (100, 3)},
+        {"softcap": 5.0},
+        {"alibi_slopes": torch.rand(8, device="cuda"), "causal": True},
+        {"bias": bias},
+        {"bias": keep},
+        {"scale": -0.1},
+        {"sinks": sinks, "with_lse": True},
+        {"score_mod": SCORE_MODS[1], "sinks": sinks},
         {"softcap": 5.0, "bias": bias, "sinks": sinks, "window": (500, None), "causal": True},
-    ):  # fmt: skip
+    ):
         assert_close(errors(q, k, v, **options), dtype)  # type: ignore[arg-type]
 
 
@@ -426,17 +588,39 @@ def test_few_queries_with_every_option(dtype: torch.dtype) -> None:
 def test_few_queries_over_a_packed_cache() -> None:
     """Sequences with one query or a few, and caches of any length, one of them empty."""
     lengths_q, lengths_k = [1, 4, 1, 0, 2], [3000, 17, 0, 5, 901]
-    ends = [torch.tensor([sum(lengths[:i]) for i in range(6)], dtype=torch.int32, device="cuda") for lengths in (lengths_q, lengths_k)]
-    q, k, v = rand(sum(lengths_q), 8, 128), rand(sum(lengths_k), 2, 128), rand(sum(lengths_k), 2, 128)
-    out, lse = flexops.attention(q, k, v, causal=True, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=4, max_seqlen_k=3000, return_lse=True)
-    for rows, keys in ((slice(*ends[0][i : i + 2].tolist()), slice(*ends[1][i : i + 2].tolist())) for i in range(5)):
-        alone, alone_lse = exact(q[None, rows].double(), k[None, keys].double(), v[None, keys].double(), causal=True)
+    ends = [
+        torch.tensor([sum(lengths[:i]) for i in range(6)], dtype=torch.int32, device="cuda")
+        for lengths in (lengths_q, lengths_k)
+    ]
+    q, k, v = (
+        rand(sum(lengths_q), 8, 128),
+        rand(sum(lengths_k), 2, 128),
+        rand(sum(lengths_k), 2, 128),
+    )
+    out, lse = flexops.attention(
+        q,
+        k,
+        v,
+        causal=True,
+        cu_seqlens_q=ends[0],
+        cu_seqlens_k=ends[1],
+        max_seqlen_q=4,
+        max_seqlen_k=3000,
+        return_lse=True,
+    )
+    for rows, keys in (
+        (slice(*ends[0][i : i + 2].tolist()), slice(*ends[1][i : i + 2].tolist())) for i in range(5)
+    ):
+        alone, alone_lse = exact(
+            q[None, rows].double(), k[None, keys].double(), v[None, keys].double(), causal=True
+        )
         assert distance_of(out[None, rows], alone) < 6e-3
         assert distance_of(lse[None, :, rows], alone_lse) < 1e-4
 
 
 def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
-    """Generation by scaled_dot_product_attention, in a graph, over a slice of a cache [batch, heads, length, head_dim]."""
+    """Generation by scaled_dot_product_attention, in a graph, over a slice of a cache [batch,
+    heads, length, head_dim]."""
     cache = rand(2, 4, 2, 4096, 128)
     q, k, v = rand(4, 8, 1, 128), cache[0, :, :, :3333], cache[1, :, :, :3333]
     graph = torch.cuda.CUDAGraph()
@@ -445,7 +629,9 @@ def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
         out = flexops.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     cache.normal_()
     graph.replay()
-    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), enable_gqa=True
+    )
     assert distance_of(out, expected) < 6e-3
 
 
@@ -453,17 +639,22 @@ def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
 def test_query_heads_that_share_a_key_head(columns: int, split: int) -> None:
-    """Gradients of a key head are added up in one block, or, where there would be few blocks, afterwards."""
+    """Gradients of a key head are added up in one block, or, where there would be few blocks,
+    afterwards."""
     _library().flexops_attention_heads_split(split)
     q, k, v = qkv(150, 200, 4, 2, columns, batch=1)
     options = {"alibi_slopes": torch.rand(4, device="cuda"), "causal": True}
     for deterministic in (False, True):
         assert_close(errors(q, k, v, causal=True, deterministic=deterministic), torch.bfloat16)
-        assert_close(errors(q.half(), k.half(), v.half(), deterministic=deterministic, **options), torch.float16)
-    assert_close(errors(q[:1, :50], k[:1, :70, :1], v[:1, :70, :1, : columns // 2]), torch.bfloat16)  # a tile, a key head, fewer columns of v
+        assert_close(
+            errors(q.half(), k.half(), v.half(), deterministic=deterministic, **options),
+            torch.float16,
+        )
+    # a tile, a key head, fewer columns of v
+    assert_close(errors(q[:1, :50], k[:1, :70, :1], v[:1, :70, :1, : columns // 2]), torch.bfloat16)
 
 
-# ---- always the same ---------------------------------------------------------------------------------------------------------------------------
+# ---- always the same -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -472,17 +663,40 @@ def test_query_heads_that_share_a_key_head(columns: int, split: int) -> None:
 def test_deterministic_gradients(columns: int, causal: bool) -> None:
     q, k, v = (x.requires_grad_() for x in qkv(1100, 1500, 8, 4, columns))
     grad = rand(2, 1100, 8, columns)
-    runs = [torch.autograd.grad(flexops.attention(q, k, v, causal=causal, deterministic=True), (q, k, v), grad) for _ in range(4)]
+    runs = [
+        torch.autograd.grad(
+            flexops.attention(q, k, v, causal=causal, deterministic=True), (q, k, v), grad
+        )
+        for _ in range(4)
+    ]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
     assert_close(errors(q, k, v, causal=causal, deterministic=True), torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_deterministic_gradients_with_all_modifiers(columns: int) -> None:
-    """By the kernels that compute dQ alone: soft cap, ALiBi, bias, sinks, a window, and rows that see nothing."""
+    """By the kernels that compute dQ alone: soft cap, ALiBi, bias, sinks, a window, and rows that
+    see nothing."""
     q, k, v = qkv(300, 230, 4, 2, columns)
-    options = {"alibi_slopes": torch.rand(4, device="cuda"), "bias": torch.randn(2, 1, 300, 230, device="cuda"), "sinks": torch.randn(4, device="cuda")}
-    assert_close(errors(q * 3, k * 3, v, causal=True, softcap=20.0, window=(90, None), with_lse=True, deterministic=True, **options), torch.bfloat16)
+    options = {
+        "alibi_slopes": torch.rand(4, device="cuda"),
+        "bias": torch.randn(2, 1, 300, 230, device="cuda"),
+        "sinks": torch.randn(4, device="cuda"),
+    }
+    assert_close(
+        errors(
+            q * 3,
+            k * 3,
+            v,
+            causal=True,
+            softcap=20.0,
+            window=(90, None),
+            with_lse=True,
+            deterministic=True,
+            **options,
+        ),
+        torch.bfloat16,
+    )
     assert_close(errors(q, k, v, score_mod=SCORE_MODS[1], deterministic=True), torch.bfloat16)
 
 
@@ -495,7 +709,10 @@ def test_on_many_threads() -> None:
         columns, causal = cases[number]
         with torch.cuda.stream(torch.cuda.Stream()):
             generator = torch.Generator("cuda").manual_seed(number)
-            q, k, v = (torch.randn(2, 300, 4, columns, device="cuda", generator=generator).bfloat16() for _ in range(3))
+            q, k, v = (
+                torch.randn(2, 300, 4, columns, device="cuda", generator=generator).bfloat16()
+                for _ in range(3)
+            )
             found[number] = errors(q, k, v, causal=causal)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(cases))]
@@ -549,18 +766,38 @@ assert all(x.isfinite().all() and x.any() for x in gradients)
 
 
 def test_backward_is_the_first_thing_on_autograds_thread() -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", BACKWARD_FIRST], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BACKWARD_FIRST],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_first_launch_in_graph_capture() -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", FIRST_LAUNCH], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LAUNCH],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---- what kernels do not take --------------------------------------------------------------------------------------------------------------------
+# ---- what kernels do not take --------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
@@ -570,11 +807,17 @@ def test_first_launch_in_graph_capture() -> None:
 )
 def test_the_reason_of_plain_pytorch_is_told(columns: int, dtype: torch.dtype, reason: str) -> None:
     assert_close(errors(*qkv(50, 70, 4, 2, columns, dtype=dtype), causal=True), torch.bfloat16)
-    assert any(reason in one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference")
+    assert any(
+        reason in one.reason
+        for one in flexops.status()
+        if one.op == "attention" and one.backend == "reference"
+    )
     with torch.no_grad():
         q, k, v = (x.transpose(1, 2) for x in qkv(50, 50, 4, 4, columns, dtype=dtype))
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.testing.assert_close(flexops.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+        torch.testing.assert_close(
+            flexops.scaled_dot_product_attention(q, k, v, is_causal=True), expected
+        )
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 100), (100, 150), (150, 100)])
@@ -582,7 +825,9 @@ def test_torchs_arguments(queries: int, keys: int) -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(queries, keys, 4, 2, 64))
     keep = torch.rand(2, 1, queries, keys, device="cuda") > 0.3
     for options in ({"is_causal": True}, {"attn_mask": keep}, {"scale": 0.3}):
-        wide = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True, **options)  # type: ignore[arg-type]
+        wide = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), enable_gqa=True, **options
+        )  # type: ignore[arg-type]
         ours = flexops.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)  # type: ignore[arg-type]
         assert distance_of(ours, wide.nan_to_num(0.0)) < 6e-3
 

@@ -1,4 +1,5 @@
-"""``flexops.load`` of a `.cu` as it stands, by what it takes for it: what both compilers could take for different things has one result."""
+"""``flexops.load`` of a `.cu` as it stands, by what it takes for it: what both compilers could take
+for different things has one result."""
 
 from __future__ import annotations
 
@@ -83,14 +84,20 @@ def _results(module: types.ModuleType, n: int) -> tuple[float, torch.Tensor]:
     return value, out
 
 
-@pytest.mark.parametrize("flags", [(), ("-use_fast_math", "-O3"), ("-DSTEPS=5", "-DNDEBUG", "-std=c++17")])
-def test_either_compiler_gives_one_result(tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "flags", [(), ("-use_fast_math", "-O3"), ("-DSTEPS=5", "-DNDEBUG", "-std=c++17")]
+)
+def test_either_compiler_gives_one_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
     source = tmp_path / "numbers.cu"
     source.write_text(SOURCE)
     found: dict[str, Any] = {}
     for number, compiler in enumerate(("auto", "nvcc")):
         name = f"numbers_{abs(hash(flags)) % 10**6}_{number}"
-        module = flexops.load(name, [source], extra_cuda_cflags=list(flags), device_compiler=compiler)
+        module = flexops.load(
+            name, [source], extra_cuda_cflags=list(flags), device_compiler=compiler
+        )
         assert isinstance(module, types.ModuleType)
         found[compiler] = _results(module, 1000)
         said = capfd.readouterr().err
@@ -100,12 +107,16 @@ def test_either_compiler_gives_one_result(tmp_path: Path, capfd: pytest.CaptureF
     assert torch.equal(found["auto"][1].view(torch.int64), found["nvcc"][1].view(torch.int64))
 
 
-def test_what_is_nvccs_is_its_with_a_line_that_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_nvccs_is_its_with_a_line_that_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "table.cu"
     source.write_text(SOURCE.replace("__device__ int calls = 5;", "__constant__ int calls = 5;"))
     module = flexops.load("table_by_nvcc", [source])
     assert isinstance(module, types.ModuleType)
     assert _results(module, 300)[1][5, 3] == 6
     line = SOURCE[: SOURCE.index("__device__ int calls")].count("\n") + 1
-    assert f"table.cu, line {line}, needs nvcc: a variable in constant or managed memory" in capfd.readouterr().err
-
+    assert (
+        f"table.cu, line {line}, needs nvcc: a variable in constant or managed memory"
+        in capfd.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""``flexops.load`` of ordinary `.cu` sources without nvcc, on a GPU: people's kernels give what torch's operators give, wherever they are called from."""
+"""``flexops.load`` of ordinary `.cu` sources without nvcc, on a GPU: people's kernels give what
+torch's operators give, wherever they are called from."""
 
 from __future__ import annotations
 
@@ -239,10 +240,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(sources: Path) -> Iterator[dict[str, Any]]:
-    """A source of everything that people write; and the one that ``flexops bench build`` edits: built at the same time, by two threads."""
+    """A source of everything that people write; and the one that ``flexops bench build`` edits:
+    built at the same time, by two threads."""
     patch = pytest.MonkeyPatch()
     patch.setenv("FLEXOPS_PCH", "0")
-    wanted = {"people": (sources / "people.cu", ()), "scale_edited": (EDITED["cu"], ("-DEDITED=1",))}
+    wanted = {
+        "people": (sources / "people.cu", ()),
+        "scale_edited": (EDITED["cu"], ("-DEDITED=1",)),
+    }
 
     def load(name: str) -> Any:
         source, flags = wanted[name]
@@ -259,18 +264,29 @@ def people(modules: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_templates_dispatched_by_dtype_and_static_shared_memory(modules: dict[str, Any], dtype: torch.dtype) -> None:
+def test_templates_dispatched_by_dtype_and_static_shared_memory(
+    modules: dict[str, Any], dtype: torch.dtype
+) -> None:
     people, x = modules["people"], torch.randn(37, 1001, device="cuda").to(dtype)
     assert torch.equal(people.scale(x, 1.5), (x.float() * 1.5).to(dtype))
-    torch.testing.assert_close(modules["scale_edited"].scale(x, 1.5), (x.float() * 1.5 + 1).to(dtype))
-    torch.testing.assert_close(people.softmax(x).float(), x.softmax(1).float(), rtol=2e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        modules["scale_edited"].scale(x, 1.5), (x.float() * 1.5 + 1).to(dtype)
+    )
+    torch.testing.assert_close(
+        people.softmax(x).float(),
+        x.softmax(1).float(),
+        rtol=2e-2 if dtype.itemsize == 2 else 1e-4,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_accessors_of_strided_tensors(people: Any, dtype: torch.dtype) -> None:
     gates = torch.randn(301, 3, 7, device="cuda", dtype=dtype).permute(2, 1, 0)
     old = torch.randn(7, 602, device="cuda", dtype=dtype)[:, ::2]
-    expected = old * gates[:, 0].sigmoid() + torch.nn.functional.elu(gates[:, 2]) * gates[:, 1].sigmoid()
+    expected = (
+        old * gates[:, 0].sigmoid() + torch.nn.functional.elu(gates[:, 2]) * gates[:, 1].sigmoid()
+    )
     torch.testing.assert_close(people.cell(gates, old)[0], expected)
 
 
@@ -307,7 +323,11 @@ def test_a_launch_that_the_gpu_refuses_is_an_exception_and_no_more(people: Any) 
 
 
 def test_in_a_graph_and_on_another_stream(people: Any) -> None:
-    x, graph, stream = torch.zeros(33, 700, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    x, graph, stream = (
+        torch.zeros(33, 700, device="cuda"),
+        torch.cuda.CUDAGraph(),
+        torch.cuda.Stream(),
+    )
     with torch.cuda.graph(graph):
         out = people.softmax(people.scale(x, 2.0))
     for _ in range(2):
@@ -324,18 +344,22 @@ def test_in_a_graph_and_on_another_stream(people: Any) -> None:
     assert torch.equal(out, torch.full_like(x, 6.0))
 
 
-def test_an_edit_of_a_kernel_is_new_code_and_the_module_before_keeps_its_own(people: Any, tmp_path: Path) -> None:
+def test_an_edit_of_a_kernel_is_new_code_and_the_module_before_keeps_its_own(
+    people: Any, tmp_path: Path
+) -> None:
     (tmp_path / "rows.cuh").write_text(ROWS)
     x = torch.randn(1000, device="cuda")
     for factor in ("factor + 1", "factor + 2"):
-        (tmp_path / "people.cu").write_text((KERNELS + HOST).replace("float(x[i]) * factor", f"float(x[i]) * {factor}"))
+        (tmp_path / "people.cu").write_text(
+            (KERNELS + HOST).replace("float(x[i]) * factor", f"float(x[i]) * {factor}")
+        )
         edited = flexops.load("edited", [tmp_path / "people.cu"], device_compiler="nvrtc")
         torch.testing.assert_close(edited.scale(x, 2.0), x * 2 + int(factor[-1]))
         torch.testing.assert_close(edited.sum(x), x.sum(), rtol=1e-4, atol=1e-2)
     assert torch.equal(people.scale(x, 2.0), x * 2)
 
 
-# ---- first launches, in processes of their own ------------------------------------------------------------------------------------------------------
+# ---- first launches, in processes of their own ---------------------------------------------------
 
 START = """
 import sys, threading, torch, flexops
@@ -348,9 +372,16 @@ def call():
 
 
 def child(program: str, sources: Path, **more: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "FLEXOPS_PCH": "0", **more}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "FLEXOPS_PCH": "0",
+        **more,
+    }
     command = [sys.executable, "-c", START + textwrap.dedent(program), str(sources / "people.cu")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -386,12 +417,14 @@ def test_first_launches_of_several_threads_where_nothing_may_be_compiled(sources
     """, sources, FLEXOPS_JIT="0")  # fmt: skip
 
 
-# ---- beside nvcc -------------------------------------------------------------------------------------------------------------------------------------
+# ---- beside nvcc ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_results_are_nvccs_bit_for_bit(people: Any, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_nvccs_bit_for_bit(
+    people: Any, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where NVRTC and nvcc are of one CUDA version; else they may order a sum otherwise."""
     monkeypatch.setenv("FLEXOPS_PCH", "0")
     theirs = flexops.load("people_by_nvcc", [sources / "people.cu"], device_compiler="nvcc")
@@ -400,7 +433,10 @@ def test_results_are_nvccs_bit_for_bit(people: Any, sources: Path, monkeypatch: 
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         calls[f"scale {dtype}"] = lambda module, dtype=dtype: module.scale(x.to(dtype), 1.37)
         calls[f"softmax {dtype}"] = lambda module, dtype=dtype: module.softmax(x.to(dtype))
-    gates, old = torch.randn(301, 3, 7, device="cuda").permute(2, 1, 0), torch.randn(7, 301, device="cuda")
+    gates, old = (
+        torch.randn(301, 3, 7, device="cuda").permute(2, 1, 0),
+        torch.randn(7, 301, device="cuda"),
+    )
     calls["cell"] = lambda module: module.cell(gates, old)[0]
     calls["transpose"] = lambda module: module.transpose(x)
     calls["sum"] = lambda module: module.sum(x)

@@ -1,5 +1,6 @@
-"""A kernel's first launch where it is hardest: in CUDA graph capture, on several threads at once, in a forked child, on a second device, and where
-nothing may be compiled. Each in a process of its own that has the family's host library, and none of its kernels."""
+"""A kernel's first launch where it is hardest: in CUDA graph capture, on several threads at once,
+in a forked child, on a second device, and where nothing may be compiled. Each in a process of its
+own that has the family's host library, and none of its kernels."""
 
 from __future__ import annotations
 
@@ -39,29 +40,56 @@ def native():
 
 
 def _child(program: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    known = {**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
-    return subprocess.run([sys.executable, "-c", START + textwrap.dedent(program)], env=known, capture_output=True, text=True, timeout=300, check=False)
+    known = {
+        **os.environ,
+        "FLEXOPS_CACHE_DIR": str(cache),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", START + textwrap.dedent(program)],
+        env=known,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that has rope's and Adam's libraries for CUDA and their kernels for the GPU here, but the rare ones."""
+    """A cache that has rope's and Adam's libraries for CUDA and their kernels for the GPU here, but
+    the rare ones."""
     cache = tmp_path_factory.mktemp("built") / "cache"
     done = subprocess.run(
-        [sys.executable, "-m", "flexops", "build", "rope", "adam"], env={**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "flexops", "build", "rope", "adam"],
+        env={**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return cache
 
 
 @pytest.fixture
 def run(built: Path, tmp_path: Path) -> Run:
-    """``run(program)``: the program, with the library and no kernel; ``kernels=True`` leaves them there."""
+    """``run(program)``: the program, with the library and no kernel; ``kernels=True`` leaves them
+    there."""
 
-    def start(program: str, *, kernels: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    def start(
+        program: str, *, kernels: bool = False, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         cache = Path(tempfile.mkdtemp(dir=tmp_path)) / "cache"
-        shutil.copytree(built, cache, ignore=None if kernels else lambda _, names: [name for name in names if name.startswith("rope-sm_")])
+        shutil.copytree(
+            built,
+            cache,
+            ignore=(
+                None
+                if kernels
+                else lambda _, names: [name for name in names if name.startswith("rope-sm_")]
+            ),
+        )
         return _child(program, cache, **environment)
 
     return start
@@ -168,11 +196,19 @@ def test_without_compiling_and_without_the_reference_it_is_an_error(run: Run) ->
 
 
 def test_kernels_that_are_there_need_no_compiling(run: Run) -> None:
-    _fine(run("""
+    _fine(
+        run(
+            """
         arguments = make()
         torch.testing.assert_close(call(*arguments), expected(*arguments))
         assert native()
-    """, kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", PATH="/nonexistent"))  # fmt: skip
+    """,
+            kernels=True,
+            FLEXOPS_JIT="0",
+            FLEXOPS_FALLBACK="forbid",
+            PATH="/nonexistent",
+        )
+    )
 
 
 def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -> None:
@@ -187,7 +223,12 @@ def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -
     _fine(done)
     assert "rotate_elements" in done.stderr
     assert "--rare" in done.stderr
-    refused = run("query, cos, sin = make(); call(query[..., :63:2], cos[:, :16], sin[:, :16])", kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
+    refused = run(
+        "query, cos, sin = make(); call(query[..., :63:2], cos[:, :16], sin[:, :16])",
+        kernels=True,
+        FLEXOPS_JIT="0",
+        FLEXOPS_FALLBACK="forbid",
+    )
     assert "NativeUnavailableError" in refused.stderr
 
 

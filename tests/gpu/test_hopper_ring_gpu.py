@@ -1,7 +1,8 @@
-"""A ring of stages between a producer's warp and a consumer's, by the barriers of ``csrc/common/hopper.cuh``, as attention's backward has one for exponents.
+"""A ring of stages between a producer's warp and a consumer's, by the barriers of
+``csrc/common/hopper.cuh``, as attention's backward has one for exponents.
 
-Also a program, for compute-sanitizer: what its racecheck makes of a ring that is right, and of one with a fault, is told in
-``docs/benchmarks/README.md``, "Attention on a GPU"::
+Also a program, for compute-sanitizer: what its racecheck makes of a ring that is right, and of one
+with a fault, is told in ``docs/benchmarks/README.md``, "Attention on a GPU"::
 
     compute-sanitizer --tool racecheck python tests/gpu/test_hopper_ring_gpu.py COPY MEET FAULT
 """
@@ -71,7 +72,14 @@ __global__ void __launch_bounds__(64) ring(const float* x, float* out, int x_siz
 @functools.cache
 def kernel(copy: int, meet: bool, fault: int) -> flexops.Kernel:
     template = {"copy": copy, "meet": meet, "fault": fault}
-    return flexops.kernel(RING, f"gpu_tests::ring_{copy}_{meet:d}_{fault}(Tensor x) -> Tensor", name="ring", template=template, grid=1, block=64)
+    return flexops.kernel(
+        RING,
+        f"gpu_tests::ring_{copy}_{meet:d}_{fault}(Tensor x) -> Tensor",
+        name="ring",
+        template=template,
+        grid=1,
+        block=64,
+    )
 
 
 def ring(copy: int, meet: bool, fault: int = 0) -> bool:
@@ -83,7 +91,11 @@ def ring(copy: int, meet: bool, fault: int = 0) -> bool:
 @pytest.mark.parametrize("meet", [False, True])
 @pytest.mark.parametrize("copy", [0, 1], ids=["bulk copies", "stores"])
 def test_rows_go_through_a_ring(copy: int, meet: bool, require: Any) -> None:
-    require(torch.cuda.get_device_capability() >= (9, 0), "a GPU of capability 9.0 or newer", "bash scripts/run_tests.sh -m gpu, on an H100 or H200")
+    require(
+        torch.cuda.get_device_capability() >= (9, 0),
+        "a GPU of capability 9.0 or newer",
+        "bash scripts/run_tests.sh -m gpu, on an H100 or H200",
+    )
     for _ in range(20):
         assert ring(copy, meet)
 

@@ -1,6 +1,8 @@
-"""``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture. ``-s`` prints times, which are asserted nowhere.
+"""``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture.
+``-s`` prints times, which are asserted nowhere.
 
-The figures: the first result of a kernel that nobody compiled before, and what a call of a small tensor takes beside torch's own operator.
+The figures: the first result of a kernel that nobody compiled before, and what a call of a small
+tensor takes beside torch's own operator.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ def fresh(source: str) -> str:
 
 def make_scale(name: str, source: str = SCALE, **options: Any) -> flexops.Kernel:
     return flexops.kernel(
-        source, f"gpu_kernels::{name}(Tensor x, float factor) -> Tensor", name="scale", reference=lambda x, factor: x * factor, **options
+        source,
+        f"gpu_kernels::{name}(Tensor x, float factor) -> Tensor",
+        name="scale",
+        reference=lambda x, factor: x * factor,
+        **options,
     )
 
 
@@ -64,7 +70,9 @@ def test_values(scale: flexops.Kernel, dtype: torch.dtype, shape: tuple[int, ...
     assert torch.equal(scale(x, 1.5), scale.op(x, 1.5))
 
 
-def test_strides_views_and_more_than_2_to_31_elements(scale: flexops.Kernel, require_gpu_memory: Callable[[int], None]) -> None:
+def test_strides_views_and_more_than_2_to_31_elements(
+    scale: flexops.Kernel, require_gpu_memory: Callable[[int], None]
+) -> None:
     x = torch.randn(64, 33, device="cuda").t()
     assert torch.equal(scale(x, 2.0), x * 2)
     y = torch.randn(1001, device="cuda")[1:]  # not aligned to 16 bytes
@@ -77,9 +85,13 @@ def test_strides_views_and_more_than_2_to_31_elements(scale: flexops.Kernel, req
 @pytest.mark.parametrize("columns", [1, 100, 4096, 60000])
 def test_shared_memory_template_values_and_a_function_for_the_result(columns: int) -> None:
     sums = flexops.kernel(
-        ROWS, "gpu_kernels::row_sums(Tensor x, bool mean=False) -> Tensor", grid=lambda x: x.shape[0], block=256,
-        shared=lambda x: 4 * max(256, min(x.shape[1], 20000)), out=lambda x: x.new_empty(x.shape[0]),
-    )  # fmt: skip
+        ROWS,
+        "gpu_kernels::row_sums(Tensor x, bool mean=False) -> Tensor",
+        grid=lambda x: x.shape[0],
+        block=256,
+        shared=lambda x: 4 * max(256, min(x.shape[1], 20000)),
+        out=lambda x: x.new_empty(x.shape[0]),
+    )
     x = torch.randn(7, columns, device="cuda")
     torch.testing.assert_close(sums(x), x.sum(1), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(sums(x, True), x.mean(1), rtol=1e-4, atol=1e-3)
@@ -91,13 +103,20 @@ def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
     y = torch.zeros(7, device="cuda")
     assert fill(y, 3.0) is None
     assert torch.equal(y, torch.full_like(y, 3.0))
-    assert torch.equal(torch.compile(lambda y: (fill(y, 4.0), y + 1)[1], fullgraph=True)(y), torch.full_like(y, 5.0))
+    assert torch.equal(
+        torch.compile(lambda y: (fill(y, 4.0), y + 1)[1], fullgraph=True)(y),
+        torch.full_like(y, 5.0),
+    )
     torch.library.opcheck(scale.op, (torch.randn(5, device="cuda"), 2.0))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.factor, ctx.shape = inputs[1], output.shape
 
-    trained = make_scale("trained", backward=lambda ctx, grad: (scale(grad.expand(ctx.shape), ctx.factor), None), setup_context=setup)
+    trained = make_scale(
+        "trained",
+        backward=lambda ctx, grad: (scale(grad.expand(ctx.shape), ctx.factor), None),
+        setup_context=setup,
+    )
     x = torch.randn(5, device="cuda", requires_grad=True)
     for call in (trained, torch.compile(trained, fullgraph=True)):
         assert torch.equal(torch.autograd.grad(call(x, 3.0).sum(), x)[0], torch.full_like(x, 3.0))
@@ -106,7 +125,8 @@ def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_without_a_backward_there_is_no_gradient(scale: flexops.Kernel, compiled: bool) -> None:
     fill = flexops.kernel(
-        "__global__ void set(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] = value; }",
+        "__global__ void set(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] ="
+        " value; }",
         "gpu_kernels::set(Tensor(a!) y, float value) -> ()",
     )
 
@@ -133,7 +153,11 @@ def test_transforms_and_no_derivative_in_forward_mode() -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.factor, ctx.shape = inputs[1], output.shape
 
-    trained = make_scale("transformed", backward=lambda ctx, grad: (trained(grad.expand(ctx.shape), ctx.factor), None), setup_context=setup)
+    trained = make_scale(
+        "transformed",
+        backward=lambda ctx, grad: (trained(grad.expand(ctx.shape), ctx.factor), None),
+        setup_context=setup,
+    )
     x = torch.ones(3, 4, device="cuda")
     expected = torch.full_like(x, 8.0)
     for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
@@ -208,52 +232,64 @@ def test_another_device(scale: flexops.Kernel) -> None:
 
 
 def test_tensors_of_two_devices_are_refused() -> None:
-    add = flexops.kernel("__global__ void add(const float* x, const float* y, float* out, int n) {}", "gpu_kernels::add(Tensor x, Tensor y) -> Tensor")
+    add = flexops.kernel(
+        "__global__ void add(const float* x, const float* y, float* out, int n) {}",
+        "gpu_kernels::add(Tensor x, Tensor y) -> Tensor",
+    )
     with pytest.raises((ValueError, RuntimeError), match=r"device|CPU|cpu"):
         add(torch.ones(2, device="cuda"), torch.ones(2))
 
 
 def test_what_the_gpu_refuses_is_said(scale: flexops.Kernel) -> None:
     big = make_scale("too_many_threads", block=2048)
-    with pytest.raises(RuntimeError, match=r"too_many_threads: CUDA error: .*block \(2048, 1, 1\).* at most 1024 threads, not 2048"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"too_many_threads: CUDA error: .*block \(2048, 1, 1\).* at most 1024 threads, not 2048"
+        ),
+    ):
         big(torch.ones(3, device="cuda"), 1.0)
     x = torch.ones(3, device="cuda")
     assert torch.equal(scale(x, 2.0), x * 2), "the process goes on"
 
 
 def test_the_time_of_a_first_result_is_printed() -> None:
-    """In a process of its own: kernel defined, compiled, launched, result there; torch's context is there before."""
+    """In a process of its own: kernel defined, compiled, launched, result there; torch's context is
+    there before."""
     code = (
-        "import sys, time, torch, flexops\n"
-        "x = torch.ones(1000, device='cuda'); (x * 2).sum().item()\n"
-        f"source = {fresh(SCALE)!r}\n"
-        "started = time.perf_counter()\n"
-        "scale = flexops.kernel(source, 'scale(Tensor x, float factor) -> Tensor')\n"
-        "assert scale(x, 2.0).sum().item() == 2000\n"
-        "first = time.perf_counter() - started\n"
-        "print(f'flexops.kernel: first result after {first:.2f} s')\n"
-        "compile = getattr(torch.cuda, '_compile_kernel', None)\n"
-        "try:\n"
-        "    started = time.perf_counter()\n"
-        "    kernel = compile('extern \"C\" __global__ void s(const float* x, float* out, double f, int n)"
-        " { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f; } // ' + str(time.time()), 's')\n"
-        "    out = torch.empty_like(x)\n"
-        "    kernel(grid=(4, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n"
-        "    assert out.sum().item() == 2000\n"
-        "    print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\n"
-        "except Exception as error:\n"
-        "    print('torch.cuda._compile_kernel: none here:', error)\n"
+        "import sys, time, torch, flexops\nx = torch.ones(1000, device='cuda'); (x *"
+        f" 2).sum().item()\nsource = {fresh(SCALE)!r}\nstarted = time.perf_counter()\nscale ="
+        " flexops.kernel(source, 'scale(Tensor x, float factor) -> Tensor')\nassert scale(x,"
+        " 2.0).sum().item() == 2000\nfirst = time.perf_counter() -"
+        " started\nprint(f'flexops.kernel: first result after {first:.2f} s')\ncompile ="
+        " getattr(torch.cuda, '_compile_kernel', None)\ntry:\n    started = time.perf_counter()\n "
+        '   kernel = compile(\'extern "C" __global__ void s(const float* x, float* out, double f,'
+        " int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f;"
+        " } // ' + str(time.time()), 's')\n    out = torch.empty_like(x)\n    kernel(grid=(4, 1,"
+        " 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n    assert out.sum().item() == 2000\n "
+        "   print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\nexcept"
+        " Exception as error:\n    print('torch.cuda._compile_kernel: none here:', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     print("\n" + done.stdout)
 
 
 def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
-    """Host time of a call, queued without waiting, the contenders in turns; the least of several rounds."""
+    """Host time of a call, queued without waiting, the contenders in turns; the least of several
+    rounds."""
     x = torch.ones(64, device="cuda")
-    contenders: dict[str, Callable[[], object]] = {"x * 2.0": lambda: x * 2.0, "flexops.kernel": lambda: scale(x, 2.0), "its op": lambda: scale.op(x, 2.0)}
-    text = 'extern "C" __global__ void s(const float* x, float* out, double f, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] * f; }'
+    contenders: dict[str, Callable[[], object]] = {
+        "x * 2.0": lambda: x * 2.0,
+        "flexops.kernel": lambda: scale(x, 2.0),
+        "its op": lambda: scale.op(x, 2.0),
+    }
+    text = (
+        'extern "C" __global__ void s(const float* x, float* out, double f, int n) { int i ='
+        " threadIdx.x; if (i < n) out[i] = x[i] * f; }"
+    )
     try:
         peer = torch.cuda._compile_kernel(text, "s")
     except Exception as error:  # an older torch, or one that lacks a header
@@ -274,5 +310,8 @@ def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
             for _ in range(500):
                 call()
             least[name] = min(least[name], (time.perf_counter() - started) / 500)
-    print("\n" + "\n".join(f"{name:<28} {seconds * 1e6:.2f} us a call" for name, seconds in least.items()))
+    print(
+        "\n"
+        + "\n".join(f"{name:<28} {seconds * 1e6:.2f} us a call" for name, seconds in least.items())
+    )
     assert set(least) == set(contenders)

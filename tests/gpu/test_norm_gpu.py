@@ -1,4 +1,5 @@
-"""The norms on a GPU: every way through the kernels against the reference, for lengths and layouts at which the ways change."""
+"""The norms on a GPU: every way through the kernels against the reference, for lengths and layouts
+at which the ways change."""
 
 from __future__ import annotations
 
@@ -22,7 +23,34 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120, 8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)
+LENGTHS = (
+    1,
+    2,
+    7,
+    8,
+    9,
+    63,
+    64,
+    136,
+    256,
+    257,
+    520,
+    1000,
+    1024,
+    1032,
+    2048,
+    4095,
+    4096,
+    5120,
+    8192,
+    8200,
+    12288,
+    16384,
+    16392,
+    32768,
+    65535,
+    65536,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +70,12 @@ def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
             one, other, unit = one.double(), other.double(), ROUNDING.get(one.dtype, 0.0)
             bound = 2 * unit * other.abs() + 4e-6 * size**0.5 * other.square().mean().sqrt() + 1e-7
             wrong = ~(((one - other).abs() <= bound) | (one.isnan() & other.isnan()))
-            assert not wrong.any(), (position, int(wrong.sum()), one[wrong][:3].tolist(), other[wrong][:3].tolist())
+            assert not wrong.any(), (
+                position,
+                int(wrong.sum()),
+                one[wrong][:3].tolist(),
+                other[wrong][:3].tolist(),
+            )
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:
@@ -66,22 +99,74 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
     for turn in range(12):
         x_dtype = DTYPES[turn % 3]
         row_dtype = x_dtype if turn % 4 else choose.choice(DTYPES)
-        weight_dtype, bias_dtype = (x_dtype, x_dtype) if turn % 2 else (choose.choice(DTYPES), choose.choice(DTYPES))
+        weight_dtype, bias_dtype = (
+            (x_dtype, x_dtype) if turn % 2 else (choose.choice(DTYPES), choose.choice(DTYPES))
+        )
         rows = choose.choice((1, 3, 64, 700 if columns < 10000 else 70))
-        x, grad = draw(rows, columns, x_dtype, choose.randrange(5)), draw(rows, columns, x_dtype, choose.randrange(4))
-        residual, also = draw(rows, columns, row_dtype, choose.randrange(4)), draw(rows, columns, row_dtype, choose.randrange(4))
-        weight = torch.randn(columns, device="cuda").to(weight_dtype) if choose.random() < 0.8 else None
+        x, grad = (
+            draw(rows, columns, x_dtype, choose.randrange(5)),
+            draw(rows, columns, x_dtype, choose.randrange(4)),
+        )
+        residual, also = (
+            draw(rows, columns, row_dtype, choose.randrange(4)),
+            draw(rows, columns, row_dtype, choose.randrange(4)),
+        )
+        weight = (
+            torch.randn(columns, device="cuda").to(weight_dtype) if choose.random() < 0.8 else None
+        )
         bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
         with torch.no_grad():
-            compare(ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(
+                ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5
+            )
             compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(ops.add_layer_norm.forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
-            compare(ops.add_rms_norm.forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
-            backward = (grad, also if turn % 3 else None, total, weight, statistics, *flags(choose, 3), bias_dtype)
-            compare(ops.layer_norm_backward, references["flexops::layer_norm_backward"], *backward, size=rows)
+            _, total, statistics = compare(
+                ops.add_layer_norm.forward,
+                norm_module._add_layer_norm_reference,
+                x,
+                residual,
+                weight,
+                bias,
+                1e-5,
+            )
+            compare(
+                ops.add_rms_norm.forward,
+                norm_module._add_rms_norm_reference,
+                x,
+                residual,
+                weight,
+                1e-6,
+            )
+            backward = (
+                grad,
+                also if turn % 3 else None,
+                total,
+                weight,
+                statistics,
+                *flags(choose, 3),
+                bias_dtype,
+            )
+            compare(
+                ops.layer_norm_backward,
+                references["flexops::layer_norm_backward"],
+                *backward,
+                size=rows,
+            )
             statistics = norm_module._rms_norm_reference(total, None, 1e-6)[1]
-            backward = (grad, also if turn % 3 else None, total, weight, statistics, *flags(choose, 2))
-            compare(ops.rms_norm_backward, references["flexops::rms_norm_backward"], *backward, size=rows)
+            backward = (
+                grad,
+                also if turn % 3 else None,
+                total,
+                weight,
+                statistics,
+                *flags(choose, 2),
+            )
+            compare(
+                ops.rms_norm_backward,
+                references["flexops::rms_norm_backward"],
+                *backward,
+                size=rows,
+            )
 
 
 def flags(choose: random.Random, count: int) -> list[bool]:
@@ -104,27 +189,41 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
         x[3] = 0
         x[4, columns // 2] = torch.inf
         for arguments in ((x, weight), (x, None, 1e-6, dtype, residual)):
-            values, scales, *rest = flexops.rms_norm_quantized(*arguments[:2], 1e-6, dtype, *arguments[4:])
-            op = quantized_module._add_rms_norm_quantized_reference if rest else quantized_module._rms_norm_quantized_reference
+            values, scales, *rest = flexops.rms_norm_quantized(
+                *arguments[:2], 1e-6, dtype, *arguments[4:]
+            )
+            op = (
+                quantized_module._add_rms_norm_quantized_reference
+                if rest
+                else quantized_module._rms_norm_quantized_reference
+            )
             expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
             torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
             difference = (values.view(torch.int8).int() - expected.view(torch.int8).int()).abs()
             assert difference.max() <= 1
-            assert difference.sum() <= 3 + difference.numel() // 200  # ties: sums are rounded another way
+            # ties: sums are rounded another way
+            assert difference.sum() <= 3 + difference.numel() // 200
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("factor", [2.0**-80, 1.0, 2.0**80])
 def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> None:
     """Where x * weight comes near them, or leaves them, but the result does not."""
-    x, weight = torch.randn(40, 4096, device="cuda").to(x_dtype), torch.rand(4096, device="cuda").add(0.5)
+    x, weight = (
+        torch.randn(40, 4096, device="cuda").to(x_dtype),
+        torch.rand(4096, device="cuda").add(0.5),
+    )
     if x_dtype != torch.float16:
-        x = (x.float() * 2.0**50 if factor > 1 else x.float() * 2.0**-50 if factor < 1 else x).to(x_dtype)
+        x = (x.float() * 2.0**50 if factor > 1 else x.float() * 2.0**-50 if factor < 1 else x).to(
+            x_dtype
+        )
         weight = (weight * factor).to(x_dtype)
     else:
         weight = weight.to(x_dtype)
     values, scales = flexops.rms_norm_quantized(x, weight, 0.0)
-    expected, expected_scales = quantized_module._rms_norm_quantized_reference(x, weight, 0.0, torch.int8)
+    expected, expected_scales = quantized_module._rms_norm_quantized_reference(
+        x, weight, 0.0, torch.int8
+    )
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
     difference = (values.int() - expected.int()).abs()
     assert difference.max() <= 1
@@ -133,7 +232,9 @@ def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> 
 
 @pytest.mark.parametrize("columns", [8, 128, 136, 1000, 1032, 8192, 16384, 32768, 40000, 65536])
 @pytest.mark.parametrize("x_dtype", DTYPES)
-def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(x_dtype: torch.dtype, columns: int) -> None:
+def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(
+    x_dtype: torch.dtype, columns: int
+) -> None:
     """The kernels' sums are as good as sums of squares off the mean, wherever the outlier lies."""
     rows = 200000 // columns * 32 + 1
     x = torch.randn(rows, columns, device="cuda")
@@ -144,7 +245,8 @@ def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(x_dtype: torch.dtype
     weight, bias = torch.randn(2, columns, device="cuda").to(x_dtype)
     y = flexops.layer_norm(x, weight, bias).double()
     exact = torch.nn.functional.layer_norm(x.double(), (columns,), weight.double(), bias.double())
-    # A mean of 100 is known to 2^-24 of itself, which deviations inherit; of rows of 8 they may be less than 1.
+    # A mean of 100 is known to 2^-24 of itself, which deviations inherit; of rows of 8 they may be
+    # less than 1.
     scale = 1 / x.double().std(-1, keepdim=True, correction=0).clamp(max=1)
     bound = ROUNDING[x_dtype] * exact.abs() + 4e-5 * (weight.double().abs() * scale + 1)
     assert ((y - exact).abs() <= bound).all()
@@ -183,7 +285,17 @@ print([event.key for event in profiled.key_averages()])
 def test_autograds_thread_finds_room_for_clusters_before_its_first_launch() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters are of compute capability 9.0")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", LONG_ROWS_FIRST], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LONG_ROWS_FIRST],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "backward_walk" in done.stdout, done.stdout

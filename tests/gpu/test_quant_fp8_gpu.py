@@ -1,4 +1,5 @@
-"""flexops.quantize_fp8, quantize_int8 and back on a GPU: every kernel gives the reference's bits, for any length and place."""
+"""flexops.quantize_fp8, quantize_int8 and back on a GPU: every kernel gives the reference's bits,
+for any length and place."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import flexops
 from flexops.ops import fp8 as fp8_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from test_quant_fp8 import CODES, DTYPES, E4M3, E5M2, assert_same, compare_with_reference, dequantize, quantize
+from test_quant_fp8 import (
+    CODES,
+    DTYPES,
+    E4M3,
+    E5M2,
+    assert_same,
+    compare_with_reference,
+    dequantize,
+    quantize,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,12 +46,19 @@ def test_rows_of_all_lengths(dtype: torch.dtype, code: torch.dtype, length: int)
     """In a part of a warp, a block, and too long for a block; at any place in memory."""
     generator = torch.Generator("cuda").manual_seed(1)
     whole = torch.randn(7, length + 3, generator=generator, device="cuda").to(dtype)
-    for x in (whole[:, :length].contiguous(), whole[:, 1 : length + 1], whole.flatten()[1 : 7 * length + 1].view(7, length)):
+    for x in (
+        whole[:, :length].contiguous(),
+        whole[:, 1 : length + 1],
+        whole.flatten()[1 : 7 * length + 1].view(7, length),
+    ):
         values, scales = quantize(x, code)
         expected = fp8_module._quantize_reference(x, code, -1)
         assert_same(values, expected[0])
         assert_same(scales, expected[1])
-        assert_same(dequantize(values, scales, dtype), fp8_module._dequantize_reference(*expected, -1, dtype))
+        assert_same(
+            dequantize(values, scales, dtype),
+            fp8_module._dequantize_reference(*expected, -1, dtype),
+        )
 
 
 @pytest.mark.parametrize("segment", [1, 8, 24, 100, 128, 512, 1000, 4096])
@@ -52,7 +69,10 @@ def test_groups_of_all_sizes(segment: int) -> None:
         expected = fp8_module._quantize_reference(part, E4M3, segment)
         assert_same(values, expected[0])
         assert_same(scales, expected[1])
-        assert_same(dequantize(values, scales, torch.bfloat16, segment), fp8_module._dequantize_reference(*expected, segment, torch.bfloat16))
+        assert_same(
+            dequantize(values, scales, torch.bfloat16, segment),
+            fp8_module._dequantize_reference(*expected, segment, torch.bfloat16),
+        )
 
 
 def test_a_large_tensor_with_one_scale() -> None:
@@ -75,19 +95,41 @@ def test_a_large_tensor_with_one_scale() -> None:
 def test_cuda_gives_the_cpus_bits() -> None:
     x = torch.randn(500, 1000).bfloat16()
     for code, segment in ((E4M3, -1), (E5M2, 128), (E4M3, 0), (torch.int8, -1)):
-        for on_gpu, on_cpu in zip(quantize(x.cuda(), code, segment), quantize(x, code, segment), strict=True):
+        for on_gpu, on_cpu in zip(
+            quantize(x.cuda(), code, segment), quantize(x, code, segment), strict=True
+        ):
             assert_same(on_gpu.cpu(), on_cpu)
 
 
 def test_torch_multiplies_with_these_scales(require: Callable[..., None]) -> None:
     """torch._scaled_mm takes values and scales as they are."""
     able = torch.cuda.get_device_capability() >= (8, 9)
-    require(able, "a GPU of compute capability 8.9, for torch._scaled_mm", "run the tests on such a GPU", "this one is older")
-    a, b = torch.randn(64, 256, device="cuda").bfloat16(), torch.randn(48, 256, device="cuda").bfloat16()
+    require(
+        able,
+        "a GPU of compute capability 8.9, for torch._scaled_mm",
+        "run the tests on such a GPU",
+        "this one is older",
+    )
+    a, b = (
+        torch.randn(64, 256, device="cuda").bfloat16(),
+        torch.randn(48, 256, device="cuda").bfloat16(),
+    )
     for scaling in ("row", "tensor"):
-        (codes_a, scales_a), (codes_b, scales_b) = flexops.quantize_fp8(a, scaling=scaling), flexops.quantize_fp8(b, scaling=scaling)
-        product = torch._scaled_mm(codes_a, codes_b.t(), scale_a=scales_a, scale_b=scales_b.t() if scaling == "row" else scales_b, out_dtype=torch.bfloat16)
-        expected = flexops.dequantize_fp8(codes_a, scales_a) @ flexops.dequantize_fp8(codes_b, scales_b).t()
+        (codes_a, scales_a), (codes_b, scales_b) = (
+            flexops.quantize_fp8(a, scaling=scaling),
+            flexops.quantize_fp8(b, scaling=scaling),
+        )
+        product = torch._scaled_mm(
+            codes_a,
+            codes_b.t(),
+            scale_a=scales_a,
+            scale_b=scales_b.t() if scaling == "row" else scales_b,
+            out_dtype=torch.bfloat16,
+        )
+        expected = (
+            flexops.dequantize_fp8(codes_a, scales_a)
+            @ flexops.dequantize_fp8(codes_b, scales_b).t()
+        )
         torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-5)
 
 

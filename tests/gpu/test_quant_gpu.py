@@ -1,4 +1,5 @@
-"""flexops.quantize and flexops.dequantize on a GPU: every kernel gives the reference's bits, on any stream, for any size."""
+"""flexops.quantize and flexops.dequantize on a GPU: every kernel gives the reference's bits, on any
+stream, for any size."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
     native_kernels("quant", "cuda")
 
 
-def compare(x: torch.Tensor, bits: int, group_size: int, dim: int, symmetric: bool, dtype: torch.dtype) -> None:
+def compare(
+    x: torch.Tensor, bits: int, group_size: int, dim: int, symmetric: bool, dtype: torch.dtype
+) -> None:
     """Kernel and reference, both on the GPU."""
     packed, scales = torch.ops.flexops.quantize(x, bits, group_size, dim, symmetric)
-    expected_packed, expected_scales = quant_module._quantize_reference(x, bits, group_size, dim, symmetric)
+    expected_packed, expected_scales = quant_module._quantize_reference(
+        x, bits, group_size, dim, symmetric
+    )
     assert_same(packed, expected_packed)
     assert_same(scales, expected_scales)
     arguments = (packed, scales, x.shape[dim], bits, group_size, dim, dtype)
-    assert_same(torch.ops.flexops.dequantize(*arguments), quant_module._dequantize_reference(*arguments))
+    assert_same(
+        torch.ops.flexops.dequantize(*arguments), quant_module._dequantize_reference(*arguments)
+    )
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -52,7 +59,9 @@ def _options(random_: random.Random, dim: int) -> tuple[int, int, int, bool]:
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 @pytest.mark.parametrize("group_size", [4, 8, 16, 32, 64, 128, 256, 96, 33])
 @pytest.mark.parametrize("length", [256, 328])
-def test_both_fast_ways(dtype: torch.dtype, bits: int, symmetric: bool, group_size: int, length: int) -> None:
+def test_both_fast_ways(
+    dtype: torch.dtype, bits: int, symmetric: bool, group_size: int, length: int
+) -> None:
     """Whole and short last groups, along rows and along columns."""
     generator = torch.Generator("cuda").manual_seed(1)
     for shape, dim in (((37, length), 1), ((length, 136), 0), ((3, length, 64), 1)):
@@ -76,9 +85,12 @@ def test_cuda_gives_the_cpus_bits(dim: int) -> None:
     assert_same(flexops.dequantize(on_gpu).cpu(), flexops.dequantize(q))
 
 
-@pytest.mark.parametrize(("dim", "bits", "group_size"), [(1, 4, 64), (0, 4, 64), (1, 8, 64), (0, 8, 100), (1, 4, 50)])
+@pytest.mark.parametrize(
+    ("dim", "bits", "group_size"), [(1, 4, 64), (0, 4, 64), (1, 8, 64), (0, 8, 100), (1, 4, 50)]
+)
 def test_more_than_2_to_31_elements(dim: int, bits: int, group_size: int) -> None:
-    shape = (2**18 + 64, 2**13 + 128)  # 2.2e9 elements; the reference would not fit, so the ends are compared, as tensors of their own
+    # 2.2e9 elements; the reference would not fit, so the ends are compared, as tensors of their own
+    shape = (2**18 + 64, 2**13 + 128)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-1, 1)
     q = flexops.quantize(x, bits, group_size, dim)
     y = flexops.dequantize(q)
@@ -86,7 +98,11 @@ def test_more_than_2_to_31_elements(dim: int, bits: int, group_size: int) -> Non
     for part in (slice(0, rows), slice((shape[0] - rows) // group_size * group_size, shape[0])):
         small = flexops.quantize(x[part].clone(), bits, group_size, dim)
         groups = slice(part.start // group_size, None) if dim == 0 else part
-        lines = slice(part.start // group_size * q.packed.shape[0] // q.scales.shape[0], None) if dim == 0 else part
+        lines = (
+            slice(part.start // group_size * q.packed.shape[0] // q.scales.shape[0], None)
+            if dim == 0
+            else part
+        )
         assert torch.equal(q.packed[lines][: small.packed.shape[0]], small.packed)
         assert torch.equal(q.scales[groups][: small.scales.shape[0]], small.scales)
         assert torch.equal(y[part], flexops.dequantize(small))
@@ -132,7 +148,10 @@ def test_opcheck() -> None:
     x = torch.randn(70, 64, device="cuda").bfloat16()
     torch.library.opcheck(torch.ops.flexops.quantize.default, (x, 4, 64, 1, False))
     q = flexops.quantize(x)
-    torch.library.opcheck(torch.ops.flexops.dequantize.default, (q.packed, q.scales, q.length, 4, 64, 1, torch.bfloat16))
+    torch.library.opcheck(
+        torch.ops.flexops.dequantize.default,
+        (q.packed, q.scales, q.length, 4, 64, 1, torch.bfloat16),
+    )
 
 
 def test_scales_on_another_device_are_an_error() -> None:

@@ -1,4 +1,5 @@
-"""Optimizers and clipping on DTensors and under fully_shard: one process for each of two GPUs, through NCCL.
+"""Optimizers and clipping on DTensors and under fully_shard: one process for each of two GPUs,
+through NCCL.
 
 python -m pytest tests/gpu/test_sharded_gpu.py -m gpu
 """

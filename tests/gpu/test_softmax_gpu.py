@@ -1,4 +1,5 @@
-"""Softmax on a GPU: every way through the kernels against the reference, for lengths, masks and layouts at which the ways change."""
+"""Softmax on a GPU: every way through the kernels against the reference, for lengths, masks and
+layouts at which the ways change."""
 
 from __future__ import annotations
 
@@ -37,33 +38,67 @@ def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...
         y = ops.scaled_masked_softmax(x, mask, scale)
         assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
         grad = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
-        assert_near(ops.softmax_backward(grad, y, scale, False), softmax_module._softmax_backward_reference(grad, y, scale, False), 8, abs(scale))
+        assert_near(
+            ops.softmax_backward(grad, y, scale, False),
+            softmax_module._softmax_backward_reference(grad, y, scale, False),
+            8,
+            abs(scale),
+        )
         if x.dim() > 1:
             y = ops.causal_softmax(x, scale)
             assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(ops.softmax_backward(grad, y, scale, True), softmax_module._softmax_backward_reference(grad, y, scale, True), 8, abs(scale))
+            assert_near(
+                ops.softmax_backward(grad, y, scale, True),
+                softmax_module._softmax_backward_reference(grad, y, scale, True),
+                8,
+                abs(scale),
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
 @pytest.mark.parametrize("keys", [1024, 1031, 2048])
 @pytest.mark.parametrize(("heads", "queries"), [(3, 65), (8, 130)], ids=["few rows", "more rows"])
-def test_attention_shapes(dtype: torch.dtype, mask_dtype: torch.dtype, keys: int, heads: int, queries: int) -> None:
+def test_attention_shapes(
+    dtype: torch.dtype, mask_dtype: torch.dtype, keys: int, heads: int, queries: int
+) -> None:
     """Masks of padding, of a batch, of all heads, and of none; aligned and not."""
     x = torch.randn(2, heads, queries, keys, device="cuda").to(dtype)
-    for shape in ((2, 1, 1, keys), (1, 1, queries, keys), (2, 1, queries, keys), (2, heads, queries, keys), (keys,), (2, heads, queries, 1)):
+    for shape in (
+        (2, 1, 1, keys),
+        (1, 1, queries, keys),
+        (2, 1, queries, keys),
+        (2, heads, queries, keys),
+        (keys,),
+        (2, heads, queries, 1),
+    ):
         keep = torch.rand(shape, device="cuda") < 0.6
-        mask = keep if mask_dtype == torch.bool else torch.randn(shape, device="cuda").to(mask_dtype).masked_fill(~keep, -torch.inf)
-        assert_near(flexops.scaled_masked_softmax(x, mask, 0.3), softmax_module._scaled_masked_softmax_reference(x, mask, 0.3))
+        mask = (
+            keep
+            if mask_dtype == torch.bool
+            else torch.randn(shape, device="cuda").to(mask_dtype).masked_fill(~keep, -torch.inf)
+        )
+        assert_near(
+            flexops.scaled_masked_softmax(x, mask, 0.3),
+            softmax_module._scaled_masked_softmax_reference(x, mask, 0.3),
+        )
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
 def test_large_masks_that_heads_share(mask_dtype: torch.dtype) -> None:
-    """The heads' rows are neighbours in the grid where a mask is more than the second-level cache keeps."""
+    """The heads' rows are neighbours in the grid where a mask is more than the second-level cache
+    keeps."""
     x = torch.randn(2, 3, 4200, 2048, device="cuda").to(torch.bfloat16)
     keep = torch.rand((2, 1, 4200, 2048), device="cuda") < 0.6
-    mask = keep if mask_dtype == torch.bool else torch.randn(keep.shape, device="cuda").to(mask_dtype).masked_fill(~keep, -torch.inf)
-    assert_near(flexops.scaled_masked_softmax(x, mask, 0.3), softmax_module._scaled_masked_softmax_reference(x, mask, 0.3))
+    mask = (
+        keep
+        if mask_dtype == torch.bool
+        else torch.randn(keep.shape, device="cuda").to(mask_dtype).masked_fill(~keep, -torch.inf)
+    )
+    assert_near(
+        flexops.scaled_masked_softmax(x, mask, 0.3),
+        softmax_module._scaled_masked_softmax_reference(x, mask, 0.3),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,15 +109,22 @@ def test_boolean_masks_at_any_scale(dtype: torch.dtype, length: int) -> None:
     for shape in ((5, 7, length), (7, length), (5, 7, 1)):
         keep = torch.rand(shape, device="cuda") < 0.6
         for scale in (0.0, -0.5):
-            assert_near(flexops.scaled_masked_softmax(x, keep, scale), softmax_module._scaled_masked_softmax_reference(x, keep, scale))
+            assert_near(
+                flexops.scaled_masked_softmax(x, keep, scale),
+                softmax_module._scaled_masked_softmax_reference(x, keep, scale),
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300, 2045, 2048, 24000, 70000])
 def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
-    """Masks are often written with a dtype's lowest number instead of -inf; a row that has nothing else is as even as torch's then."""
+    """Masks are often written with a dtype's lowest number instead of -inf; a row that has nothing
+    else is as even as torch's then."""
     for arguments in draw_lowest(dtype, "cuda", length):
-        assert_near(flexops.scaled_masked_softmax(*arguments), softmax_module._scaled_masked_softmax_reference(*arguments))
+        assert_near(
+            flexops.scaled_masked_softmax(*arguments),
+            softmax_module._scaled_masked_softmax_reference(*arguments),
+        )
 
 
 def test_masks_are_not_expanded_in_memory() -> None:

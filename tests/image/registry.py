@@ -1,4 +1,5 @@
-"""A registry on this machine, with as much of the distribution API as an engine needs to push an image. It keeps everything in memory."""
+"""A registry on this machine, with as much of the distribution API as an engine needs to push an
+image. It keeps everything in memory."""
 
 from __future__ import annotations
 
@@ -17,11 +18,16 @@ class Registry(ThreadingHTTPServer):
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Api)
-        self.refuses, self.blobs, self.manifests = refuses, dict[str, bytes](), dict[str, dict[str, object]]()
+        self.refuses, self.blobs, self.manifests = (
+            refuses,
+            dict[str, bytes](),
+            dict[str, dict[str, object]](),
+        )
 
     @property
     def host(self) -> str:
-        """To begin an image's name with; engines take registries on this machine without encryption."""
+        """To begin an image's name with; engines take registries on this machine without
+        encryption."""
         return f"127.0.0.1:{self.server_port}"
 
 
@@ -34,12 +40,19 @@ class _Api(BaseHTTPRequestHandler):
         self._answer(200 if urlsplit(self.path).path == "/v2/" else 404)
 
     def do_HEAD(self) -> None:
-        there = (found := re.fullmatch(r"/v2/.+/blobs/(sha256:\w+)", self.path)) and found[1] in self.server.blobs
+        there = (found := re.fullmatch(r"/v2/.+/blobs/(sha256:\w+)", self.path)) and found[
+            1
+        ] in self.server.blobs
         self._answer(200 if there else 404)
 
     def do_POST(self) -> None:
         if self.server.refuses:
-            self._answer(403, body=json.dumps({"errors": [{"code": "DENIED", "message": "not yours to push to"}]}).encode())
+            self._answer(
+                403,
+                body=json.dumps(
+                    {"errors": [{"code": "DENIED", "message": "not yours to push to"}]}
+                ).encode(),
+            )
             return
         self._answer(202, Location=f"{self.path}{len(self.uploads)}-{id(self)}")
 
@@ -51,9 +64,14 @@ class _Api(BaseHTTPRequestHandler):
         where, body = urlsplit(self.path), self._body()
         if manifest := re.fullmatch(r"/v2/(.+)/manifests/(.+)", where.path):
             self.server.manifests[f"{manifest[1]}:{manifest[2]}"] = json.loads(body)
-            self._answer(201, **{"Docker-Content-Digest": f"sha256:{hashlib.sha256(body).hexdigest()}"})
+            self._answer(
+                201, **{"Docker-Content-Digest": f"sha256:{hashlib.sha256(body).hexdigest()}"}
+            )
             return
-        content, digest = self.uploads.pop(where.path, b"") + body, parse_qs(where.query)["digest"][0]
+        content, digest = (
+            self.uploads.pop(where.path, b"") + body,
+            parse_qs(where.query)["digest"][0],
+        )
         right = digest == f"sha256:{hashlib.sha256(content).hexdigest()}"
         self.server.blobs |= {digest: content} if right else {}
         self._answer(201 if right else 400, **{"Docker-Content-Digest": digest})
@@ -70,7 +88,11 @@ class _Api(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Docker-Distribution-Api-Version": "registry/2.0", "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {
+            "Docker-Distribution-Api-Version": "registry/2.0",
+            "Content-Length": str(len(body)),
+            **headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

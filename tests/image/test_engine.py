@@ -1,6 +1,8 @@
-"""Images on a real engine: built, checked, run in every way that they must work; and builds that cannot succeed.
+"""Images on a real engine: built, checked, run in every way that they must work; and builds that
+cannot succeed.
 
-The image is the row `cpu`; its base and its package index are made on this machine. CUDA rows are built by the same Dockerfile template, and by hand.
+The image is the row `cpu`; its base and its package index are made on this machine. CUDA rows are
+built by the same Dockerfile template, and by hand.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ def run(engine: Any, name: str, *command: str, **options: Any) -> tuple[int, str
 
 def containers(engine: Any) -> set[str]:
     """All of them: so nothing else may be built on the engine while these tests run."""
-    return {one["Id"] for one in engine.api.containers(all=True)}  # without a look at each, which may be gone by then
+    # without a look at each, which may be gone by then
+    return {one["Id"] for one in engine.api.containers(all=True)}
 
 
-# ---- an image that works --------------------------------------------------------------------------------------------------------------------------------
+# ---- an image that works -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,9 @@ def containers(engine: Any) -> set[str]:
     ],
     ids=["plain", "root", "any-user", "read-only", "read-only-any-user-volume", "no-network"],
 )
-def test_the_default_command_reports_and_exits_0(engine: Any, cpu_image: str, options: dict[str, Any]) -> None:
+def test_the_default_command_reports_and_exits_0(
+    engine: Any, cpu_image: str, options: dict[str, Any]
+) -> None:
     code, out, err = run(engine, cpu_image, **options)
     assert code == 0, out + err
     assert "target cpu" in out
@@ -78,8 +83,20 @@ def test_the_default_command_reports_and_exits_0(engine: Any, cpu_image: str, op
 
 
 def test_operators_run_native_and_torch_is_quiet(engine: Any, cpu_image: str) -> None:
-    script = "import torch, flexops; q = flexops.quantize(torch.randn(4, 64)); print([(s.op, s.backend) for s in flexops.status() if s.op == 'quant'])"
-    code, out, err = run(engine, cpu_image, "python", "-c", script, environment={"FLEXOPS_FALLBACK": "forbid"}, user="43210:0", read_only=True)
+    script = (
+        "import torch, flexops; q = flexops.quantize(torch.randn(4, 64)); print([(s.op, s.backend)"
+        " for s in flexops.status() if s.op == 'quant'])"
+    )
+    code, out, err = run(
+        engine,
+        cpu_image,
+        "python",
+        "-c",
+        script,
+        environment={"FLEXOPS_FALLBACK": "forbid"},
+        user="43210:0",
+        read_only=True,
+    )
     assert (code, err) == (0, ""), err
     assert "('quant', 'aot')" in out
 
@@ -90,7 +107,13 @@ def test_image_check_finds_it_in_order(image: Image, cpu_image: str) -> None:
     found = json.loads(done.stdout)
     assert {one["id"] for one in found["findings"] if one["status"] == "fail"} == set()
     statuses = {one["id"]: one["status"] for one in found["findings"]}
-    assert statuses["labels"] == statuses["image-clean"] == statuses["image-added"] == statuses["doctor-read-only"] == "ok"
+    assert (
+        statuses["labels"]
+        == statuses["image-clean"]
+        == statuses["image-added"]
+        == statuses["doctor-read-only"]
+        == "ok"
+    )
     assert abs(sum(layer["size"] for layer in found["layers"]) - found["size"]) < 1e6
 
 
@@ -104,8 +127,13 @@ def test_its_labels_say_what_is_in_it(engine: Any, cpu_image: str) -> None:
     found = engine.images.get(cpu_image).labels
     assert labels(targets.load().cpu).items() <= found.items()
     assert found["org.opencontainers.image.base.name"] == BASE
-    assert {f"org.opencontainers.image.{name}" for name in ("revision", "source", "created", "vendor")} <= found.keys()
-    script = "import platform, torch, importlib.metadata as m; print(platform.python_version(), torch.__version__, m.version('ninja'))"
+    assert {
+        f"org.opencontainers.image.{name}" for name in ("revision", "source", "created", "vendor")
+    } <= found.keys()
+    script = (
+        "import platform, torch, importlib.metadata as m; print(platform.python_version(),"
+        " torch.__version__, m.version('ninja'))"
+    )
     _, out, _ = run(engine, cpu_image, "python", "-c", script)
     assert [found[f"dev.flexops.{name}"] for name in ("python", "torch", "ninja")] == out.split()
 
@@ -115,7 +143,10 @@ def test_nothing_of_the_build_reaches_it(engine: Any, cpu_image: str, index_url:
     told = json.dumps([image.attrs["Config"], image.history()])
     index = index_url.partition("://")[2]
     assert index not in told
-    script = f"grep -rlE --exclude-dir=proc --exclude-dir=sys '{index}' /etc /opt /home /root /var 2>/dev/null; which g++ cc nvcc; ls /opt"
+    script = (
+        f"grep -rlE --exclude-dir=proc --exclude-dir=sys '{index}' /etc /opt /home /root /var"
+        " 2>/dev/null; which g++ cc nvcc; ls /opt"
+    )
     _, out, _ = run(engine, cpu_image, "sh", "-c", script, user="0")
     assert out.split() == ["docker", "flexops"]
 
@@ -183,8 +214,10 @@ def test_credentials_of_an_index_are_kept_nowhere(
 def test_without_buildkit_credentials_are_refused(
     image: Image, small_checkout: Path, private_index_url: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "docker").write_text("#!/bin/sh\necho 'ERROR: BuildKit is enabled but the buildx "
-                                     "component is missing or broken.' >&2\nexit 1\n")
+    (tmp_path / "docker").write_text(
+        "#!/bin/sh\necho 'ERROR: BuildKit is enabled but the buildx "
+        "component is missing or broken.' >&2\nexit 1\n"
+    )
     (tmp_path / "docker").chmod(0o755)
     path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     options = [*image.build_options, "--index-url", private_index_url]
@@ -196,14 +229,20 @@ def test_without_buildkit_credentials_are_refused(
 
 
 def test_who_runs_it_can_change_nothing_of_it(engine: Any, cpu_image: str) -> None:
-    script = "find / -xdev -type f -writable -not -path '/proc/*' 2>/dev/null; find / -xdev -type f -perm /6000 2>/dev/null; echo 'and that is all'"
+    script = (
+        "find / -xdev -type f -writable -not -path '/proc/*' 2>/dev/null; find / -xdev -type f"
+        " -perm /6000 2>/dev/null; echo 'and that is all'"
+    )
     for user in ("", "43210:54321"):
         _, out, err = run(engine, cpu_image, "sh", "-c", script, **({"user": user} if user else {}))
         assert out == "and that is all\n", out + err
 
 
 def test_it_lists_its_contents_and_has_the_locked_pip(engine: Any, cpu_image: str) -> None:
-    script = "cat /opt/flexops/share/flexops/sbom.json; echo; echo ---; pip list --format json; dpkg-query --show libc6 | cut -f 2"
+    script = (
+        "cat /opt/flexops/share/flexops/sbom.json; echo; echo ---; pip list --format json;"
+        " dpkg-query --show libc6 | cut -f 2"
+    )
     code, out, err = run(engine, cpu_image, "sh", "-c", script)
     assert code == 0, err
     listed, _, known = out.partition("\n---\n")
@@ -214,45 +253,86 @@ def test_it_lists_its_contents_and_has_the_locked_pip(engine: Any, cpu_image: st
     installed = {(one["name"], one["version"]) for one in json.loads(packages)}
     assert installed <= components
     assert ("libc6", libc) in components
-    (locked,) = re.findall(r"^pip==(\S+)", (REPOSITORY / "docker" / "pip.lock").read_text(), re.MULTILINE)
+    (locked,) = re.findall(
+        r"^pip==(\S+)", (REPOSITORY / "docker" / "pip.lock").read_text(), re.MULTILINE
+    )
     assert dict(installed)["pip"] == locked
 
 
 def test_where_it_cannot_compile_it_names_the_image_that_can(engine: Any, cpu_image: str) -> None:
-    code, _, err = run(engine, cpu_image, "python", "-c", "import flexops; flexops.load_inline('x', 'int f() { return 1; }', functions='f')")
+    code, _, err = run(
+        engine,
+        cpu_image,
+        "python",
+        "-c",
+        "import flexops; flexops.load_inline('x', 'int f() { return 1; }', functions='f')",
+    )
     assert code == 1
     assert "flexops image build cpu --stage dev" in err
 
 
 def test_the_first_process_passes_signals_on(engine: Any, cpu_image: str) -> None:
-    script = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); time.sleep(60)"
+    script = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
+        " print('ready', flush=True); time.sleep(60)"
+    )
     container = engine.containers.run(cpu_image, ["python", "-c", script], detach=True)
     try:
         deadline = time.monotonic() + 30
         while b"ready" not in container.logs() and time.monotonic() < deadline:
             time.sleep(0.1)
         container.stop(timeout=20)
-        assert container.wait()["StatusCode"] == 7, "not 137, with which the engine ends what lets the time pass"
+        assert container.wait()["StatusCode"] == 7, (
+            "not 137, with which the engine ends what lets the time pass"
+        )
     finally:
         container.remove(force=True)
 
 
-def test_image_run_passes_output_and_exit_code_on(engine: Any, image: Image, cpu_image: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)")
+def test_image_run_passes_output_and_exit_code_on(
+    engine: Any, image: Image, cpu_image: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
+    )
     tmp_path.chmod(0o755)
     before = containers(engine)
-    done = image("run", "cpu", "--tag", cpu_image, "--volume", f"{tmp_path}:/workspace", "--", "python", "train.py")
+    done = image(
+        "run",
+        "cpu",
+        "--tag",
+        cpu_image,
+        "--volume",
+        f"{tmp_path}:/workspace",
+        "--",
+        "python",
+        "train.py",
+    )
     assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "err\n")
     assert containers(engine) == before
 
 
-def test_image_run_has_room_for_workers_and_writes_as_who_calls(image: Image, cpu_image: str, tmp_path: Path) -> None:
+def test_image_run_has_room_for_workers_and_writes_as_who_calls(
+    image: Image, cpu_image: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"
-        "data = torch.utils.data.DataLoader([torch.ones(25_000_000) for _ in range(4)], num_workers=2)\n"  # 100 MB each, beyond an engine's 64 MB
-        "open('result.txt', 'w').write(str(sum(int(batch.sum()) for batch in data)))\n"
+        # 100 MB each, beyond an engine's 64 MB
+        "data = torch.utils.data.DataLoader([torch.ones(25_000_000) for _ in range(4)],"
+        " num_workers=2)\nopen('result.txt', 'w').write(str(sum(int(batch.sum()) for batch in"
+        " data)))\n"
     )
-    done = image("run", "cpu", "--tag", cpu_image, "--volume", f"{tmp_path}:/workspace", "--", "python", "train.py")
+    done = image(
+        "run",
+        "cpu",
+        "--tag",
+        cpu_image,
+        "--volume",
+        f"{tmp_path}:/workspace",
+        "--",
+        "python",
+        "train.py",
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "result.txt").read_text() == "100000000"
     assert (tmp_path / "result.txt").stat().st_uid == os.getuid()
@@ -276,16 +356,34 @@ def test_a_dev_image_compiles(engine: Any, dev_image: str) -> None:
     assert engine.images.get(dev_image).labels["org.opencontainers.image.base.name"] == BASE
 
 
-def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles(engine: Any, dev_image: str, cpu_image: str, tmp_path: Path) -> None:
-    """The way of a project's release: a container without a GPU, without a network, as nobody in particular."""
+def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles(
+    engine: Any, dev_image: str, cpu_image: str, tmp_path: Path
+) -> None:
+    """The way of a project's release: a container without a GPU, without a network, as nobody in
+    particular."""
     tmp_path.chmod(0o777)
-    mounted = {"volumes": [f"{tmp_path}:/work"], "working_dir": "/work", "network_mode": "none", "user": "43210:54321", "environment": {"HOME": "/tmp"}}
-    made = "cd /tmp && flexops new scaler --family shrink && python -m pip wheel --no-deps --no-build-isolation --wheel-dir /work /tmp/scaler"
+    mounted = {
+        "volumes": [f"{tmp_path}:/work"],
+        "working_dir": "/work",
+        "network_mode": "none",
+        "user": "43210:54321",
+        "environment": {"HOME": "/tmp"},
+    }
+    made = (
+        "cd /tmp && flexops new scaler --family shrink && python -m pip wheel --no-deps"
+        " --no-build-isolation --wheel-dir /work /tmp/scaler"
+    )
     code, out, err = run(engine, dev_image, "sh", "-c", made, **mounted)
     assert code == 0, out + err
     [wheel] = tmp_path.glob("scaler-*.whl")
-    program = "import flexops, scaler, torch; print(scaler.shrink(torch.ones(3), 0.5).tolist(), *[one for one in flexops.status() if 'shrink' in str(one)])"
-    use = f"python -m pip install --no-deps --no-index --target /tmp/site /work/{wheel.name} && PYTHONPATH=/tmp/site python -c \"{program}\""
+    program = (
+        "import flexops, scaler, torch; print(scaler.shrink(torch.ones(3), 0.5).tolist(), *[one for"
+        " one in flexops.status() if 'shrink' in str(one)])"
+    )
+    use = (
+        f"python -m pip install --no-deps --no-index --target /tmp/site /work/{wheel.name} &&"
+        f' PYTHONPATH=/tmp/site python -c "{program}"'
+    )
     mounted["environment"] |= {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid"}
     code, out, err = run(engine, cpu_image, "sh", "-c", use, **mounted)
     assert code == 0, out + err
@@ -336,7 +434,7 @@ def test_a_mounted_workspace_of_another_user_is_named(
     assert enter(engine, base, "true", user="10001:10001", **options) == (0, "", "")
 
 
-# ---- the wheel, and nothing else ---------------------------------------------------------------------------------------------------------------------------
+# ---- the wheel, and nothing else -----------------------------------------------------------------
 
 ALONE = """
 command -v python3 >/dev/null || exit 7
@@ -348,13 +446,33 @@ python -I /check_ops.py >&2 && flexops doctor --json
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_computes_with_every_operator(engine: Any, base: str, wheels: Path, tmp_path: Path, require: Callable[..., None]) -> None:
-    """Python, torch and the wheel, no network and nothing to compile with: each library is in use, each operator what its reference is."""
-    script = ["bash", str(REPOSITORY / "scripts/build_wheel.sh"), "--arch", platform.machine(), "--out", str(tmp_path)]
-    subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, check=True, stdout=subprocess.DEVNULL)
-    mounted = [f"{tmp_path}:/wheel:ro", f"{wheels}:/wheels:ro", f"{REPOSITORY / 'recipe/check_ops.py'}:/check_ops.py:ro"]
+def test_the_wheel_alone_computes_with_every_operator(
+    engine: Any, base: str, wheels: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    """Python, torch and the wheel, no network and nothing to compile with: each library is in use,
+    each operator what its reference is."""
+    script = [
+        "bash",
+        str(REPOSITORY / "scripts/build_wheel.sh"),
+        "--arch",
+        platform.machine(),
+        "--out",
+        str(tmp_path),
+    ]
+    subprocess.run(
+        script, env={**os.environ, "PYTHON": sys.executable}, check=True, stdout=subprocess.DEVNULL
+    )
+    mounted = [
+        f"{tmp_path}:/wheel:ro",
+        f"{wheels}:/wheels:ro",
+        f"{REPOSITORY / 'recipe/check_ops.py'}:/check_ops.py:ro",
+    ]
     code, out, err = run(engine, base, "sh", "-c", ALONE, network_mode="none", volumes=mounted)
-    require(code != 7, "a base image with Python", "sudo apt-get install mmdebstrap, and run these tests as root")
+    require(
+        code != 7,
+        "a base image with Python",
+        "sudo apt-get install mmdebstrap, and run these tests as root",
+    )
     assert code == 0, out + err
     told = json.loads(out)
     assert told["status"] == "ok", out
@@ -364,10 +482,12 @@ def test_the_wheel_alone_computes_with_every_operator(engine: Any, base: str, wh
     assert all(one["max_error"] <= TOLERANCE for one in trials.values()), trials
 
 
-# ---- rebuilding ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- rebuilding ----------------------------------------------------------------------------------
 
 
-def test_a_rebuild_of_the_same_is_the_same_image(image: Image, engine: Any, checkout: Path, cpu_image: str) -> None:
+def test_a_rebuild_of_the_same_is_the_same_image(
+    image: Image, engine: Any, checkout: Path, cpu_image: str
+) -> None:
     """Also when it starts from the libraries of the build before, which that one did not have."""
     first = engine.images.get(cpu_image).id
     assert engine.images.get(naming.kernels("cpu"))
@@ -377,7 +497,8 @@ def test_a_rebuild_of_the_same_is_the_same_image(image: Image, engine: Any, chec
 
 
 def test_an_edit_rebuilds_what_depends_on_it(image: Image, checkout: Path, cpu_image: str) -> None:
-    """Neither downloads anything; a Python file compiles nothing, and a kernel its own library only."""
+    """Neither downloads anything; a Python file compiles nothing, and a kernel its own library
+    only."""
 
     def rebuilt() -> str:
         done = image.build("cpu", "--tag", cpu_image, "--json", checkout=checkout)
@@ -388,20 +509,25 @@ def test_an_edit_rebuilds_what_depends_on_it(image: Image, checkout: Path, cpu_i
         return next(part for part in log.split("\nStep ") if instruction in part.splitlines()[0])
 
     def compiled(log: str) -> list[str]:
-        return [line.split(":")[0] for line in step(log, "-m flexops.build").splitlines() if re.match(r"[\w-]+: [\d.]+ s$", line)]
+        return [
+            line.split(":")[0]
+            for line in step(log, "-m flexops.build").splitlines()
+            if re.match(r"[\w-]+: [\d.]+ s$", line)
+        ]
 
     (checkout / "flexops/ops/quant.py").open("a").write("\n# edited\n")
     log = rebuilt()
     assert "Using cache" in step(log, "fetch_wheels.sh")
     assert "Using cache" in step(log, "install_wheels.sh runtime")
     assert compiled(log) == []
-    (checkout / "csrc/quant/quant_cpu.cpp").open("a").write(f"\n// {os.urandom(8).hex()}\n")  # an earlier run's edit may be in the kernels' image
+    # an earlier run's edit may be in the kernels' image
+    (checkout / "csrc/quant/quant_cpu.cpp").open("a").write(f"\n// {os.urandom(8).hex()}\n")
     log = rebuilt()
     assert "Using cache" in step(log, "install_wheels.sh runtime")
     assert compiled(log) == ["quant-cpu"]
 
 
-# ---- pushing -----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- pushing -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -440,14 +566,17 @@ def test_a_registry_that_refuses_is_one_clear_error(engine: Any, small: str) -> 
         engine.images.remove(name)
 
 
-# ---- builds that cannot succeed ----------------------------------------------------------------------------------------------------------------------------
+# ---- builds that cannot succeed ------------------------------------------------------------------
 
 
-def test_a_broken_kernel_shows_the_compilers_error(engine: Any, image: Image, checkout: Path, cpu_image: str, tmp_path: Path) -> None:
+def test_a_broken_kernel_shows_the_compilers_error(
+    engine: Any, image: Image, checkout: Path, cpu_image: str, tmp_path: Path
+) -> None:
     broken = tmp_path / "checkout"
     shutil.copytree(checkout, broken)
     with (broken / "flexops/build/describe/catalog.py").open("a") as catalog:
-        catalog.write('CATALOG = (find("quant"),)\n')  # alone, because compiling all of them takes long
+        # alone, because compiling all of them takes long
+        catalog.write('CATALOG = (find("quant"),)\n')
     source = broken / "csrc/quant/quant_cpu.cpp"
     source.write_text(source.read_text() + "\nint broken = no_such_thing;\n")
     before, tagged = containers(engine), engine.images.get(cpu_image).id
@@ -461,22 +590,39 @@ def test_a_broken_kernel_shows_the_compilers_error(engine: Any, image: Image, ch
 
 
 def test_a_base_that_cannot_be_had(image: Image) -> None:
-    done = image("build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE)
+    done = image(
+        "build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE
+    )
     assert done.returncode == 10
     assert "the base image cannot be had" in done.stderr
     assert "registry.invalid/no/such:base" in done.stderr
     assert "fix: --build-base" in done.stderr
 
 
-def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(image: Image) -> None:
-    done = image("build", "rocm72-gfx942", "--build-base", BASE, "--runtime-base", BASE, "--network", "none")
+def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(
+    image: Image,
+) -> None:
+    done = image(
+        "build", "rocm72-gfx942", "--build-base", BASE, "--runtime-base", BASE, "--network", "none"
+    )
     assert done.returncode == 10
     assert "no hipcc" in done.stderr
     assert "fix: --build-base" in done.stderr
 
 
 def test_an_index_that_cannot_be_reached(image: Image) -> None:
-    done = image("build", "cpu", "--build-base", BASE, "--runtime-base", BASE, "--index-url", "http://127.0.0.1:9/simple", "--network", "host")
+    done = image(
+        "build",
+        "cpu",
+        "--build-base",
+        BASE,
+        "--runtime-base",
+        BASE,
+        "--index-url",
+        "http://127.0.0.1:9/simple",
+        "--network",
+        "host",
+    )
     assert done.returncode == 10
     assert "no way to the network" in done.stderr or "lacks a package" in done.stderr
     assert "--index-url" in done.stderr
@@ -490,20 +636,41 @@ def test_no_engine_is_one_clear_error(image: Image) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_socket_that_may_not_be_used(image: Image, tmp_path: Path, require: Callable[..., None]) -> None:
-    require(os.geteuid() == 0, "root, to become another user", "run the tests as root", "test_images.py tells such an error by its text")
+def test_a_socket_that_may_not_be_used(
+    image: Image, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(
+        os.geteuid() == 0,
+        "root, to become another user",
+        "run the tests as root",
+        "test_images.py tells such an error by its text",
+    )
     # What is needed is imported as root, because another user may not be able to read this Python.
-    script = "import os, docker.transport, docker.errors, flexops.images.engine as e; os.setgroups([]); os.setgid(65534); os.setuid(65534); e.connect()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=image.environment(REPOSITORY), check=False)
+    script = (
+        "import os, docker.transport, docker.errors, flexops.images.engine as e; os.setgroups([]);"
+        " os.setgid(65534); os.setuid(65534); e.connect()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=image.environment(REPOSITORY),
+        check=False,
+    )
     assert "may not use the container engine" in done.stderr
     assert "usermod -aG docker" in done.stderr
 
 
 def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path) -> None:
     before = containers(engine)
-    command = Image.command("build", "cpu", "--tag", "flexops:interrupted", "--no-cache", *image.build_options)
+    command = Image.command(
+        "build", "cpu", "--tag", "flexops:interrupted", "--no-cache", *image.build_options
+    )
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=checkout, env=Image.environment(checkout), start_new_session=True, **streams)
+    process = subprocess.Popen(
+        command, cwd=checkout, env=Image.environment(checkout), start_new_session=True, **streams
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "RUN" in line:  # a step that runs for seconds
@@ -522,13 +689,17 @@ def test_ctrl_c_stops_the_engine_too(engine: Any, image: Image, checkout: Path) 
 
 
 _BRIDGE = "flexops-test0"
-_ADD_BRIDGE, _REMOVE_BRIDGE, _SET_FLAGS = 0x89A0, 0x89A1, 0x8914  # SIOCBRADDBR, SIOCBRDELBR, SIOCSIFFLAGS
+# SIOCBRADDBR, SIOCBRDELBR, SIOCSIFFLAGS
+_ADD_BRIDGE, _REMOVE_BRIDGE, _SET_FLAGS = 0x89A0, 0x89A1, 0x8914
 
 
 def _bridge(request: int) -> bool:
     """Make or remove a network bridge of the tests' own; False if that cannot be done here."""
     name = _BRIDGE.encode()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+        contextlib.suppress(OSError),
+    ):
         if request == _REMOVE_BRIDGE:
             fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", name, 0))  # down
         fcntl.ioctl(any_socket, request, name + b"\0")
@@ -536,19 +707,40 @@ def _bridge(request: int) -> bool:
 
 
 @pytest.fixture
-def full_engine(engine: Any, base: str, tmp_path: Path, require: Callable[..., None]) -> Iterator[str]:
-    """Another engine, on a disk of its own that has little room beside the base image; its DOCKER_HOST."""
+def full_engine(
+    engine: Any, base: str, tmp_path: Path, require: Callable[..., None]
+) -> Iterator[str]:
+    """Another engine, on a disk of its own that has little room beside the base image; its
+    DOCKER_HOST."""
     excuse = "" if os.geteuid() == 0 else "only root can start a second engine"
-    require(not excuse and shutil.which("dockerd"), "root and dockerd, for a second engine on a small disk", "apt-get install docker.io, as root", excuse)
+    require(
+        not excuse and shutil.which("dockerd"),
+        "root and dockerd, for a second engine on a small disk",
+        "apt-get install docker.io, as root",
+        excuse,
+    )
     disk, host = tmp_path / "disk", f"unix://{tmp_path}/engine.sock"
     disk.mkdir()
-    size = engine.images.get(base).attrs["Size"] // 2**20 * 2 + 120  # loading it takes its size twice
+    # loading it takes its size twice
+    size = engine.images.get(base).attrs["Size"] // 2**20 * 2 + 120
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(disk)], check=True)
-    places = ["--data-root", str(disk), "--exec-root", str(tmp_path / "exec"), "--pidfile", str(tmp_path / "pid"), "--host", host]
-    # Not --bridge=none where there are bridges: an engine started so removes docker0, the other engine's.
+    places = [
+        "--data-root",
+        str(disk),
+        "--exec-root",
+        str(tmp_path / "exec"),
+        "--pidfile",
+        str(tmp_path / "pid"),
+        "--host",
+        host,
+    ]
+    # Not --bridge=none where there are bridges: an engine started so removes docker0, the other
+    # engine's.
     bridge = _BRIDGE if _bridge(_ADD_BRIDGE) else "none"
     with (tmp_path / "dockerd.log").open("w") as log:
-        daemon = subprocess.Popen(["dockerd", *places, "--iptables=false", f"--bridge={bridge}"], stdout=log, stderr=log)
+        daemon = subprocess.Popen(
+            ["dockerd", *places, "--iptables=false", f"--bridge={bridge}"], stdout=log, stderr=log
+        )
     try:
         from docker import DockerClient
         from docker.errors import DockerException
@@ -568,7 +760,8 @@ def full_engine(engine: Any, base: str, tmp_path: Path, require: Callable[..., N
         daemon.terminate()
         daemon.wait(timeout=60)
         _bridge(_REMOVE_BRIDGE)
-        for line in Path("/proc/mounts").read_text().splitlines():  # the disk, and namespaces that the engine has pinned
+        # the disk, and namespaces that the engine has pinned
+        for line in Path("/proc/mounts").read_text().splitlines():
             if (place := line.split()[1]).startswith(str(tmp_path)):
                 subprocess.run(["umount", "--lazy", place], check=False)
 

@@ -1,4 +1,5 @@
-"""scripts/lib/engine.sh: when an engine is started, when none can be, and what is said. On stand-ins for the programs; no engine is touched."""
+"""scripts/lib/engine.sh: when an engine is started, when none can be, and what is said. On
+stand-ins for the programs; no engine is touched."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "engine.sh"
 
 
 class Machine:
-    """A PATH on which some programs are stand-ins. The engine answers while the file ``answers`` is there."""
+    """A PATH on which some programs are stand-ins. The engine answers while the file ``answers`` is
+    there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder, folder / "bin"
@@ -21,7 +23,9 @@ class Machine:
         self.program("unshare", "exit 0")
         for name in ("mmdebstrap", "apt-get", "apt-cache"):
             self.program(name, f'echo "{name} $*" >> {folder}/calls')
-        self.program("dockerd", f'echo "dockerd $*" >> {folder}/calls; touch {folder}/answers; exec sleep 60')
+        self.program(
+            "dockerd", f'echo "dockerd $*" >> {folder}/calls; touch {folder}/answers; exec sleep 60'
+        )
 
     def program(self, name: str, text: str) -> None:
         path = self.bin / name
@@ -31,7 +35,15 @@ class Machine:
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", f'set -u; source "{SCRIPT}"; {script}']
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin"}
-        return subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command,
+            env=environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     @property
     def calls(self) -> list[str]:
@@ -51,13 +63,20 @@ def test_an_engine_that_answers_is_left_alone(machine: Machine) -> None:
 
 
 def test_one_is_started_and_stopped(machine: Machine) -> None:
-    done = machine.run("why_no_engine && exit 9; start_engine log || exit 8; kill -0 $ENGINE_PID || exit 7; pid=$ENGINE_PID; stop_engine; ! kill -0 $pid")
+    done = machine.run(
+        "why_no_engine && exit 9; start_engine log || exit 8; kill -0 $ENGINE_PID || exit 7;"
+        " pid=$ENGINE_PID; stop_engine; ! kill -0 $pid"
+    )
     assert done.returncode == 0, done.stderr
     assert machine.calls == ["dockerd "]
 
 
 def test_without_iptables_and_bridges_it_starts_all_the_same(machine: Machine) -> None:
-    machine.program("dockerd", f'echo "dockerd $*" >> calls; [ -n "$*" ] || exit 1; touch {machine.folder}/answers; exec sleep 60')
+    machine.program(
+        "dockerd",
+        f'echo "dockerd $*" >> calls; [ -n "$*" ] || exit 1; touch {machine.folder}/answers; exec'
+        " sleep 60",
+    )
     done = machine.run("start_engine log && stop_engine")
     assert done.returncode == 0, done.stderr
     assert machine.calls == ["dockerd ", "dockerd --iptables=false --bridge=none"]
@@ -79,7 +98,9 @@ def test_one_that_does_not_start_is_a_failure_with_its_own_words(machine: Machin
         ("unshare", '[ "$2" = --net ]', "may not mount file systems"),
     ],
 )
-def test_where_none_can_run_it_is_said_why(machine: Machine, program: str, text: str, why: str) -> None:
+def test_where_none_can_run_it_is_said_why(
+    machine: Machine, program: str, text: str, why: str
+) -> None:
     machine.program(program, text)
     done = machine.run("why_no_engine")
     assert done.returncode == 0
@@ -89,13 +110,24 @@ def test_where_none_can_run_it_is_said_why(machine: Machine, program: str, text:
 
 def test_packages_that_cannot_be_fetched_are_a_reason_too(machine: Machine) -> None:
     machine.program("apt-get", 'echo "apt-get $*" >> calls; [ "$1" = update ]')
-    done = machine.run('command() { [[ $2 != mmdebstrap ]] && builtin command "$@"; }; why_no_engine')
+    done = machine.run(
+        'command() { [[ $2 != mmdebstrap ]] && builtin command "$@"; }; why_no_engine'
+    )
     assert "cannot be downloaded" in done.stdout
-    assert machine.calls == ["apt-get update -q", "apt-get install -q -y --no-install-recommends --download-only mmdebstrap"]
+    assert machine.calls == [
+        "apt-get update -q",
+        "apt-get install -q -y --no-install-recommends --download-only mmdebstrap",
+    ]
 
 
 def test_run_as_a_program_it_says_what_came_of_it(machine: Machine) -> None:
     machine.program("id", "echo 1000")
-    done = subprocess.run(["bash", str(SCRIPT)], env={"PATH": f"{machine.bin}:/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", str(SCRIPT)],
+        env={"PATH": f"{machine.bin}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr == "no container engine: none answers, and only root can start one\n"

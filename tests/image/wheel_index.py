@@ -1,6 +1,8 @@
-"""A package index on this machine with the wheels of one target, so that the tests' builds download fast, and from nowhere else.
+"""A package index on this machine with the wheels of one target, so that the tests' builds download
+fast, and from nowhere else.
 
-pip fetches the wheels once, as this machine's settings say, into a directory that outlives the tests.
+pip fetches the wheels once, as this machine's settings say, into a directory that outlives the
+tests.
 """
 
 from __future__ import annotations
@@ -20,11 +22,20 @@ from pathlib import Path
 CREDENTIALS = "someone:s3cret"
 """What the index wants to know of whoever asks, as private ones do."""
 
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+    "manylinux_2_12_x86_64",
+    "manylinux2010_x86_64",
+)
 
 
-def fetch(requirements: Sequence[Path], python: str, directory: Path, extra_index: str = "") -> None:
-    """Download the wheels that these requirements, each for itself, come to on a Python such as ``"3.11"``; nothing is done if they are there."""
+def fetch(
+    requirements: Sequence[Path], python: str, directory: Path, extra_index: str = ""
+) -> None:
+    """Download the wheels that these requirements, each for itself, come to on a Python such as
+    ``"3.11"``; nothing is done if they are there."""
     wanted = "".join(path.read_text() for path in requirements)
     done = directory / "done.txt"
     if done.is_file() and done.read_text() == wanted:
@@ -36,11 +47,33 @@ def fetch(requirements: Sequence[Path], python: str, directory: Path, extra_inde
 
 
 def _download(requirements: Path, python: str, directory: Path, extra_index: str) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(directory), "--requirement", str(requirements)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(directory),
+        "--requirement",
+        str(requirements),
+    ]
     if python != "{}.{}".format(*sys.version_info[:2]):
-        command += ["--python-version", python, "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS)]
+        command += [
+            "--python-version",
+            python,
+            "--implementation",
+            "cp",
+            *(f"--platform={name}" for name in PLATFORMS),
+        ]
     # Another index may be out of reach; then it must not cost more than a moment.
-    extra = ["--extra-index-url", extra_index, "--retries", "0", "--timeout", "10"] if extra_index else []
+    extra = (
+        ["--extra-index-url", extra_index, "--retries", "0", "--timeout", "10"]
+        if extra_index
+        else []
+    )
     if not extra or subprocess.run([*command, *extra], check=False).returncode:
         subprocess.run(command, check=True)
 
@@ -62,11 +95,17 @@ class _Index(SimpleHTTPRequestHandler):
             super().do_GET()
 
     def _list(self, project: str) -> None:
-        wheels = [path.name for path in Path(self.directory).glob("*.whl") if _normal(path.name.split("-")[0]) == _normal(project)]
+        wheels = [
+            path.name
+            for path in Path(self.directory).glob("*.whl")
+            if _normal(path.name.split("-")[0]) == _normal(project)
+        ]
         if not wheels:
             self.send_error(404)
             return
-        page = "".join(f'<a href="/{html.escape(name)}">{html.escape(name)}</a>\n' for name in wheels).encode()
+        page = "".join(
+            f'<a href="/{html.escape(name)}">{html.escape(name)}</a>\n' for name in wheels
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.send_header("Content-Length", str(len(page)))

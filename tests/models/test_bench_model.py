@@ -17,8 +17,23 @@ from flexops.errors import FlexopsError
 
 def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:
     names = ["transformers", "flexops.patch", "Liger"]
-    options = ["--device", "cpu", "--batch", "2", "--length", "16", "--budget", "0.2", "--curve", "25", "--json"]
-    done = CliRunner().invoke(app, ["bench", "model", *options, *(part for name in names for part in ("--contender", name))])
+    options = [
+        "--device",
+        "cpu",
+        "--batch",
+        "2",
+        "--length",
+        "16",
+        "--budget",
+        "0.2",
+        "--curve",
+        "25",
+        "--json",
+    ]
+    done = CliRunner().invoke(
+        app,
+        ["bench", "model", *options, *(part for name in names for part in ("--contender", name))],
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["name"] for one in found["results"]] == ["transformers", "flexops.patch"]
@@ -28,7 +43,9 @@ def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:
     losses = found["losses"]
     assert set(losses) == {"transformers", "flexops.patch", model.OTHER_SEED}
     assert all(len(values) == 25 and values[-1] < values[0] for values in losses.values())
-    assert model.mean_distance(losses, "flexops.patch", "transformers") < 0.1 * model.mean_distance(losses, model.OTHER_SEED, "transformers")
+    assert model.mean_distance(losses, "flexops.patch", "transformers") < 0.1 * model.mean_distance(
+        losses, model.OTHER_SEED, "transformers"
+    )
     (tmp_path / "run.json").write_text(done.stdout)
 
     again = ["bench", "model", "--from", str(tmp_path / "run.json")]
@@ -56,7 +73,10 @@ def test_batches_are_the_same_for_all_and_real_text() -> None:
 def test_what_there_is_not_is_said(tmp_path: Path) -> None:
     with pytest.raises(FlexopsError, match="there is no such contender"):
         model.run(model.SHAPES["tiny"], "cpu", ["apex"])
-    for options, text in ((["--size", "70b"], "there is no such model"), (["--from", str(tmp_path / "none.json")], "the results cannot be read")):
+    for options, text in (
+        (["--size", "70b"], "there is no such model"),
+        (["--from", str(tmp_path / "none.json")], "the results cannot be read"),
+    ):
         done = CliRunner().invoke(app, ["bench", "model", *options])
         assert text in str(done.exception)
 

@@ -1,4 +1,5 @@
-"""``flexops.patch`` on transformers' own models: what a patched model computes is what the plain one computes."""
+"""``flexops.patch`` on transformers' own models: what a patched model computes is what the plain
+one computes."""
 
 from __future__ import annotations
 
@@ -37,18 +38,30 @@ def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, 
     with tiny.eagerly(model):
         output = model(**inputs, **options)
         output.loss.backward()
-    found = {name: value.grad.float() for name, value in model.named_parameters() if value.grad is not None}
+    found = {
+        name: value.grad.float()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
     found["loss"] = output.loss.detach().float()
     if output.logits is not None:
         found["logits"] = output.logits.detach().float()
     return found
 
 
-def distance(actual: dict[str, Tensor], expected: dict[str, Tensor], least: float = 0.001) -> dict[str, float]:
-    """Of each tensor, relative to its size; or to a part of the largest's, for those that are 0 but for rounding (the bias of keys)."""
+def distance(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], least: float = 0.001
+) -> dict[str, float]:
+    """Of each tensor, relative to its size; or to a part of the largest's, for those that are 0 but
+    for rounding (the bias of keys)."""
     assert actual.keys() == expected.keys()
-    least *= max(value.norm().item() for name, value in expected.items() if name not in ("loss", "logits"))
-    return {name: ((actual[name] - value).norm() / value.norm().clamp(min=least)).item() for name, value in expected.items()}
+    least *= max(
+        value.norm().item() for name, value in expected.items() if name not in ("loss", "logits")
+    )
+    return {
+        name: ((actual[name] - value).norm() / value.norm().clamp(min=least)).item()
+        for name, value in expected.items()
+    }
 
 
 def visible(found: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,8 +92,13 @@ def test_a_patched_model_computes_the_same(name: str, padding: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_in_bfloat16_it_is_no_further_from_the_truth(name: str, device: str) -> None:
-    truth = {key: value.to(device) for key, value in results(tiny.model(name), tiny.batch(name)).items()}
-    model, inputs = tiny.model(name, torch.bfloat16).to(device), {key: value.to(device) for key, value in tiny.batch(name, torch.bfloat16).items()}
+    truth = {
+        key: value.to(device) for key, value in results(tiny.model(name), tiny.batch(name)).items()
+    }
+    model, inputs = (
+        tiny.model(name, torch.bfloat16).to(device),
+        {key: value.to(device) for key, value in tiny.batch(name, torch.bfloat16).items()},
+    )
     plain = distance(results(model, inputs), truth, 0.1)
     flexops.patch(model)
     patched = distance(results(model, inputs, **logits_too(name)), truth, 0.1)
@@ -93,7 +111,11 @@ def test_in_training_the_loss_needs_no_logits(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name, padding="right")
     expected = results(model, inputs)
     report = flexops.patch(model)
-    assert [row.operator for row in report.swapped if row.module.endswith(("ForCausalLM", "ForMaskedLM"))] != [], report
+    assert [
+        row.operator
+        for row in report.swapped
+        if row.module.endswith(("ForCausalLM", "ForMaskedLM"))
+    ] != [], report
     actual = results(model, inputs)
     assert "logits" not in actual
     del expected["logits"]
@@ -101,7 +123,16 @@ def test_in_training_the_loss_needs_no_logits(name: str) -> None:
     assert max(differences.values()) < 2e-5, differences
 
 
-@pytest.mark.parametrize("options", [{"num_items_in_batch": torch.tensor(50)}, {"num_items_in_batch": 7}, {"ignore_index": 5}, {"shift_labels": ...}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": torch.tensor(50)},
+        {"num_items_in_batch": 7},
+        {"ignore_index": 5},
+        {"shift_labels": ...},
+    ],
+    ids=str,
+)
 def test_the_loss_has_transformers_options(options: dict[str, Any]) -> None:
     model, inputs = tiny.model("llama"), tiny.batch("llama")
     if "shift_labels" in options:
@@ -125,21 +156,33 @@ def test_logits_come_where_they_are_asked_for() -> None:
     model.eval()
     assert model(**inputs).logits is not None
     assert model(**inputs, skip_logits=True).logits is None
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean() + labels.float().mean() * 0 + vocab_size * 0
+    model.loss_function = lambda logits, labels, vocab_size, **_: (
+        logits.float().mean() + labels.float().mean() * 0 + vocab_size * 0
+    )
     model.train()
-    assert model(**inputs).loss == model(**inputs).logits.float().mean(), "a loss function of somebody's own gets logits"
+    assert model(**inputs).loss == model(**inputs).logits.float().mean(), (
+        "a loss function of somebody's own gets logits"
+    )
 
 
 @pytest.mark.parametrize("name", tiny.CAUSAL)
 def test_it_generates_the_same(name: str) -> None:
     model = tiny.model(name).eval()
     inputs = tiny.batch(name, padding="left")
-    asked = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "max_new_tokens": 4, "do_sample": False, "output_scores": True}
+    asked = {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_scores": True,
+    }
     with tiny.eagerly(model):
         expected = model.generate(**asked, return_dict_in_generate=True)
     flexops.patch(model)
     actual = model.generate(**asked, return_dict_in_generate=True)
-    torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.stack(actual.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4
+    )
     assert actual.sequences.equal(expected.sequences)
 
 
@@ -224,7 +267,8 @@ def test_gradient_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_checkpointing_of_every_kind(name: str, reentrant: bool, wrapped: bool) -> None:
-    """By transformers, which tells its layers, and by torch's wrapper, of which they know nothing: a layer that runs twice sees the same both times."""
+    """By transformers, which tells its layers, and by torch's wrapper, of which they know nothing:
+    a layer that runs twice sees the same both times."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
     model, inputs = tiny.model(name, use_cache=False), tiny.batch(name)
@@ -232,10 +276,15 @@ def test_checkpointing_of_every_kind(name: str, reentrant: bool, wrapped: bool) 
     flexops.patch(model)
     if wrapped:
         kind = torchs.CheckpointImpl.REENTRANT if reentrant else torchs.CheckpointImpl.NO_REENTRANT
-        model.model.layers = nn.ModuleList(torchs.checkpoint_wrapper(layer, checkpoint_impl=kind) for layer in model.model.layers)
+        model.model.layers = nn.ModuleList(
+            torchs.checkpoint_wrapper(layer, checkpoint_impl=kind) for layer in model.model.layers
+        )
     else:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    actual = {key.replace("_checkpoint_wrapped_module.", ""): value for key, value in results(model, inputs, **logits_too(name)).items()}
+    actual = {
+        key.replace("_checkpoint_wrapped_module.", ""): value
+        for key, value in results(model, inputs, **logits_too(name)).items()
+    }
     differences = distance(actual, expected)
     assert max(differences.values()) < 2e-5, differences
 
@@ -261,7 +310,10 @@ def test_a_norms_epsilon_is_that_of_the_moment_when_it_was_patched() -> None:
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_unpatch_restores_every_bit(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name)
-    before = [{key: value for key, value in vars(part).items() if not key.startswith("_")} for part in model.modules()]
+    before = [
+        {key: value for key, value in vars(part).items() if not key.startswith("_")}
+        for part in model.modules()
+    ]
     names = [(key, tuple(value.shape)) for key, value in model.state_dict().items()]
     classes = [type(part) for part in model.modules()]
     expected = results(model, inputs)
@@ -269,20 +321,28 @@ def test_unpatch_restores_every_bit(name: str) -> None:
     assert [(key, tuple(value.shape)) for key, value in model.state_dict().items()] == names
     assert [type(part) for part in model.modules()] == classes
     assert flexops.unpatch(model) > 0
-    assert [{key: value for key, value in vars(part).items() if not key.startswith("_")} for part in model.modules()] == before
+    assert [
+        {key: value for key, value in vars(part).items() if not key.startswith("_")}
+        for part in model.modules()
+    ] == before
     actual = results(model, inputs)
     assert all(actual[key].equal(value) for key, value in expected.items())
     assert flexops.unpatch(model) == 0
 
 
 def test_copies_and_pickles_are_patched_and_their_own() -> None:
-    model, inputs = tiny.model("phi3"), tiny.batch("phi3")  # not Llama: where HF's kernels are installed, its attention cannot be pickled
+    # not Llama: where HF's kernels are installed, its attention cannot be pickled
+    model, inputs = tiny.model("phi3"), tiny.batch("phi3")
     flexops.patch(model)
     expected = results(model, inputs)
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stored, weights_only=False)):
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stored, weights_only=False),
+    ):
         assert other(**inputs).logits is None
         assert all(value.equal(expected[key]) for key, value in results(other, inputs).items())
         with torch.no_grad():
@@ -304,23 +364,29 @@ def test_patching_twice_is_patching_once() -> None:
 
 
 def test_hooks_see_what_they_saw() -> None:
-    """Also those of transformers, which collect hidden states: the sums of layers, not what is fused with them."""
+    """Also those of transformers, which collect hidden states: the sums of layers, not what is
+    fused with them."""
     model, inputs = tiny.model("llama"), tiny.batch("llama")
     expected = model(**inputs, output_hidden_states=True).hidden_states
     flexops.patch(model)
     seen: list[Tensor] = []
-    handle = model.model.layers[1].input_layernorm.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    handle = model.model.layers[1].input_layernorm.register_forward_hook(
+        lambda _, __, output: seen.append(output.detach())
+    )
     actual = model(**inputs, output_hidden_states=True).hidden_states
     handle.remove()
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert len(seen) == 1
     flexops.unpatch(model)
-    torch.testing.assert_close(seen[0], model.model.layers[1].input_layernorm(expected[1]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        seen[0], model.model.layers[1].input_layernorm(expected[1]), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_hooks_on_what_is_not_called_any_more() -> None:
-    """On the last layer, of whose logits the loss is made without them, and on an activation, which is part of a product: also where they come later."""
+    """On the last layer, of whose logits the loss is made without them, and on an activation, which
+    is part of a product: also where they come later."""
     for late in (False, True):
         found = []
         for patched in (False, True):
@@ -329,7 +395,9 @@ def test_hooks_on_what_is_not_called_any_more() -> None:
                 flexops.patch(model)
                 results(model, inputs)
             model.lm_head.register_forward_hook(lambda _, __, logits: logits * 1.1)
-            model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, __, output: output * 1.2)
+            model.model.layers[0].mlp.act_fn.register_forward_hook(
+                lambda _, __, output: output * 1.2
+            )
             model.model.layers[1].mlp.act_fn = nn.GELU()
             if patched and not late:
                 flexops.patch(model)
@@ -346,7 +414,9 @@ def test_hooks_hear_nothing_while_a_model_is_patched() -> None:
     assert heard == []
 
 
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+)
 def test_an_adapter_may_take_a_linear_layers_place_later(name: str) -> None:
     """A module of one's own, which has no weight: its call is what counts."""
 
@@ -366,12 +436,15 @@ def test_an_adapter_may_take_a_linear_layers_place_later(name: str) -> None:
         place, _, last = name.rpartition(".")
         part = model.model.layers[0].get_submodule(place)
         setattr(part, last, Adapter(getattr(part, last)))
-        found.append(visible(results(model, inputs, **(logits_too("llama") if patched else {})), inputs))
+        found.append(
+            visible(results(model, inputs, **(logits_too("llama") if patched else {})), inputs)
+        )
     assert max(distance(found[1], found[0]).values()) < 1e-4
 
 
 def test_the_next_norm_is_computed_with_the_sum() -> None:
-    """That the layers are fused at all: but for the first, no layer's first norm is computed by itself, nor is the last."""
+    """That the layers are fused at all: but for the first, no layer's first norm is computed by
+    itself, nor is the last."""
     from flexops.patching import forwards
 
     model, inputs = tiny.model("llama"), tiny.batch("llama")
@@ -380,7 +453,13 @@ def test_the_next_norm_is_computed_with_the_sum() -> None:
     with pytest.MonkeyPatch.context() as patched:
         for name in ("_rms_norm", "add_rms_norm"):
             original = getattr(forwards, name)
-            patched.setattr(forwards, name, lambda *args, name=name, original=original: (calls.append(name), original(*args))[1])
+            patched.setattr(
+                forwards,
+                name,
+                lambda *args, name=name, original=original: (calls.append(name), original(*args))[
+                    1
+                ],
+            )
         model(**inputs)
     assert calls == ["_rms_norm", *["add_rms_norm"] * 4]
 
@@ -390,7 +469,10 @@ def test_hooks_on_gradients_see_all_of_them() -> None:
 
     def seen() -> list[Tensor]:
         found: list[Tensor] = []
-        handles = [layer.register_full_backward_hook(lambda _, __, out: found.append(out[0].clone())) for layer in model.model.layers]
+        handles = [
+            layer.register_full_backward_hook(lambda _, __, out: found.append(out[0].clone()))
+            for layer in model.model.layers
+        ]
         results(model, inputs)
         for handle in handles:
             handle.remove()
@@ -410,31 +492,51 @@ def test_a_sum_that_was_written_over_is_normalized_anew() -> None:
     with torch.no_grad():
         expected = model.eval()(inputs["input_ids"]).logits
         flexops.patch(model)
-        torch.testing.assert_close(model(inputs["input_ids"]).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            model(inputs["input_ids"]).logits, expected, atol=1e-4, rtol=1e-4
+        )
     doubled.remove()
 
 
-# ---- what is not swapped ---------------------------------------------------------------------------------------------------------------------
+# ---- what is not swapped -------------------------------------------------------------------------
 
 
 def test_switches_turn_parts_off() -> None:
     model = tiny.model("llama")
-    report = flexops.patch(model, norms=False, rope=False, activations=False, loss=False, attention=False, projections=False)
+    report = flexops.patch(
+        model,
+        norms=False,
+        rope=False,
+        activations=False,
+        loss=False,
+        attention=False,
+        projections=False,
+    )
     assert report.swapped == ()
     parts = ("norms", "residuals", "rope", "activations", "loss", "projections")
     assert {row.reason for row in report.not_swapped} >= {f"{part}=False" for part in parts}
     assert flexops.unpatch(model) == 0
 
 
-def test_code_that_computes_something_else_stays_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_computes_something_else_stays_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another release of transformers, say: same names, another formula."""
     from transformers.models.qwen2 import modeling_qwen2
 
     from flexops.patching import apply
 
     monkeypatch.setattr(apply, "_verdicts", {})
-    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x)))
-    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", lambda _, hidden_states, cache, **__: hidden_states + cache)
+    monkeypatch.setattr(
+        modeling_qwen2.Qwen2MLP,
+        "forward",
+        lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x)),
+    )
+    monkeypatch.setattr(
+        modeling_qwen2.Qwen2DecoderLayer,
+        "forward",
+        lambda _, hidden_states, cache, **__: hidden_states + cache,
+    )
     model = tiny.model("qwen2")
     report = flexops.patch(model)
     reasons = {row.module: row.reason for row in report.not_swapped}
@@ -510,7 +612,9 @@ def test_a_forward_that_somebody_else_replaced_stays() -> None:
     model = tiny.model("llama")
     model.model.norm.forward = lambda x: x
     report = flexops.patch(model)
-    assert [(row.module, row.count) for row in report.not_swapped if "by something else" in row.reason] == [("LlamaRMSNorm", 1)]
+    assert [
+        (row.module, row.count) for row in report.not_swapped if "by something else" in row.reason
+    ] == [("LlamaRMSNorm", 1)]
     assert model.model.norm(3) == 3
 
 
@@ -532,19 +636,42 @@ def test_the_report_is_a_table_and_json() -> None:
 
 def test_patching_compiles_nothing(tmp_path: Path) -> None:
     """In a process that has no kernels: what is probed runs as plain PyTorch, without a word."""
-    program = "import flexops; from flexops.patching import from_config; from_config.report('llama'); print({one.backend for one in flexops.status()})"
-    environment = {**os.environ, "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "forbid", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    program = (
+        "import flexops; from flexops.patching import from_config; from_config.report('llama');"
+        " print({one.backend for one in flexops.status()})"
+    )
+    environment = {
+        **os.environ,
+        "FLEXOPS_CACHE_DIR": str(tmp_path),
+        "FLEXOPS_FALLBACK": "forbid",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stdout == "{'unasked'}\n", done.stderr
     assert "flexops" not in done.stderr
 
 
 def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
-    """What is probed is one small module of each class, whatever the model's size, and nothing of the model is computed: it may be on meta."""
+    """What is probed is one small module of each class, whatever the model's size, and nothing of
+    the model is computed: it may be on meta."""
     import transformers
 
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=16, num_key_value_heads=8, intermediate_size=8192))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=2048,
+                num_hidden_layers=16,
+                num_key_value_heads=8,
+                intermediate_size=8192,
+            )
+        )
     report = flexops.patch(model)
     assert {row.module: row.count for row in report.swapped}["LlamaRMSNorm"] == 33
     assert report.not_swapped == ()
@@ -562,7 +689,7 @@ def test_random_numbers_are_not_used_up() -> None:
     assert torch.rand(3).equal(expected)
 
 
-# ---- torch's own modules -----------------------------------------------------------------------------------------------------------------------
+# ---- torch's own modules -------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -570,17 +697,30 @@ class Block(nn.Module):
 
     def __init__(self, act_fn: nn.Module) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(16, 24),
+            nn.Linear(16, 24),
+            nn.Linear(24, 16),
+        )
         self.act_fn = act_fn
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: nn.LayerNorm(16), lambda: nn.LayerNorm(16, elementwise_affine=False), lambda: nn.LayerNorm(16, bias=False), lambda: nn.RMSNorm(16),
-    lambda: nn.RMSNorm(16, eps=1e-3), lambda: Block(nn.SiLU()), lambda: Block(nn.GELU()), lambda: Block(nn.GELU(approximate="tanh")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LayerNorm(16),
+        lambda: nn.LayerNorm(16, elementwise_affine=False),
+        lambda: nn.LayerNorm(16, bias=False),
+        lambda: nn.RMSNorm(16),
+        lambda: nn.RMSNorm(16, eps=1e-3),
+        lambda: Block(nn.SiLU()),
+        lambda: Block(nn.GELU()),
+        lambda: Block(nn.GELU(approximate="tanh")),
+    ],
+)
 def test_torchs_own_modules(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(make())
@@ -590,7 +730,9 @@ def test_torchs_own_modules(make: Callable[[], nn.Module]) -> None:
     assert len(flexops.patch(model).swapped) == 1
     actual = model(x)
     torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), x)[0], expected_grad, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.square().sum(), x)[0], expected_grad, atol=1e-5, rtol=1e-4
+    )
     assert model(x.double().float()).dtype == torch.float32
     torch.testing.assert_close(model.double()(x.double()), expected.double(), atol=1e-5, rtol=1e-4)
 
@@ -600,7 +742,7 @@ def test_another_activation_stays() -> None:
     assert [row.reason for row in report.rows] == ["its activation, ReLU, is neither silu nor gelu"]
 
 
-# ---- projections -------------------------------------------------------------------------------------------------------------------------------
+# ---- projections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -609,7 +751,9 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
     products: list[int] = []
     product = linears._Product.apply
-    monkeypatch.setattr(linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1])
+    monkeypatch.setattr(
+        linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1]
+    )
     model, inputs = tiny.model(name), tiny.batch(name)
     if case == "frozen":
         model.requires_grad_(False)
@@ -620,7 +764,9 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
     with torch.autocast("cpu", enabled=case.startswith("bfloat16")):
         report = flexops.patch(model, projections=False)
         expected = results(model, inputs)
-        assert {row.reason for row in report.rows if "one product" in row.operator} == {"projections=False"}
+        assert {row.reason for row in report.rows if "one product" in row.operator} == {
+            "projections=False"
+        }
         assert not products
         flexops.patch(model)
         differences = distance(results(model, inputs), expected)
@@ -634,11 +780,14 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
 
 
 def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In evaluation, where one has a hook, where they are called with different tensors, and for what are no linear layers."""
+    """In evaluation, where one has a hook, where they are called with different tensors, and for
+    what are no linear layers."""
     monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
     products: list[int] = []
     product = linears._Product.apply
-    monkeypatch.setattr(linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1])
+    monkeypatch.setattr(
+        linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1]
+    )
 
     class Odd(nn.Module):
         def __init__(self, values: type[nn.Module] = nn.Linear) -> None:
@@ -657,7 +806,9 @@ def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch)
     assert [row.swapped for row in flexops.patch(module).rows] == [True]
     torch.testing.assert_close(module(x, other), expected)
     assert products == [3]
-    torch.testing.assert_close(module(other, x)[:, 8:12], expected[:, 8:12] - module.k_proj(other) + module.k_proj(x))
+    torch.testing.assert_close(
+        module(other, x)[:, 8:12], expected[:, 8:12] - module.k_proj(other) + module.k_proj(x)
+    )
     with torch.no_grad():
         torch.testing.assert_close(module(x, other), expected)
     products.clear()
@@ -665,11 +816,13 @@ def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(module(x, other), expected)
     handle.remove()
     x += 1  # what was made of it before is not what it is now
-    torch.testing.assert_close(torch.compile(module, backend="eager")(x, other), type(module).forward(module, x, other))
+    torch.testing.assert_close(
+        torch.compile(module, backend="eager")(x, other), type(module).forward(module, x, other)
+    )
     assert "projections are no plain linear layers" in str(flexops.patch(Odd(Other)))
 
 
-# ---- torch's own modules -----------------------------------------------------------------------------------------------------------------------
+# ---- torch's own modules -------------------------------------------------------------------------
 
 
 def alike(module: nn.Module, calls: list[Callable[[nn.Module], Tensor]]) -> None:
@@ -682,17 +835,35 @@ def alike(module: nn.Module, calls: list[Callable[[nn.Module], Tensor]]) -> None
             each.zero_grad()
             result = call(each)
             result.square().sum().backward()
-            found.append([result.detach(), *(value.grad for value in each.parameters() if value.grad is not None)])
+            found.append(
+                [
+                    result.detach(),
+                    *(value.grad for value in each.parameters() if value.grad is not None),
+                ]
+            )
         for one, expected in zip(*reversed(found), strict=True):
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gelu_and_silu_of_torch() -> None:
     x = torch.randn(4, 8)
-    module = nn.Sequential(nn.Linear(8, 12), nn.GELU("tanh"), nn.Dropout(0.0), nn.Linear(12, 12), nn.SiLU(), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 8))
+    module = nn.Sequential(
+        nn.Linear(8, 12),
+        nn.GELU("tanh"),
+        nn.Dropout(0.0),
+        nn.Linear(12, 12),
+        nn.SiLU(),
+        nn.LayerNorm(12),
+        nn.GELU(),
+        nn.Linear(12, 8),
+    )
     report = flexops.patch(module)
     rows = {(row.module, row.operator, row.swapped) for row in report.rows}
-    assert rows == {("Sequential", "bias_gelu / bias_silu", True), ("LayerNorm", "layer_norm", True), ("GELU", "-", False)}
+    assert rows == {
+        ("Sequential", "bias_gelu / bias_silu", True),
+        ("LayerNorm", "layer_norm", True),
+        ("GELU", "-", False),
+    }
     assert "one pass over memory" in str(report)
     assert flexops.unpatch(module) == 2
     alike(module, [lambda each: each(x)])
@@ -717,17 +888,37 @@ def test_multihead_attention_of_torch(batch_first: bool, bias: bool) -> None:
     module = nn.MultiheadAttention(16, 4, bias=bias, batch_first=batch_first)
     assert [row.swapped for row in flexops.patch(copy.deepcopy(module)).rows] == [True]
     cases: list[dict[str, Any]] = [
-        {}, {"attn_mask": hidden}, {"attn_mask": hidden, "is_causal": True}, {"key_padding_mask": padding}, {"attn_mask": each_head},
-        {"attn_mask": hidden, "key_padding_mask": padding}, {"attn_mask": each_head, "key_padding_mask": padding}, {"need_weights": True},
-    ]  # fmt: skip
-    calls = [lambda each, case=case: each(x, x, x, **{"need_weights": False, **case})[0] for case in cases]
-    alike(module, [*calls, lambda each: each(x, other, other, need_weights=False)[0], lambda each: each(x[0], x[0], x[0], need_weights=False)[0]])
+        {},
+        {"attn_mask": hidden},
+        {"attn_mask": hidden, "is_causal": True},
+        {"key_padding_mask": padding},
+        {"attn_mask": each_head},
+        {"attn_mask": hidden, "key_padding_mask": padding},
+        {"attn_mask": each_head, "key_padding_mask": padding},
+        {"need_weights": True},
+    ]
+    calls = [
+        lambda each, case=case: each(x, x, x, **{"need_weights": False, **case})[0]
+        for case in cases
+    ]
+    alike(
+        module,
+        [
+            *calls,
+            lambda each: each(x, other, other, need_weights=False)[0],
+            lambda each: each(x[0], x[0], x[0], need_weights=False)[0],
+        ],
+    )
     flexops.patch(module)
     assert module(x, x, x)[1].shape == (2, 6, 6)
     with pytest.raises(RuntimeError, match="is_causal"):
         module(x, x, x, need_weights=False, is_causal=True)
-    assert "keys or values are of another width" in str(flexops.patch(nn.MultiheadAttention(16, 4, kdim=8)))
-    assert "keys and values of its own" in str(flexops.patch(nn.MultiheadAttention(16, 4, add_bias_kv=True)))
+    assert "keys or values are of another width" in str(
+        flexops.patch(nn.MultiheadAttention(16, 4, kdim=8))
+    )
+    assert "keys and values of its own" in str(
+        flexops.patch(nn.MultiheadAttention(16, 4, add_bias_kv=True))
+    )
 
 
 def test_a_transformer_of_torch() -> None:
@@ -735,4 +926,7 @@ def test_a_transformer_of_torch() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
     x = torch.randn(2, 5, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
-    alike(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), [lambda each: each(x), lambda each: each(x, mask)])
+    alike(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        [lambda each: each(x), lambda each: each(x, mask)],
+    )

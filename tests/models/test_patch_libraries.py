@@ -1,4 +1,5 @@
-"""A patched model among what people use models with: compilers, adapters, sharding, trainers, HF's kernels."""
+"""A patched model among what people use models with: compilers, adapters, sharding, trainers, HF's
+kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# ---- torch.compile -----------------------------------------------------------------------------------------------------------------------------
+# ---- torch.compile -------------------------------------------------------------------------------
 
 
 def compiled(model: Any, backend: str) -> Any:
@@ -53,7 +54,8 @@ def check_compiled(name: str, backend: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_it_compiles_to_one_graph(name: str) -> None:
-    """As the plain one does; so no break is allowed. The plain one's own code is what is traced, but for attention and loss."""
+    """As the plain one does; so no break is allowed. The plain one's own code is what is traced,
+    but for attention and loss."""
     check_compiled(name, "eager")
 
 
@@ -76,11 +78,16 @@ def test_inductor_compiles_it(in_graphs: bool) -> None:
 
 
 def test_a_compiled_step_makes_no_mask() -> None:
-    """transformers would make one of length**2, since it may not look into the padding there; so attention could not be told that it is causal."""
+    """transformers would make one of length**2, since it may not look into the padding there; so
+    attention could not be told that it is causal."""
     sizes: list[tuple[int, ...]] = []
 
     def look(graph: Any, _: Any) -> Any:
-        sizes.extend(tuple(node.meta["example_value"].shape) for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), Tensor))
+        sizes.extend(
+            tuple(node.meta["example_value"].shape)
+            for node in graph.graph.nodes
+            if isinstance(node.meta.get("example_value"), Tensor)
+        )
         return graph
 
     for patched in (False, True):
@@ -95,17 +102,21 @@ def test_a_compiled_step_makes_no_mask() -> None:
         assert (masks == []) == patched, masks
 
 
-# ---- PEFT --------------------------------------------------------------------------------------------------------------------------------------
+# ---- PEFT ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("modules", [["q_proj", "down_proj", "gate_proj"], ["v_proj", "lm_head"]], ids=str)
+@pytest.mark.parametrize(
+    "modules", [["q_proj", "down_proj", "gate_proj"], ["v_proj", "lm_head"]], ids=str
+)
 def test_lora(patch_first: bool, modules: list[str]) -> None:
     import peft
 
     def make() -> Any:
         model = tiny.model("llama", tie_word_embeddings=False)
-        return model, peft.LoraConfig(target_modules=modules, lora_dropout=0.0, init_lora_weights=False)
+        return model, peft.LoraConfig(
+            target_modules=modules, lora_dropout=0.0, init_lora_weights=False
+        )
 
     model, config = make()
     torch.manual_seed(2)
@@ -120,13 +131,15 @@ def test_lora(patch_first: bool, modules: list[str]) -> None:
         adapted = peft.get_peft_model(model, config)
         flexops.patch(adapted)
     actual = results(adapted, inputs)
-    assert ("logits" in actual) == ("lm_head" in modules), "an adapted head is no linear layer, so that its logits are needed"
+    assert ("logits" in actual) == ("lm_head" in modules), (
+        "an adapted head is no linear layer, so that its logits are needed"
+    )
     expected = {key: value for key, value in expected.items() if key in actual}
     differences = distance(actual, expected)
     assert max(differences.values()) < 2e-5, differences
 
 
-# ---- FSDP2 -------------------------------------------------------------------------------------------------------------------------------------
+# ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -153,43 +166,70 @@ def test_fully_shard(mesh: Any, patch_first: bool, head_alone: bool) -> None:
         fully_shard(module, mesh=mesh)
     if not patch_first:
         report = flexops.patch(model)
-        assert "LlamaDecoderLayer" in {row.module.removeprefix("FSDP") for row in report.swapped}, report
+        assert "LlamaDecoderLayer" in {row.module.removeprefix("FSDP") for row in report.swapped}, (
+            report
+        )
     actual = results(model, inputs)
-    actual = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in actual.items()}
+    actual = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in actual.items()
+    }
     differences = distance(actual, expected)
     assert max(differences.values()) < 2e-5, differences
 
 
-# ---- trainers ------------------------------------------------------------------------------------------------------------------------------------
+# ---- trainers ------------------------------------------------------------------------------------
 
 
 def test_trainer_reports_the_same_losses(tmp_path: Path) -> None:
-    """With accumulation, for which it hands the number of tokens of several batches to the loss; and an evaluation, which wants logits."""
+    """With accumulation, for which it hands the number of tokens of several batches to the loss;
+    and an evaluation, which wants logits."""
     rows = [{key: value[i % 3] for key, value in tiny.batch("llama").items()} for i in range(12)]
     for i, row in enumerate(rows):
-        row["labels"] = torch.where(torch.arange(tiny.LENGTH) < i, -100, row["labels"])  # of different lengths
+        # of different lengths
+        row["labels"] = torch.where(torch.arange(tiny.LENGTH) < i, -100, row["labels"])
     losses = []
     for patched in (False, True):
         model = tiny.model("llama")
         if patched:
             flexops.patch(model)
         arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=1, learning_rate=1e-3, use_cpu=True,
-            save_strategy="no", report_to=[], disable_tqdm=True, eval_strategy="epoch", seed=3, logging_nan_inf_filter=False,
-        )  # fmt: skip
+            str(tmp_path),
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            use_cpu=True,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            eval_strategy="epoch",
+            seed=3,
+            logging_nan_inf_filter=False,
+        )
         seen: list[tuple[int, ...]] = []
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=rows, eval_dataset=rows[:3], compute_metrics=lambda p, seen=seen: seen.append(p.predictions.shape) or {}
+            model,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows[:3],
+            compute_metrics=lambda p, seen=seen: seen.append(p.predictions.shape) or {},
         )
         trainer.train()
         assert [shape[1:] for shape in seen] == [(tiny.LENGTH, tiny.WORDS["vocab_size"])] * 2
-        losses.append([float(entry.get("loss", entry.get("eval_loss", 0))) for entry in trainer.state.log_history])
+        losses.append(
+            [
+                float(entry.get("loss", entry.get("eval_loss", 0)))
+                for entry in trainer.state.log_history
+            ]
+        )
     assert len(losses[0]) > 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1][0] > losses[1][-2]
 
 
-# ---- before there is a model -----------------------------------------------------------------------------------------------------------------
+# ---- before there is a model ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["llama", transformers.LlamaForCausalLM])
@@ -223,7 +263,7 @@ def test_a_checkpoint_of_a_patched_model_is_a_plain_one(tmp_path: Path) -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
@@ -240,7 +280,8 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
     assert "geglu" not in shown
     assert shown.splitlines()[0].endswith(", 0 left as they are")
     assert "bias_gelu" in CliRunner().invoke(app, ["patch", "phi"]).stdout
-    assert "linear_cross_entropy" in CliRunner().invoke(app, ["patch", "bert"]).stdout  # the model with a loss that its words were masked for
+    # the model with a loss that its words were masked for
+    assert "linear_cross_entropy" in CliRunner().invoke(app, ["patch", "bert"]).stdout
     for nowhere in (str(tmp_path / "nowhere"), "./nowhere"):  # which is no name on the Hub
         with pytest.raises(flexops.errors.PatchError, match="no such config"):
             CliRunner().invoke(app, ["patch", nowhere], catch_exceptions=False)
@@ -255,7 +296,9 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
         ('{"model_type": "tomorrow"}', "makes no model", "tomorrow"),
     ],
 )
-def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(content: str | None, what: str, found: str, tmp_path: Path) -> None:
+def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(
+    content: str | None, what: str, found: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(flexops.errors.PatchError, match=what) as caught:
@@ -269,14 +312,18 @@ def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(content: str
 def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with its config in the Hub's cache it needs none."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(flexops.errors.PatchError, match="the config of nobody/no-such-model could not be had") as caught:
+    with pytest.raises(
+        flexops.errors.PatchError, match="the config of nobody/no-such-model could not be had"
+    ) as caught:
         flexops.patching.from_config.report("nobody/no-such-model")
     assert "flexops patch FOLDER" in caught.value.fix
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: tiny.config("llama"))
+    monkeypatch.setattr(
+        "transformers.AutoConfig.from_pretrained", lambda *_, **__: tiny.config("llama")
+    )
     assert flexops.patching.from_config.report("nobody/no-such-model").model.startswith("Llama")
 
 
-# ---- HF's kernels ------------------------------------------------------------------------------------------------------------------------------
+# ---- HF's kernels --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -288,27 +335,41 @@ def test_kernelize_takes_our_mapping(name: str, mode: str) -> None:
     expected = results(model, inputs)
     calls: list[str] = []
     original = flexops.patching.hub.rms_norm
-    with pytest.MonkeyPatch.context() as patched, kernels.use_kernel_mapping(flexops.patching.kernel_mapping(), inherit_mapping=False):
-        patched.setattr(flexops.patching.hub, "rms_norm", lambda *args: (calls.append("rms_norm"), original(*args))[1])
-        model = kernels.kernelize(model.train(mode == "TRAINING"), mode=getattr(kernels.Mode, mode), device="cpu")
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        kernels.use_kernel_mapping(flexops.patching.kernel_mapping(), inherit_mapping=False),
+    ):
+        patched.setattr(
+            flexops.patching.hub,
+            "rms_norm",
+            lambda *args: (calls.append("rms_norm"), original(*args))[1],
+        )
+        model = kernels.kernelize(
+            model.train(mode == "TRAINING"), mode=getattr(kernels.Mode, mode), device="cpu"
+        )
         differences = distance(results(model, inputs), expected)
     assert max(differences.values()) < 2e-5, differences
     assert len(calls) == sum(type(part).__name__.endswith("RMSNorm") for part in model.modules())
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------------------------------
+# ---- optimizers ----------------------------------------------------------------------------------
 
 
 def test_an_optimizer_is_taken_over_with_its_groups_and_states() -> None:
     model, inputs = tiny.model("llama"), tiny.batch("llama")
     parameters = list(model.parameters())
-    plain = torch.optim.AdamW([{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:], "weight_decay": 0.0}], betas=(0.8, 0.9))
+    plain = torch.optim.AdamW(
+        [{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:], "weight_decay": 0.0}],
+        betas=(0.8, 0.9),
+    )
     model(**inputs).loss.backward()
     plain.step()
     other, oracle = copy.deepcopy((model, plain))
     ours = flexops.patch(model, optimizer=plain).optimizer
     assert type(ours) is flexops.optim.AdamW
-    assert [(group["lr"], group["weight_decay"], group["betas"]) for group in ours.param_groups] == [(1e-2, 1e-2, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
+    assert [
+        (group["lr"], group["weight_decay"], group["betas"]) for group in ours.param_groups
+    ] == [(1e-2, 1e-2, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
     ours.step()
     for mine, its in zip(parameters, other.parameters(), strict=True):
         its.grad = mine.grad.clone()
@@ -321,15 +382,25 @@ def test_an_optimizer_is_taken_over_with_its_groups_and_states() -> None:
     assert type(flexops.patch(model, optimizer=True).optimizer) is flexops.optim.AdamW
 
 
-# ---- flexops.nn ------------------------------------------------------------------------------------------------------------------------------
+# ---- flexops.nn ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "arguments"), [
-    ("LayerNorm", {}), ("LayerNorm", {"eps": 1e-3, "bias": False}), ("LayerNorm", {"elementwise_affine": False}), ("RMSNorm", {}), ("RMSNorm", {"eps": 1e-3}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("LayerNorm", {}),
+        ("LayerNorm", {"eps": 1e-3, "bias": False}),
+        ("LayerNorm", {"elementwise_affine": False}),
+        ("RMSNorm", {}),
+        ("RMSNorm", {"eps": 1e-3}),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modules_are_torchs(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
-    plain, ours = getattr(nn, name)(24, **arguments).to(dtype), getattr(flexops.nn, name)(24, **arguments).to(dtype)
+    plain, ours = (
+        getattr(nn, name)(24, **arguments).to(dtype),
+        getattr(flexops.nn, name)(24, **arguments).to(dtype),
+    )
     for value in plain.parameters():
         nn.init.normal_(value)
     ours.load_state_dict(plain.state_dict())
@@ -344,7 +415,10 @@ def test_modules_are_torchs(name: str, arguments: dict[str, Any], dtype: torch.d
 def test_modules_around_functions() -> None:
     x, up = torch.randn(5, 16), torch.randn(5, 16)
     torch.testing.assert_close(flexops.nn.SwiGLU()(x, up), nn.functional.silu(x) * up)
-    torch.testing.assert_close(flexops.nn.GEGLU("tanh")(torch.cat([x, up], 1)), nn.functional.gelu(x, approximate="tanh") * up)
+    torch.testing.assert_close(
+        flexops.nn.GEGLU("tanh")(torch.cat([x, up], 1)),
+        nn.functional.gelu(x, approximate="tanh") * up,
+    )
     gelu, silu = flexops.nn.BiasGELU(16), flexops.nn.BiasSiLU(16)
     assert list(gelu.state_dict()) == ["bias"]
     nn.init.normal_(gelu.bias)
@@ -366,9 +440,13 @@ def test_rotary_tables_stay_float32_and_out_of_checkpoints() -> None:
         assert a.equal(b)
     angle = torch.arange(32.0)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
     tables = (table.repeat(1, 2)[None] for table in (angle.cos(), angle.sin()))
-    q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(query[..., :8], key[..., :8], *tables)
+    q, k = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(
+        query[..., :8], key[..., :8], *tables
+    )
     torch.testing.assert_close(expected[0][..., :8], q)
     torch.testing.assert_close(expected[1][..., :8], k)
-    torch.testing.assert_close(rotary(query, key, torch.arange(32).flip(0))[0][..., 8:], query[..., 8:])
+    torch.testing.assert_close(
+        rotary(query, key, torch.arange(32).flip(0))[0][..., 8:], query[..., 8:]
+    )
     stored = io.BytesIO()
     torch.save(rotary, stored)

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import transformers
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 WORDS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = {"num_key_value_heads": 2}
 WINDOW = {"sliding_window": 6}
@@ -21,7 +26,16 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", GROUPED),
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 16}),
     "gemma2": ("Gemma2", GROUPED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3", GROUPED | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3": (
+        "Gemma3",
+        GROUPED
+        | WINDOW
+        | {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "phi": ("Phi", {}),
     "phi3": ("Phi3", GROUPED),
     "gpt_neox": ("GPTNeoX", {}),
@@ -69,7 +83,9 @@ def config(name: str, **changes: Any) -> Any:
     if name == "bert":
         return transformers.BertConfig(**SIZES, **WORDS, **changes)
     if name == "vit":
-        return transformers.ViTConfig(**SIZES, image_size=PICTURE, patch_size=4, num_labels=7, **changes)
+        return transformers.ViTConfig(
+            **SIZES, image_size=PICTURE, patch_size=4, num_labels=7, **changes
+        )
     prefix, more = _TEXT[name]
     kind = f"{prefix}TextConfig" if name in ("gemma3", "llama4") else f"{prefix}Config"
     return getattr(transformers, kind)(**{**SIZES, **WORDS, **more, **changes})
@@ -108,7 +124,10 @@ def eagerly(model: Any) -> Iterator[None]:
 def _batch(name: str, padding: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
-        return {"pixel_values": torch.randn(3, 3, PICTURE, PICTURE, generator=generator), "labels": torch.tensor([1, 5, 2])}
+        return {
+            "pixel_values": torch.randn(3, 3, PICTURE, PICTURE, generator=generator),
+            "labels": torch.tensor([1, 5, 2]),
+        }
     tokens = torch.randint(3, WORDS["vocab_size"], (3, LENGTH), generator=generator)
     labels = tokens.clone()
     labels[0, 3:5] = -100
@@ -118,11 +137,17 @@ def _batch(name: str, padding: str) -> dict[str, torch.Tensor]:
         mask[1, (slice(None, 4) if padding == "left" else slice(-4, None))] = 0
         labels[mask == 0] = -100
         if padding == "left":
-            labels[1, 4] = -100  # its logits are those of padding, of which attention functions make what they like
+            # its logits are those of padding, of which attention functions make what they like
+            labels[1, 4] = -100
         inputs["attention_mask"] = mask
     return inputs
 
 
-def batch(name: str, dtype: torch.dtype = torch.float32, padding: str = "") -> dict[str, torch.Tensor]:
+def batch(
+    name: str, dtype: torch.dtype = torch.float32, padding: str = ""
+) -> dict[str, torch.Tensor]:
     """A batch with labels, some of them -100."""
-    return {key: value.to(dtype) if value.is_floating_point() else value.clone() for key, value in _batch(name, padding).items()}
+    return {
+        key: value.to(dtype) if value.is_floating_point() else value.clone()
+        for key, value in _batch(name, padding).items()
+    }

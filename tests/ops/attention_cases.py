@@ -1,4 +1,5 @@
-"""What the tests of attention on the CPU and on GPUs share: the formula with the whole matrix of scores, and how far a result is from it."""
+"""What the tests of attention on the CPU and on GPUs share: the formula with the whole matrix of
+scores, and how far a result is from it."""
 
 from __future__ import annotations
 
@@ -29,14 +30,23 @@ def exact(
 ) -> tuple[Tensor, Tensor]:
     """Output and log sum exp, in q's dtype, differentiable. A row that sees nothing is zeros."""
     group = q.shape[2] // k.shape[2]
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (
+        max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    )
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = s.shape[2:]
     if score_mod is not None:
-        at = [torch.arange(n, device=q.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate(s.shape)]
+        at = [
+            torch.arange(n, device=q.device).view([-1 if d == dim else 1 for d in range(4)])
+            for dim, n in enumerate(s.shape)
+        ]
         s = score_mod(s, *at)
-    distance = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
+    distance = (
+        torch.arange(keys, device=q.device)
+        - torch.arange(queries, device=q.device)[:, None]
+        - (keys - queries)
+    )
     if alibi_slopes is not None:
         s = s - alibi_slopes.to(s.dtype).reshape(-1, q.shape[2], 1, 1) * distance.abs()
     if bias is not None:
@@ -60,13 +70,29 @@ def squared(score: Any, _b: Any, _h: Any, _q: Any, _k: Any) -> Any:
 
 def sloped(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
     """ALiBi, causal by itself, with blocks of keys left out."""
-    return torch.where((q >= k) & ((k // 16) % 3 != 1), score - 0.1 * (h + 1) * abs(q - k), -math.inf)
+    return torch.where(
+        (q >= k) & ((k // 16) % 3 != 1), score - 0.1 * (h + 1) * abs(q - k), -math.inf
+    )
 
 
 def everything(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    capped = 5.0 * torch.tanh(score / 5.0) + torch.sin(score) * 0.1 - (k % 3) * 0.2 + torch.clamp(score, max=0.5)
-    capped = capped + torch.exp(-torch.square(score)) + torch.log(1.0 + torch.sqrt(score * score + 1)) + torch.cos(score + h)
-    return torch.where((q // 2 == k) | ~(k < 5), capped**2 / (3 + torch.sigmoid(score)), abs(capped) * (b + 1) + torch.maximum(score, -score))
+    capped = (
+        5.0 * torch.tanh(score / 5.0)
+        + torch.sin(score) * 0.1
+        - (k % 3) * 0.2
+        + torch.clamp(score, max=0.5)
+    )
+    capped = (
+        capped
+        + torch.exp(-torch.square(score))
+        + torch.log(1.0 + torch.sqrt(score * score + 1))
+        + torch.cos(score + h)
+    )
+    return torch.where(
+        (q // 2 == k) | ~(k < 5),
+        capped**2 / (3 + torch.sigmoid(score)),
+        abs(capped) * (b + 1) + torch.maximum(score, -score),
+    )
 
 
 SCORE_MODS = (squared, sloped, everything)
@@ -86,34 +112,75 @@ def distance_of(actual: Tensor | None, expected: Tensor | None) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def errors(q: Tensor, k: Tensor, v: Tensor, *, with_lse: bool = False, deterministic: bool = False, **options: Any) -> dict[str, float]:
-    """How far output, log sum exp and all gradients are from float64's. ``options``: of both functions; float ``bias`` and ``sinks`` get gradients."""
+def errors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    with_lse: bool = False,
+    deterministic: bool = False,
+    **options: Any,
+) -> dict[str, float]:
+    """How far output, log sum exp and all gradients are from float64's. ``options``: of both
+    functions; float ``bias`` and ``sinks`` get gradients."""
     tensors = {"q": q, "k": k, "v": v}
-    tensors |= {name: x for name, x in options.items() if isinstance(x, Tensor) and name in ("bias", "sinks") and x.is_floating_point()}
+    tensors |= {
+        name: x
+        for name, x in options.items()
+        if isinstance(x, Tensor) and name in ("bias", "sinks") and x.is_floating_point()
+    }
     generator = torch.Generator(q.device).manual_seed(11)
     grad = torch.randn(*q.shape[:3], v.shape[3], device=q.device, generator=generator).to(q.dtype)
-    grad_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device, generator=generator) if with_lse else None
+    grad_lse = (
+        torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device, generator=generator)
+        if with_lse
+        else None
+    )
 
     def run(function: Any, wide: bool) -> list[Tensor | None]:
-        leaves = {name: (x.detach().double() if wide else x.detach()).requires_grad_() for name, x in tensors.items()}
+        leaves = {
+            name: (x.detach().double() if wide else x.detach()).requires_grad_()
+            for name, x in tensors.items()
+        }
         out, lse = function(**{**options, **leaves})
         results, given = [out], [grad.to(out.dtype)]
         if grad_lse is not None:
-            results, given = [out, lse.masked_fill(lse == -math.inf, 0.0)], [*given, grad_lse.to(lse.dtype)]
-        return [out.detach(), lse.detach(), *torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True)]
+            results, given = (
+                [out, lse.masked_fill(lse == -math.inf, 0.0)],
+                [*given, grad_lse.to(lse.dtype)],
+            )
+        return [
+            out.detach(),
+            lse.detach(),
+            *torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True),
+        ]
 
     expected = run(exact, True)
-    actual = run(lambda **arguments: flexops.attention(**arguments, return_lse=True, deterministic=deterministic), False)
-    found = {name: distance_of(a, b) for name, a, b in zip(["out", "lse", *tensors], actual, expected, strict=True)}
+    actual = run(
+        lambda **arguments: flexops.attention(
+            **arguments, return_lse=True, deterministic=deterministic
+        ),
+        False,
+    )
+    found = {
+        name: distance_of(a, b)
+        for name, a, b in zip(["out", "lse", *tensors], actual, expected, strict=True)
+    }
     if "sinks" in found:
-        found["sinks"] *= float(expected[-1].norm()) / _size_of_terms(tensors["sinks"], grad, grad_lse, expected[0], expected[1])
+        found["sinks"] *= float(expected[-1].norm()) / _size_of_terms(
+            tensors["sinks"], grad, grad_lse, expected[0], expected[1]
+        )
     return found
 
 
-def _size_of_terms(sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> float:
-    """The norm of what a sink's gradient sums up: ``exp(sink - lse) * (grad * out, grad_lse)`` of all its rows and columns.
+def _size_of_terms(
+    sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> float:
+    """The norm of what a sink's gradient sums up: ``exp(sink - lse) * (grad * out, grad_lse)`` of
+    all its rows and columns.
 
-    Rounded results have an error of each term's size, and the terms have either sign: what is left of their sum may be as small as it likes.
+    Rounded results have an error of each term's size, and the terms have either sign: what is left
+    of their sum may be as small as it likes.
     """
     squares = (grad.double() * out).square().sum(-1).transpose(1, 2)
     if grad_lse is not None:

@@ -8,6 +8,20 @@ from flexops.testing.refusals import other_devices
 from flexops.testing.running import Recorder, opchecks, run
 
 __all__ = (
-    "ISA_LEVELS", "ROUNDING", "Args", "Case", "Contract", "Make", "Recorder", "Refusal", "Shape", "assert_near", "at_each_isa", "isa_limit", "opchecks",
-    "other_devices", "run", "tensors_of",
-)  # fmt: skip
+    "ISA_LEVELS",
+    "ROUNDING",
+    "Args",
+    "Case",
+    "Contract",
+    "Make",
+    "Recorder",
+    "Refusal",
+    "Shape",
+    "assert_near",
+    "at_each_isa",
+    "isa_limit",
+    "opchecks",
+    "other_devices",
+    "run",
+    "tensors_of",
+)

@@ -1,4 +1,5 @@
-"""Inputs for the tests of quantization, on any device: tensors of many shapes and strides, with what is special about numbers in them."""
+"""Inputs for the tests of quantization, on any device: tensors of many shapes and strides, with
+what is special about numbers in them."""
 
 from __future__ import annotations
 
@@ -7,12 +8,29 @@ import random
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 6e-8, 65504.0, -65504.0, 3.0e38, -3.0e38)
+SPECIAL = (
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    0.0,
+    -0.0,
+    1e-40,
+    6e-8,
+    65504.0,
+    -65504.0,
+    3.0e38,
+    -3.0e38,
+)
 
 
-def draw_input(random_: random.Random, generator: torch.Generator, device: str = "cpu") -> tuple[torch.Tensor, int]:
+def draw_input(
+    random_: random.Random, generator: torch.Generator, device: str = "cpu"
+) -> tuple[torch.Tensor, int]:
     """A tensor to quantize and the dimension to group along."""
-    shape = [random_.choice((1, 2, 3, 5, 8, 17, 64, 128, 200)) for _ in range(random_.choice((1, 2, 2, 3)))]
+    shape = [
+        random_.choice((1, 2, 3, 5, 8, 17, 64, 128, 200))
+        for _ in range(random_.choice((1, 2, 2, 3)))
+    ]
     if random_.random() < 0.05:
         shape[random_.randrange(len(shape))] = 0
     x = torch.randn(shape, generator=generator) * 10 ** random_.uniform(-6, 6)
@@ -44,7 +62,11 @@ def _restride(x: torch.Tensor, random_: random.Random) -> torch.Tensor:
 
 def draw_options(random_: random.Random) -> tuple[int, int, bool]:
     """bits, group_size, symmetric."""
-    return random_.choice((4, 8)), random_.choice((1, 2, 3, 7, 16, 32, 64, 64, 100, 128, 256, 1025)), random_.random() < 0.5
+    return (
+        random_.choice((4, 8)),
+        random_.choice((1, 2, 3, 7, 16, 32, 64, 64, 100, 128, 256, 1025)),
+        random_.random() < 0.5,
+    )
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001, ARG005 - a score_mod has five parameters, and uses what it needs
 """What FlexAttention's users write in score modifiers, and attention in float64 with them."""
 
 # ruff: noqa: ARG005
@@ -33,7 +34,7 @@ ZERO, ORDER, SWITCH = torch.tensor(0), torch.arange(LENGTH).flip(0), {"add": Tru
 WIDTH, INF = 6, float("inf")
 
 
-def upper(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
+def upper(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return torch.where(q <= k, score, -INF)
 
 
@@ -44,12 +45,12 @@ def shifted(of: Callable[..., Any], starts: Tensor, part: Tensor) -> Callable[..
     return inner
 
 
-def distance(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
+def distance(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     apart = (POINTS[q] - POINTS[k]).pow(2).sum(-1).sqrt()
     return torch.exp(-apart / (1 + BY_HEAD[h].abs())) * score
 
 
-def grid(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
+def grid(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     near = ((q / WIDTH - k / WIDTH).abs() <= 2) | ((q % WIDTH - k % WIDTH).abs() <= 2)
     return torch.where(near, score, -INF)
 

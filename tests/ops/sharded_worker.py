@@ -1,4 +1,5 @@
-"""One rank of the tests of sharded parameters: ``python sharded_worker.py RANK WORLD STORE cpu|cuda``. Exits with 0 if everything holds.
+"""One rank of the tests of sharded parameters: ``python sharded_worker.py RANK WORLD STORE
+cpu|cuda``. Exits with 0 if everything holds.
 
 With ``FULLY_SHARD=0`` it leaves out what is under ``fully_shard``.
 """
@@ -41,7 +42,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Adagrad": functools.partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "LAMB": functools.partial(optim.LAMB, lr=0.1, weight_decay=0.1),
     "AdamW8bit": functools.partial(optim.AdamW8bit, lr=0.1, min_8bit_size=64),
-    "AdamW16bit": functools.partial(optim.AdamW, lr=0.1, state_dtype=torch.bfloat16, stochastic_rounding=False),
+    "AdamW16bit": functools.partial(
+        optim.AdamW, lr=0.1, state_dtype=torch.bfloat16, stochastic_rounding=False
+    ),
 }
 ROUGH = ("AdamW8bit", "AdamW16bit")
 """Those that make of gradients which differ by a rounding steps that differ by more."""
@@ -62,18 +65,27 @@ class Setting:
 
     def __init__(self, mesh: DeviceMesh, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.mesh = device, mesh
-        self.places: list[Any] = [[*[Replicate()] * (mesh.ndim - 1), Shard(dim)] for _, dim in SHARDED]
+        self.places: list[Any] = [
+            [*[Replicate()] * (mesh.ndim - 1), Shard(dim)] for _, dim in SHARDED
+        ]
         self.places += [[Replicate()] * mesh.ndim, None]
         self.shapes = [*(shape for shape, _ in SHARDED), (300,), (40, 10)]
         values = [draw(shape, i).to(dtype).to(device) for i, shape in enumerate(self.shapes)]
         self.plain = [torch.nn.Parameter(value.clone()) for value in values]
-        self.params = [torch.nn.Parameter(self.place(value, place)) for value, place in zip(values, self.places, strict=True)]
+        self.params = [
+            torch.nn.Parameter(self.place(value, place))
+            for value, place in zip(values, self.places, strict=True)
+        ]
 
     def place(self, value: Tensor, place: Any) -> Tensor:
-        return value.clone() if place is None else distribute_tensor(value.clone(), self.mesh, place)
+        return (
+            value.clone() if place is None else distribute_tensor(value.clone(), self.mesh, place)
+        )
 
     def set_grads(self, seed: int, scale: float = 1.0) -> None:
-        for i, (param, plain, place) in enumerate(zip(self.params, self.plain, self.places, strict=True)):
+        for i, (param, plain, place) in enumerate(
+            zip(self.params, self.plain, self.places, strict=True)
+        ):
             grad = (draw(self.shapes[i], 100 * seed + i) * scale).to(plain.dtype).to(self.device)
             param.grad, plain.grad = self.place(grad, place), grad
 
@@ -87,10 +99,15 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def check_steps(mesh: DeviceMesh, device: str, name: str, dtype: torch.dtype) -> None:
-    """A sharded parameter is stepped as the whole one would be; with 8-bit states, whose blocks are each rank's own, as the part would be."""
+    """A sharded parameter is stepped as the whole one would be; with 8-bit states, whose blocks are
+    each rank's own, as the part would be."""
     setting = Setting(mesh, device, dtype)
     alone = setting.local() if name == "AdamW8bit" else setting.plain
-    make = functools.partial(OPTIMIZERS[name], min_8bit_size=0) if name == "AdamW8bit" else OPTIMIZERS[name]
+    make = (
+        functools.partial(OPTIMIZERS[name], min_8bit_size=0)
+        if name == "AdamW8bit"
+        else OPTIMIZERS[name]
+    )
     optimizer, oracle = make(setting.params), make(alone)
     for step in range(4):
         setting.set_grads(step)
@@ -106,7 +123,9 @@ def check_steps(mesh: DeviceMesh, device: str, name: str, dtype: torch.dtype) ->
     for param, plain in zip(setting.params, alone, strict=True):
         found = _part(param) if name == "AdamW8bit" else whole(param)
         exact = dtype == torch.float32
-        torch.testing.assert_close(found, plain.detach(), rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2)
+        torch.testing.assert_close(
+            found, plain.detach(), rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2
+        )
         for state in optimizer.state[param].values():
             assert not isinstance(param, DTensor) or isinstance(state, DTensor) or not state.dim()
 
@@ -130,10 +149,19 @@ def check_sums_that_are_not_added_up(mesh: DeviceMesh, device: str) -> None:
     """Gradients that each rank has a summand of."""
     value, ranks = draw((30, 40), 0).to(device), dist.get_world_size()
     for place in ([Replicate()], [Shard(0)]):
-        param, plain = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, place)), torch.nn.Parameter(value.clone())
+        param, plain = (
+            torch.nn.Parameter(distribute_tensor(value.clone(), mesh, place)),
+            torch.nn.Parameter(value.clone()),
+        )
         plain.grad = draw((30, 40), 5).to(device)
-        param.grad = DTensor.from_local(plain.grad / ranks, mesh, [Partial()]) if place == [Replicate()] else distribute_tensor(plain.grad, mesh, [Shard(1)])
-        torch.testing.assert_close(optim.clip_grad_norm_([param], 1.0), torch.nn.utils.clip_grad_norm_([plain], 1.0))
+        param.grad = (
+            DTensor.from_local(plain.grad / ranks, mesh, [Partial()])
+            if place == [Replicate()]
+            else distribute_tensor(plain.grad, mesh, [Shard(1)])
+        )
+        torch.testing.assert_close(
+            optim.clip_grad_norm_([param], 1.0), torch.nn.utils.clip_grad_norm_([plain], 1.0)
+        )
         optim.LAMB([param], lr=0.1).step()
         optim.LAMB([plain], lr=0.1).step()
         torch.testing.assert_close(whole(param), plain.detach())
@@ -141,12 +169,15 @@ def check_sums_that_are_not_added_up(mesh: DeviceMesh, device: str) -> None:
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.GELU(), torch.nn.LayerNorm(33), torch.nn.Linear(33, 7))
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 33), torch.nn.GELU(), torch.nn.LayerNorm(33), torch.nn.Linear(33, 7)
+    )
 
 
 @functools.cache
 def _times(mesh: DeviceMesh, device: str) -> float:
-    """What fully_shard makes of a gradient that is the same on all ranks: its mean; torch 2.7 on the CPU its sum."""
+    """What fully_shard makes of a gradient that is the same on all ranks: its mean; torch 2.7 on
+    the CPU its sum."""
     model, plain = (torch.nn.Linear(2, 1, bias=False).to(device) for _ in range(2))
     fully_shard(model, mesh=mesh)
     for each in (model, plain):
@@ -163,14 +194,19 @@ def mean_gradients(model: torch.nn.Module, mesh: DeviceMesh, device: str) -> Non
 
 
 def check_fully_sharded(mesh: DeviceMesh, device: str, name: str) -> None:
-    """FSDP2: a model trained in parts, with clipping, against the same model whole; its state dict goes into a new optimizer in between."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    """FSDP2: a model trained in parts, with clipping, against the same model whole; its state dict
+    goes into a new optimizer in between."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     model, plain = _model().to(device), _model().to(device)
     fully_shard(model, mesh=mesh)
     optimizer, oracle = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
     for step in range(6):
-        x, y = draw((8, 20), step).to(device), draw((8, 7), step + 50).to(device)  # the same on all ranks, so that the mean is the gradient
+        # the same on all ranks, so that the mean is the gradient
+        x, y = draw((8, 20), step).to(device), draw((8, 7), step + 50).to(device)
         norms = []
         for each, stepper in ((model, optimizer), (plain, oracle)):
             stepper.zero_grad()
@@ -227,7 +263,12 @@ def check_head(mesh: DeviceMesh, device: str) -> None:
         torch.testing.assert_close(whole(param.grad), other.grad)  # type: ignore[arg-type]
     model.head.reshard()  # type: ignore[operator]
     for call, name in (
-        (lambda: flexops.linear_cross_entropy(draw((8, 24), 1).to(device), model.head.weight, target), "weight"),
+        (
+            lambda: flexops.linear_cross_entropy(
+                draw((8, 24), 1).to(device), model.head.weight, target
+            ),
+            "weight",
+        ),
         (lambda: flexops.swiglu(model.head.weight), "gate"),
         (lambda: flexops.bias_silu(draw((8, 33), 1).to(device), model.head.bias), "bias"),
     ):
@@ -241,7 +282,10 @@ class Attention(torch.nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv, self.out = torch.nn.Linear(48, 8 * 16, dtype=dtype), torch.nn.Linear(64, 48, dtype=dtype)
+        self.qkv, self.out = (
+            torch.nn.Linear(48, 8 * 16, dtype=dtype),
+            torch.nn.Linear(64, 48, dtype=dtype),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], -2)
@@ -252,14 +296,18 @@ class Attention(torch.nn.Module):
 
 
 def check_attention(mesh: DeviceMesh, device: str) -> None:
-    """Two layers, each sharded by itself, under checkpointing, against the same whole; and what is said of DTensors."""
+    """Two layers, each sharded by itself, under checkpointing, against the same whole; and what is
+    said of DTensors."""
     from torch.utils.checkpoint import checkpoint
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model, plain = (torch.nn.ModuleList(Attention(dtype) for _ in range(2)).to(device) for _ in range(2))
+    model, plain = (
+        torch.nn.ModuleList(Attention(dtype) for _ in range(2)).to(device) for _ in range(2)
+    )
     for module in model:
         fully_shard(module, mesh=mesh)
-    x = draw((2, 37, 48), 1).to(device, dtype)  # the same on all ranks, so that the mean is the gradient
+    # the same on all ranks, so that the mean is the gradient
+    x = draw((2, 37, 48), 1).to(device, dtype)
     for layers in (model, plain):
         hidden = x
         for layer in layers:
@@ -270,7 +318,9 @@ def check_attention(mesh: DeviceMesh, device: str) -> None:
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), other.grad, **tolerance)  # type: ignore[arg-type]
     sharded = distribute_tensor(x.unflatten(-1, (3, 16)), mesh, [Replicate()])
-    with pytest.raises(TypeError, match=r"flexops\.attention: q must be a plain tensor, got a DTensor"):
+    with pytest.raises(
+        TypeError, match=r"flexops\.attention: q must be a plain tensor, got a DTensor"
+    ):
         flexops.attention(sharded, sharded, sharded)
 
 
@@ -279,7 +329,12 @@ def main(rank: int, world: int, store: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     warnings.simplefilter("error", category=RuntimeWarning)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+    )
     mesh, flat = init_device_mesh(device, (1, world)), init_device_mesh(device, (world,))
     for name in OPTIMIZERS:
         for each in (flat, mesh):

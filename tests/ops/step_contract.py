@@ -1,4 +1,5 @@
-"""What every optimizer's operator and class promises, as tests that its own test file only has to declare (as contract.py is for other operators)::
+"""What every optimizer's operator and class promises, as tests that its own test file only has to
+declare (as contract.py is for other operators)::
 
     class TestStep(StepContract):
         step = Step("lion", flexops.lion_, {"params": None, "grads": None, "exp_avgs": torch.float32}, {"lr": 0.01, "weight_decay": 0.1}, optim.Lion, exact)
@@ -33,9 +34,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(7,), (33, 65), (), (3, 5, 17), (1031,), (0,), (4, 1), (256,), (2048,), (2049,), (16385,)]
 Lists = list[list[Tensor]]
 compiles_written_lists = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
-"""torch.compile of torch 2.4 takes no op that writes lists of tensors: such a call breaks the graph there (docs/operators.md)."""
-needs_mutable_lists = pytest.mark.skipif(not compiles_written_lists, reason="torch.compile of torch 2.4 takes no op that writes lists of tensors")
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", *(("test_aot_dispatch_dynamic",) if compiles_written_lists else ()))
+"""torch.compile of torch 2.4 takes no op that writes lists of tensors: such a call breaks the graph
+there (docs/operators.md)."""
+needs_mutable_lists = pytest.mark.skipif(
+    not compiles_written_lists,
+    reason="torch.compile of torch 2.4 takes no op that writes lists of tensors",
+)
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    *(("test_aot_dispatch_dynamic",) if compiles_written_lists else ()),
+)
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -46,7 +56,8 @@ class Step:
     Attributes:
         family: the operator's name in the catalogue.
         call: the public function: lists by position, numbers by keyword.
-        lists: its lists' names, each with the dtype that is accepted; None for float32, bfloat16 and float16.
+        lists: its lists' names, each with the dtype that is accepted; None for float32, bfloat16
+            and float16.
         numbers: numbers for ``call``.
         optimizer: the class.
         exact: ``(row of float64 tensors, one of each list; numbers) -> the row after a step``.
@@ -68,7 +79,15 @@ class Step:
     any_width: tuple[str, ...] = ()
 
 
-def make_lists(step: Step, param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str, *, shapes: list[Any] = SHAPES, seed: int = 0) -> Lists:
+def make_lists(
+    step: Step,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    device: str,
+    *,
+    shapes: list[Any] = SHAPES,
+    seed: int = 0,
+) -> Lists:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
@@ -84,7 +103,10 @@ def make_lists(step: Step, param_dtype: torch.dtype, grad_dtype: torch.dtype, de
         value = value.square() if "sq" in name or name == "sums" else value
         return value.to(dtype or (param_dtype if name == "params" else grad_dtype))
 
-    return [[draw(name, dtype, shape).to(device) for shape in shapes] for name, dtype in step.lists.items()]
+    return [
+        [draw(name, dtype, shape).to(device) for shape in shapes]
+        for name, dtype in step.lists.items()
+    ]
 
 
 def clone(lists: Lists) -> Lists:
@@ -92,7 +114,8 @@ def clone(lists: Lists) -> Lists:
 
 
 def assert_lists_close(actual: Lists, expected: Lists, *, codes_apart: bool = True) -> None:
-    """Up to rounding. A code may be its neighbour where a random number lies just at the border between them."""
+    """Up to rounding. A code may be its neighbour where a random number lies just at the border
+    between them."""
     for found, wanted in zip(actual, expected, strict=True):
         for left, right in zip(found, wanted, strict=True):
             assert left.dtype == right.dtype
@@ -102,12 +125,23 @@ def assert_lists_close(actual: Lists, expected: Lists, *, codes_apart: bool = Tr
                 assert difference.sum() <= (0.001 * difference.numel() + 3 if codes_apart else 0)
             else:
                 exact = left.dtype == torch.float32
-                torch.testing.assert_close(left, right, rtol=4e-6 if exact else None, atol=2e-6 if exact else None, equal_nan=True)
+                torch.testing.assert_close(
+                    left,
+                    right,
+                    rtol=4e-6 if exact else None,
+                    atol=2e-6 if exact else None,
+                    equal_nan=True,
+                )
 
 
-def make_params(device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] | None = None) -> list[torch.nn.Parameter]:
+def make_params(
+    device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] | None = None
+) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes or [*SHAPES, (80, 70)]]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device))
+        for shape in shapes or [*SHAPES, (80, 70)]
+    ]
 
 
 def set_grads(params: list[Any], seed: int) -> None:
@@ -141,11 +175,24 @@ class StepContract:
     step: ClassVar[Step]
 
     @pytest.fixture(autouse=True)
-    def _native(self, request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]) -> None:
-        device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
-        native_kernels(self.step.family, device or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"))
+    def _native(
+        self, request: pytest.FixtureRequest, native_kernels: Callable[[str, str], None]
+    ) -> None:
+        device = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+            "device"
+        )
+        native_kernels(
+            self.step.family,
+            device or ("cuda" if request.node.get_closest_marker("gpu") else "cpu"),
+        )
 
-    def lists(self, device: str, param: torch.dtype = torch.float32, grad: torch.dtype = torch.float32, **options: Any) -> Lists:
+    def lists(
+        self,
+        device: str,
+        param: torch.dtype = torch.float32,
+        grad: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Lists:
         return make_lists(self.step, param, grad, device, **options)
 
     def call(self, lists: Lists, **changes: Any) -> None:
@@ -156,7 +203,9 @@ class StepContract:
             self.call(lists, **changes)
 
     def optimizer(self, params: Any, **changes: Any) -> Any:
-        return self.step.optimizer(params, **({"lr": self.step.numbers["lr"]} | self.step.options | changes))
+        return self.step.optimizer(
+            params, **({"lr": self.step.numbers["lr"]} | self.step.options | changes)
+        )
 
     # -- results
 
@@ -164,7 +213,9 @@ class StepContract:
     @pytest.mark.parametrize("grad_dtype", DTYPES)
     @pytest.mark.parametrize("param_dtype", DTYPES)
     @pytest.mark.parametrize("maximize", [False, True])
-    def test_native_is_what_the_reference_is(self, param_dtype: torch.dtype, grad_dtype: torch.dtype, maximize: bool, device: str) -> None:
+    def test_native_is_what_the_reference_is(
+        self, param_dtype: torch.dtype, grad_dtype: torch.dtype, maximize: bool, device: str
+    ) -> None:
         lists = self.lists(device, param_dtype, grad_dtype)
         expected = clone(lists)
         self.call(lists, maximize=maximize)
@@ -183,7 +234,13 @@ class StepContract:
     @ON_BOTH
     def test_is_the_formula_in_float64(self, device: str) -> None:
         lists = self.lists(device)
-        rows = [[tensor if tensor.dtype in (torch.int8, torch.uint8) else tensor.double() for tensor in row] for row in zip(*lists, strict=True)]
+        rows = [
+            [
+                tensor if tensor.dtype in (torch.int8, torch.uint8) else tensor.double()
+                for tensor in row
+            ]
+            for row in zip(*lists, strict=True)
+        ]
         exact = [self.step.exact(row, self.step.numbers) for row in rows]
         self.call(lists)
         for row, wanted in zip(zip(*lists, strict=True), exact, strict=True):
@@ -226,7 +283,10 @@ class StepContract:
     def test_found_inf_does_nothing_at_all(self, reference: bool, device: str) -> None:
         lists = self.lists(device, torch.float32, torch.float16)
         before = clone(lists)
-        numbers = {"grad_scale": torch.tensor(2.0, device=device), "found_inf": torch.ones((), device=device)}
+        numbers = {
+            "grad_scale": torch.tensor(2.0, device=device),
+            "found_inf": torch.ones((), device=device),
+        }
         (self.on_reference if reference else self.call)(lists, **numbers)
         for found, wanted in zip(lists, before, strict=True):
             assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
@@ -259,7 +319,12 @@ class StepContract:
         for layout in LAYOUTS.values():
             lists = self.lists(device, shapes=[(137, 241)])
             plain = clone(lists)
-            for position in {"params": [0], "grads": [1], "states": range(2, len(lists)), "all": range(len(lists))}[which]:
+            for position in {
+                "params": [0],
+                "grads": [1],
+                "states": range(2, len(lists)),
+                "all": range(len(lists)),
+            }[which]:
                 if lists[position][0].dim() == 2:
                     lists[position] = [layout(lists[position][0])]
             self.call(lists)
@@ -307,7 +372,10 @@ class StepContract:
         for wrong, text in (
             (before[at][0].double(), r"state_steps\[0\] must be float32, got float64"),
             (before[at][0][1:], "state_steps must hold 11 tensors, as params does, got 1"),
-            (torch.stack([before[at][0]] * 2, 1)[:, 0], "state_steps must hold 11 tensors, as params does, got 1"),
+            (
+                torch.stack([before[at][0]] * 2, 1)[:, 0],
+                "state_steps must hold 11 tensors, as params does, got 1",
+            ),
         ):
             with pytest.raises((TypeError, ValueError), match=text):
                 call([*before[:at], [wrong], *before[at + 1 :]])
@@ -321,7 +389,13 @@ class StepContract:
                 before = lists[0][0].clone()
                 lists[position][1] = lists[position][1].double()
                 any_width = dtype is None or name in self.step.any_width
-                accepted = "float32, bfloat16 or float16, got float64" if any_width else "float32" if "scale" in name else f"{dtype}, got float64"
+                accepted = (
+                    "float32, bfloat16 or float16, got float64"
+                    if any_width
+                    else "float32"
+                    if "scale" in name
+                    else f"{dtype}, got float64"
+                )
                 with pytest.raises(TypeError) as caught:
                     backend(lists)
                 assert f"flexops::{self.step.family}" in str(caught.value)
@@ -340,7 +414,10 @@ class StepContract:
                 self.call(lists)
 
     def test_what_is_no_dense_tensor_is_named(self) -> None:
-        for wrong, text in ((None, "must be a tensor, got NoneType"), (torch.eye(33, 65).to_sparse(), r"must be a dense \(strided\) tensor")):
+        for wrong, text in (
+            (None, "must be a tensor, got NoneType"),
+            (torch.eye(33, 65).to_sparse(), r"must be a dense \(strided\) tensor"),
+        ):
             lists: Any = self.lists("cpu")
             lists[1][1] = wrong
             with pytest.raises(TypeError, match=rf": grads\[1\] {text}"):
@@ -350,7 +427,9 @@ class StepContract:
         for position, name in enumerate(self.step.lists):
             lists = self.lists("cpu")
             lists[position] = lists[position][:-1]
-            with pytest.raises(ValueError, match=r"\w+ must hold \d+ tensors, as params does, got \d+") as caught:
+            with pytest.raises(
+                ValueError, match=r"\w+ must hold \d+ tensors, as params does, got \d+"
+            ) as caught:
                 self.call(lists)
             assert position == 0 or f" {name} must hold" in str(caught.value)
 
@@ -362,21 +441,35 @@ class StepContract:
                     lists = self.lists(device)
                     before = lists[0][0].clone()
                     lists[position][1] = lists[position][1].to(elsewhere)
-                    with pytest.raises(ValueError, match=rf"{name}\[1\] must be on the device of params\[0\], {device}\S*, got {elsewhere}"):
+                    with pytest.raises(
+                        ValueError,
+                        match=(
+                            rf"{name}\[1\] must be on the device of params\[0\], {device}\S*, got"
+                            rf" {elsewhere}"
+                        ),
+                    ):
                         call(lists)
                     assert torch.equal(lists[0][0], before)
             for name in ("grad_scale", "found_inf"):
-                with pytest.raises(ValueError, match=rf"{name} must be on the device of params, {device}\S*, got {elsewhere}"):
+                with pytest.raises(
+                    ValueError,
+                    match=rf"{name} must be on the device of params, {device}\S*, got {elsewhere}",
+                ):
                     self.call(self.lists(device), **{name: torch.ones((), device=elsewhere)})
 
     def test_wrong_numbers_are_named(self) -> None:
         wrong = [(name, value) for name in self.step.bad_numbers for value in (-1.0, float("nan"))]
         wrong += [(name, 1.0) for name in self.step.numbers if name.startswith("beta")]
         for name, value in wrong:
-            with pytest.raises(ValueError, match=rf"flexops::{self.step.operator or self.step.family + '_'}: {name} must"):
+            with pytest.raises(
+                ValueError,
+                match=rf"flexops::{self.step.operator or self.step.family + '_'}: {name} must",
+            ):
                 self.call(self.lists("cpu"), **{name: value})
         for name in ("lr", "grad_scale", "found_inf"):
-            with pytest.raises(TypeError, match=rf": {name} must be a float32 tensor of one element"):
+            with pytest.raises(
+                TypeError, match=rf": {name} must be a float32 tensor of one element"
+            ):
                 self.call(self.lists("cpu"), **{name: torch.zeros(2)})
 
     # -- torch
@@ -386,9 +479,19 @@ class StepContract:
         calls: list[tuple[Any, Any, Any]] = []
 
         class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if func.namespace == "flexops":
-                    calls.append((func, *torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))))
+                    calls.append(
+                        (
+                            func,
+                            *torch.utils._pytree.tree_map(
+                                lambda x: x.clone() if isinstance(x, Tensor) else x,
+                                (args, kwargs or {}),
+                            ),
+                        )
+                    )
                 return func(*args, **(kwargs or {}))
 
         with Recorder():
@@ -408,7 +511,9 @@ class StepContract:
         expected = clone(lists)
         torch._dynamo.reset()
         backend = "inductor" if device == "cuda" else "aot_eager"
-        doubled = torch.compile(train_step, fullgraph=compiles_written_lists, backend=backend, dynamic=dynamic)(lists)
+        doubled = torch.compile(
+            train_step, fullgraph=compiles_written_lists, backend=backend, dynamic=dynamic
+        )(lists)
         torch.testing.assert_close(doubled, train_step(expected), rtol=4e-6, atol=2e-6)
         assert_lists_close(lists, expected)
         torch._dynamo.reset()
@@ -453,7 +558,15 @@ class StepContract:
         optimizer.step()
         saved = copy.deepcopy(optimizer.state_dict())
         for group in saved["param_groups"]:
-            for name in set(group) - {"params", "lr", "betas", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}:
+            for name in set(group) - {
+                "params",
+                "lr",
+                "betas",
+                "eps",
+                "weight_decay",
+                "lr_decay",
+                "initial_accumulator_value",
+            }:
                 del group[name]
         loaded = self.optimizer(params)
         loaded.load_state_dict(saved)
@@ -461,7 +574,10 @@ class StepContract:
         assert loaded.param_groups[0].keys() >= optimizer.defaults.keys()
 
     @ON_BOTH
-    @pytest.mark.parametrize("change", ["params", "some states", "all states", "data of states", "counts", "order", "one anew"])
+    @pytest.mark.parametrize(
+        "change",
+        ["params", "some states", "all states", "data of states", "counts", "order", "one anew"],
+    )
     def test_what_was_put_in_another_place_is_noticed(self, change: str, device: str) -> None:
         params, expected = make_params(device), make_params(device)
         optimizer, oracle = self.optimizer(params), self.optimizer(expected)
@@ -499,22 +615,36 @@ class StepContract:
         optimizer = self.optimizer(params)
         set_grads(params, seed=0)
         optimizer.step()
-        large = [weakref.ref(value) for param in params for name, value in optimizer.state[param].items() if name != "step"]
+        large = [
+            weakref.ref(value)
+            for param in params
+            for name, value in optimizer.state[param].items()
+            if name != "step"
+        ]
         optimizer.state.clear()
-        assert not [ref() for ref in large if ref() is not None]  # whoever sends states to the CPU wants their memory back at once
+        # whoever sends states to the CPU wants their memory back at once
+        assert not [ref() for ref in large if ref() is not None]
 
     def test_steps_in_several_threads(self) -> None:
         expected = make_params("cpu")
         step_alike(10, (expected, self.optimizer(expected)))
         trained = [make_params("cpu") for _ in range(4)]
-        threads = [threading.Thread(target=lambda params=params: step_alike(10, (params, self.optimizer(params))), daemon=True) for params in trained]
+        threads = [
+            threading.Thread(
+                target=lambda params=params: step_alike(10, (params, self.optimizer(params))),
+                daemon=True,
+            )
+            for params in trained
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
             assert not thread.is_alive()
         for params in trained:
-            assert all(torch.equal(left, right) for left, right in zip(params, expected, strict=True))
+            assert all(
+                torch.equal(left, right) for left, right in zip(params, expected, strict=True)
+            )
 
     def test_copies_and_pickles(self) -> None:
         params = make_params("cpu")
@@ -528,9 +658,16 @@ class StepContract:
     @ON_BOTH
     def test_groups_schedules_and_missing_gradients(self, device: str) -> None:
         params, expected = make_params(device), make_params(device)
-        optimizer = self.optimizer([{"params": params[:4]}, {"params": params[4:], "lr": 0.2, "weight_decay": 0.5}])
-        alone = [self.optimizer([param], **({} if i < 4 else {"lr": 0.2, "weight_decay": 0.5})) for i, param in enumerate(expected)]
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, *alone)]
+        optimizer = self.optimizer(
+            [{"params": params[:4]}, {"params": params[4:], "lr": 0.2, "weight_decay": 0.5}]
+        )
+        alone = [
+            self.optimizer([param], **({} if i < 4 else {"lr": 0.2, "weight_decay": 0.5}))
+            for i, param in enumerate(expected)
+        ]
+        schedules = [
+            torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, *alone)
+        ]
         for step in range(4):
             for each in (params, expected):
                 set_grads(each, seed=step)
@@ -550,11 +687,16 @@ class StepContract:
         for scaled in (True, False):
             params = make_params(device, shapes=SHAPES[:5])
             optimizer = self.optimizer(params)
-            scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2, enabled=scaled)
+            scaler = torch.amp.GradScaler(
+                device, init_scale=2.0**10, growth_interval=2, enabled=scaled
+            )
             for step in range(6):
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(step)
-                loss = sum((param * torch.randn(param.shape, generator=generator).to(device)).sum() for param in params)
+                loss = sum(
+                    (param * torch.randn(param.shape, generator=generator).to(device)).sum()
+                    for param in params
+                )
                 scaler.scale(loss).backward()
                 if step == 3:
                     if not scaled:
@@ -599,23 +741,34 @@ class StepContract:
             assert optimizer.state[left].keys() == oracle.state[right].keys()
 
     def test_wrong_options_are_refused(self) -> None:
-        for options in ({"lr": -1.0}, {"weight_decay": -1.0}, *({"betas": (1.0, 0.9)} for _ in range("betas" in self.step.options))):
+        for options in (
+            {"lr": -1.0},
+            {"weight_decay": -1.0},
+            *({"betas": (1.0, 0.9)} for _ in range("betas" in self.step.options)),
+        ):
             with pytest.raises(ValueError, match="Invalid"):
                 self.optimizer(make_params("cpu"), **options)
 
     def test_what_cannot_be_stepped_is_refused_clearly(self) -> None:
         param = torch.nn.Parameter(torch.randn(100, 60))
         param.grad = torch.eye(100, 60).to_sparse()
-        with pytest.raises(RuntimeError, match=r"does not support sparse gradients; torch.optim.\w+ does"):
+        with pytest.raises(
+            RuntimeError, match=r"does not support sparse gradients; torch.optim.\w+ does"
+        ):
             self.optimizer([param]).step()
         param = torch.nn.Parameter(torch.randn(100, 60, dtype=torch.float64))
         param.grad = torch.ones_like(param)
-        with pytest.raises(TypeError, match=r"params\[0\] must be float32, bfloat16 or float16, got float64"):
+        with pytest.raises(
+            TypeError, match=r"params\[0\] must be float32, bfloat16 or float16, got float64"
+        ):
             self.optimizer([param]).step()
 
     def test_expanded_parameters_are_refused_before_any_step(self) -> None:
         """As torch's own optimizers, except fused ones."""
-        param, expanded = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(1).expand(6))
+        param, expanded = (
+            torch.nn.Parameter(torch.randn(5)),
+            torch.nn.Parameter(torch.randn(1).expand(6)),
+        )
         for one in (param, expanded):
             one.grad = torch.ones_like(one)
         before = param.detach().clone()
@@ -634,9 +787,14 @@ class StepContract:
     @pytest.mark.parametrize("wrong", ["dtype", "complex", "sparse", "rate"])
     def test_no_group_is_stepped_if_one_cannot_be(self, wrong: str) -> None:
         params = make_params("cpu", shapes=[(3, 4), (4, 3), (5, 3)])
-        optimizers = [self.optimizer([{"params": params[:1]}, {"params": params[1:]}]), self.optimizer(params)]
+        optimizers = [
+            self.optimizer([{"params": params[:1]}, {"params": params[1:]}]),
+            self.optimizer(params),
+        ]
         if wrong in ("dtype", "complex"):  # as model.double() does it
-            params[2].data = params[2].data.to(torch.float64 if wrong == "dtype" else torch.complex128)
+            params[2].data = params[2].data.to(
+                torch.float64 if wrong == "dtype" else torch.complex128
+            )
         set_grads(params, seed=0)
         if wrong == "sparse":
             params[2].grad = torch.eye(5, 3).to_sparse()
@@ -644,7 +802,10 @@ class StepContract:
             del optimizers[1]
             optimizers[0].param_groups[1]["lr"] = torch.tensor([0.1, 0.2])
         before = [param.detach().clone() for param in params]
-        error, text = {"sparse": (RuntimeError, "sparse gradients"), "rate": (ValueError, "1-element")}.get(wrong, (TypeError, r"params\[[12]\] must be"))
+        error, text = {
+            "sparse": (RuntimeError, "sparse gradients"),
+            "rate": (ValueError, "1-element"),
+        }.get(wrong, (TypeError, r"params\[[12]\] must be"))
         for optimizer in optimizers:
             for _ in range(2):
                 with pytest.raises(error, match=text):
@@ -662,7 +823,11 @@ class StepContract:
                     for param in params:
                         param.grad = torch.zeros_like(param)
                     optimizer.step()
-            assert all(value.device == param.device for param in params for value in optimizer.state[param].values())
+            assert all(
+                value.device == param.device
+                for param in params
+                for value in optimizer.state[param].values()
+            )
 
     def test_each_step_count_has_its_own_storage(self) -> None:
         params = make_params("cpu")
@@ -687,10 +852,17 @@ class StepContract:
     @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
     def test_lower_instruction_sets(self, isa: str) -> None:
         with isa_limit(isa):
-            for param_dtype, grad_dtype in zip(DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True):
+            for param_dtype, grad_dtype in zip(
+                DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True
+            ):
                 self.test_native_is_what_the_reference_is(param_dtype, grad_dtype, False, "cpu")
-            for test in (self.test_large_tensor_in_pieces, self.test_mixed_dtypes_in_one_call, self.test_is_the_formula_in_float64,
-                         self.test_grad_scale_is_taken_out_and_written_back, self.test_lr_as_a_tensor):  # fmt: skip
+            for test in (
+                self.test_large_tensor_in_pieces,
+                self.test_mixed_dtypes_in_one_call,
+                self.test_is_the_formula_in_float64,
+                self.test_grad_scale_is_taken_out_and_written_back,
+                self.test_lr_as_a_tensor,
+            ):
                 test("cpu")
 
     # -- CUDA
@@ -701,7 +873,10 @@ class StepContract:
         expected = clone(lists)
         self.call(lists)
         self.on_reference(expected)
-        joined = [[[torch.cat([tensor.reshape(-1) for tensor in tensors])] for tensors in each] for each in (lists, expected)]
+        joined = [
+            [[torch.cat([tensor.reshape(-1) for tensor in tensors])] for tensors in each]
+            for each in (lists, expected)
+        ]
         assert_lists_close(*joined)
 
     @pytest.mark.gpu
@@ -752,21 +927,33 @@ class StepContract:
         self.call(expected)
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(100_000_000)  # the gradient arrives late; a step on any other stream would not see it
+            # the gradient arrives late; a step on any other stream would not see it
+            torch.cuda._sleep(100_000_000)
             lists[1][0].fill_(1.0)
             self.call(lists)
         torch.cuda.synchronize()
         assert_lists_close(lists, expected)
 
     @pytest.mark.gpu
-    def test_cuda_more_than_2_to_31_elements(self, require_gpu_memory: Callable[[int], None]) -> None:
+    def test_cuda_more_than_2_to_31_elements(
+        self, require_gpu_memory: Callable[[int], None]
+    ) -> None:
         count = 2**31 + 12_345
         sizes = {torch.int8: 1, torch.uint8: 1, torch.float32: 4, None: 2}
-        needed = sum(count * sizes[dtype] for name, dtype in self.step.lists.items() if name != "state_steps" and "scale" not in name) + 2**31
+        needed = (
+            sum(
+                count * sizes[dtype]
+                for name, dtype in self.step.lists.items()
+                if name != "state_steps" and "scale" not in name
+            )
+            + 2**31
+        )
         require_gpu_memory(needed)
         lists = []
         for name, dtype in self.step.lists.items():
-            shape = () if name == "state_steps" else (blocks(count),) if "scale" in name else (count,)
+            shape = (
+                () if name == "state_steps" else (blocks(count),) if "scale" in name else (count,)
+            )
             lists.append([torch.zeros(shape, dtype=dtype or torch.bfloat16, device="cuda")])
         places = torch.tensor([0, 2**30 + 1, 2**31 - 1, 2**31, count - 1], device="cuda")
         lists[1][0][places] = torch.tensor([1.0, 2.0, -3.0, 4.0, -5.0], device="cuda").bfloat16()
@@ -781,11 +968,16 @@ class StepContract:
         lists, expected = self.lists("cuda:1"), self.lists("cuda:0")
         self.call(lists)
         self.call(expected)
-        assert_lists_close([[tensor.to("cuda:0") for tensor in tensors] for tensors in lists], expected)
+        assert_lists_close(
+            [[tensor.to("cuda:0") for tensor in tensors] for tensors in lists], expected
+        )
 
     @pytest.mark.gpu
     def test_cuda_parameters_on_cpu_and_gpu_in_one_group(self) -> None:
-        params = [torch.nn.Parameter(torch.ones(5000, device=device)) for device in ("cpu", "cuda", "cpu", "cuda")]
+        params = [
+            torch.nn.Parameter(torch.ones(5000, device=device))
+            for device in ("cpu", "cuda", "cpu", "cuda")
+        ]
         optimizer = self.optimizer(params, lr=0.1)
         for param in params:
             param.grad = torch.ones_like(param)
@@ -800,9 +992,12 @@ class TorchStepContract(StepContract):
     oracle: ClassVar[Any]
     """torch's class."""
     torch_options: ClassVar[list[dict[str, Any]]]
-    """Options of both classes: each alone, and the ones that meet in one line of the formula together."""
+    """Options of both classes: each alone, and the ones that meet in one line of the formula
+    together."""
 
-    def both(self, device: str, options: dict[str, Any], **changes: Any) -> list[tuple[list[torch.nn.Parameter], Any]]:
+    def both(
+        self, device: str, options: dict[str, Any], **changes: Any
+    ) -> list[tuple[list[torch.nn.Parameter], Any]]:
         """Ours and torch's, each with the same parameters of its own."""
         pairs = []
         for kind in (self.step.optimizer, self.oracle):
@@ -816,16 +1011,33 @@ class TorchStepContract(StepContract):
             (params, optimizer), (expected, oracle) = self.both(device, options)
             step_alike(20, (params, optimizer), (expected, oracle))
             for left, right in zip(params, expected, strict=True):
-                torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6, msg=lambda text, options=options: f"{options}: {text}")
+                torch.testing.assert_close(
+                    left,
+                    right,
+                    rtol=1e-5,
+                    atol=5e-6,
+                    msg=lambda text, options=options: f"{options}: {text}",
+                )
                 state, wanted = optimizer.state[left], oracle.state[right]
                 assert set(state) == set(wanted)
                 for name in wanted:
-                    torch.testing.assert_close(state[name], wanted[name], rtol=1e-5, atol=1e-5, check_dtype=False, check_device=False)
+                    torch.testing.assert_close(
+                        state[name],
+                        wanted[name],
+                        rtol=1e-5,
+                        atol=1e-5,
+                        check_dtype=False,
+                        check_device=False,
+                    )
 
     @ON_BOTH
     @pytest.mark.parametrize("first", ["ours", "theirs"])
     def test_torch_state_dicts_load_both_ways(self, first: str, device: str) -> None:
-        kinds: list[Any] = [self.step.optimizer, self.oracle] if first == "ours" else [self.oracle, self.step.optimizer]
+        kinds: list[Any] = (
+            [self.step.optimizer, self.oracle]
+            if first == "ours"
+            else [self.oracle, self.step.optimizer]
+        )
         for options in self.torch_options:
             (params, _), (expected, oracle) = self.both(device, options)
             optimizer = kinds[0](params, lr=0.05, **options)
@@ -843,20 +1055,33 @@ class TorchStepContract(StepContract):
     def test_torch_class_can_be_replaced(self) -> None:
         params = make_params("cpu")
         assert isinstance(self.step.optimizer(params), self.oracle)
-        ours, theirs = (inspect.signature(kind).parameters for kind in (self.step.optimizer, self.oracle))
+        ours, theirs = (
+            inspect.signature(kind).parameters for kind in (self.step.optimizer, self.oracle)
+        )
         for name, parameter in theirs.items():
             assert ours[name].kind == parameter.kind, name
             assert ours[name].default == parameter.default, name
-        positional = [name for name, parameter in theirs.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
+        positional = [
+            name
+            for name, parameter in theirs.items()
+            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+        ]
         assert list(ours)[: len(positional)] == positional
         for flag in {"foreach", "maximize", "capturable", "fused"} & set(theirs):
             self.step.optimizer(params, **{flag: True})
-        self.step.optimizer([{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.3}], lr=torch.tensor(0.1))
+        self.step.optimizer(
+            [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.3}],
+            lr=torch.tensor(0.1),
+        )
         with pytest.raises(ValueError, match="differentiable=True is not supported"):
             self.step.optimizer(params, differentiable=True)
 
     def test_torch_refuses_the_same_options(self) -> None:
-        flags = [flag for flag in ("foreach", "fused", "capturable", "maximize") if flag in inspect.signature(self.oracle).parameters]
+        flags = [
+            flag
+            for flag in ("foreach", "fused", "capturable", "maximize")
+            if flag in inspect.signature(self.oracle).parameters
+        ]
         for values in itertools.product((False, True), repeat=len(flags)):
             for lr in (0.1, torch.tensor(0.1)):
                 outcomes = []
@@ -868,11 +1093,15 @@ class TorchStepContract(StepContract):
                         outcomes.append((type(error), str(error)))
                 assert outcomes[0] == outcomes[1], (flags, values, lr)
 
-    def test_torch_class_may_be_put_in_place_of_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torch_class_may_be_put_in_place_of_torchs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(torch.optim, self.oracle.__name__, self.step.optimizer)
         params = make_params("cpu")
         optimizer = getattr(torch.optim, self.oracle.__name__)(params)
-        step_alike(1, (params, pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))), (params, optimizer))
+        step_alike(
+            1, (params, pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))), (params, optimizer)
+        )
 
     @ON_BOTH
     @pytest.mark.parametrize("unscale", [False, True])
@@ -883,7 +1112,12 @@ class TorchStepContract(StepContract):
             for step in range(6):
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(step)
-                scaler.scale(sum((param * torch.randn(param.shape, generator=generator).to(device)).sum() for param in params)).backward()
+                scaler.scale(
+                    sum(
+                        (param * torch.randn(param.shape, generator=generator).to(device)).sum()
+                        for param in params
+                    )
+                ).backward()
                 if step == 3:
                     params[1].grad[0, 0] = float("inf")
                 if unscale:
@@ -898,13 +1132,20 @@ class TorchStepContract(StepContract):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
     def test_torch_unfused_leaves_unscaling_to_the_scaler(self) -> None:
-        """Whoever clips gradients in between, as Lightning does, looks at torch's attribute first."""
+        """Whoever clips gradients in between, as Lightning does, looks at torch's attribute
+        first."""
         params = make_params("cpu", shapes=SHAPES[:5])
-        fused, unfused = self.step.optimizer(params), self.step.optimizer(params, lr=0.05, fused=False)
+        fused, unfused = (
+            self.step.optimizer(params),
+            self.step.optimizer(params, lr=0.05, fused=False),
+        )
         assert fused._step_supports_amp_scaling
         for optimizer in (unfused, copy.deepcopy(unfused)):
             assert not optimizer._step_supports_amp_scaling
-        scaler, before = torch.amp.GradScaler("cpu", init_scale=2.0**10), [param.detach().clone() for param in params]
+        scaler, before = (
+            torch.amp.GradScaler("cpu", init_scale=2.0**10),
+            [param.detach().clone() for param in params],
+        )
         for bad in (True, False):
             unfused.zero_grad()
             scaler.scale(sum(param.sum() for param in params)).backward()
@@ -924,7 +1165,13 @@ class TorchStepContract(StepContract):
         for options in self.torch_options:
             pairs = self.both(device, options, shapes=[(5, 9)])
             for params, optimizer in pairs:
-                params[0].grad = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0], device=device).repeat(9).view(5, 9)
+                params[0].grad = (
+                    torch.tensor(
+                        [1.0, float("nan"), float("inf"), -float("inf"), 0.0], device=device
+                    )
+                    .repeat(9)
+                    .view(5, 9)
+                )
                 optimizer.step()
             torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], equal_nan=True)
 
@@ -932,7 +1179,9 @@ class TorchStepContract(StepContract):
     def test_torch_with_complex_parameters(self, device: str) -> None:
         pairs = self.both(device, self.torch_options[1], dtype=torch.complex64, shapes=[(9,)])
         for step in range(4):
-            grad = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(step)).to(device)
+            grad = torch.randn(
+                9, dtype=torch.complex64, generator=torch.Generator().manual_seed(step)
+            ).to(device)
             for params, optimizer in pairs:
                 params[0].grad = grad.clone()
                 optimizer.step()

@@ -1,4 +1,5 @@
-"""bias_gelu, bias_silu, swiglu and geglu: the shared contract, float64, special values, every way to pack, every ISA level."""
+"""bias_gelu, bias_silu, swiglu and geglu: the shared contract, float64, special values, every way
+to pack, every ISA level."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from flexops.ops import _register
 from flexops.ops import activation as activation_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, assert_near, isa_limit, run
+from contract import (
+    ISA_LEVELS,
+    ROUNDING,
+    Case,
+    Contract,
+    Make,
+    Refusal,
+    Shape,
+    assert_near,
+    isa_limit,
+    run,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES: tuple[Shape, ...] = ((3, 8), (2, 5, 100), (64, 1032))
@@ -45,17 +57,43 @@ def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., ::2], x[..., 1::2]
 
 
-def biased(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
+def biased(
+    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
+) -> Case:
     return Case(name, "activation", call, biased_inputs, oracle, names=("x", "bias"), differentiable=(0, 1), parameters=(1,), shapes=SHAPES,
                 huge=(2**18 + 3, 2**13), **more)  # fmt: skip
 
 
-def gated(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
-    return Case(name, "activation", call, gated_inputs, oracle, names=("gate", "up"), differentiable=(0, 1), shapes=SHAPES, **more)
+def gated(
+    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
+) -> Case:
+    return Case(
+        name,
+        "activation",
+        call,
+        gated_inputs,
+        oracle,
+        names=("gate", "up"),
+        differentiable=(0, 1),
+        shapes=SHAPES,
+        **more,
+    )
 
 
-def packed(name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any) -> Case:
-    return Case(name, "activation", call, packed_inputs, oracle, names=("gate",), differentiable=(0,), shapes=SHAPES, **more)
+def packed(
+    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
+) -> Case:
+    return Case(
+        name,
+        "activation",
+        call,
+        packed_inputs,
+        oracle,
+        names=("gate",),
+        differentiable=(0,),
+        shapes=SHAPES,
+        **more,
+    )
 
 
 def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
@@ -68,25 +106,75 @@ def packed_layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
 
 class TestLayerContract(Contract):
     cases = (
-        Case("swiglu_linear", "activation", flexops.swiglu_linear, layer_inputs, lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
-             names=("gate", "up", "weight", "bias"), differentiable=(0, 1, 2, 3), parameters=(2, 3), shapes=SHAPES, inductor=False, refusals=(
-                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 7)), ValueError, r"weight must have shape \[any, 8\], got \[5, 7\]"),
-                 Refusal(lambda: flexops.swiglu_linear(SMALL, None, torch.zeros(5, 8)), ValueError, r"weight must have shape \[any, 4\]"),
-                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)), ValueError, r"bias must have shape \[5\]"),
-                 Refusal(lambda: flexops.swiglu_linear(SMALL, SMALL[:2], torch.zeros(5, 8)), ValueError, r"up must have gate's shape"),
-                 Refusal(lambda: flexops.geglu_linear(SMALL, SMALL, torch.zeros(5, 8), approximate="erf"),  # type: ignore[arg-type]
-                         ValueError, 'geglu_linear: approximate must be "none" or "tanh"'),
-             )),
-        Case("geglu_linear", "activation", lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"), layer_inputs,
-             lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b), names=("gate", "up", "weight", "bias"), differentiable=(0, 1, 2, 3),
-             parameters=(2, 3), shapes=SHAPES, inductor=False),
-        Case("geglu_linear of pairs", "activation", lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True), packed_layer_inputs,
-             lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w), names=("gate", "weight"), differentiable=(0, 1), parameters=(1,), shapes=SHAPES,
-             inductor=False),
-    )  # fmt: skip
+        Case(
+            "swiglu_linear",
+            "activation",
+            flexops.swiglu_linear,
+            layer_inputs,
+            lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
+            names=("gate", "up", "weight", "bias"),
+            differentiable=(0, 1, 2, 3),
+            parameters=(2, 3),
+            shapes=SHAPES,
+            inductor=False,
+            refusals=(
+                Refusal(
+                    lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 7)),
+                    ValueError,
+                    r"weight must have shape \[any, 8\], got \[5, 7\]",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu_linear(SMALL, None, torch.zeros(5, 8)),
+                    ValueError,
+                    r"weight must have shape \[any, 4\]",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)),
+                    ValueError,
+                    r"bias must have shape \[5\]",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu_linear(SMALL, SMALL[:2], torch.zeros(5, 8)),
+                    ValueError,
+                    r"up must have gate's shape",
+                ),
+                Refusal(
+                    lambda: flexops.geglu_linear(
+                        SMALL, SMALL, torch.zeros(5, 8), approximate="erf"
+                    ),  # type: ignore[arg-type]
+                    ValueError,
+                    'geglu_linear: approximate must be "none" or "tanh"',
+                ),
+            ),
+        ),
+        Case(
+            "geglu_linear",
+            "activation",
+            lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"),
+            layer_inputs,
+            lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b),
+            names=("gate", "up", "weight", "bias"),
+            differentiable=(0, 1, 2, 3),
+            parameters=(2, 3),
+            shapes=SHAPES,
+            inductor=False,
+        ),
+        Case(
+            "geglu_linear of pairs",
+            "activation",
+            lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True),
+            packed_layer_inputs,
+            lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w),
+            names=("gate", "weight"),
+            differentiable=(0, 1),
+            parameters=(1,),
+            shapes=SHAPES,
+            inductor=False,
+        ),
+    )
 
 
-# ---- what is kept for the backward pass ------------------------------------------------------------------------------------------------------
+# ---- what is kept for the backward pass ----------------------------------------------------------
 
 
 def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) -> int:
@@ -101,23 +189,32 @@ def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) ->
         return tensor
 
     alive = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (alive.append(tensor), keep(tensor))[1], lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (alive.append(tensor), keep(tensor))[1], lambda tensor: tensor
+    ):
         forward().sum().backward()
     return sum(kept.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
-    """In a block as models have it: of its inner width the gate and up, which are the projections' results; and its input."""
+    """In a block as models have it: of its inner width the gate and up, which are the projections'
+    results; and its input."""
     torch.manual_seed(0)
     rows, width, inner = 40, 8, 64
     x = torch.randn(rows, width, dtype=dtype)
-    weights = tuple((torch.randn(shape, dtype=dtype) * 0.2).requires_grad_() for shape in ((inner, width), (inner, width), (width, inner)))
+    weights = tuple(
+        (torch.randn(shape, dtype=dtype) * 0.2).requires_grad_()
+        for shape in ((inner, width), (inner, width), (width, inner))
+    )
     gate, up, down = weights
     packed = torch.cat([gate, up]).detach().requires_grad_()
     unit = rows * inner * x.element_size()
     blocks: dict[str, tuple[int, Callable[[], Tensor]]] = {
-        "two operations": (3, lambda: F.linear(flexops.swiglu(F.linear(x, gate), F.linear(x, up)), down)),
+        "two operations": (
+            3,
+            lambda: F.linear(flexops.swiglu(F.linear(x, gate), F.linear(x, up)), down),
+        ),
         "one": (2, lambda: flexops.swiglu_linear(F.linear(x, gate), F.linear(x, up), down)),
         "packed": (2, lambda: flexops.swiglu_linear(F.linear(x, packed), None, down)),
         "gelu": (2, lambda: flexops.geglu_linear(F.linear(x, gate), F.linear(x, up), down)),
@@ -130,56 +227,152 @@ def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
 def test_the_layers_gradients_do_not_harm_what_others_use() -> None:
     """Gate and up may be used elsewhere, and the graph twice."""
     torch.manual_seed(0)
-    gate, up, weight = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (5, 8), (6, 8)))
+    gate, up, weight = (
+        torch.randn(shape, requires_grad=True) for shape in ((5, 8), (5, 8), (6, 8))
+    )
     for layer, plain in ((flexops.swiglu_linear, F.silu), (flexops.geglu_linear, F.gelu)):
         result = layer(gate * 1, up * 1, weight)
         grad = torch.randn_like(result)
         before = grad.clone()
-        first, again = (torch.autograd.grad(result, (gate, up, weight), grad, retain_graph=True) for _ in range(2))
+        first, again = (
+            torch.autograd.grad(result, (gate, up, weight), grad, retain_graph=True)
+            for _ in range(2)
+        )
         assert torch.equal(grad, before)
         assert all(map(torch.equal, first, again))
-        for one, other in zip(first, torch.autograd.grad(F.linear(plain(gate) * up, weight), (gate, up, weight), grad), strict=True):
+        for one, other in zip(
+            first,
+            torch.autograd.grad(F.linear(plain(gate) * up, weight), (gate, up, weight), grad),
+            strict=True,
+        ):
             torch.testing.assert_close(one, other)
         for wanted in ((gate,), (weight,), (up, weight)):
             results = (layer(gate, up, weight), F.linear(plain(gate) * up, weight))
-            for one, other in zip(*(torch.autograd.grad(result, wanted, grad) for result in results), strict=True):
+            for one, other in zip(
+                *(torch.autograd.grad(result, wanted, grad) for result in results), strict=True
+            ):
                 torch.testing.assert_close(one, other)
 
 
 class TestContract(Contract):
     cases = (
-        biased("bias_gelu", flexops.bias_gelu, lambda x, b: F.gelu(x + b), refusals=(
-            Refusal(lambda: flexops.bias_gelu(SMALL, torch.zeros(7)), ValueError, r"bias_gelu: bias must have shape \[8\], .*got \[7\]"),
-            Refusal(lambda: flexops.bias_gelu(SMALL, torch.zeros(1, 8)), ValueError, "bias must have shape"),
-            Refusal(lambda: flexops.bias_gelu(SMALL, approximate="erf"), ValueError, 'approximate must be "none" or "tanh"'),  # type: ignore[arg-type]
-            Refusal(lambda: flexops.bias_gelu(torch.zeros(())), ValueError, "x must have at least one dimension"),
-        )),
-        biased("bias_gelu tanh", lambda x, b: flexops.bias_gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh"), inductor=False),
-        Case("bias_gelu without a bias", "activation", flexops.bias_gelu, plain_inputs, F.gelu, names=("x",), differentiable=(0,), shapes=SHAPES,
-             huge=(2**18 + 3, 2**13)),
+        biased(
+            "bias_gelu",
+            flexops.bias_gelu,
+            lambda x, b: F.gelu(x + b),
+            refusals=(
+                Refusal(
+                    lambda: flexops.bias_gelu(SMALL, torch.zeros(7)),
+                    ValueError,
+                    r"bias_gelu: bias must have shape \[8\], .*got \[7\]",
+                ),
+                Refusal(
+                    lambda: flexops.bias_gelu(SMALL, torch.zeros(1, 8)),
+                    ValueError,
+                    "bias must have shape",
+                ),
+                Refusal(
+                    lambda: flexops.bias_gelu(SMALL, approximate="erf"),
+                    ValueError,
+                    'approximate must be "none" or "tanh"',
+                ),  # type: ignore[arg-type]
+                Refusal(
+                    lambda: flexops.bias_gelu(torch.zeros(())),
+                    ValueError,
+                    "x must have at least one dimension",
+                ),
+            ),
+        ),
+        biased(
+            "bias_gelu tanh",
+            lambda x, b: flexops.bias_gelu(x, b, "tanh"),
+            lambda x, b: F.gelu(x + b, approximate="tanh"),
+            inductor=False,
+        ),
+        Case(
+            "bias_gelu without a bias",
+            "activation",
+            flexops.bias_gelu,
+            plain_inputs,
+            F.gelu,
+            names=("x",),
+            differentiable=(0,),
+            shapes=SHAPES,
+            huge=(2**18 + 3, 2**13),
+        ),
         biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
-        gated("swiglu", flexops.swiglu, lambda g, u: F.silu(g) * u, huge=(2**18 + 3, 2**13), refusals=(
-            Refusal(lambda: flexops.swiglu(SMALL, SMALL[:2]), ValueError, r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]"),
-            Refusal(lambda: flexops.swiglu(SMALL, SMALL, interleaved=True), ValueError, "interleaved must be False"),
-            Refusal(lambda: flexops.swiglu(SMALL, SMALL.half()), TypeError, "up must be a torch.float32 tensor"),
-            Refusal(lambda: flexops.swiglu(SMALL[:, :7]), ValueError, "gate must have an even last dimension"),
-            Refusal(lambda: flexops.swiglu(torch.zeros(())), ValueError, "gate must have at least one dimension"),
-        )),
-        packed("swiglu of halves", flexops.swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
-        packed("swiglu of pairs", lambda x: flexops.swiglu(x, interleaved=True), lambda x: F.silu(pairs(x)[0]) * pairs(x)[1]),
-        gated("geglu", flexops.geglu, lambda g, u: F.gelu(g) * u, refusals=(
-            Refusal(lambda: flexops.geglu(SMALL, approximate="none "), ValueError, "geglu: approximate must be"),  # type: ignore[arg-type]
-        )),
-        packed("geglu tanh of pairs", lambda x: flexops.geglu(x, approximate="tanh", interleaved=True),
-               lambda x: F.gelu(pairs(x)[0], approximate="tanh") * pairs(x)[1], huge=(2**17 + 3, 2**13)),
-    )  # fmt: skip
+        gated(
+            "swiglu",
+            flexops.swiglu,
+            lambda g, u: F.silu(g) * u,
+            huge=(2**18 + 3, 2**13),
+            refusals=(
+                Refusal(
+                    lambda: flexops.swiglu(SMALL, SMALL[:2]),
+                    ValueError,
+                    r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu(SMALL, SMALL, interleaved=True),
+                    ValueError,
+                    "interleaved must be False",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu(SMALL, SMALL.half()),
+                    TypeError,
+                    "up must be a torch.float32 tensor",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu(SMALL[:, :7]),
+                    ValueError,
+                    "gate must have an even last dimension",
+                ),
+                Refusal(
+                    lambda: flexops.swiglu(torch.zeros(())),
+                    ValueError,
+                    "gate must have at least one dimension",
+                ),
+            ),
+        ),
+        packed(
+            "swiglu of halves",
+            flexops.swiglu,
+            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        ),
+        packed(
+            "swiglu of pairs",
+            lambda x: flexops.swiglu(x, interleaved=True),
+            lambda x: F.silu(pairs(x)[0]) * pairs(x)[1],
+        ),
+        gated(
+            "geglu",
+            flexops.geglu,
+            lambda g, u: F.gelu(g) * u,
+            refusals=(
+                Refusal(
+                    lambda: flexops.geglu(SMALL, approximate="none "),
+                    ValueError,
+                    "geglu: approximate must be",
+                ),  # type: ignore[arg-type]
+            ),
+        ),
+        packed(
+            "geglu tanh of pairs",
+            lambda x: flexops.geglu(x, approximate="tanh", interleaved=True),
+            lambda x: F.gelu(pairs(x)[0], approximate="tanh") * pairs(x)[1],
+            huge=(2**17 + 3, 2**13),
+        ),
+    )
 
 
-# ---- float64 ---------------------------------------------------------------------------------------------------------------------------------
+# ---- float64 -------------------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "gelu": (flexops.bias_gelu, F.gelu),
-    "gelu tanh": (lambda x: flexops.bias_gelu(x, None, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu tanh": (
+        lambda x: flexops.bias_gelu(x, None, "tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
     "silu": (flexops.bias_silu, F.silu),
 }
 
@@ -192,21 +385,31 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.usefixtures("native")
 def test_every_float32_keeps_its_digits(which: str) -> None:
-    """Values and derivatives, small ones for negative x too, which 1 + tanh(u) and 1 + erf(x) would cancel away."""
+    """Values and derivatives, small ones for negative x too, which 1 + tanh(u) and 1 + erf(x) would
+    cancel away."""
     call, oracle = ACTIVATIONS[which]
-    x, wide = torch.linspace(-12, 12, 400_001, requires_grad=True), torch.linspace(-12, 12, 400_001).double().requires_grad_()
+    x, wide = (
+        torch.linspace(-12, 12, 400_001, requires_grad=True),
+        torch.linspace(-12, 12, 400_001).double().requires_grad_(),
+    )
     value, exact = call(x), oracle(wide)
     assert ((value.double() - exact).abs() <= 4e-6 * exact.abs().clamp(min=1e-5)).all()
-    (slope,), (exact_slope,) = torch.autograd.grad(value.sum(), x), torch.autograd.grad(exact.sum(), wide)
+    (slope,), (exact_slope,) = (
+        torch.autograd.grad(value.sum(), x),
+        torch.autograd.grad(exact.sum(), wide),
+    )
     near = torch.where(x.abs() < 3, 2e-7, 0.0)  # the derivative of each has a root there
-    assert ((slope.double() - exact_slope).abs() <= near + 1e-5 * exact_slope.abs().clamp(min=1e-5)).all()
+    assert (
+        (slope.double() - exact_slope).abs() <= near + 1e-5 * exact_slope.abs().clamp(min=1e-5)
+    ).all()
 
 
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("native")
 def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) -> None:
-    """All of them that are finite: at most a hair more than half a unit in the last place from the exact value."""
+    """All of them that are finite: at most a hair more than half a unit in the last place from the
+    exact value."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.isfinite() & (x.abs() < 1e30)]
     call, oracle = ACTIVATIONS[which]
@@ -223,18 +426,36 @@ def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> Non
     """Not held against torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
     call, oracle = ACTIVATIONS[which]
     infinity, nan, largest = float("inf"), float("nan"), torch.finfo(dtype).max
-    x = torch.tensor([infinity, -infinity, nan, 0.0, -0.0, 1e4, -1e4, largest, -largest, 1.0], dtype=dtype)
-    expected = torch.tensor([infinity, nan, nan, 0.0, 0.0, float(x[5]), 0.0, largest, 0.0, float(oracle(x[9:].double()))], dtype=torch.float64).to(dtype)
+    x = torch.tensor(
+        [infinity, -infinity, nan, 0.0, -0.0, 1e4, -1e4, largest, -largest, 1.0], dtype=dtype
+    )
+    expected = torch.tensor(
+        [
+            infinity,
+            nan,
+            nan,
+            0.0,
+            0.0,
+            float(x[5]),
+            0.0,
+            largest,
+            0.0,
+            float(oracle(x[9:].double())),
+        ],
+        dtype=torch.float64,
+    ).to(dtype)
     torch.testing.assert_close(call(x), expected, equal_nan=True)
     torch.testing.assert_close(call(x.repeat(5)), expected.repeat(5), equal_nan=True)
     leaf = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(call(leaf).sum(), leaf)
     assert slope[:3].isnan().all()  # as torch's
-    torch.testing.assert_close(slope[3:].float(), torch.tensor([0.5, 0.5, 1.0, 0.0, 1.0, 0.0, float(slope[-1])]))
+    torch.testing.assert_close(
+        slope[3:].float(), torch.tensor([0.5, 0.5, 1.0, 0.0, 1.0, 0.0, float(slope[-1])])
+    )
     assert not slope[3:].isnan().any()
 
 
-# ---- ways to call ------------------------------------------------------------------------------------------------------------------------------
+# ---- ways to call --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,7 +463,10 @@ def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("columns", [8, 7, 1, 1500])
 def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns: int) -> None:
     function = getattr(flexops, name)
-    gate, up, grad = (torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3))
+    gate, up, grad = (
+        torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for seed in range(3)
+    )
     halves, alternating = torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2)
     expected = function(gate, up)
     assert torch.equal(function(halves), expected)
@@ -260,18 +484,26 @@ def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns:
 def test_only_inputs_are_kept_for_backward() -> None:
     x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     result = flexops.bias_gelu(x, bias)  # held: torch 2.4 frees what a node saved with its result
-    assert {tensor.data_ptr() for tensor in result.grad_fn.saved_tensors} == {x.data_ptr(), bias.data_ptr()}  # type: ignore[union-attr]
+    assert {tensor.data_ptr() for tensor in result.grad_fn.saved_tensors} == {
+        x.data_ptr(),
+        bias.data_ptr(),
+    }  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("columns", [1, 24, 1023, 1025])
 @pytest.mark.usefixtures("native")
 def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
-    x, bias, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(4)) for shape in ((rows, columns), (columns,), (rows, columns)))
+    x, bias, grad = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        for shape in ((rows, columns), (columns,), (rows, columns))
+    )
     for dtype in DTYPES:
         arguments = (grad.to(dtype), x.to(dtype), bias)
         of_x, of_bias = torch.ops.flexops.bias_silu_backward(*arguments, True)
-        exact = activation_module._biased_backward(*(value.double() for value in arguments), "silu", True)[1]
+        exact = activation_module._biased_backward(
+            *(value.double() for value in arguments), "silu", True
+        )[1]
         torch.testing.assert_close(of_bias.double(), exact, atol=2e-6 * rows**0.5, rtol=1e-5)
         assert of_x.dtype == dtype
 
@@ -285,7 +517,11 @@ def test_no_rows_give_a_bias_gradient_of_zeros() -> None:
 
 def test_a_vector_has_a_bias_too() -> None:
     x, bias = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
-    assert_near(run(flexops.bias_silu, (x, bias), (0, 1)), run(lambda x, b: F.silu(x + b), (x.detach().double(), bias.detach().double()), (0, 1)), 2.0**-24)
+    assert_near(
+        run(flexops.bias_silu, (x, bias), (0, 1)),
+        run(lambda x, b: F.silu(x + b), (x.detach().double(), bias.detach().double()), (0, 1)),
+        2.0**-24,
+    )
 
 
 @pytest.mark.extra
@@ -304,20 +540,36 @@ def test_every_isa_level(isa: str) -> None:
 
 @pytest.mark.usefixtures("native")
 def test_the_ops_themselves_check_too() -> None:
-    """For those who call torch.ops directly: a wrong argument is an error, never a wrong address."""
+    """For those who call torch.ops directly: a wrong argument is an error, never a wrong
+    address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.bias_gelu(x.double(), None, False), "bias_gelu: x must be float32"),
         (lambda: ops.bias_gelu(x, torch.zeros(7), False), r"bias_gelu: bias must have shape \[8\]"),
-        (lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)), "bias_silu: bias must be float32"),
-        (lambda: ops.bias_silu_backward(x[:3], x, None, False), "bias_silu_backward: grad must have x's shape"),
+        (
+            lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
+            "bias_silu: bias must be float32",
+        ),
+        (
+            lambda: ops.bias_silu_backward(x[:3], x, None, False),
+            "bias_silu_backward: grad must have x's shape",
+        ),
         (lambda: ops.bias_silu_backward(x.half(), x, None, False), "grad must be float32"),
-        (lambda: ops.bias_silu_backward(x, x, None, True), "bias_gradient must be false without a bias"),
+        (
+            lambda: ops.bias_silu_backward(x, x, None, True),
+            "bias_gradient must be false without a bias",
+        ),
         (lambda: ops.swiglu(x, x[:, :4], False), "swiglu: up must have gate's shape"),
         (lambda: ops.swiglu(x, x.half(), False), "up must be float32"),
         (lambda: ops.swiglu(x, x, True), "interleaved must be false"),
-        (lambda: ops.geglu(x[:, :7], None, False, False), "geglu: gate must have an even last dimension"),
-        (lambda: ops.geglu_backward(x, x, None, False, False), "geglu_backward: grad must have the result's shape"),
+        (
+            lambda: ops.geglu(x[:, :7], None, False, False),
+            "geglu: gate must have an even last dimension",
+        ),
+        (
+            lambda: ops.geglu_backward(x, x, None, False, False),
+            "geglu_backward: grad must have the result's shape",
+        ),
     ]
     assert loader.ensure("activation", "cpu")
     for call, message in wrong:

@@ -16,7 +16,12 @@ def exact(row: list[Tensor], n: dict[str, Any]) -> list[Tensor]:
     param, grad, total, step = row
     g = grad + n["weight_decay"] * param
     total = total + g * g
-    return [param - n["lr"] / (1 + step * n["lr_decay"]) * g / (total.sqrt() + n["eps"]), grad, total, step + 1]
+    return [
+        param - n["lr"] / (1 + step * n["lr_decay"]) * g / (total.sqrt() + n["eps"]),
+        grad,
+        total,
+        step + 1,
+    ]
 
 
 class TestStep(TorchStepContract):
@@ -42,7 +47,8 @@ class TestStep(TorchStepContract):
 def test_a_group_that_is_added_later_has_states() -> None:
     params = make_params("cpu")
     late = optim.Adagrad(params[:2], initial_accumulator_value=0.5)
-    late.add_param_group({"params": params[2:]})  # torch's Adagrad makes states only in its constructor
+    # torch's Adagrad makes states only in its constructor
+    late.add_param_group({"params": params[2:]})
     set_grads(params, seed=0)
     late.step()
     assert late.state[params[-1]]["step"].item() == 1
@@ -50,4 +56,6 @@ def test_a_group_that_is_added_later_has_states() -> None:
 
 def test_low_precision_parameters_have_float32_sums() -> None:
     params = make_params("cpu", torch.bfloat16)
-    assert all(state["sum"].dtype == torch.float32 for state in optim.Adagrad(params).state.values())
+    assert all(
+        state["sum"].dtype == torch.float32 for state in optim.Adagrad(params).state.values()
+    )

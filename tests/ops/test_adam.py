@@ -71,7 +71,17 @@ def copying(*lists: Any, **numbers: Any) -> None:
 
 
 class TestAdam(TorchStepContract):
-    step = Step("adam", without_amsgrad, LISTS | {"state_steps": torch.float32}, NUMBERS, optim.Adam, exact, OPTIONS, BAD_NUMBERS, any_width=STATES)
+    step = Step(
+        "adam",
+        without_amsgrad,
+        LISTS | {"state_steps": torch.float32},
+        NUMBERS,
+        optim.Adam,
+        exact,
+        OPTIONS,
+        BAD_NUMBERS,
+        any_width=STATES,
+    )
     oracle = torch.optim.Adam
     torch_options = TORCH_OPTIONS
 
@@ -110,14 +120,18 @@ class TestCopies(StepContract):
 
     def test_complex_parameters_step_as_pairs(self) -> None:
         """But a copy in real numbers would lose half of each."""
-        with pytest.raises(ValueError, match=r"Adam: a complex parameter has no copy in torch\.bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"Adam: a complex parameter has no copy in torch\.bfloat16"
+        ):
             self.optimizer([torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))])
 
 
-# --- copies in a second dtype -----------------------------------------------------------------------------------------------------------------
+# --- copies in a second dtype ---------------------------------------------------------------------
 
 
-def lists_and_copies(param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype, device: str) -> tuple[Lists, list[Tensor]]:
+def lists_and_copies(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype, device: str
+) -> tuple[Lists, list[Tensor]]:
     lists = make_lists(TestAdamW.step, param_dtype, grad_dtype, device)
     return lists, [torch.full_like(param, -77.0, dtype=copy_dtype) for param in lists[0]]
 
@@ -125,8 +139,21 @@ def lists_and_copies(param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dty
 @ON_BOTH
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("copy_dtype", DTYPES)
-@pytest.mark.parametrize(("param_dtype", "grad_dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
-def test_a_copy_is_the_new_parameter_rounded(param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype, amsgrad: bool, device: str) -> None:
+@pytest.mark.parametrize(
+    ("param_dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_copy_is_the_new_parameter_rounded(
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    copy_dtype: torch.dtype,
+    amsgrad: bool,
+    device: str,
+) -> None:
     lists, copies = lists_and_copies(param_dtype, grad_dtype, copy_dtype, device)
     if not amsgrad:
         lists[4] = []
@@ -145,10 +172,15 @@ def test_copies_round_to_nearest_even_at_any_offset() -> None:
     for offset in range(9):  # streaming stores need aligned middles and plain ends
         lists, _ = lists_and_copies(torch.float32, torch.bfloat16, torch.bfloat16, "cpu")
         whole = [torch.zeros(tensor.numel() + 16, dtype=torch.bfloat16) for tensor in lists[0]]
-        copies = [each[offset : offset + tensor.numel()].view(tensor.shape) for each, tensor in zip(whole, lists[0], strict=True)]
+        copies = [
+            each[offset : offset + tensor.numel()].view(tensor.shape)
+            for each, tensor in zip(whole, lists[0], strict=True)
+        ]
         flexops.adam_copy_(*lists, copies, lr=0.01, amsgrad=True)
         for each, param in zip(whole, lists[0], strict=True):
-            assert torch.equal(each[offset : offset + param.numel()].view(param.shape), param.bfloat16())
+            assert torch.equal(
+                each[offset : offset + param.numel()].view(param.shape), param.bfloat16()
+            )
             assert not each[:offset].any()
             assert not each[offset + param.numel() :].any()
 
@@ -158,12 +190,19 @@ def test_copies_round_to_nearest_even_at_any_offset() -> None:
 def test_copies_follow_the_parameters(how: str, device: str) -> None:
     params, expected = make_params(device), make_params(device)
     own = [param.detach().bfloat16() for param in params]
-    optimizer = optim.AdamW(params, lr=0.1, copies={"dtype": torch.bfloat16, "list": own, "mapping": {params[1]: own[1]}}[how])
+    optimizer = optim.AdamW(
+        params,
+        lr=0.1,
+        copies={"dtype": torch.bfloat16, "list": own, "mapping": {params[1]: own[1]}}[how],
+    )
     oracle = torch.optim.AdamW(expected, lr=0.1)
     step_alike(3, (params, optimizer), (expected, oracle))
     assert_params_close(params, expected)
     assert len(optimizer.copies) == (1 if how == "mapping" else len(params))
-    assert all(torch.equal(written, param.detach().bfloat16()) for param, written in optimizer.copies.items())
+    assert all(
+        torch.equal(written, param.detach().bfloat16())
+        for param, written in optimizer.copies.items()
+    )
     assert "copies" not in optimizer.state_dict()["param_groups"][0]
     with pytest.raises(ValueError, match=f"copies must hold {len(params)} tensors"):
         optim.AdamW(params, copies=own[:2])
@@ -172,14 +211,25 @@ def test_copies_follow_the_parameters(how: str, device: str) -> None:
 @pytest.mark.parametrize("how", ["dtype", "list"])
 def test_copies_travel_with_the_optimizer(how: str) -> None:
     params = make_params("cpu", shapes=[(5,), (4, 3)])
-    optimizer = optim.AdamW(params, lr=0.1, copies=torch.bfloat16 if how == "dtype" else [param.detach().bfloat16() for param in params])
+    optimizer = optim.AdamW(
+        params,
+        lr=0.1,
+        copies=(
+            torch.bfloat16 if how == "dtype" else [param.detach().bfloat16() for param in params]
+        ),
+    )
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         theirs = other.param_groups[0]["params"]
         set_grads(theirs, seed=0)
         other.step()
         assert list(map(id, other.copies)) == list(map(id, theirs))
-        assert all(torch.equal(written, param.bfloat16()) for param, written in other.copies.items())
-        assert all(torch.equal(written, param.bfloat16()) for param, written in optimizer.copies.items())  # which have not moved
+        assert all(
+            torch.equal(written, param.bfloat16()) for param, written in other.copies.items()
+        )
+        # which have not moved
+        assert all(
+            torch.equal(written, param.bfloat16()) for param, written in optimizer.copies.items()
+        )
 
 
 def test_copies_of_parameters_that_come_later() -> None:
@@ -190,7 +240,9 @@ def test_copies_of_parameters_that_come_later() -> None:
     optimizer.step()
     assert torch.equal(optimizer.copies[second], second.bfloat16())
     optimizer = optim.AdamW([first], lr=0.1, copies=[first.detach().bfloat16()])
-    with pytest.raises(ValueError, match=r"params\[0\] of the new group has no copy.*optimizer.copies"):
+    with pytest.raises(
+        ValueError, match=r"params\[0\] of the new group has no copy.*optimizer.copies"
+    ):
         optimizer.add_param_group({"params": [second]})
     assert len(optimizer.param_groups) == 1
     optimizer.copies[second] = second.detach().bfloat16()
@@ -199,15 +251,20 @@ def test_copies_of_parameters_that_come_later() -> None:
     assert torch.equal(optimizer.copies[second], second.bfloat16())
 
 
-# --- what else is special ---------------------------------------------------------------------------------------------------------------------
+# --- what else is special -------------------------------------------------------------------------
 
 
 def test_the_native_operator_refuses_wrong_tensors_by_itself() -> None:
     lists = make_lists(TestAdam.step, torch.float32, torch.float32, "cpu")
     assert loader.ensure("adam", "cpu")
     lists[2][1] = lists[2][1].double()
-    with pytest.raises(RuntimeError, match=r"flexops::adam_: exp_avgs\[1\] must be float32, bfloat16 or float16, got float64"):
-        torch.ops.flexops.adam_(*lists[:4], [], lists[4], **NUMBERS, amsgrad=False, maximize=False, decoupled=False)
+    with pytest.raises(
+        RuntimeError,
+        match=r"flexops::adam_: exp_avgs\[1\] must be float32, bfloat16 or float16, got float64",
+    ):
+        torch.ops.flexops.adam_(
+            *lists[:4], [], lists[4], **NUMBERS, amsgrad=False, maximize=False, decoupled=False
+        )
 
 
 @ON_BOTH
@@ -221,7 +278,16 @@ def test_bfloat16_gradients_of_float32_parameters(device: str) -> None:
         grads = [other.grad.bfloat16() for other in expected]
         for other, grad in zip(expected, grads, strict=True):
             other.grad = grad.float()
-        flexops.adam_([param.detach() for param in params], grads, *states, [], steps, lr=1e-3, weight_decay=1e-2, decoupled=True)
+        flexops.adam_(
+            [param.detach() for param in params],
+            grads,
+            *states,
+            [],
+            steps,
+            lr=1e-3,
+            weight_decay=1e-2,
+            decoupled=True,
+        )
         oracle.step()
     for left, right in zip(params, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
@@ -231,16 +297,23 @@ def test_tensor_subclass_gradients_of_distributed_tensors() -> None:
     distributed = pytest.importorskip("torch.distributed.tensor")
     if not hasattr(distributed, "distribute_tensor"):  # torch before 2.5
         distributed = pytest.importorskip("torch.distributed._tensor")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         whole = torch.randn(8, 4)
-        param = torch.nn.Parameter(distributed.distribute_tensor(whole.clone(), mesh, [distributed.Shard(0)]))
+        param = torch.nn.Parameter(
+            distributed.distribute_tensor(whole.clone(), mesh, [distributed.Shard(0)])
+        )
         other = torch.nn.Parameter(whole.clone())
         optimizers = optim.AdamW([param]), torch.optim.AdamW([other])
         for _ in range(3):
             grad = torch.randn(8, 4)
-            param.grad, other.grad = distributed.distribute_tensor(grad.clone(), mesh, [distributed.Shard(0)]), grad
+            param.grad, other.grad = (
+                distributed.distribute_tensor(grad.clone(), mesh, [distributed.Shard(0)]),
+                grad,
+            )
             for optimizer in optimizers:
                 optimizer.step()
         torch.testing.assert_close(param.full_tensor(), other, rtol=1e-5, atol=1e-6)
@@ -249,7 +322,7 @@ def test_tensor_subclass_gradients_of_distributed_tensors() -> None:
         torch.distributed.destroy_process_group()
 
 
-# --- states of 16 bits --------------------------------------------------------------------------------------------------------------------------
+# --- states of 16 bits ----------------------------------------------------------------------------
 
 
 def narrow_lists(dtype: torch.dtype, state_dtype: torch.dtype, device: str, amsgrad: bool) -> Lists:
@@ -264,18 +337,31 @@ def narrow_lists(dtype: torch.dtype, state_dtype: torch.dtype, device: str, amsg
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_narrow_states_are_the_references(dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, amsgrad: bool, device: str) -> None:
-    """Rounded the same way: other random numbers would give another neighbour to every second element."""
+def test_narrow_states_are_the_references(
+    dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, amsgrad: bool, device: str
+) -> None:
+    """Rounded the same way: other random numbers would give another neighbour to every second
+    element."""
     lists = narrow_lists(dtype, state_dtype, device, amsgrad)
-    plain, copies = clone(lists), [torch.zeros_like(param, dtype=torch.float32) for param in lists[0]]
-    numbers: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "amsgrad": amsgrad, "decoupled": True, "stochastic": stochastic}
+    plain, copies = (
+        clone(lists),
+        [torch.zeros_like(param, dtype=torch.float32) for param in lists[0]],
+    )
+    numbers: dict[str, Any] = {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "amsgrad": amsgrad,
+        "decoupled": True,
+        "stochastic": stochastic,
+    }
     differ = total = apart = 0
     for _ in range(3):
         flexops.adam_copy_(*lists, copies, **numbers)
         with OnReference():
             flexops.adam_(*plain, **numbers)
         for written, expected in zip(lists[0] + lists[5], plain[0] + plain[5], strict=True):
-            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())  # where a state went to its other neighbour
+            # where a state went to its other neighbour
+            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())
         for one, other in zip(lists[2] + lists[3], plain[2] + plain[3], strict=True):
             differ, total = differ + int((one != other).sum()), total + one.numel()
     assert differ < total / 100, f"{differ} of {total}"
@@ -298,27 +384,47 @@ def test_every_instruction_set_rounds_alike() -> None:
 @ON_BOTH
 def test_stochastic_rounding_goes_by_the_place_in_memory(device: str) -> None:
     """Of a transposed parameter, too; one that lies in pieces is counted row by row."""
-    for make in (lambda x: x, lambda x: x.t().contiguous().t(), lambda x: torch.cat([x, x], 1)[:, : x.shape[1]]):
+    for make in (
+        lambda x: x,
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    ):
         results = []
         for where in (device, "reference"):
             place = "cpu" if where == "reference" else where
             generator = torch.Generator().manual_seed(0)
-            param, grad = (make(torch.randn(30, 50, generator=generator)).to(place) for _ in range(2))
+            param, grad = (
+                make(torch.randn(30, 50, generator=generator)).to(place) for _ in range(2)
+            )
             states = [torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2)]
             count = torch.zeros((), device=place)
             with OnReference() if where == "reference" else contextlib.nullcontext():
                 for _ in range(3):
-                    flexops.adam_([param], [grad], [states[0]], [states[1]], [], [count], lr=0.01, stochastic=True)
+                    flexops.adam_(
+                        [param],
+                        [grad],
+                        [states[0]],
+                        [states[1]],
+                        [],
+                        [count],
+                        lr=0.01,
+                        stochastic=True,
+                    )
             results.append(torch.stack([state.cpu() for state in states]))
         assert (results[0] != results[1]).float().mean() < 0.01
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """An average that gets the same gradient each time; to the nearest, 0.999 of it and 0.001 of the new square are the old one for ever."""
+    """An average that gets the same gradient each time; to the nearest, 0.999 of it and 0.001 of
+    the new square are the old one for ever."""
     size = 4096
     for stochastic, bound in ((True, 0.01), (False, None)):
         param, grad = torch.zeros(size), torch.full((size,), 1.7)
-        m, v, count = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16), torch.zeros(())
+        m, v, count = (
+            torch.zeros(size, dtype=torch.bfloat16),
+            torch.zeros(size, dtype=torch.bfloat16),
+            torch.zeros(()),
+        )
         for _ in range(700):
             flexops.adam_([param], [grad], [m], [v], [], [count], lr=0.0, stochastic=stochastic)
         found, wanted = v.double().mean(), 1.7**2 * (1 - 0.999**700)
@@ -330,7 +436,11 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 @pytest.mark.parametrize("backend", ["op", "reference"])
 def test_stochastic_rounding_keeps_what_is_no_number(backend: str) -> None:
     grad = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0, 0.0])
-    param, m, v = torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)
+    param, m, v = (
+        torch.zeros(5),
+        torch.zeros(5, dtype=torch.bfloat16),
+        torch.zeros(5, dtype=torch.bfloat16),
+    )
     with OnReference() if backend == "reference" else contextlib.nullcontext():
         flexops.adam_([param], [grad], [m], [v], [], [torch.zeros(())], lr=0.1, stochastic=True)
     assert m[0] == torch.inf
@@ -347,7 +457,14 @@ def test_nothing_is_done_to_narrow_states_after_an_overflow() -> None:
     before = clone(lists)
     for reference in (False, True):
         with OnReference() if reference else contextlib.nullcontext():
-            flexops.adam_(*lists, lr=0.1, amsgrad=True, stochastic=True, grad_scale=torch.full((), 2.0), found_inf=torch.ones(()))
+            flexops.adam_(
+                *lists,
+                lr=0.1,
+                amsgrad=True,
+                stochastic=True,
+                grad_scale=torch.full((), 2.0),
+                found_inf=torch.ones(()),
+            )
         for written, kept in zip(lists, before, strict=True):
             assert all(map(torch.equal, written, kept))
 
@@ -358,7 +475,9 @@ STATE_DTYPES = [None, "param", torch.float32, torch.bfloat16, torch.float16]
 @ON_BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-def test_states_are_of_the_dtype_that_is_asked_for(state_dtype: torch.dtype | str | None, dtype: torch.dtype, device: str) -> None:
+def test_states_are_of_the_dtype_that_is_asked_for(
+    state_dtype: torch.dtype | str | None, dtype: torch.dtype, device: str
+) -> None:
     """And a state dict goes on where it was saved, bit for bit."""
     params, expected = make_params(device, dtype), make_params(device, dtype)
     make = functools.partial(optim.AdamW, lr=0.01, amsgrad=True, state_dtype=state_dtype)
@@ -387,10 +506,16 @@ STATES_OF_CLASS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-def test_states_of_others_are_taken_over(state_dtype: torch.dtype | str | None, dtype: torch.dtype) -> None:
-    """Torch's own, which are of the parameters' dtype, and those of each dtype of ours; and back to torch's."""
+def test_states_of_others_are_taken_over(
+    state_dtype: torch.dtype | str | None, dtype: torch.dtype
+) -> None:
+    """Torch's own, which are of the parameters' dtype, and those of each dtype of ours; and back to
+    torch's."""
     params = make_params("cpu", dtype)
-    for other in (functools.partial(torch.optim.AdamW), *(functools.partial(optim.AdamW, state_dtype=each) for each in STATE_DTYPES)):
+    for other in (
+        functools.partial(torch.optim.AdamW),
+        *(functools.partial(optim.AdamW, state_dtype=each) for each in STATE_DTYPES),
+    ):
         source = other(params, lr=0.01, amsgrad=True)
         set_grads(params, seed=0)
         source.step()
@@ -400,7 +525,9 @@ def test_states_of_others_are_taken_over(state_dtype: torch.dtype | str | None, 
         for param in params:
             for name in STATES_OF_CLASS:
                 assert optimizer.state[param][name].dtype == wanted
-                torch.testing.assert_close(optimizer.state[param][name], source.state[param][name].to(wanted))
+                torch.testing.assert_close(
+                    optimizer.state[param][name], source.state[param][name].to(wanted)
+                )
         optimizer.step()
         back = torch.optim.AdamW(params, lr=0.01, amsgrad=True)
         back.load_state_dict(optimizer.state_dict())
@@ -432,12 +559,15 @@ def test_copies_beside_narrow_states() -> None:
 
 
 def test_no_other_state_dtype() -> None:
-    with pytest.raises(ValueError, match=r"AdamW: state_dtype must be None, 'param', .*got torch.int8"):
+    with pytest.raises(
+        ValueError, match=r"AdamW: state_dtype must be None, 'param', .*got torch.int8"
+    ):
         optim.AdamW(make_params("cpu"), state_dtype=torch.int8)
 
 
 def test_a_thousand_steps_with_states_of_16_bits() -> None:
-    """A regression on batches, whose noise makes up the gradients: where it ends, beside where float32 states end. docs/training.md has a transformer."""
+    """A regression on batches, whose noise makes up the gradients: where it ends, beside where
+    float32 states end. docs/training.md has a transformer."""
 
     def trained(**options: Any) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -446,29 +576,45 @@ def test_a_thousand_steps_with_states_of_16_bits() -> None:
         optimizer = optim.AdamW([weight], lr=1e-3, weight_decay=0.0, **options)
         for _ in range(1000):
             x = torch.randn(4, 32, generator=generator)
-            weight.grad = x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            weight.grad = (
+                x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            )
             optimizer.step()
         return weight.detach()
 
     wide = trained()
     stochastic, nearest = (
-        float((trained(state_dtype=torch.bfloat16, stochastic_rounding=each) - wide).norm() / wide.norm()) for each in (True, False)
+        float(
+            (trained(state_dtype=torch.bfloat16, stochastic_rounding=each) - wide).norm()
+            / wide.norm()
+        )
+        for each in (True, False)
     )
     assert stochastic < 0.02
     assert nearest > 2 * stochastic
 
 
-# ---- clipping within the step ------------------------------------------------------------------------------------------------------------------
+# ---- clipping within the step --------------------------------------------------------------------
 
 
 @ON_BOTH
 @pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {}), (torch.float32, {"maximize": True, "amsgrad": True}), (torch.bfloat16, {"state_dtype": "param"})]
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"maximize": True, "amsgrad": True}),
+        (torch.bfloat16, {"state_dtype": "param"}),
+    ],
 )
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clipping_within_the_step(device: str, dtype: torch.dtype, options: dict[str, Any], max_norm: float) -> None:
+def test_clipping_within_the_step(
+    device: str, dtype: torch.dtype, options: dict[str, Any], max_norm: float
+) -> None:
     clipped, apart = make_params(device, dtype), make_params(device, dtype)
-    within, after = optim.AdamW(clipped, lr=0.01, max_norm=max_norm, **options), optim.AdamW(apart, lr=0.01, **options)
+    within, after = (
+        optim.AdamW(clipped, lr=0.01, max_norm=max_norm, **options),
+        optim.AdamW(apart, lr=0.01, **options),
+    )
     for step in range(3):
         set_grads(clipped, seed=step)
         set_grads(apart, seed=step)
@@ -478,15 +624,25 @@ def test_clipping_within_the_step(device: str, dtype: torch.dtype, options: dict
         within.step()
         assert within.grad_norm is not None
         assert torch.equal(within.grad_norm, norm)
-        assert all(torch.equal(param.grad, grad) for param, grad in zip(clipped, before, strict=True))  # type: ignore[arg-type]
+        assert all(
+            torch.equal(param.grad, grad) for param, grad in zip(clipped, before, strict=True)
+        )  # type: ignore[arg-type]
     for left, right in zip(clipped, apart, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=5e-6 if dtype == torch.float32 else 1e-2)
+        torch.testing.assert_close(
+            left,
+            right,
+            rtol=1e-5 if dtype == torch.float32 else 2e-2,
+            atol=5e-6 if dtype == torch.float32 else 1e-2,
+        )
 
 
 def test_clipping_within_the_step_of_scaled_gradients() -> None:
     """The norm is that of the gradients as they are without the scale."""
     scaled, plain = make_params("cpu"), make_params("cpu")
-    one, other = optim.AdamW(scaled, lr=0.01, max_norm=0.5), optim.AdamW(plain, lr=0.01, max_norm=0.5)
+    one, other = (
+        optim.AdamW(scaled, lr=0.01, max_norm=0.5),
+        optim.AdamW(plain, lr=0.01, max_norm=0.5),
+    )
     set_grads(scaled, seed=0)
     set_grads(plain, seed=0)
     for param in scaled:
@@ -507,7 +663,9 @@ def test_clipping_within_the_step_is_kept_and_refuses() -> None:
     assert optimizer.grad_norm > 0.5
     with pytest.raises(ValueError, match="max_norm must be more than 0, or None, got 0"):
         optim.AdamW(params, max_norm=0)
-    with pytest.raises(ValueError, match="max_norm is of all parameters' gradients, and no option of a group"):
+    with pytest.raises(
+        ValueError, match="max_norm is of all parameters' gradients, and no option of a group"
+    ):
         optim.AdamW([{"params": params, "max_norm": 0.5}])
     number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     number.grad = torch.ones_like(number)
@@ -517,11 +675,14 @@ def test_clipping_within_the_step_is_kept_and_refuses() -> None:
 
 @ON_BOTH
 def test_an_infinite_element_under_decoupled_decay(device: str, native_kernels: Any) -> None:
-    """As torch's fused kernel for CUDA has it, which takes an infinity from an infinity; the reference multiplies. Finite ones are the same."""
+    """As torch's fused kernel for CUDA has it, which takes an infinity from an infinity; the
+    reference multiplies. Finite ones are the same."""
     native_kernels("adam", device)
 
     def stepped(optimizer: Any, **options: Any) -> Tensor:
-        param = torch.nn.Parameter(torch.tensor([float("inf"), 1.0, -float("inf"), -2.0], device=device))
+        param = torch.nn.Parameter(
+            torch.tensor([float("inf"), 1.0, -float("inf"), -2.0], device=device)
+        )
         param.grad = torch.ones_like(param)
         optimizer([param], lr=0.1, weight_decay=0.1, **options).step()
         return param.detach()
@@ -537,7 +698,9 @@ def test_an_infinite_element_under_decoupled_decay(device: str, native_kernels: 
 
 
 @ON_BOTH
-@pytest.mark.parametrize("optimizer", [optim.Adam, optim.AdamW, optim.Lion, optim.Adagrad, optim.LAMB, optim.AdamW8bit])
+@pytest.mark.parametrize(
+    "optimizer", [optim.Adam, optim.AdamW, optim.Lion, optim.Adagrad, optim.LAMB, optim.AdamW8bit]
+)
 @pytest.mark.parametrize("whose", ["gradient", "parameter"])
 def test_tensors_with_the_negative_bit(optimizer: Any, whose: str, device: str) -> None:
     def stepped(negate: Any) -> tuple[Tensor, Tensor | None]:
@@ -560,6 +723,15 @@ def test_gradients_with_the_negative_bit_are_unscaled_where_they_lie(device: str
     grad = torch._neg_view(torch.full((4,), -6.0, device=device))
     param, *states = (torch.zeros(4, device=device) for _ in range(3))
     steps = [torch.zeros((), device=device)]
-    flexops.adam_([param], [grad], [states[0]], [states[1]], [], steps, lr=0.1, grad_scale=torch.full((), 2.0, device=device))
+    flexops.adam_(
+        [param],
+        [grad],
+        [states[0]],
+        [states[1]],
+        [],
+        steps,
+        lr=0.1,
+        grad_scale=torch.full((), 2.0, device=device),
+    )
     assert grad.tolist() == [3.0] * 4
     assert param.tolist() == pytest.approx([-0.1] * 4)

@@ -39,8 +39,17 @@ def exact(row: list[Tensor], n: dict[str, Any]) -> list[Tensor]:
     m = beta1 * scaled(root1 * root1.abs(), scales1) + (1 - beta1) * grad
     v = beta2 * scaled(root2**4, scales2) + (1 - beta2) * grad * grad
     value = param * (1 - n["lr"] * n["weight_decay"] * n["decoupled"])
-    value = value - n["lr"] / (1 - beta1**count) * m / (v.sqrt() / (1 - beta2**count).sqrt() + n["eps"])
-    largest = [torch.stack([block.abs().max() for block in each.flatten().split(256)]) if each.numel() else scales1 for each in (m, v)]
+    value = value - n["lr"] / (1 - beta1**count) * m / (
+        v.sqrt() / (1 - beta2**count).sqrt() + n["eps"]
+    )
+    largest = [
+        (
+            torch.stack([block.abs().max() for block in each.flatten().split(256)])
+            if each.numel()
+            else scales1
+        )
+        for each in (m, v)
+    ]
     return [value, grad, codes1, codes2, *largest, count]
 
 
@@ -49,7 +58,14 @@ class TestStep(StepContract):
         "adam8bit",
         flexops.adam8bit_,
         LISTS,
-        {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True},
+        {
+            "lr": 0.01,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "decoupled": True,
+        },
         optim.AdamW8bit,
         exact,
         {"betas": (0.9, 0.999), "weight_decay": 0.1, "min_8bit_size": 100},
@@ -71,8 +87,17 @@ def _average(values: Tensor, seeds: int, device: str) -> tuple[Tensor, Tensor]:
     """What codes of the averages of one step from zero mean, on average over many roundings."""
     total1, total2 = torch.zeros_like(values), torch.zeros_like(values)
     for seed in range(seeds):
-        lists = [[torch.zeros_like(values)], [values], *([torch.zeros(values.shape, dtype=d, device=device)] for d in (torch.int8, torch.uint8))]
-        lists += [[torch.zeros(adam8bit.blocks(values.numel()), device=device)] for _ in range(2)] + [[torch.tensor(float(seed), device=device)]]
+        lists = [
+            [torch.zeros_like(values)],
+            [values],
+            *(
+                [torch.zeros(values.shape, dtype=d, device=device)]
+                for d in (torch.int8, torch.uint8)
+            ),
+        ]
+        lists += [
+            [torch.zeros(adam8bit.blocks(values.numel()), device=device)] for _ in range(2)
+        ] + [[torch.tensor(float(seed), device=device)]]
         flexops.adam8bit_(*lists, lr=0.0, beta1=0.0, beta2=0.0)
         total1 += adam8bit.dequantize_averages(lists[2][0], lists[4][0])
         total2 += adam8bit.dequantize_averages(lists[3][0], lists[5][0])
@@ -85,7 +110,8 @@ def test_rounding_is_right_on_average(device: str) -> None:
     seeds = 400
     first, second = _average(values, seeds, device)
     largest = values.view(-1, 256).abs().amax(1).repeat_interleave(256)
-    gap1 = (2 * (values.abs() / largest).sqrt() / 127 + 1 / 127**2) * largest  # between neighbouring codes
+    # between neighbouring codes
+    gap1 = (2 * (values.abs() / largest).sqrt() / 127 + 1 / 127**2) * largest
     root = (values.abs() / largest).sqrt()
     gap2 = ((root + 1 / 255) ** 4 - root**4) * largest**2
     assert ((first - values).abs() <= 5 * 0.5 * gap1 / math.sqrt(seeds) + 1e-7).all()
@@ -97,8 +123,17 @@ def test_codes_that_are_exact_stay(device: str) -> None:
     codes = torch.cat([torch.arange(-127, 128), torch.tensor([127])]).to(torch.int8).to(device)
     scale = torch.full((1,), 3.0, device=device)
     exact = adam8bit.dequantize_averages(codes, scale)
-    lists = [[torch.zeros(256, device=device)], [exact], [torch.zeros_like(codes)], [torch.zeros(256, dtype=torch.uint8, device=device)]]
-    lists += [[torch.zeros(1, device=device)], [torch.zeros(1, device=device)], [torch.zeros((), device=device)]]
+    lists = [
+        [torch.zeros(256, device=device)],
+        [exact],
+        [torch.zeros_like(codes)],
+        [torch.zeros(256, dtype=torch.uint8, device=device)],
+    ]
+    lists += [
+        [torch.zeros(1, device=device)],
+        [torch.zeros(1, device=device)],
+        [torch.zeros((), device=device)],
+    ]
     flexops.adam8bit_(*lists, lr=0.0, beta1=0.0)
     assert ((lists[2][0].int() - codes.int()).abs() <= 1).all()
     assert (lists[2][0] == codes).float().mean() > 0.95
@@ -110,8 +145,16 @@ def test_codes_that_are_exact_stay(device: str) -> None:
 def test_a_second_moment_never_becomes_zero(device: str) -> None:
     grad = torch.full((256,), 1e-12, device=device)
     grad[7] = 1.0
-    lists = [[torch.zeros(256, device=device)], [grad], *([torch.zeros(256, dtype=d, device=device)] for d in (torch.int8, torch.uint8))]
-    lists += [[torch.zeros(1, device=device)], [torch.zeros(1, device=device)], [torch.zeros((), device=device)]]
+    lists = [
+        [torch.zeros(256, device=device)],
+        [grad],
+        *([torch.zeros(256, dtype=d, device=device)] for d in (torch.int8, torch.uint8)),
+    ]
+    lists += [
+        [torch.zeros(1, device=device)],
+        [torch.zeros(1, device=device)],
+        [torch.zeros((), device=device)],
+    ]
     flexops.adam8bit_(*lists, lr=0.1)
     assert (lists[3][0] >= 1).all()
 
@@ -121,8 +164,16 @@ def test_a_second_moment_never_becomes_zero(device: str) -> None:
 def test_tiny_gradients(size: float, device: str) -> None:
     """Down to where squares leave float32."""
     grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(device) * size
-    lists = [[torch.ones(1000, device=device)], [grad], *([torch.zeros(1000, dtype=d, device=device)] for d in (torch.int8, torch.uint8))]
-    lists += [[torch.zeros(4, device=device)], [torch.zeros(4, device=device)], [torch.zeros((), device=device)]]
+    lists = [
+        [torch.ones(1000, device=device)],
+        [grad],
+        *([torch.zeros(1000, dtype=d, device=device)] for d in (torch.int8, torch.uint8)),
+    ]
+    lists += [
+        [torch.zeros(4, device=device)],
+        [torch.zeros(4, device=device)],
+        [torch.zeros((), device=device)],
+    ]
     expected = clone(lists)
     for _ in range(3):
         flexops.adam8bit_(*lists, lr=0.1)
@@ -130,11 +181,16 @@ def test_tiny_gradients(size: float, device: str) -> None:
             flexops.adam8bit_(*expected, lr=0.1)
         torch.testing.assert_close(lists[0], expected[0], rtol=1e-3, atol=1e-4)
         first = adam8bit.dequantize_averages(lists[2][0], lists[4][0])
-        assert (first - adam8bit.dequantize_averages(expected[2][0], expected[4][0])).abs().max() < 0.1 * size
+        assert (
+            first - adam8bit.dequantize_averages(expected[2][0], expected[4][0])
+        ).abs().max() < 0.1 * size
 
 
 def test_small_parameters_are_stepped_as_adamw() -> None:
-    params, expected = make_params("cpu", shapes=[(63, 65), (4095,), ()]), make_params("cpu", shapes=[(63, 65), (4095,), ()])
+    params, expected = (
+        make_params("cpu", shapes=[(63, 65), (4095,), ()]),
+        make_params("cpu", shapes=[(63, 65), (4095,), ()]),
+    )
     optimizer, oracle = optim.AdamW8bit(params, lr=0.1), optim.AdamW(expected, lr=0.1)
     for step in range(3):
         for each in (params, expected):
@@ -159,7 +215,10 @@ def test_states_take_two_bytes_an_element() -> None:
 def test_channels_last_parameters(device: str) -> None:
     torch.manual_seed(0)
     start = torch.randn(32, 16, 3, 3, device=device)
-    params = [torch.nn.Parameter(start.to(memory_format=torch.channels_last)), torch.nn.Parameter(start.permute(0, 2, 3, 1).contiguous())]
+    params = [
+        torch.nn.Parameter(start.to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(start.permute(0, 2, 3, 1).contiguous()),
+    ]
     optimizers = [optim.AdamW8bit([param], lr=0.1) for param in params]
     for step in range(3):
         grad = torch.randn(start.shape, generator=torch.Generator().manual_seed(step)).to(device)
@@ -174,14 +233,21 @@ def _train(kind: Any, device: str) -> list[float]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     embedding = torch.nn.Embedding(64, 64)
-    network = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64)).to(device)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(128, 256),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(256),
+        torch.nn.Linear(256, 64),
+    ).to(device)
     embedding.to(device)
     optimizer = kind([*embedding.parameters(), *network.parameters()], lr=3e-3, weight_decay=0.01)
     successor = torch.randint(0, 64, (64, 64), generator=generator).to(device)
     losses = []
     for _ in range(200):
         pairs = torch.randint(0, 64, (128, 2), generator=generator).to(device)
-        loss = torch.nn.functional.cross_entropy(network(embedding(pairs).flatten(1)), successor[pairs[:, 0], pairs[:, 1]])
+        loss = torch.nn.functional.cross_entropy(
+            network(embedding(pairs).flatten(1)), successor[pairs[:, 0], pairs[:, 1]]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -203,7 +269,8 @@ def test_trains_as_adamw_does(device: str) -> None:
 
 @ON_BOTH
 def test_an_average_that_decays_is_followed(device: str) -> None:
-    """Half of a block gets no gradient any more. Rounded to nearest, its codes would never move again."""
+    """Half of a block gets no gradient any more. Rounded to nearest, its codes would never move
+    again."""
     param = torch.nn.Parameter(torch.zeros(8192, device=device))
     optimizer = optim.AdamW8bit([param], lr=0.0, betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +292,9 @@ def test_an_average_that_decays_is_followed(device: str) -> None:
 def test_scales_that_are_too_few_are_named() -> None:
     lists = make_lists(TestStep.step, torch.float32, torch.float32, "cpu")
     lists[4][9] = torch.zeros(8)
-    with pytest.raises(ValueError, match=r"exp_avg_scales\[9\] must have at least 9 elements, one for 256, got 8"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg_scales\[9\] must have at least 9 elements, one for 256, got 8"
+    ):
         flexops.adam8bit_(*lists, lr=0.1)
     lists[4][9] = torch.zeros(10)  # more is room
     flexops.adam8bit_(*lists, lr=0.1)

@@ -1,4 +1,6 @@
-"""flexops.attention and flexops.scaled_dot_product_attention: the contract, every option against the formula, packed sequences, torch's arguments."""
+# ruff: noqa: ARG005 - a score_mod has five parameters, and uses what it needs
+"""flexops.attention and flexops.scaled_dot_product_attention: the contract, every option against
+the formula, packed sequences, torch's arguments."""
 
 from __future__ import annotations
 
@@ -32,38 +34,85 @@ HALVES = (torch.bfloat16, torch.float16)
 def grouped(make: Make, shape: Shape) -> Args:
     """``shape``: batch, queries, keys, key heads, columns; twice as many query heads."""
     batch, queries, keys, heads, columns = shape
-    return make(batch, queries, 2 * heads, columns), make(batch, keys, heads, columns), make(batch, keys, heads, columns)
+    return (
+        make(batch, queries, 2 * heads, columns),
+        make(batch, keys, heads, columns),
+        make(batch, keys, heads, columns),
+    )
 
 
 def with_everything(make: Make, shape: Shape) -> Args:
     q, k, v = grouped(make, shape)
     batch, queries, heads, _ = q.shape
     small = {"dtype": torch.float32}
-    return q, k, v, make(batch, 1, queries, k.shape[1]) / 4, make.uniform(heads, **small), make(heads, **small)
+    return (
+        q,
+        k,
+        v,
+        make(batch, 1, queries, k.shape[1]) / 4,
+        make.uniform(heads, **small),
+        make(heads, **small),
+    )
 
 
 def packed(make: Make, shape: Shape) -> Args:
-    """``shape``: queries and keys of each of two sequences, key heads, columns. The last two arguments are the longest."""
+    """``shape``: queries and keys of each of two sequences, key heads, columns. The last two
+    arguments are the longest."""
     queries, keys, heads, columns = shape
-    ends = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=make.device) for n in (queries, keys)]
-    return make(2 * queries, 2 * heads, columns), make(2 * keys, heads, columns), make(2 * keys, heads, columns), *ends, queries, keys
+    ends = [
+        torch.tensor([0, n, 2 * n], dtype=torch.int32, device=make.device) for n in (queries, keys)
+    ]
+    return (
+        make(2 * queries, 2 * heads, columns),
+        make(2 * keys, heads, columns),
+        make(2 * keys, heads, columns),
+        *ends,
+        queries,
+        keys,
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return flexops.attention(q, k, v, causal=True, return_lse=True, deterministic=True)
 
 
-def attend_with_everything(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor) -> Any:
-    return flexops.attention(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2), deterministic=True)
-
-
-def plain_with_everything(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor) -> Tensor:
-    return exact(q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2))[0]
-
-
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: int) -> Any:
+def attend_with_everything(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor
+) -> Any:
     return flexops.attention(
-        q, k, v, causal=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1], deterministic=True
+        q,
+        k,
+        v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        softcap=3.0,
+        window=(5, 2),
+        deterministic=True,
+    )
+
+
+def plain_with_everything(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi_slopes: Tensor, sinks: Tensor
+) -> Tensor:
+    return exact(
+        q, k, v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, softcap=3.0, window=(5, 2)
+    )[0]
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: int
+) -> Any:
+    return flexops.attention(
+        q,
+        k,
+        v,
+        causal=True,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest[0],
+        max_seqlen_k=longest[1],
+        deterministic=True,
     )
 
 
@@ -75,21 +124,59 @@ def wrong_calls() -> tuple[Refusal, ...]:
     q, k = torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 2, 8)
     ends = torch.tensor([0, 3], dtype=torch.int32)
 
-    def refused(message: str, error: type[Exception] = ValueError, *, of: tuple[Tensor, ...] = (q, k, k), **options: Any) -> Refusal:
-        return Refusal(lambda: flexops.attention(*of, **options), error, rf"flexops\.attention: {message}")
+    def refused(
+        message: str,
+        error: type[Exception] = ValueError,
+        *,
+        of: tuple[Tensor, ...] = (q, k, k),
+        **options: Any,
+    ) -> Refusal:
+        return Refusal(
+            lambda: flexops.attention(*of, **options), error, rf"flexops\.attention: {message}"
+        )
 
     return (
-        refused(r"q must have shape \[batch, length, heads, head_dim\], got \[3, 4, 8\]", of=(q[0], k, k)),
-        refused(r"k must have shape \[2, any, key heads, 8\], as q, got \[2, 5, 2, 4\]", of=(q, k[..., :4], k)),
-        refused(r"k must have a number of heads that divides q's 4, got", of=(q, k[:, :, [0, 0, 0]], k[:, :, [0, 0, 0]])),
-        refused(r"v must have k's shape \[2, 5, 2, 8\], head_dim excepted, got \[2, 3, 4, 8\]", of=(q, k, q)),
-        refused(r"bias must be broadcastable to .* \[2, 4, 3, 5\], got \[2, 5\]", bias=torch.zeros(2, 5)),
-        refused("bias must be a bool, .* got torch.int32", TypeError, bias=torch.zeros(5, dtype=torch.int32)),
+        refused(
+            r"q must have shape \[batch, length, heads, head_dim\], got \[3, 4, 8\]",
+            of=(q[0], k, k),
+        ),
+        refused(
+            r"k must have shape \[2, any, key heads, 8\], as q, got \[2, 5, 2, 4\]",
+            of=(q, k[..., :4], k),
+        ),
+        refused(
+            r"k must have a number of heads that divides q's 4, got",
+            of=(q, k[:, :, [0, 0, 0]], k[:, :, [0, 0, 0]]),
+        ),
+        refused(
+            r"v must have k's shape \[2, 5, 2, 8\], head_dim excepted, got \[2, 3, 4, 8\]",
+            of=(q, k, q),
+        ),
+        refused(
+            r"bias must be broadcastable to .* \[2, 4, 3, 5\], got \[2, 5\]", bias=torch.zeros(2, 5)
+        ),
+        refused(
+            "bias must be a bool, .* got torch.int32",
+            TypeError,
+            bias=torch.zeros(5, dtype=torch.int32),
+        ),
         refused(r"sinks must have shape \[4\], got \[2\]", sinks=torch.zeros(2)),
-        refused(r"alibi_slopes must have shape \[4\] or \[2, 4\], got \[3\]", alibi_slopes=torch.zeros(3)),
-        refused("alibi_slopes must not require a gradient", alibi_slopes=torch.zeros(4, requires_grad=True)),
+        refused(
+            r"alibi_slopes must have shape \[4\] or \[2, 4\], got \[3\]",
+            alibi_slopes=torch.zeros(3),
+        ),
+        refused(
+            "alibi_slopes must not require a gradient",
+            alibi_slopes=torch.zeros(4, requires_grad=True),
+        ),
         refused("cu_seqlens_q and cu_seqlens_k must both be given", cu_seqlens_q=ends),
-        refused(r"q must have shape \[tokens, heads, head_dim\], packed, got", cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3),
+        refused(
+            r"q must have shape \[tokens, heads, head_dim\], packed, got",
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=3,
+            max_seqlen_k=3,
+        ),
         refused(
             "cu_seqlens_k must be an int32 tensor, got torch.int64",
             TypeError,
@@ -99,23 +186,64 @@ def wrong_calls() -> tuple[Refusal, ...]:
             max_seqlen_q=3,
             max_seqlen_k=3,
         ),
-        refused("max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k", max_seqlen_q=3),
+        refused(
+            "max_seqlen_q and max_seqlen_k must come with cu_seqlens_q and cu_seqlens_k",
+            max_seqlen_q=3,
+        ),
         refused("window must be two numbers of keys", window=(-2, 0)),
     )
 
 
 CASES = (
-    Case("attention", "attention", attend, grouped, lambda q, k, v: exact(q, k, v, causal=True), names=("q", "k", "v"),
-         differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)),
-         empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)), refusals=wrong_calls(), accuracy=False),
-    Case("attention with everything", "attention", attend_with_everything, with_everything, plain_with_everything,
-         names=("q", "k", "v", "bias", "alibi_slopes", "sinks"), differentiable=(0, 1, 2, 3), autocast=False, rounding=2.0**-20,
-         shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)), empty=((0, 3, 4, 1, 8),), accuracy=False, inductor=False,
-         not_finite=False),  # an infinite bias makes all of its row's gradients NaN, those of keys beyond the window, too
-    Case("packed attention", "attention", attend_packed, packed, plain_packed, names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-         differentiable=(0, 1, 2), rounding=2.0**-20, shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)), empty=((0, 4, 1, 8),), accuracy=False,
-         inductor=False, dynamic=((3, 4, 1, 8),), broadcasts=False),
-)  # fmt: skip
+    Case(
+        "attention",
+        "attention",
+        attend,
+        grouped,
+        lambda q, k, v: exact(q, k, v, causal=True),
+        names=("q", "k", "v"),
+        differentiable=(0, 1, 2),
+        rounding=2.0**-20,
+        shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 64), (1, 130, 200, 2, 64)),
+        empty=((0, 3, 4, 1, 8), (2, 3, 0, 1, 8), (2, 0, 3, 1, 8)),
+        refusals=wrong_calls(),
+        accuracy=False,
+    ),
+    Case(
+        "attention with everything",
+        "attention",
+        attend_with_everything,
+        with_everything,
+        plain_with_everything,
+        names=("q", "k", "v", "bias", "alibi_slopes", "sinks"),
+        differentiable=(0, 1, 2, 3),
+        autocast=False,
+        rounding=2.0**-20,
+        shapes=((2, 3, 4, 2, 8), (2, 33, 50, 2, 32), (1, 130, 200, 2, 64)),
+        empty=((0, 3, 4, 1, 8),),
+        accuracy=False,
+        inductor=False,
+        # an infinite bias makes all of its row's gradients NaN, those of keys beyond the window,
+        # too
+        not_finite=False,
+    ),
+    Case(
+        "packed attention",
+        "attention",
+        attend_packed,
+        packed,
+        plain_packed,
+        names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+        differentiable=(0, 1, 2),
+        rounding=2.0**-20,
+        shapes=((3, 4, 1, 8), (33, 50, 2, 64), (130, 200, 2, 64)),
+        empty=((0, 4, 1, 8),),
+        accuracy=False,
+        inductor=False,
+        dynamic=((3, 4, 1, 8),),
+        broadcasts=False,
+    ),
+)
 
 
 class TestContract(Contract):
@@ -123,35 +251,59 @@ class TestContract(Contract):
 
     cases = (
         *(replace(case, devices=("cpu",)) for case in CASES),
-        *(replace(case, name=f"{case.name}, halves", dtypes=HALVES, devices=("cuda",), refusals=()) for case in CASES),
+        *(
+            replace(
+                case, name=f"{case.name}, halves", dtypes=HALVES, devices=("cuda",), refusals=()
+            )
+            for case in CASES
+        ),
     )
 
 
 @pytest.fixture(params=["op", "reference"])
 def both(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    """Every test that takes this runs twice: on whatever kernels there are, and on the
+    reference."""
     with OnReference() if request.param == "reference" else contextlib.nullcontext():
         yield
 
 
-def draw(queries: int, keys: int, heads: int, key_heads: int, columns: int, columns_v: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def draw(
+    queries: int,
+    keys: int,
+    heads: int,
+    key_heads: int,
+    columns: int,
+    columns_v: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(queries + keys)
-    shapes = (2, queries, heads, columns), (2, keys, key_heads, columns), (2, keys, key_heads, columns_v or columns)
+    shapes = (
+        (2, queries, heads, columns),
+        (2, keys, key_heads, columns),
+        (2, keys, key_heads, columns_v or columns),
+    )
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---- every option --------------------------------------------------------------------------------------------------------------------------
+# ---- every option --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("columns", [(8, 8), (64, 64), (40, 24), (128, 128), (192, 128), (136, 256), (20, 12), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    "columns",
+    [(8, 8), (64, 64), (40, 24), (128, 128), (192, 128), (136, 256), (20, 12), (0, 8)],
+    ids=str,
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
 def test_any_head_dim(columns: tuple[int, int], causal: bool, dtype: torch.dtype) -> None:
     assert_close(errors(*draw(40, 70, 6, 2, *columns, dtype=dtype), causal=causal), dtype)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 300), (300, 1), (77, 33), (5, 0), (0, 5), (129, 128)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (1, 300), (300, 1), (77, 33), (5, 0), (0, 5), (129, 128)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
 def test_any_lengths(queries: int, keys: int, causal: bool) -> None:
@@ -171,30 +323,60 @@ def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
     assert_close(found, torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 30, 40), (1, 4, 30, 1), (2, 1, 1, 40), (30, 40), (40,), (4, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 30, 40), (1, 4, 30, 1), (2, 1, 1, 40), (30, 40), (40,), (4, 1, 1)]
+)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.usefixtures("both")
 def test_bias_of_every_shape(shape: tuple[int, ...], kind: torch.dtype) -> None:
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = errors(*draw(30, 40, 4, 2, 16), bias=bias > -0.7 if kind == torch.bool else bias.to(kind))
+    found = errors(
+        *draw(30, 40, 4, 2, 16), bias=bias > -0.7 if kind == torch.bool else bias.to(kind)
+    )
     of_bias = found.pop("bias", 0.0)
-    assert of_bias < 0.01 or shape[-1] == 1  # rounded to bias's own dtype; what is the same for all keys changes nothing
+    # rounded to bias's own dtype; what is the same for all keys changes nothing
+    assert of_bias < 0.01 or shape[-1] == 1
     assert_close(found, torch.float32)
 
 
 @pytest.mark.usefixtures("both")
 def test_all_at_once() -> None:
     generator = torch.Generator().manual_seed(2)
-    slopes, bias, sinks = torch.rand(2, 4, generator=generator), torch.randn(2, 1, 30, 40, generator=generator), torch.randn(4, generator=generator)
+    slopes, bias, sinks = (
+        torch.rand(2, 4, generator=generator),
+        torch.randn(2, 1, 30, 40, generator=generator),
+        torch.randn(4, generator=generator),
+    )
     q, k, v = draw(30, 40, 4, 2, 16)
-    found = errors(q * 3, k * 3, v, causal=True, softcap=5.0, window=(15, None), alibi_slopes=slopes, bias=bias, sinks=sinks, scale=0.4, with_lse=True)
+    found = errors(
+        q * 3,
+        k * 3,
+        v,
+        causal=True,
+        softcap=5.0,
+        window=(15, None),
+        alibi_slopes=slopes,
+        bias=bias,
+        sinks=sinks,
+        scale=0.4,
+        with_lse=True,
+    )
     assert_close(found, torch.float32)
 
 
-@pytest.mark.parametrize("fault", [lambda grad: 0.9 * grad, torch.zeros_like, lambda grad: grad.roll(1)], ids=["a tenth short", "zeros", "another head's"])
-def test_a_wrong_gradient_of_sinks_is_seen(fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [lambda grad: 0.9 * grad, torch.zeros_like, lambda grad: grad.roll(1)],
+    ids=["a tenth short", "zeros", "another head's"],
+)
+def test_a_wrong_gradient_of_sinks_is_seen(
+    fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is a sum that cancels, held against its terms: by as much as bfloat16 is held to, too."""
-    right, sinks = attention_module._gradient_of_sinks, torch.randn(4, generator=torch.Generator().manual_seed(4))
+    right, sinks = (
+        attention_module._gradient_of_sinks,
+        torch.randn(4, generator=torch.Generator().manual_seed(4)),
+    )
     inputs = draw(30, 40, 4, 2, 64, dtype=torch.bfloat16)
     assert_close(errors(*inputs, sinks=sinks, with_lse=True), torch.bfloat16)
     monkeypatch.setattr(attention_module, "_gradient_of_sinks", lambda *args: fault(right(*args)))
@@ -213,18 +395,26 @@ def test_score_modifiers(score_mod: Any) -> None:
 def test_a_score_modifier_is_compiled_with_the_graph() -> None:
     q, k, v = draw(30, 40, 4, 2, 16)
     score_mod = flexops.ScoreMod(squared)
-    compiled = torch.compile(lambda *tensors: flexops.attention(*tensors, score_mod=score_mod), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *tensors: flexops.attention(*tensors, score_mod=score_mod),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     assert torch.equal(compiled(q, k, v), flexops.attention(q, k, v, score_mod=squared))
-    assert score_mod.number == flexops.ScoreMod(lambda score, b, h, q, k: score * score).number  # noqa: ARG005
+    assert score_mod.number == flexops.ScoreMod(lambda score, b, h, q, k: score * score).number
 
 
 TEXTS = {
     "score * score": squared,
-    "score - 0.1 * (h + 1) * abs(q - k) if q >= k and not k // 16 % 3 == 1 else -inf": SCORE_MODS[1],
-    "where(0 <= q - k < 20 or k == 0, 5 * tanh(s / 5), -inf)": lambda score, b, h, q, k: torch.where(  # noqa: ARG005
-        ((q - k >= 0) & (q - k < 20)) | (k == 0), 5 * torch.tanh(score / 5), -torch.inf
+    "score - 0.1 * (h + 1) * abs(q - k) if q >= k and not k // 16 % 3 == 1 else -inf": SCORE_MODS[
+        1
+    ],
+    "where(0 <= q - k < 20 or k == 0, 5 * tanh(s / 5), -inf)": lambda score, b, h, q, k: (
+        torch.where(((q - k >= 0) & (q - k < 20)) | (k == 0), 5 * torch.tanh(score / 5), -torch.inf)
     ),
-    "max(min(score, 1.0), -1.0) + exp(-square(score)) ** 2": lambda score, b, h, q, k: torch.clamp(score, -1.0, 1.0) + torch.exp(-score * score) ** 2,  # noqa: ARG005
+    "max(min(score, 1.0), -1.0) + exp(-square(score)) ** 2": lambda score, b, h, q, k: (
+        torch.clamp(score, -1.0, 1.0) + torch.exp(-score * score) ** 2
+    ),
 }
 
 
@@ -232,13 +422,25 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_score_modifier_may_be_a_text(text: str) -> None:
     tensors = [x.requires_grad_() for x in draw(30, 40, 4, 2, 16)]
-    found = [flexops.attention(*tensors, score_mod=score_mod, return_lse=True) for score_mod in (text, TEXTS[text])]
-    gradients = [torch.autograd.grad(out.sum() + lse.masked_fill(lse == -torch.inf, 0).sum(), tensors) for out, lse in found]
-    for actual, expected in zip((*found[0], *gradients[0]), (*found[1], *gradients[1]), strict=True):
+    found = [
+        flexops.attention(*tensors, score_mod=score_mod, return_lse=True)
+        for score_mod in (text, TEXTS[text])
+    ]
+    gradients = [
+        torch.autograd.grad(out.sum() + lse.masked_fill(lse == -torch.inf, 0).sum(), tensors)
+        for out, lse in found
+    ]
+    for actual, expected in zip(
+        (*found[0], *gradients[0]), (*found[1], *gradients[1]), strict=True
+    ):
         torch.testing.assert_close(actual, expected)
 
 
-SLOPES, DOCUMENT, RELATIVE = torch.linspace(0.1, 0.9, 4), torch.arange(40) // 13, torch.randn(4, 79, generator=torch.Generator().manual_seed(5))
+SLOPES, DOCUMENT, RELATIVE = (
+    torch.linspace(0.1, 0.9, 4),
+    torch.arange(40) // 13,
+    torch.randn(4, 79, generator=torch.Generator().manual_seed(5)),
+)
 CAP, KEEP = torch.tensor(2.0), torch.rand(2, 40, generator=torch.Generator().manual_seed(6)) > 0.3
 
 
@@ -266,13 +468,22 @@ def test_flex_attentions_own_functions(score_mod: Any) -> None:
     grad = torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(1))
     out = flexops.attention(*tensors, score_mod=score_mod)
     gradients = torch.autograd.grad(out, tensors, grad)
-    with contextlib.suppress(ImportError):  # torch before 2.5 has none; what follows holds there, too
+    # torch before 2.5 has none; what follows holds there, too
+    with contextlib.suppress(ImportError):
         from torch.nn.attention.flex_attention import flex_attention
 
-        q, k, v = (x.detach().transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in tensors)
-        torch.testing.assert_close(out, flex_attention(q, k, v, score_mod=score_mod).transpose(1, 2), atol=2e-5, rtol=1e-4)
+        q, k, v = (
+            x.detach().transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in tensors
+        )
+        torch.testing.assert_close(
+            out, flex_attention(q, k, v, score_mod=score_mod).transpose(1, 2), atol=2e-5, rtol=1e-4
+        )
     wide = [x.detach().double().requires_grad_() for x in tensors]
-    for actual, alone in zip(gradients, torch.autograd.grad(exact(*wide, score_mod=score_mod)[0], wide, grad.double()), strict=True):
+    for actual, alone in zip(
+        gradients,
+        torch.autograd.grad(exact(*wide, score_mod=score_mod)[0], wide, grad.double()),
+        strict=True,
+    ):
         assert distance_of(actual, alone) < 1e-5
 
 
@@ -280,17 +491,27 @@ def test_flex_attentions_own_functions(score_mod: Any) -> None:
 def test_tables_of_a_score_modifier_may_change() -> None:
     q, k, v = draw(5, 6, 4, 2, 8)
     slopes = torch.rand(4)
-    named, text = flexops.ScoreMod(lambda score, b, h, q, k, slopes: score * slopes[h], slopes=slopes), flexops.ScoreMod("score * slopes[h]", slopes=slopes)  # noqa: ARG005
+    named, text = (
+        flexops.ScoreMod(lambda score, b, h, q, k, slopes: score * slopes[h], slopes=slopes),
+        flexops.ScoreMod("score * slopes[h]", slopes=slopes),
+    )
     assert named.number == text.number
     for _ in range(2):
-        expected, _lse = exact(q, k, v, score_mod=lambda score, b, h, q, k: score * slopes[h])  # noqa: ARG005
-        for score_mod in (named, text, lambda score, b, h, q, k: score * slopes[h]):  # noqa: ARG005
+        expected, _lse = exact(q, k, v, score_mod=lambda score, b, h, q, k: score * slopes[h])
+        for score_mod in (named, text, lambda score, b, h, q, k: score * slopes[h]):
             torch.testing.assert_close(flexops.attention(q, k, v, score_mod=score_mod), expected)
         slopes.mul_(3)
-    compiled = torch.compile(lambda *tensors: flexops.attention(*tensors, score_mod=text), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *tensors: flexops.attention(*tensors, score_mod=text),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     torch.testing.assert_close(compiled(q, k, v), flexops.attention(q, k, v, score_mod=text))
-    far = flexops.ScoreMod("score + slopes[q - k] + slopes[q + 100]", slopes=slopes)  # what is beyond the ends is the first and the last
-    expected, _lse = exact(q, k, v, score_mod=lambda score, b, h, q, k: score + slopes[(q - k).clamp(0, 3)] + slopes[3])  # noqa: ARG005
+    # what is beyond the ends is the first and the last
+    far = flexops.ScoreMod("score + slopes[q - k] + slopes[q + 100]", slopes=slopes)
+    expected, _lse = exact(
+        q, k, v, score_mod=lambda score, b, h, q, k: score + slopes[(q - k).clamp(0, 3)] + slopes[3]
+    )
     torch.testing.assert_close(flexops.attention(q, k, v, score_mod=far), expected)
 
 
@@ -298,7 +519,9 @@ def test_what_a_score_modifier_may_not_do() -> None:
     q, k, v = draw(3, 4, 2, 2, 8)
     wrong = {
         "must not branch": lambda score, b, h, q, k: score if q > k else b + h,
-        r"must use, of torch, .* got torch\.erf": lambda score, b, h, q, k: torch.erf(score) + b + h + q + k,
+        r"must use, of torch, .* got torch\.erf": lambda score, b, h, q, k: (
+            torch.erf(score) + b + h + q + k
+        ),
         "must give a score": lambda *_: 1.0,
         r"must give a score .* got rows of shape \[3\]": lambda score, b, h, q, k: (
             score * torch.ones(3) + b + h + q + k
@@ -312,7 +535,9 @@ def test_what_a_score_modifier_may_not_do() -> None:
         flexops.attention(q, k, v, score_mod=3)  # type: ignore[arg-type]
     texts = {
         "be an expression in Python's syntax, got": "q < k ? score : 0",
-        "be made of score, b, h, q, k, inf, numbers, operators and abs, .* got 'slopes'": "score * slopes[h]",
+        "be made of score, b, h, q, k, inf, numbers, operators and abs, .* got 'slopes'": (
+            "score * slopes[h]"
+        ),
         "be made of .* got \"open\\('x'\\)\"": "open('x')",
         "be made of .* got 'score.real'": "score.real",
         "look up slopes by 1 integers": "score + slopes[q, k]",
@@ -321,7 +546,9 @@ def test_what_a_score_modifier_may_not_do() -> None:
         tables = {"slopes": torch.ones(2)} if "look up" in message else {}
         with pytest.raises(TypeError, match=rf"flexops\.attention: score_mod must {message}"):
             flexops.attention(q, k, v, score_mod=flexops.ScoreMod(text, **tables))
-    with pytest.raises(ValueError, match="score_mod must come without softcap, bias and alibi_slopes"):
+    with pytest.raises(
+        ValueError, match="score_mod must come without softcap, bias and alibi_slopes"
+    ):
         flexops.attention(q, k, v, score_mod=squared, softcap=2.0)
 
 
@@ -342,24 +569,41 @@ def test_rows_that_see_nothing_are_zeros() -> None:
 @pytest.mark.usefixtures("both")
 def test_packed_sequences_are_what_they_are_alone() -> None:
     lengths_q, lengths_k = [10, 0, 33, 1, 5], [10, 5, 40, 30, 0]
-    at_q, at_k = ([sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k))
+    at_q, at_k = (
+        [sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k)
+    )
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(tokens, heads, 16, generator=generator, requires_grad=True) for tokens, heads in ((at_q[-1], 4), (at_k[-1], 2), (at_k[-1], 2)))
-    ends = {"cu_seqlens_q": torch.tensor(at_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(at_k, dtype=torch.int32)}
+    q, k, v = (
+        torch.randn(tokens, heads, 16, generator=generator, requires_grad=True)
+        for tokens, heads in ((at_q[-1], 4), (at_k[-1], 2), (at_k[-1], 2))
+    )
+    ends = {
+        "cu_seqlens_q": torch.tensor(at_q, dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor(at_k, dtype=torch.int32),
+    }
     grad = torch.randn(q.shape, generator=generator)
     whole = flexops.attention(q, k, v, causal=True, window=(20, None), **ends)
-    assert torch.equal(whole, flexops.attention(q, k, v, causal=True, window=(20, None), max_seqlen_q=33, max_seqlen_k=40, **ends))
+    assert torch.equal(
+        whole,
+        flexops.attention(
+            q, k, v, causal=True, window=(20, None), max_seqlen_q=33, max_seqlen_k=40, **ends
+        ),
+    )
     parts = [
         exact(q[None, a:b], k[None, c:d], v[None, c:d], causal=True, window=(20, None))[0][0]
         for a, b, c, d in zip(at_q, at_q[1:], at_k, at_k[1:], strict=False)
     ]
     expected = torch.cat(parts)
     assert distance_of(whole, expected) < 1e-6
-    for one, other in zip(torch.autograd.grad(whole, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(whole, (q, k, v), grad),
+        torch.autograd.grad(expected, (q, k, v), grad),
+        strict=True,
+    ):
         assert distance_of(one, other) < 1e-6
 
 
-# ---- in torch's machinery ------------------------------------------------------------------------------------------------------------------
+# ---- in torch's machinery ------------------------------------------------------------------------
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
@@ -369,7 +613,9 @@ def test_checkpointing_gives_the_same_gradients() -> None:
         return flexops.attention(q, k, v, causal=True, deterministic=True)
 
     expected = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
-    actual = torch.autograd.grad(checkpoint(call, q, k, v, use_reentrant=False).square().sum(), (q, k, v))
+    actual = torch.autograd.grad(
+        checkpoint(call, q, k, v, use_reentrant=False).square().sum(), (q, k, v)
+    )
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -377,9 +623,13 @@ def test_autocast_casts_as_torchs_attention_does() -> None:
     q, k, v = (x.requires_grad_() for x in draw(33, 33, 4, 4, 16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = flexops.attention(q, k, v.bfloat16())
-        torchs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        torchs = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v))
+        )
     assert ours.dtype == torchs.dtype == torch.bfloat16
-    assert all(gradient.dtype == torch.float32 for gradient in torch.autograd.grad(ours.sum(), (q, k, v)))
+    assert all(
+        gradient.dtype == torch.float32 for gradient in torch.autograd.grad(ours.sum(), (q, k, v))
+    )
 
 
 def test_operations_are_counted_as_torchs_own_are() -> None:
@@ -392,14 +642,23 @@ def test_operations_are_counted_as_torchs_own_are() -> None:
     assert sdpa_flop_count(*shapes) == 2 * products
 
 
-# ---- torch's arguments -----------------------------------------------------------------------------------------------------------------------
+# ---- torch's arguments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (9, 12), (12, 9)])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"mask": torch.bool}, {"mask": torch.float32}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"mask": torch.bool}, {"mask": torch.float32}],
+    ids=str,
+)
 @pytest.mark.parametrize("grouped_heads", [False, True])
-def test_torchs_arguments(queries: int, keys: int, options: dict[str, Any], grouped_heads: bool) -> None:
-    q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(queries, keys, 4, 2 if grouped_heads else 4, 16))
+def test_torchs_arguments(
+    queries: int, keys: int, options: dict[str, Any], grouped_heads: bool
+) -> None:
+    q, k, v = (
+        x.transpose(1, 2).requires_grad_()
+        for x in draw(queries, keys, 4, 2 if grouped_heads else 4, 16)
+    )
     options = dict(options)
     if kind := options.pop("mask", None):
         mask = torch.randn(2, 1, queries, keys, generator=torch.Generator().manual_seed(1))
@@ -407,10 +666,14 @@ def test_torchs_arguments(queries: int, keys: int, options: dict[str, Any], grou
     repeat = 2 if grouped_heads else 1  # torch's own has enable_gqa from 2.5 on only
     results = [
         flexops.scaled_dot_product_attention(q, k, v, enable_gqa=grouped_heads, **options),
-        torch.nn.functional.scaled_dot_product_attention(q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1), **options),
+        torch.nn.functional.scaled_dot_product_attention(
+            q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1), **options
+        ),
     ]
     torch.testing.assert_close(*results)
-    torch.testing.assert_close(*(torch.autograd.grad(result.square().sum(), (q, k, v)) for result in results))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(result.square().sum(), (q, k, v)) for result in results)
+    )
 
 
 def test_what_torch_alone_has_is_torchs() -> None:
@@ -418,10 +681,14 @@ def test_what_torch_alone_has_is_torchs() -> None:
     torch.manual_seed(0)
     ours = flexops.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     torch.manual_seed(0)
-    assert torch.equal(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+    assert torch.equal(
+        ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    )
     assert flexops.scaled_dot_product_attention(q[0], q[0], q[0]).shape == (4, 9, 16)
     bias = torch.zeros(9, 9, requires_grad=True)
-    assert torch.autograd.grad(flexops.scaled_dot_product_attention(q, q, q, bias).sum(), bias)[0].shape == (9, 9)
+    assert torch.autograd.grad(flexops.scaled_dot_product_attention(q, q, q, bias).sum(), bias)[
+        0
+    ].shape == (9, 9)
 
 
 def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +710,11 @@ def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)
-    assert [one.reason for one in flexops.status() if one.op == "attention" and one.backend == "reference" and one.device == "cuda"][-1:] == [reason]
+    assert [
+        one.reason
+        for one in flexops.status()
+        if one.op == "attention" and one.backend == "reference" and one.device == "cuda"
+    ][-1:] == [reason]
     forbidding = settings.current()._replace(fallback="forbid")
     monkeypatch.setattr(settings, "current", lambda: forbidding)
     with pytest.raises(NativeUnavailableError, match="attention"):
@@ -456,14 +727,21 @@ def test_self_check() -> None:
 
 @pytest.mark.parametrize(("queries", "keys", "options"), [(5, 5, (0,)), (3, 7, (2, 1, 0.5, True))])
 def test_the_operator_takes_heads_first(queries: int, keys: int, options: tuple[Any, ...]) -> None:
-    """What torch's arguments are handed on as: no tensor is transposed, results lie in memory as with rows first, and gradients do."""
-    rows = [torch.randn(2, length, heads, 8, dtype=torch.float32, requires_grad=True) for length, heads in ((queries, 4), (keys, 2), (keys, 2))]
+    """What torch's arguments are handed on as: no tensor is transposed, results lie in memory as
+    with rows first, and gradients do."""
+    rows = [
+        torch.randn(2, length, heads, 8, dtype=torch.float32, requires_grad=True)
+        for length, heads in ((queries, 4), (keys, 2), (keys, 2))
+    ]
     heads = [x.detach().transpose(1, 2).requires_grad_() for x in rows]
     op = torch.ops.flexops.attention.default
     expected, expected_lse = op(*rows, False, *options)
     out, lse = op(*heads, True, *options)
     grad = torch.randn_like(expected)
-    gradients, wanted = torch.autograd.grad(out, heads, grad.transpose(1, 2)), torch.autograd.grad(expected, rows, grad)
+    gradients, wanted = (
+        torch.autograd.grad(out, heads, grad.transpose(1, 2)),
+        torch.autograd.grad(expected, rows, grad),
+    )
     for actual, correct in zip((out, *gradients), (expected, *wanted), strict=True):
         torch.testing.assert_close(actual.transpose(1, 2), correct, rtol=0, atol=0)
         assert actual.transpose(1, 2).is_contiguous()

@@ -1,4 +1,5 @@
-"""Attention's CPU kernels: every option at random against the formula in float64, at each instruction set, as exact as torch's flash kernel."""
+"""Attention's CPU kernels: every option at random against the formula in float64, at each
+instruction set, as exact as torch's flash kernel."""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
     native_kernels("attention", "cpu")
 
 
-def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+def draw(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---- every option at random ----------------------------------------------------------------------------------------------------------------
+# ---- every option at random ----------------------------------------------------------------------
 
 LENGTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 63, 64, 65, 130]))
 COLUMNS = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 40, 64, 65, 96, 128]))
@@ -50,11 +53,32 @@ LIMIT = st.one_of(st.none(), st.integers(0, 3), st.integers(4, 200))
 def problems(choose: st.DrawFn) -> dict[str, Any]:
     """Arguments of flexops.attention."""
     dtype, seed = choose(st.sampled_from(DTYPES)), choose(st.integers(0, 2**16))
-    batch, key_heads, group = choose(st.integers(1, 2)), choose(st.integers(1, 2)), choose(st.integers(1, 3))
-    queries, keys, columns, columns_v = choose(LENGTHS), choose(LENGTHS), choose(COLUMNS), choose(COLUMNS)
+    batch, key_heads, group = (
+        choose(st.integers(1, 2)),
+        choose(st.integers(1, 2)),
+        choose(st.integers(1, 3)),
+    )
+    queries, keys, columns, columns_v = (
+        choose(LENGTHS),
+        choose(LENGTHS),
+        choose(COLUMNS),
+        choose(COLUMNS),
+    )
     heads = key_heads * group
-    q, k, v = draw((batch, queries, heads, columns), (batch, keys, key_heads, columns), (batch, keys, key_heads, columns_v), dtype=dtype, seed=seed)
-    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "causal": choose(st.booleans()), "window": choose(st.none() | st.tuples(LIMIT, LIMIT))}
+    q, k, v = draw(
+        (batch, queries, heads, columns),
+        (batch, keys, key_heads, columns),
+        (batch, keys, key_heads, columns_v),
+        dtype=dtype,
+        seed=seed,
+    )
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "causal": choose(st.booleans()),
+        "window": choose(st.none() | st.tuples(LIMIT, LIMIT)),
+    }
     arguments["scale"] = choose(st.sampled_from([None, None, 0.25, -0.25, 0.0]))
     arguments["softcap"] = choose(st.sampled_from([0.0, 0.0, 1.5, 30.0]))
     kind = choose(st.sampled_from([None, None, torch.bool, *DTYPES]))
@@ -63,14 +87,18 @@ def problems(choose: st.DrawFn) -> dict[str, Any]:
         (bias,) = draw(tuple(shape), seed=seed + 1)
         arguments["bias"] = bias > -0.5 if kind == torch.bool else bias.to(kind)
     if choose(st.booleans()):
-        arguments["alibi_slopes"] = torch.rand((batch, heads) if choose(st.booleans()) else (heads,), generator=torch.Generator().manual_seed(seed))
+        arguments["alibi_slopes"] = torch.rand(
+            (batch, heads) if choose(st.booleans()) else (heads,),
+            generator=torch.Generator().manual_seed(seed),
+        )
     if choose(st.booleans()):
         arguments["sinks"] = draw((heads,), seed=seed + 2)[0]
     return arguments
 
 
 def assert_right(arguments: dict[str, Any]) -> None:
-    """Within what rounding explains; gradients that are zero but for rounding are measured by the size of what cancels."""
+    """Within what rounding explains; gradients that are zero but for rounding are measured by the
+    size of what cancels."""
     q, k, v = (arguments[name] for name in "qkv")
     options = {name: x for name, x in arguments.items() if name not in "qkv"}
     found = errors(q, k, v, with_lse=True, **options)
@@ -80,7 +108,10 @@ def assert_right(arguments: dict[str, Any]) -> None:
 
 
 def describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return {
+        name: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x
+        for name, x in arguments.items()
+    }
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -91,16 +122,23 @@ def test_any_problem(level: str, problem: dict[str, Any]) -> None:
         assert_right(problem)
 
 
-# ---- as exact as torch's kernel --------------------------------------------------------------------------------------------------------------
+# ---- as exact as torch's kernel ------------------------------------------------------------------
 
 
-def each_error(call: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor, expected: list[Tensor]) -> list[tuple[float, float]]:
+def each_error(
+    call: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor, expected: list[Tensor]
+) -> list[tuple[float, float]]:
     """The largest and the mean one of the output and each gradient."""
-    differences = [(a.double() - b).abs() for a, b in zip(with_gradients(call, tensors, grad), expected, strict=True)]
+    differences = [
+        (a.double() - b).abs()
+        for a, b in zip(with_gradients(call, tensors, grad), expected, strict=True)
+    ]
     return [(float(difference.max()), float(difference.mean())) for difference in differences]
 
 
-def with_gradients(call: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor) -> list[Tensor]:
+def with_gradients(
+    call: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor
+) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = call(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
@@ -108,40 +146,58 @@ def with_gradients(call: Callable[..., Tensor], tensors: list[Tensor], grad: Ten
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+        ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1.0, 4.0])
-def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(dtype: torch.dtype, size: float) -> None:
+def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(
+    dtype: torch.dtype, size: float
+) -> None:
     shape = (2, 500, 4, 64)
-    tensors = [x * y for x, y in zip(draw(shape, shape, shape, dtype=dtype), (size, size, 1), strict=True)]
+    tensors = [
+        x * y for x, y in zip(draw(shape, shape, shape, dtype=dtype), (size, size, 1), strict=True)
+    ]
     (grad,) = draw(shape, dtype=dtype, seed=1)
-    expected = with_gradients(lambda *args: exact(*args, causal=True)[0], [x.double() for x in tensors], grad)
+    expected = with_gradients(
+        lambda *args: exact(*args, causal=True)[0], [x.double() for x in tensors], grad
+    )
     theirs = each_error(flash, tensors, grad, expected)
     for isa in at_each_isa("cpu"):
         with isa:
-            ours = each_error(lambda *args: flexops.attention(*args, causal=True), tensors, grad, expected)  # type: ignore[arg-type, return-value]
+            ours = each_error(
+                lambda *args: flexops.attention(*args, causal=True), tensors, grad, expected
+            )  # type: ignore[arg-type, return-value]
         for (largest, mean), (their_largest, their_mean) in zip(ours, theirs, strict=True):
             assert largest <= 1.5 * their_largest, (ours, theirs)
             assert mean <= 1.25 * their_mean, (ours, theirs)
 
 
-# ---- what they must not do ---------------------------------------------------------------------------------------------------------------------
+# ---- what they must not do -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
     """One key head, so that its queries are shared out to several items."""
-    q, k, v, grad = draw((1, 700, 2, 24), (1, 300, 1, 24), (1, 300, 1, 24), (1, 700, 2, 24), dtype=dtype)
+    q, k, v, grad = draw(
+        (1, 700, 2, 24), (1, 300, 1, 24), (1, 300, 1, 24), (1, 700, 2, 24), dtype=dtype
+    )
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3, 2):
             torch.set_num_threads(count)
-            results.append(with_gradients(lambda *args: flexops.attention(*args, window=(250, 30)), [q, k, v], grad))  # type: ignore[arg-type, return-value]
+            results.append(
+                with_gradients(
+                    lambda *args: flexops.attention(*args, window=(250, 30)), [q, k, v], grad
+                )
+            )  # type: ignore[arg-type, return-value]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
+    assert all(
+        torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True)
+    )
     assert_close(errors(q, k, v, window=(250, 30)), dtype)
 
 
@@ -157,12 +213,15 @@ flexops.attention(q, q, q).sum().backward()
 assert any(one.op == "attention" and one.path for one in flexops.status()), flexops.status()
 print(peak() - before)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert int(run.stdout) < 100 * 1024  # KiB
 
 
 def test_what_is_packed_together_is_not_copied() -> None:
-    """Slices of a projection, and tensors with heads before lengths, give what copies of them give."""
+    """Slices of a projection, and tensors with heads before lengths, give what copies of them
+    give."""
     (together,) = draw((2, 70, 3, 4, 40))
     slices = together.unbind(2)
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in slices]
@@ -174,7 +233,11 @@ def test_what_is_packed_together_is_not_copied() -> None:
 
     expected = with_gradients(call, [x.contiguous() for x in slices], grad)
     for tensors in (list(slices), heads_first, columns_apart):
-        for given_grad in (grad, grad.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(()).expand(grad.shape)):
+        for given_grad in (
+            grad,
+            grad.transpose(1, 2).contiguous().transpose(1, 2),
+            torch.ones(()).expand(grad.shape),
+        ):
             actual = with_gradients(call, tensors, given_grad)
             assert torch.equal(actual[0], expected[0])
             if given_grad.shape == grad.shape and torch.equal(given_grad, grad):
@@ -184,44 +247,85 @@ def test_what_is_packed_together_is_not_copied() -> None:
 @pytest.mark.parametrize("window", [None, (100, 0), (0, 5), (None, -1), (500, 500)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding(window: tuple[int | None, int | None] | None, dtype: torch.dtype) -> None:
-    """One query, whose grouped heads are computed together: layouts of a cache with heads first, and a slice of a longer one."""
+    """One query, whose grouped heads are computed together: layouts of a cache with heads first,
+    and a slice of a longer one."""
     q, k, v = draw((2, 12, 1, 40), (2, 3, 333, 40), (2, 3, 333, 24), dtype=dtype)
     for isa in at_each_isa("cpu"):
         with isa:
             for first in (0, 70):
-                found = errors(q.transpose(1, 2), k.transpose(1, 2)[:, first:], v.transpose(1, 2)[:, first:], window=window, softcap=4.0, with_lse=True)
+                found = errors(
+                    q.transpose(1, 2),
+                    k.transpose(1, 2)[:, first:],
+                    v.transpose(1, 2)[:, first:],
+                    window=window,
+                    softcap=4.0,
+                    with_lse=True,
+                )
                 if window == (0, 5):  # softmax of one number has no gradient
                     del found["q"], found["k"]
                 assert_close(found, dtype)
 
 
-# ---- packed sequences ----------------------------------------------------------------------------------------------------------------------------
+# ---- packed sequences ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=5), dtype=st.sampled_from(DTYPES), causal=st.booleans())
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+)
 @example(lengths=[(0, 0), (0, 5), (5, 0)], dtype=torch.float32, causal=True)
-def test_packed_sequences(level: str, lengths: list[tuple[int, int]], dtype: torch.dtype, causal: bool) -> None:
+def test_packed_sequences(
+    level: str, lengths: list[tuple[int, int]], dtype: torch.dtype, causal: bool
+) -> None:
     """Each is what it is alone; bias and slopes are its own."""
     ends_q, ends_k = ([0, *itertools.accumulate(column)] for column in zip(*lengths, strict=True))
     batch, longest = len(lengths), [max(column) for column in zip(*lengths, strict=True)]
-    q, k, v, grad = draw((ends_q[-1], 4, 16), (ends_k[-1], 2, 16), (ends_k[-1], 2, 24), (ends_q[-1], 4, 24), dtype=dtype)
-    bias, slopes = draw((batch, 1, *longest), seed=1)[0], torch.rand(batch, 4, generator=torch.Generator().manual_seed(2))
+    q, k, v, grad = draw(
+        (ends_q[-1], 4, 16),
+        (ends_k[-1], 2, 16),
+        (ends_k[-1], 2, 24),
+        (ends_q[-1], 4, 24),
+        dtype=dtype,
+    )
+    bias, slopes = (
+        draw((batch, 1, *longest), seed=1)[0],
+        torch.rand(batch, 4, generator=torch.Generator().manual_seed(2)),
+    )
     options: dict[str, Any] = {"causal": causal, "softcap": 5.0}
-    ends = {"cu_seqlens_q": torch.tensor(ends_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(ends_k, dtype=torch.int32)}
+    ends = {
+        "cu_seqlens_q": torch.tensor(ends_q, dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor(ends_k, dtype=torch.int32),
+    }
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with isa_limit(level):
-        out, lse = flexops.attention(*leaves, bias=bias, alibi_slopes=slopes, return_lse=True, **options, **ends)
+        out, lse = flexops.attention(
+            *leaves, bias=bias, alibi_slopes=slopes, return_lse=True, **options, **ends
+        )
         gradients = torch.autograd.grad(out, leaves, grad)
     bound = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}[dtype]
     for i, (queries, keys) in enumerate(lengths):
         rows, columns = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        own = [x.detach()[None, part].double().requires_grad_() for x, part in ((q, rows), (k, columns), (v, columns))]
-        expected, expected_lse = exact(*own, bias=bias[i : i + 1, :, :queries, :keys], alibi_slopes=slopes[i : i + 1], **options)
+        own = [
+            x.detach()[None, part].double().requires_grad_()
+            for x, part in ((q, rows), (k, columns), (v, columns))
+        ]
+        expected, expected_lse = exact(
+            *own,
+            bias=bias[i : i + 1, :, :queries, :keys],
+            alibi_slopes=slopes[i : i + 1],
+            **options,
+        )
         assert distance_of(out[rows], expected[0]) < bound
         assert distance_of(lse[:, rows], expected_lse[0]) < 1e-5
-        for one, other, part in zip(gradients, torch.autograd.grad(expected, own, grad[None, rows].double()), (rows, columns, columns), strict=True):
+        for one, other, part in zip(
+            gradients,
+            torch.autograd.grad(expected, own, grad[None, rows].double()),
+            (rows, columns, columns),
+            strict=True,
+        ):
             assert distance_of(one[part], other[0]) < 8 * bound
 
 
@@ -230,7 +334,16 @@ def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside() -> None:
 
     def call(ends: list[int], longest: int) -> tuple[Tensor, Tensor]:
         cumulative = torch.tensor(ends, dtype=torch.int32)
-        out, lse = flexops.attention(q, q, q, cu_seqlens_q=cumulative, cu_seqlens_k=cumulative, max_seqlen_q=longest, max_seqlen_k=longest, return_lse=True)
+        out, lse = flexops.attention(
+            q,
+            q,
+            q,
+            cu_seqlens_q=cumulative,
+            cu_seqlens_k=cumulative,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            return_lse=True,
+        )
         (gradient,) = torch.autograd.grad(out.sum(), q)
         assert gradient.isfinite().all()
         return out[:, 0, 0], lse[0]
@@ -242,7 +355,7 @@ def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside() -> None:
     call([-5, 3, 40, 7], 10)
 
 
-# ---- special values ------------------------------------------------------------------------------------------------------------------------------
+# ---- special values ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,5 @@
-"""The shared contract for the operators that are older than it; see contract.py. Their own tests say much more."""
+"""The shared contract for the operators that are older than it; see contract.py. Their own tests
+say much more."""
 
 from __future__ import annotations
 
@@ -31,8 +32,19 @@ def roundtrip(bits: int, dim: int, symmetric: bool) -> Case:
         q = flexops.quantize(x, bits, 4, dim, symmetric)
         return flexops.dequantize(q), q.packed, q.scales
 
-    return Case(f"quantize int{bits} along {dim}", "quant", call, weights, oracle=call, names=("x",), shapes=((8, 8), (16, 100), (65, 516)),
-                same_bits=True, accuracy=False, autocast=False, huge=(2**18 + 64, 2**13) if dim else None)  # fmt: skip
+    return Case(
+        f"quantize int{bits} along {dim}",
+        "quant",
+        call,
+        weights,
+        oracle=call,
+        names=("x",),
+        shapes=((8, 8), (16, 100), (65, 516)),
+        same_bits=True,
+        accuracy=False,
+        autocast=False,
+        huge=(2**18 + 64, 2**13) if dim else None,
+    )
 
 
 def adam_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
@@ -40,37 +52,75 @@ def adam_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
     return make(*shape), make(*shape), *states, torch.full((), 3.0, device=make.device)
 
 
-def adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-    flexops.adam_([param], [grad], [exp_avg], [exp_avg_sq], [], [step], lr=1e-2, weight_decay=0.1, decoupled=True)
+def adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+) -> tuple[Tensor, ...]:
+    flexops.adam_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=1e-2,
+        weight_decay=0.1,
+        decoupled=True,
+    )
     return param, exp_avg, exp_avg_sq, step
 
 
-def plain_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+def plain_adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+) -> tuple[Tensor, ...]:
     step = step + 1
     exp_avg = 0.9 * exp_avg + 0.1 * grad
     exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * grad * grad
     denominator = exp_avg_sq.sqrt() / (1 - 0.999**step).sqrt() + 1e-8
-    return (param * (1 - 1e-3) - 1e-2 / (1 - 0.9**step) * exp_avg / denominator).to(param.dtype), exp_avg, exp_avg_sq, step
+    return (
+        (param * (1 - 1e-3) - 1e-2 / (1 - 0.9**step) * exp_avg / denominator).to(param.dtype),
+        exp_avg,
+        exp_avg_sq,
+        step,
+    )
 
 
 def test_the_environment_limits_the_instruction_set() -> None:
-    program = "import ctypes, torch, flexops; flexops.swiglu(torch.ones(2)); library = next(one.path for one in flexops.status() if one.path)\n"
+    program = (
+        "import ctypes, torch, flexops; flexops.swiglu(torch.ones(2)); library = next(one.path for"
+        " one in flexops.status() if one.path)\n"
+    )
     program += "print(ctypes.CDLL(str(library)).flexops_cpu_isa(None))"
     for number, level in enumerate(ISA_LEVELS[:2]):
-        run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"FLEXOPS_CPU_ISA": level}, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"FLEXOPS_CPU_ISA": level},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert int(run.stdout) <= number
 
 
-# ---- operators that are wrong on purpose ----------------------------------------------------------------------------------------------------
+# ---- operators that are wrong on purpose ---------------------------------------------------------
 
 
 def doubled_is(function: Callable[[Tensor], Tensor]) -> Case:
-    """The case of an operator that ought to double; it is that of the swiglu family, whose library is there."""
+    """The case of an operator that ought to double; it is that of the swiglu family, whose library
+    is there."""
     name = f"doubled_{function.__name__}"
     if not hasattr(torch.ops.contract_faults, name):
-        _register.define("x", f"{name}(Tensor x) -> Tensor", function, torch.empty_like, native=False, project=Project("contract_faults", Path()))
+        _register.define(
+            "x",
+            f"{name}(Tensor x) -> Tensor",
+            function,
+            torch.empty_like,
+            native=False,
+            project=Project("contract_faults", Path()),
+        )
     op = getattr(torch.ops.contract_faults, name)
-    return Case(name, "activation", op, weights, oracle=lambda x: x * 2, names=("x",), devices=("cpu",))
+    return Case(
+        name, "activation", op, weights, oracle=lambda x: x * 2, names=("x",), devices=("cpu",)
+    )
 
 
 def right(x: Tensor) -> Tensor:
@@ -111,7 +161,9 @@ def hidden_by_its_kernel(x: Tensor) -> Tensor:
         (forgets_an_odd_column, "test_autocast"),
     ],
 )
-def test_what_is_wrong_on_purpose_is_found(function: Callable[[Tensor], Tensor], test: str, native_kernels: Callable[[str, str], None]) -> None:
+def test_what_is_wrong_on_purpose_is_found(
+    function: Callable[[Tensor], Tensor], test: str, native_kernels: Callable[[str, str], None]
+) -> None:
     native_kernels("activation", "cpu")
 
     class Broken(Contract):
@@ -122,8 +174,12 @@ def test_what_is_wrong_on_purpose_is_found(function: Callable[[Tensor], Tensor],
         getattr(Broken(), test)(Broken.cases[0], device="cpu")
 
 
-@pytest.mark.parametrize("kernel", [lambda x: (x * 2).nan_to_num(), lambda x: (x * 2).clamp(-3e4, 3e4)])
-def test_a_kernel_that_hides_what_is_not_finite_is_found(kernel: Callable[[Tensor], Tensor], native_kernels: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize(
+    "kernel", [lambda x: (x * 2).nan_to_num(), lambda x: (x * 2).clamp(-3e4, 3e4)]
+)
+def test_a_kernel_that_hides_what_is_not_finite_is_found(
+    kernel: Callable[[Tensor], Tensor], native_kernels: Callable[[str, str], None]
+) -> None:
     native_kernels("activation", "cpu")
     case = doubled_is(hidden_by_its_kernel)
     Contract().test_not_finite(case, device="cpu")
@@ -147,17 +203,34 @@ WRITTEN_IN: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("argument", WRITTEN_IN)
-def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(argument: str, native_kernels: Callable[[str, str], None]) -> None:
+def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(
+    argument: str, native_kernels: Callable[[str, str], None]
+) -> None:
     native_kernels("activation", "cpu")
     if not hasattr(torch.ops.contract_faults, "turned"):
         schema = "turned(Tensor x, float factor, int power, bool negate) -> Tensor"
-        _register.define("x", schema, turned, lambda x, *_: torch.empty_like(x), native=False, project=Project("contract_faults", Path()))
+        _register.define(
+            "x",
+            schema,
+            turned,
+            lambda x, *_: torch.empty_like(x),
+            native=False,
+            project=Project("contract_faults", Path()),
+        )
     op = torch.ops.contract_faults.turned
-    case = Case("turned", "activation", lambda x: op(x, 2.0, 3, False), weights, oracle=lambda x: x * 6.0, devices=("cpu",))
+    case = Case(
+        "turned",
+        "activation",
+        lambda x: op(x, 2.0, 3, False),
+        weights,
+        oracle=lambda x: x * 6.0,
+        devices=("cpu",),
+    )
     Contract().test_other_numbers(case, device="cpu")
     with torch.library._scoped_library("contract_faults", "IMPL") as library:
         library.impl("turned", WRITTEN_IN[argument], "CPU")
-        Contract().test_native_is_what_the_reference_is(case, device="cpu", dtype=torch.float32)  # which does not see it
+        # which does not see it
+        Contract().test_native_is_what_the_reference_is(case, device="cpu", dtype=torch.float32)
         with pytest.raises(AssertionError, match=f"turned.*, {argument}="):
             Contract().test_other_numbers(case, device="cpu")
 
@@ -186,4 +259,15 @@ class TestQuant(Contract):
 
 @needs_mutable_lists  # all of it; what does not need them, test_adam.py has too
 class TestAdam(Contract):
-    cases = (Case("AdamW step", "adam", adamw, adam_inputs, oracle=plain_adamw, shapes=((3, 8), (5, 100), (64, 512)), broadcasts=False, autocast=False),)
+    cases = (
+        Case(
+            "AdamW step",
+            "adam",
+            adamw,
+            adam_inputs,
+            oracle=plain_adamw,
+            shapes=((3, 8), (5, 100), (64, 512)),
+            broadcasts=False,
+            autocast=False,
+        ),
+    )

@@ -12,7 +12,10 @@ from flexops.ops._difference import difference
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_nan_is_told_wherever_it_is(place: int) -> None:
-    results, expected = [torch.zeros(4), torch.ones(2, 3), torch.zeros(())], [torch.zeros(4), torch.zeros(2, 3), torch.zeros(())]
+    results, expected = (
+        [torch.zeros(4), torch.ones(2, 3), torch.zeros(())],
+        [torch.zeros(4), torch.zeros(2, 3), torch.zeros(())],
+    )
     assert difference(results, expected) == 1.0
     results[place].view(-1)[-1] = torch.nan
     assert math.isnan(difference(results, expected))

@@ -16,7 +16,8 @@ import flexops
 from flexops import optim
 from flexops.bench.reference import OnReference
 
-FILLED = [shape for shape in SHAPES if 0 not in shape]  # torch has no largest element of an empty tensor
+# torch has no largest element of an empty tensor
+FILLED = [shape for shape in SHAPES if 0 not in shape]
 NORMS = [2.0, math.inf, 1.0, 3.0, 0.5]
 
 
@@ -25,9 +26,13 @@ def _native(request: pytest.FixtureRequest, native_kernels: Callable[[str, str],
     native_kernels("grad_norm", "cuda" if request.node.get_closest_marker("gpu") else "cpu")
 
 
-def make(device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES, scale: float = 1.0) -> list[Tensor]:
+def make(
+    device: str, dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES, scale: float = 1.0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(shape, generator=generator) * scale).to(dtype).to(device) for shape in shapes]
+    return [
+        (torch.randn(shape, generator=generator) * scale).to(dtype).to(device) for shape in shapes
+    ]
 
 
 def with_grads(grads: list[Tensor]) -> list[torch.nn.Parameter]:
@@ -38,7 +43,9 @@ def with_grads(grads: list[Tensor]) -> list[torch.nn.Parameter]:
 
 
 def exact(grads: list[Tensor], norm_type: float) -> float:
-    return float(torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type))
+    return float(
+        torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type)
+    )
 
 
 @ON_BOTH
@@ -54,7 +61,8 @@ def test_norm_is_float64s(dtype: torch.dtype, norm_type: float, device: str) -> 
         wanted = exact(grads, norm_type) if any(grad.numel() for grad in grads) else 0.0
         assert float(norm) == pytest.approx(wanted, rel=2e-6 if norm_type >= 1 else 1e-5)
         with OnReference():
-            assert float(flexops.grad_norm(grads, norm_type)) == pytest.approx(wanted, rel=1e-4)  # torch adds up powers less exactly
+            # torch adds up powers less exactly
+            assert float(flexops.grad_norm(grads, norm_type)) == pytest.approx(wanted, rel=1e-4)
 
 
 @ON_BOTH
@@ -66,23 +74,38 @@ def test_mixed_dtypes(device: str) -> None:
     flexops.clip_grads_(grads, norm, 1.0)
     for left, right in zip(grads, expected, strict=True):
         torch.testing.assert_close(
-            left, right.to(left.dtype), rtol=2e-6 if left.dtype == torch.float32 else None, atol=1e-7 if left.dtype == torch.float32 else None
+            left,
+            right.to(left.dtype),
+            rtol=2e-6 if left.dtype == torch.float32 else None,
+            atol=1e-7 if left.dtype == torch.float32 else None,
         )
 
 
 @ON_BOTH
-@pytest.mark.parametrize(("dtype", "norm_type"), [(d, p) for d in DTYPES for p in NORMS if (d, p) != (torch.float16, 0.5)])  # which overflows in torch
+# which overflows in torch
+@pytest.mark.parametrize(
+    ("dtype", "norm_type"),
+    [(d, p) for d in DTYPES for p in NORMS if (d, p) != (torch.float16, 0.5)],
+)
 def test_clips_as_torch_does(dtype: torch.dtype, norm_type: float, device: str) -> None:
     exactly = dtype == torch.float32
     for max_norm in (0.0, 0.5, 1e9, math.inf):
-        params, expected = with_grads(make(device, dtype, FILLED)), with_grads(make(device, dtype, FILLED))
+        params, expected = (
+            with_grads(make(device, dtype, FILLED)),
+            with_grads(make(device, dtype, FILLED)),
+        )
         params[2].grad = expected[2].grad = None
         norm = optim.clip_grad_norm_(params, max_norm, norm_type)
         theirs = torch.nn.utils.clip_grad_norm_(expected, max_norm, norm_type)
         torch.testing.assert_close(norm, theirs.float(), rtol=1e-5 if exactly else 2e-2, atol=1e-6)
         for left, right in zip(params, expected, strict=True):
             if left.grad is not None:
-                torch.testing.assert_close(left.grad, right.grad, rtol=2e-5 if exactly else 2e-2, atol=1e-7 if exactly else 1e-3)
+                torch.testing.assert_close(
+                    left.grad,
+                    right.grad,
+                    rtol=2e-5 if exactly else 2e-2,
+                    atol=1e-7 if exactly else 1e-3,
+                )
 
 
 @ON_BOTH
@@ -99,7 +122,9 @@ def test_what_is_not_finite_is_as_in_torch(value: float, norm_type: float, devic
         torch.testing.assert_close(norm, wanted, equal_nan=True)
         for left, right in zip(grads, others, strict=True):
             torch.testing.assert_close(left, right, equal_nan=True)
-        with pytest.raises(RuntimeError, match=r"total norm of order .* is non-finite, so it cannot be clipped"):
+        with pytest.raises(
+            RuntimeError, match=r"total norm of order .* is non-finite, so it cannot be clipped"
+        ):
             optim.clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
 
 
@@ -108,7 +133,9 @@ def test_parameters_may_come_in_any_way(device: str) -> None:
     grads = make(device)
     wanted = exact(grads, 2.0)
     params = with_grads([grad.clone() for grad in grads])
-    assert float(optim.clip_grad_norm_((param for param in params), 1e9, 2, foreach=True)) == pytest.approx(wanted)
+    assert float(
+        optim.clip_grad_norm_((param for param in params), 1e9, 2, foreach=True)
+    ) == pytest.approx(wanted)
     assert float(optim.clip_grad_norm_(params[1], 1e9)) == pytest.approx(exact(grads[1:2], 2.0))
     assert float(optim.clip_grad_norm_([], 1.0)) == 0.0
     assert float(optim.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0)) == 0.0
@@ -122,7 +149,9 @@ def test_odd_strides(layout: str, device: str) -> None:
     for dtype in DTYPES:
         (grad,) = make(device, dtype, [(137, 241)])
         odd = LAYOUTS[layout](grad.clone())
-        assert float(flexops.grad_norm([odd])) == pytest.approx(float(flexops.grad_norm([grad])), rel=1e-6)
+        assert float(flexops.grad_norm([odd])) == pytest.approx(
+            float(flexops.grad_norm([grad])), rel=1e-6
+        )
         norm = flexops.grad_norm([grad])
         flexops.clip_grads_([odd], norm, 1.0)
         flexops.clip_grads_([grad], norm, 1.0)
@@ -144,17 +173,30 @@ def test_the_same_bits_twice(device: str) -> None:
 
 
 def test_what_flexops_does_not_take_is_left_to_torch() -> None:
-    for grads in (make("cpu", torch.float64), [torch.randn(9, dtype=torch.complex64)], [*make("cpu"), torch.randn(3, dtype=torch.float64)]):
-        params, expected = with_grads([grad.clone() for grad in grads]), with_grads([grad.clone() for grad in grads])
-        torch.testing.assert_close(optim.clip_grad_norm_(params, 0.5), torch.nn.utils.clip_grad_norm_(expected, 0.5))
+    for grads in (
+        make("cpu", torch.float64),
+        [torch.randn(9, dtype=torch.complex64)],
+        [*make("cpu"), torch.randn(3, dtype=torch.float64)],
+    ):
+        params, expected = (
+            with_grads([grad.clone() for grad in grads]),
+            with_grads([grad.clone() for grad in grads]),
+        )
+        torch.testing.assert_close(
+            optim.clip_grad_norm_(params, 0.5), torch.nn.utils.clip_grad_norm_(expected, 0.5)
+        )
         for left, right in zip(params, expected, strict=True):
             torch.testing.assert_close(left.grad, right.grad)
     params, expected = with_grads(make("cpu")), with_grads(make("cpu"))
-    torch.testing.assert_close(optim.clip_grad_norm_(params, 0.5, 0.0), torch.nn.utils.clip_grad_norm_(expected, 0.5, 0.0))
+    torch.testing.assert_close(
+        optim.clip_grad_norm_(params, 0.5, 0.0), torch.nn.utils.clip_grad_norm_(expected, 0.5, 0.0)
+    )
 
 
 def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, expected = (with_grads([*make("cpu"), torch.ones(3, dtype=torch.float64)]) for _ in range(2))
+    params, expected = (
+        with_grads([*make("cpu"), torch.ones(3, dtype=torch.float64)]) for _ in range(2)
+    )
     wanted = torch.nn.utils.clip_grad_norm_(expected, 0.5)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_)
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(params, 0.5), wanted)
@@ -162,13 +204,22 @@ def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_arguments_are_named() -> None:
     grads: list[Any] = make("cpu")
-    with pytest.raises(ValueError, match=r"flexops::grad_norm: norm_type must be more than 0 .*got -1"):
+    with pytest.raises(
+        ValueError, match=r"flexops::grad_norm: norm_type must be more than 0 .*got -1"
+    ):
         flexops.grad_norm(grads, -1)
-    with pytest.raises(TypeError, match=r"flexops::grad_norm: grads\[1\] must be float32, bfloat16 or float16, got float64"):
+    with pytest.raises(
+        TypeError,
+        match=r"flexops::grad_norm: grads\[1\] must be float32, bfloat16 or float16, got float64",
+    ):
         flexops.grad_norm([grads[0], grads[1].double()])
-    with pytest.raises(TypeError, match=r"flexops::clip_grads_: grads\[1\] must be a tensor, got NoneType"):
+    with pytest.raises(
+        TypeError, match=r"flexops::clip_grads_: grads\[1\] must be a tensor, got NoneType"
+    ):
         flexops.clip_grads_([grads[0], None], torch.ones(()), 1.0)
-    with pytest.raises(TypeError, match=r"flexops::clip_grads_: total_norm must be a float32 tensor of one element"):
+    with pytest.raises(
+        TypeError, match=r"flexops::clip_grads_: total_norm must be a float32 tensor of one element"
+    ):
         flexops.clip_grads_(grads, torch.ones(2), 1.0)
 
 
@@ -221,7 +272,11 @@ def test_opcheck(device: str) -> None:
     grads = make(device, shapes=SHAPES[:4])
     torch.library.opcheck(torch.ops.flexops.grad_norm.default, (grads, 2.0))
     torch.library.opcheck(torch.ops.flexops.grad_norm.default, (grads, math.inf))
-    torch.library.opcheck(torch.ops.flexops.clip_grads_.default, (grads, torch.ones((), device=device), 0.5), test_utils=OPCHECKS)
+    torch.library.opcheck(
+        torch.ops.flexops.clip_grads_.default,
+        (grads, torch.ones((), device=device), 0.5),
+        test_utils=OPCHECKS,
+    )
 
 
 @ON_BOTH
@@ -234,7 +289,12 @@ def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
 
     grads, expected = make(device, shapes=SHAPES[:2]), make(device, shapes=SHAPES[:2])
     torch._dynamo.reset()
-    compiled = torch.compile(clip, fullgraph=compiles_written_lists, dynamic=dynamic, backend="inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(
+        clip,
+        fullgraph=compiles_written_lists,
+        dynamic=dynamic,
+        backend="inductor" if device == "cuda" else "aot_eager",
+    )
     torch.testing.assert_close(compiled(grads), clip(expected))
     for left, right in zip(grads, expected, strict=True):
         torch.testing.assert_close(left, right)

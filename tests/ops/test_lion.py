@@ -15,7 +15,11 @@ from flexops import optim
 def exact(row: list[Tensor], n: dict[str, Any]) -> list[Tensor]:
     param, grad, exp_avg = row
     update = (n["beta1"] * exp_avg + (1 - n["beta1"]) * grad).sign()
-    return [param - n["lr"] * (update + n["weight_decay"] * param), grad, n["beta2"] * exp_avg + (1 - n["beta2"]) * grad]
+    return [
+        param - n["lr"] * (update + n["weight_decay"] * param),
+        grad,
+        n["beta2"] * exp_avg + (1 - n["beta2"]) * grad,
+    ]
 
 
 class TestStep(StepContract):

@@ -27,7 +27,9 @@ AVERAGES = {"lion": ("exp_avg",), "lamb": ("exp_avg", "exp_avg_sq"), "adagrad": 
 
 def lists_of(name: str, dtype: torch.dtype, state_dtype: torch.dtype, device: str) -> Lists:
     """Lion's with steps."""
-    params, grads, *states = make_lists((test_lion if name == "lion" else test_lamb).TestStep.step, dtype, dtype, device)
+    params, grads, *states = make_lists(
+        (test_lion if name == "lion" else test_lamb).TestStep.step, dtype, dtype, device
+    )
     averages = [[state.to(state_dtype) for state in each] for each in states[: len(AVERAGES[name])]]
     return [params, grads, *averages, [torch.tensor(3.0, device=device) for _ in params]]
 
@@ -41,8 +43,11 @@ def step_of(name: str, lists: Lists, **options: Any) -> None:
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("state_dtype", NARROW)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_they_are_the_references(name: str, dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, device: str) -> None:
-    """Rounded the same way: other random numbers would give another neighbour to every second element."""
+def test_they_are_the_references(
+    name: str, dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, device: str
+) -> None:
+    """Rounded the same way: other random numbers would give another neighbour to every second
+    element."""
     assert loader.ensure(name, device)
     lists = lists_of(name, dtype, state_dtype, device)
     plain = clone(lists)
@@ -52,8 +57,12 @@ def test_they_are_the_references(name: str, dtype: torch.dtype, state_dtype: tor
         with OnReference():
             step_of(name, plain, stochastic=stochastic)
         for written, expected in zip(lists[0] + lists[-1], plain[0] + plain[-1], strict=True):
-            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())  # where a state went to its other neighbour
-        for one, other in zip(*([state for states in each[2:-1] for state in states] for each in (lists, plain)), strict=True):
+            # where a state went to its other neighbour
+            apart += int((~torch.isclose(written, expected, rtol=2e-2, atol=2e-4)).sum())
+        for one, other in zip(
+            *([state for states in each[2:-1] for state in states] for each in (lists, plain)),
+            strict=True,
+        ):
             differ, total = differ + int((one != other).sum()), total + one.numel()
     assert differ < total / 100, f"{differ} of {total}"
     assert apart < total / 500, f"{apart} of {total}"
@@ -76,8 +85,11 @@ def test_every_instruction_set_rounds_alike(name: str) -> None:
 @ON_BOTH
 @ALL
 @pytest.mark.parametrize("state_dtype", [None, "param", torch.bfloat16])
-def test_states_are_of_the_dtype_that_is_asked_for(name: str, state_dtype: torch.dtype | str | None, device: str) -> None:
-    """And a state dict goes on where it was saved, bit for bit; one of another dtype is taken over."""
+def test_states_are_of_the_dtype_that_is_asked_for(
+    name: str, state_dtype: torch.dtype | str | None, device: str
+) -> None:
+    """And a state dict goes on where it was saved, bit for bit; one of another dtype is taken
+    over."""
     params, expected = make_params(device, torch.float16), make_params(device, torch.float16)
     make, options = CLASSES[name], {"lr": 0.01, "state_dtype": state_dtype}
     optimizer, oracle = make(params, **options), make(expected, **options)
@@ -93,17 +105,22 @@ def test_states_are_of_the_dtype_that_is_asked_for(name: str, state_dtype: torch
             set_grads(each, seed=step)
         optimizer.step()
         oracle.step()
-        assert {optimizer.state[param][state].dtype for param in params for state in AVERAGES[name]} == {wanted}
+        assert {
+            optimizer.state[param][state].dtype for param in params for state in AVERAGES[name]
+        } == {wanted}
     assert all(map(torch.equal, params, expected))
     other = make(params, lr=0.01, state_dtype=torch.bfloat16 if state_dtype is None else None)
     other.load_state_dict(optimizer.state_dict())
     other.step()
-    assert {other.state[param][AVERAGES[name][0]].dtype for param in params} == {torch.bfloat16 if state_dtype is None else torch.float32}
+    assert {other.state[param][AVERAGES[name][0]].dtype for param in params} == {
+        torch.bfloat16 if state_dtype is None else torch.float32
+    }
 
 
 @BOTH
 def test_a_thousand_steps(name: str) -> None:
-    """A regression on batches, whose noise makes up the gradients: where it ends, beside where float32 states end. docs/training.md has a transformer."""
+    """A regression on batches, whose noise makes up the gradients: where it ends, beside where
+    float32 states end. docs/training.md has a transformer."""
 
     def trained(**options: Any) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -112,7 +129,9 @@ def test_a_thousand_steps(name: str) -> None:
         optimizer = CLASSES[name]([weight], lr=1e-3, weight_decay=0.0, **options)
         for _ in range(1000):
             x = torch.randn(4, 32, generator=generator)
-            weight.grad = x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            weight.grad = (
+                x.t() @ (x @ (weight.detach() - truth) + torch.randn(4, 8, generator=generator)) / 4
+            )
             optimizer.step()
         return weight.detach()
 
@@ -121,17 +140,26 @@ def test_a_thousand_steps(name: str) -> None:
 
 
 @ON_BOTH
-def test_adagrads_sums_are_those_of_float32_rounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To one of the two neighbours; the step is made with the sum before it is rounded; and pieces make no difference."""
+def test_adagrads_sums_are_those_of_float32_rounded(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To one of the two neighbours; the step is made with the sum before it is rounded; and pieces
+    make no difference."""
     grads = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(device)
     made = []
-    for options, piece in (({}, 2**22), ({"state_dtype": torch.bfloat16}, 2**22), ({"state_dtype": torch.bfloat16}, 64)):
+    for options, piece in (
+        ({}, 2**22),
+        ({"state_dtype": torch.bfloat16}, 2**22),
+        ({"state_dtype": torch.bfloat16}, 64),
+    ):
         monkeypatch.setattr(optim.adagrad, "_PIECE", piece)
         param = torch.nn.Parameter(torch.ones(7, 100, device=device))
         optimizer = optim.Adagrad([param], lr=0.1, **options)
         param.grad = grads.clone()
         optimizer.step()
-        made.append((param.detach(), optimizer.state[param]["sum"].float(), optimizer.state[param]["step"]))
+        made.append(
+            (param.detach(), optimizer.state[param]["sum"].float(), optimizer.state[param]["step"])
+        )
     (wide, total, _), *narrow = made
     for param, rounded, step in narrow:
         assert torch.equal(param, wide)
@@ -142,7 +170,8 @@ def test_adagrads_sums_are_those_of_float32_rounded(device: str, monkeypatch: py
 
 
 def test_adagrads_sums_go_on_growing() -> None:
-    """Rounded to nearest, 8 bits stand still once a gradient's square is less than a 512th of the sum."""
+    """Rounded to nearest, 8 bits stand still once a gradient's square is less than a 512th of the
+    sum."""
     grads = torch.randn(3000, 500, generator=torch.Generator().manual_seed(0))
 
     def grown(**options: Any) -> float:
@@ -164,7 +193,10 @@ def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
     optimizer = optim.Adagrad([param], lr=0.1, state_dtype=torch.bfloat16)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for factor in (1.0, float("inf"), 1.0):
-        before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
+        before = [
+            param.detach().clone(),
+            *(value.clone() for value in optimizer.state[param].values()),
+        ]
         optimizer.zero_grad()
         scaler.scale((param * 3.0).sum() * factor).backward()
         scaler.step(optimizer)
@@ -177,7 +209,9 @@ def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
 
 def test_what_is_refused() -> None:
     for make in CLASSES.values():
-        with pytest.raises(ValueError, match=r"state_dtype must be None, 'param', .*got torch.int8"):
+        with pytest.raises(
+            ValueError, match=r"state_dtype must be None, 'param', .*got torch.int8"
+        ):
             make(make_params("cpu"), state_dtype=torch.int8)
     x = [torch.ones(3)]
     with pytest.raises(ValueError, match="state_steps must be given to round stochastically"):

@@ -1,4 +1,5 @@
-"""The norms on the CPU: the contract, and what is special: mixed dtypes, lengths, special values, codes, which gradients are made."""
+"""The norms on the CPU: the contract, and what is special: mixed dtypes, lengths, special values,
+codes, which gradients are made."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def after_sum(oracle: Any) -> Any:
 
 
 def decoded(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Coarse enough for a code that is one off, because it lies between two and sums are rounded another way."""
+    """Coarse enough for a code that is one off, because it lies between two and sums are rounded
+    another way."""
     values, scales = flexops.rms_norm_quantized(x, weight)
     return (values.float() * scales).bfloat16(), scales
 
@@ -80,15 +82,41 @@ HUGE = (2**18 + 3, 2**13)
 
 def refusals(name: str, call: Any) -> tuple[Refusal, ...]:
     return (
-        Refusal(lambda: call(torch.ones(())), ValueError, rf"flexops.{name}: x must have at least one dimension"),
-        Refusal(lambda: call(torch.ones(2, 0)), ValueError, rf"flexops.{name}: x's last dimension must be from 1 to 65536, got shape \(2, 0\)"),
-        Refusal(lambda: call(torch.ones(65537)), ValueError, rf"flexops.{name}: x's last dimension"),
-        Refusal(lambda: call(X, weight=torch.ones(5)), ValueError, rf"flexops.{name}: weight must have shape \(4,\)"),
-        Refusal(lambda: call(X, weight=torch.ones(1, 4)), ValueError, rf"flexops.{name}: weight must have shape"),
-        Refusal(lambda: call(X, weight=torch.ones(4, device="meta")), ValueError, rf"flexops.{name}: weight must be on the device of x"),
+        Refusal(
+            lambda: call(torch.ones(())),
+            ValueError,
+            rf"flexops.{name}: x must have at least one dimension",
+        ),
+        Refusal(
+            lambda: call(torch.ones(2, 0)),
+            ValueError,
+            rf"flexops.{name}: x's last dimension must be from 1 to 65536, got shape \(2, 0\)",
+        ),
+        Refusal(
+            lambda: call(torch.ones(65537)), ValueError, rf"flexops.{name}: x's last dimension"
+        ),
+        Refusal(
+            lambda: call(X, weight=torch.ones(5)),
+            ValueError,
+            rf"flexops.{name}: weight must have shape \(4,\)",
+        ),
+        Refusal(
+            lambda: call(X, weight=torch.ones(1, 4)),
+            ValueError,
+            rf"flexops.{name}: weight must have shape",
+        ),
+        Refusal(
+            lambda: call(X, weight=torch.ones(4, device="meta")),
+            ValueError,
+            rf"flexops.{name}: weight must be on the device of x",
+        ),
         Refusal(lambda: call(X, eps=-1.0), ValueError, rf"flexops.{name}: eps must be at least 0"),
         Refusal(lambda: call(X, eps=None), TypeError, rf"flexops.{name}: eps must be a number"),
-        Refusal(lambda: call(X, eps=float("nan")), ValueError, rf"flexops.{name}: eps must be at least 0"),
+        Refusal(
+            lambda: call(X, eps=float("nan")),
+            ValueError,
+            rf"flexops.{name}: eps must be at least 0",
+        ),
     )
 
 
@@ -108,7 +136,11 @@ class TestContract(Contract):
             huge=HUGE,
             refusals=(
                 *refusals("layer_norm", flexops.layer_norm),
-                Refusal(lambda: flexops.layer_norm(X, WEIGHT, torch.ones(3)), ValueError, r"flexops.layer_norm: bias must have shape \(4,\)"),
+                Refusal(
+                    lambda: flexops.layer_norm(X, WEIGHT, torch.ones(3)),
+                    ValueError,
+                    r"flexops.layer_norm: bias must have shape \(4,\)",
+                ),
             ),
         ),
         Case(
@@ -138,9 +170,19 @@ class TestContract(Contract):
             gradients="norm_backward",
             huge=(2**18 + 3, 2**13),
             refusals=(
-                *refusals("add_layer_norm", lambda x, **keywords: flexops.add_layer_norm(x, x, **keywords)),
-                Refusal(lambda: flexops.add_layer_norm(X, X[:1]), ValueError, r"flexops.add_layer_norm: residual must have shape \(2, 4\)"),
-                Refusal(lambda: flexops.add_layer_norm(X, None), TypeError, r"flexops.add_layer_norm: residual must be a float32"),  # type: ignore[arg-type]
+                *refusals(
+                    "add_layer_norm", lambda x, **keywords: flexops.add_layer_norm(x, x, **keywords)
+                ),
+                Refusal(
+                    lambda: flexops.add_layer_norm(X, X[:1]),
+                    ValueError,
+                    r"flexops.add_layer_norm: residual must have shape \(2, 4\)",
+                ),
+                Refusal(
+                    lambda: flexops.add_layer_norm(X, None),
+                    TypeError,
+                    r"flexops.add_layer_norm: residual must be a float32",
+                ),  # type: ignore[arg-type]
             ),
         ),
         Case(
@@ -156,8 +198,14 @@ class TestContract(Contract):
             gradients="norm_backward",
             huge=(2**18 + 3, 2**13),
             refusals=(
-                *refusals("add_rms_norm", lambda x, **keywords: flexops.add_rms_norm(x, x, **keywords)),
-                Refusal(lambda: flexops.add_rms_norm(X, X.to("meta")), ValueError, r"flexops.add_rms_norm: residual must be on the device of x"),
+                *refusals(
+                    "add_rms_norm", lambda x, **keywords: flexops.add_rms_norm(x, x, **keywords)
+                ),
+                Refusal(
+                    lambda: flexops.add_rms_norm(X, X.to("meta")),
+                    ValueError,
+                    r"flexops.add_rms_norm: residual must be on the device of x",
+                ),
             ),
         ),
         Case(
@@ -173,8 +221,16 @@ class TestContract(Contract):
             accuracy=False,
             refusals=(
                 *refusals("rms_norm_quantized", flexops.rms_norm_quantized),
-                Refusal(lambda: flexops.rms_norm_quantized(X, dtype=torch.uint8), TypeError, r"flexops.rms_norm_quantized: dtype must be torch.int8"),
-                Refusal(lambda: flexops.rms_norm_quantized(X, residual=X[0]), ValueError, r"flexops.rms_norm_quantized: residual must have shape"),
+                Refusal(
+                    lambda: flexops.rms_norm_quantized(X, dtype=torch.uint8),
+                    TypeError,
+                    r"flexops.rms_norm_quantized: dtype must be torch.int8",
+                ),
+                Refusal(
+                    lambda: flexops.rms_norm_quantized(X, residual=X[0]),
+                    ValueError,
+                    r"flexops.rms_norm_quantized: residual must have shape",
+                ),
             ),
         ),
     )
@@ -197,38 +253,86 @@ def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
             one, other, unit = one.double(), other.double(), ROUNDING.get(one.dtype, 0.0)
             bound = 2 * unit * other.abs() + 4e-6 * size**0.5 * other.square().mean().sqrt() + 1e-6
             wrong = ~(((one - other).abs() <= bound) | (one.isnan() & other.isnan()))
-            assert not wrong.any(), (position, int(wrong.sum()), one[wrong][:3].tolist(), other[wrong][:3].tolist())
+            assert not wrong.any(), (
+                position,
+                int(wrong.sum()),
+                one[wrong][:3].tolist(),
+                other[wrong][:3].tolist(),
+            )
 
 
-# ---- every length, mixed dtypes --------------------------------------------------------------------------------------------------------------
+# ---- every length, mixed dtypes ------------------------------------------------------------------
 
 
 def compare_everything(seeds: range) -> None:
-    """Kernels against references, with dtypes, lengths, strides and parts left out drawn at random."""
+    """Kernels against references, with dtypes, lengths, strides and parts left out drawn at
+    random."""
     assert loader.ensure("norm", "cpu")
     assert loader.ensure("norm_backward", "cpu")
     ops = torch.ops.flexops
     for seed in seeds:
         torch.manual_seed(seed)
         choose = random.Random(seed)
-        rows, columns = choose.choice((1, 3, 40)), choose.choice((*range(1, 70), 255, 512, 1000, 1027, 4096, 9000))
+        rows, columns = (
+            choose.choice((1, 3, 40)),
+            choose.choice((*range(1, 70), 255, 512, 1000, 1027, 4096, 9000)),
+        )
         x_dtype, row_dtype, weight_dtype, bias_dtype = (choose.choice(DTYPES) for _ in range(4))
         x, residual, grad, also = (
             (torch.randn(rows, columns + pad) * 3 + 1).to(dtype)[:, pad:]
-            for dtype, pad in zip((x_dtype, row_dtype, x_dtype, row_dtype), (choose.choice((0, 0, 1, 4)) for _ in range(4)), strict=True)
+            for dtype, pad in zip(
+                (x_dtype, row_dtype, x_dtype, row_dtype),
+                (choose.choice((0, 0, 1, 4)) for _ in range(4)),
+                strict=True,
+            )
         )
         weight = torch.randn(columns).to(weight_dtype) if choose.random() < 0.8 else None
         bias = torch.randn(columns).to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
         with torch.no_grad():
-            compare(ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5)
+            compare(
+                ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5
+            )
             compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(ops.add_layer_norm.forward, norm_module._add_layer_norm_reference, x, residual, weight, bias, 1e-5)
-            backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs, bias_dtype)
-            compare(ops.layer_norm_backward, references["flexops::layer_norm_backward"], *backward, size=rows)
-            _, total, statistics = compare(ops.add_rms_norm.forward, norm_module._add_rms_norm_reference, x, residual, weight, 1e-6)
+            _, total, statistics = compare(
+                ops.add_layer_norm.forward,
+                norm_module._add_layer_norm_reference,
+                x,
+                residual,
+                weight,
+                bias,
+                1e-5,
+            )
+            backward = (
+                grad,
+                also if seed % 3 else None,
+                total,
+                weight,
+                statistics,
+                *needs,
+                bias_dtype,
+            )
+            compare(
+                ops.layer_norm_backward,
+                references["flexops::layer_norm_backward"],
+                *backward,
+                size=rows,
+            )
+            _, total, statistics = compare(
+                ops.add_rms_norm.forward,
+                norm_module._add_rms_norm_reference,
+                x,
+                residual,
+                weight,
+                1e-6,
+            )
             backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
-            compare(ops.rms_norm_backward, references["flexops::rms_norm_backward"], *backward, size=rows)
+            compare(
+                ops.rms_norm_backward,
+                references["flexops::rms_norm_backward"],
+                *backward,
+                size=rows,
+            )
 
 
 def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
@@ -252,20 +356,26 @@ def test_every_instruction_set(isa: str) -> None:
 
 @pytest.mark.usefixtures("native")
 def test_the_number_of_threads_changes_no_bit() -> None:
-    x, weight, bias = torch.randn(3000, 129).requires_grad_(), torch.randn(129).requires_grad_(), torch.randn(129).requires_grad_()
+    x, weight, bias = (
+        torch.randn(3000, 129).requires_grad_(),
+        torch.randn(129).requires_grad_(),
+        torch.randn(129).requires_grad_(),
+    )
     grad, found = torch.randn(3000, 129), []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(torch.autograd.grad(flexops.layer_norm(x, weight, bias), (x, weight, bias), grad))
+            found.append(
+                torch.autograd.grad(flexops.layer_norm(x, weight, bias), (x, weight, bias), grad)
+            )
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-# ---- special values --------------------------------------------------------------------------------------------------------------------------
+# ---- special values ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])
@@ -294,7 +404,9 @@ def test_a_large_mean_is_no_harm(mean: float) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 4096) + mean
     exact = F.layer_norm(x.double(), (4096,))
-    ours, torchs = ((y.double() - exact).abs().max() for y in (flexops.layer_norm(x), F.layer_norm(x, (4096,))))
+    ours, torchs = (
+        (y.double() - exact).abs().max() for y in (flexops.layer_norm(x), F.layer_norm(x, (4096,)))
+    )
     assert ours <= 1.5 * torchs + 2e-7
 
 
@@ -304,10 +416,14 @@ def test_one_column() -> None:
     assert (y == 7).all()
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert (gradient == 0).all()
-    torch.testing.assert_close(flexops.rms_norm(x.detach(), eps=0.0), torch.tensor([[1.0], [-1.0], [torch.nan]]), equal_nan=True)
+    torch.testing.assert_close(
+        flexops.rms_norm(x.detach(), eps=0.0),
+        torch.tensor([[1.0], [-1.0], [torch.nan]]),
+        equal_nan=True,
+    )
 
 
-# ---- codes -----------------------------------------------------------------------------------------------------------------------------------
+# ---- codes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("native")
@@ -316,14 +432,30 @@ def test_one_column() -> None:
 def test_codes(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(columns)
     for x_dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
-        x, residual, weight = torch.randn(9, columns).to(x_dtype), torch.randn(9, columns).to(weight_dtype), torch.randn(columns).to(weight_dtype)
+        x, residual, weight = (
+            torch.randn(9, columns).to(x_dtype),
+            torch.randn(9, columns).to(weight_dtype),
+            torch.randn(columns).to(weight_dtype),
+        )
         values, scales = flexops.rms_norm_quantized(x, weight, dtype=dtype)
-        assert_codes(values, scales, *quantized_module._rms_norm_quantized_reference(x, weight, 1e-6, dtype))
+        assert_codes(
+            values, scales, *quantized_module._rms_norm_quantized_reference(x, weight, 1e-6, dtype)
+        )
         exact = F.rms_norm(x.double(), (columns,), weight.double(), 1e-6)
-        step = scales.double() * 0.5 if dtype == torch.int8 else torch.maximum(exact.abs() / 16, scales.double() * 2.0**-10)
-        assert ((values.double() * scales.double() - exact).abs() <= step * 1.001 + 1e-6 * exact.abs()).all()
-        values, scales, total = flexops.rms_norm_quantized(x, weight, dtype=dtype, residual=residual)
-        expected = quantized_module._add_rms_norm_quantized_reference(x, residual, weight, 1e-6, dtype)
+        step = (
+            scales.double() * 0.5
+            if dtype == torch.int8
+            else torch.maximum(exact.abs() / 16, scales.double() * 2.0**-10)
+        )
+        assert (
+            (values.double() * scales.double() - exact).abs() <= step * 1.001 + 1e-6 * exact.abs()
+        ).all()
+        values, scales, total = flexops.rms_norm_quantized(
+            x, weight, dtype=dtype, residual=residual
+        )
+        expected = quantized_module._add_rms_norm_quantized_reference(
+            x, residual, weight, 1e-6, dtype
+        )
         assert_codes(values, scales, *expected[:2])
         assert torch.equal(total, expected[2])
         assert total.dtype == weight_dtype
@@ -344,7 +476,10 @@ def assert_codes(values: Tensor, scales: Tensor, expected: Tensor, expected_scal
 def test_codes_of_special_rows(dtype: torch.dtype) -> None:
     x = torch.randn(4, 40)
     x[1], x[2, 3], x[3, 4] = 0, torch.nan, -torch.inf
-    for values, scales in (flexops.rms_norm_quantized(x, dtype=dtype), quantized_module._rms_norm_quantized_reference(x, None, 1e-6, dtype)):
+    for values, scales in (
+        flexops.rms_norm_quantized(x, dtype=dtype),
+        quantized_module._rms_norm_quantized_reference(x, None, 1e-6, dtype),
+    ):
         assert scales[1] == 1
         assert scales[2:].isnan().all()
         assert (values[1:].float() == 0).all()
@@ -353,20 +488,27 @@ def test_codes_of_special_rows(dtype: torch.dtype) -> None:
 
 
 def test_codes_are_not_differentiable() -> None:
-    values, scales, total = flexops.rms_norm_quantized(X.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), residual=X)
+    values, scales, total = flexops.rms_norm_quantized(
+        X.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), residual=X
+    )
     assert not values.requires_grad
     assert not scales.requires_grad
     assert not total.requires_grad
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("residual_dtype", DTYPES)
-def test_gradients_with_a_residual_of_another_dtype(x_dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
+def test_gradients_with_a_residual_of_another_dtype(
+    x_dtype: torch.dtype, residual_dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    x, residual = torch.randn(6, 50).to(x_dtype).requires_grad_(), torch.randn(6, 50).to(residual_dtype).requires_grad_()
+    x, residual = (
+        torch.randn(6, 50).to(x_dtype).requires_grad_(),
+        torch.randn(6, 50).to(residual_dtype).requires_grad_(),
+    )
     weight = torch.randn(50).requires_grad_()
     y, total = flexops.add_rms_norm(x, residual, weight)
     assert (y.dtype, total.dtype) == (x_dtype, residual_dtype)
@@ -374,21 +516,31 @@ def test_gradients_with_a_residual_of_another_dtype(x_dtype: torch.dtype, residu
     actual = torch.autograd.grad((y, total), (x, residual, weight), given)
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, residual, weight)]
     sums = exact[0] + exact[1]
-    expected = torch.autograd.grad((F.rms_norm(sums, (50,), exact[2], 1e-6), sums), exact, [grad.double() for grad in given])
+    expected = torch.autograd.grad(
+        (F.rms_norm(sums, (50,), exact[2], 1e-6), sums), exact, [grad.double() for grad in given]
+    )
     for one, other, leaf in zip(actual, expected, (x, residual, weight), strict=True):
         assert one.dtype == leaf.dtype
         grain = 4 * max(ROUNDING[x_dtype], ROUNDING[residual_dtype])
-        assert ((one.double() - other).abs() <= grain * (other.abs() + other.square().mean().sqrt())).all()
+        assert (
+            (one.double() - other).abs() <= grain * (other.abs() + other.square().mean().sqrt())
+        ).all()
 
 
 @pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
 def test_the_residuals_gradient_is_added_in_the_same_pass(name: str) -> None:
-    """A chain of blocks, as models have them: no addition of tensors is left, forward or backward."""
-    x, weights = torch.randn(6, 32, requires_grad=True), [torch.randn(32, requires_grad=True) for _ in range(3)]
+    """A chain of blocks, as models have them: no addition of tensors is left, forward or
+    backward."""
+    x, weights = (
+        torch.randn(6, 32, requires_grad=True),
+        [torch.randn(32, requires_grad=True) for _ in range(3)],
+    )
     seen: list[str] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -402,18 +554,30 @@ def test_the_residuals_gradient_is_added_in_the_same_pass(name: str) -> None:
     with Watch():
         found = torch.autograd.grad(chain(getattr(flexops, name)), [x, *weights])
     assert not [call for call in seen if call.startswith("aten.add")], seen
-    norm = (lambda s, w: F.rms_norm(s, (32,), w, 1e-6)) if name == "add_rms_norm" else (lambda s, w: F.layer_norm(s, (32,), w, None, 1e-5))
-    wanted = torch.autograd.grad(chain(lambda y, residual, weight: (norm(y + residual, weight), y + residual)), [x, *weights])
+    norm = (
+        (lambda s, w: F.rms_norm(s, (32,), w, 1e-6))
+        if name == "add_rms_norm"
+        else (lambda s, w: F.layer_norm(s, (32,), w, None, 1e-5))
+    )
+    wanted = torch.autograd.grad(
+        chain(lambda y, residual, weight: (norm(y + residual, weight), y + residual)), [x, *weights]
+    )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_residual_goes_on() -> None:
     """The norm's result unused: its gradient is None, and the residual's passes through."""
-    x, residual, weight = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    x, residual, weight = (
+        torch.randn(3, 8, requires_grad=True),
+        torch.randn(3, 8, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+    )
     _, total = flexops.add_rms_norm(x, residual, weight)
     grad = torch.randn(3, 8)
-    of_x, of_residual, of_weight = torch.autograd.grad(total, (x, residual, weight), grad, allow_unused=True)
+    of_x, of_residual, of_weight = torch.autograd.grad(
+        total, (x, residual, weight), grad, allow_unused=True
+    )
     assert torch.equal(of_x, grad)
     assert torch.equal(of_residual, grad)
     assert of_weight is None
@@ -423,7 +587,8 @@ def test_only_the_residual_goes_on() -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
 def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
-    """A call asks for them where something requires a gradient; results are the same bits, from the operators for users as well."""
+    """A call asks for them where something requires a gradient; results are the same bits, from the
+    operators for users as well."""
     torch.manual_seed(0)
     arguments: list[Any] = [torch.randn(5, 96) for _ in range(1 + name.startswith("add"))]
     arguments += [torch.randn(96) for _ in range(1 + name.endswith("layer_norm"))]
@@ -431,20 +596,36 @@ def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
         argument.requires_grad_(gradient)
     with Recorder() as recorder:
         results = tensors_of(getattr(flexops, name)(*arguments, 1e-5))
-    op, plain, forward = (operator_of(f"flexops::{name}{way}") for way in ("", "_plain", ".forward"))
+    op, plain, forward = (
+        operator_of(f"flexops::{name}{way}") for way in ("", "_plain", ".forward")
+    )
     assert {call[0] for call in recorder.calls} == ({op, forward} if gradient else {op})
     for_users = tensors_of(op(*arguments, 1e-5))
     leaves = [argument.detach() for argument in arguments]
-    for one, *others in zip(results, for_users, tensors_of(plain(*leaves, 1e-5)), tensors_of(forward(*leaves, 1e-5))[:-1], strict=True):
+    for one, *others in zip(
+        results,
+        for_users,
+        tensors_of(plain(*leaves, 1e-5)),
+        tensors_of(forward(*leaves, 1e-5))[:-1],
+        strict=True,
+    ):
         assert all(torch.equal(one, other) for other in others)
     if gradient:
         given = [torch.randn_like(one) for one in results]
-        for one, other in zip(torch.autograd.grad(results, arguments, given), torch.autograd.grad(for_users, arguments, given), strict=True):
+        for one, other in zip(
+            torch.autograd.grad(results, arguments, given),
+            torch.autograd.grad(for_users, arguments, given),
+            strict=True,
+        ):
             assert torch.equal(one, other)
 
 
 def test_no_rows_give_zero_gradients() -> None:
-    x, weight, bias = torch.randn(0, 8, requires_grad=True), torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    x, weight, bias = (
+        torch.randn(0, 8, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+        torch.randn(8, requires_grad=True),
+    )
     gradients = torch.autograd.grad(flexops.layer_norm(x, weight, bias).sum(), (x, weight, bias))
     assert gradients[0].shape == (0, 8)
     assert (gradients[1] == 0).all()

@@ -1,4 +1,5 @@
-"""flexops.quantize and flexops.dequantize on the CPU (one test on a GPU, too): formulas, format, special groups, native against reference, torch.compile."""
+"""flexops.quantize and flexops.dequantize on the CPU (one test on a GPU, too): formulas, format,
+special groups, native against reference, torch.compile."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.fixture(params=["op", "reference"])
 def roundtrip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    """Every test that takes this runs twice: on whatever kernels there are, and on the
+    reference."""
     if request.param == "reference":
 
         class Ops:
@@ -52,15 +54,22 @@ def per_element(per_group: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
 
 
 def error_bound(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
-    """Half a step (a whole one where a coarse scale pushes the maximum beyond the last code), the float32 arithmetic, the result's rounding."""
+    """Half a step (a whole one where a coarse scale pushes the maximum beyond the last code), the
+    float32 arithmetic, the result's rounding."""
     top = quant_module._largest_code(q.bits, q.symmetric)
     beyond = max(top * (1 + ROUNDING[x.dtype] + 2**-22) - (top + 0.5), 0.0)
     step = per_element(1 / q.scale.double(), q)
     largest = step * top + (0 if q.minimum is None else per_element(q.minimum.double().abs(), q))
-    return step * (0.5 + beyond) + largest * 2.0**-21 + x.double().abs() * 2 * ROUNDING[x.dtype] + step * ROUNDING[x.dtype] + SMALLEST[x.dtype]
+    return (
+        step * (0.5 + beyond)
+        + largest * 2.0**-21
+        + x.double().abs() * 2 * ROUNDING[x.dtype]
+        + step * ROUNDING[x.dtype]
+        + SMALLEST[x.dtype]
+    )
 
 
-# ---- results -------------------------------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +96,9 @@ def test_the_error_is_half_a_step_for_any_shape(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     group_size = data.draw(st.one_of(st.integers(1, 70), st.just(-1)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    x = torch.randn(shape, generator=generator) * 10 ** data.draw(st.floats(-4, 4)) + data.draw(st.floats(-10, 10))
+    x = torch.randn(shape, generator=generator) * 10 ** data.draw(st.floats(-4, 4)) + data.draw(
+        st.floats(-10, 10)
+    )
     x = x.to(dtype).permute(data.draw(st.permutations(range(len(shape)))))
     q = flexops.quantize(x, bits, group_size, dim, symmetric)
     y = flexops.dequantize(q, torch.float32)
@@ -97,8 +108,11 @@ def test_the_error_is_half_a_step_for_any_shape(data: st.DataObject) -> None:
     assert again.scales.shape == q.scales.shape
 
 
-def flexgen_compress(x: np.ndarray[Any, Any], group_size: int, dim: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """FlexGen's published format, from its description: 4 bits, min and max, group-major, the even element in the high half."""
+def flexgen_compress(
+    x: np.ndarray[Any, Any], group_size: int, dim: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """FlexGen's published format, from its description: 4 bits, min and max, group-major, the even
+    element in the high half."""
     x = np.moveaxis(x.astype(np.float32), dim, -1)
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
@@ -110,14 +124,24 @@ def flexgen_compress(x: np.ndarray[Any, Any], group_size: int, dim: int) -> tupl
     return np.moveaxis(packed, -1, dim), np.moveaxis(np.moveaxis(pairs, -2, dim), -1, dim + 1)
 
 
-def flexgen_decompress(packed: np.ndarray[Any, Any], pairs: np.ndarray[Any, Any], group_size: int, dim: int) -> np.ndarray[Any, Any]:
+def flexgen_decompress(
+    packed: np.ndarray[Any, Any], pairs: np.ndarray[Any, Any], group_size: int, dim: int
+) -> np.ndarray[Any, Any]:
     packed = np.moveaxis(packed, dim, -1)
-    codes = np.stack([packed >> 4, packed & 15], -1).reshape(*packed.shape[:-1], -1, group_size).astype(np.float32)
-    scale, low = np.split(np.moveaxis(np.moveaxis(pairs.astype(np.float32), dim + 1, -1), dim, -2), 2, -1)
+    codes = (
+        np.stack([packed >> 4, packed & 15], -1)
+        .reshape(*packed.shape[:-1], -1, group_size)
+        .astype(np.float32)
+    )
+    scale, low = np.split(
+        np.moveaxis(np.moveaxis(pairs.astype(np.float32), dim + 1, -1), dim, -2), 2, -1
+    )
     return np.moveaxis((codes / scale + low).reshape(*packed.shape[:-1], -1), -1, dim)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((128, 96), 0), ((96, 128), 1), ((64, 8, 128), 2), ((5, 128, 33), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((128, 96), 0), ((96, 128), 1), ((64, 8, 128), 2), ((5, 128, 33), 1)]
+)
 @pytest.mark.usefixtures("roundtrip")
 def test_float32_gives_flexgens_bits(shape: tuple[int, ...], dim: int) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
@@ -125,8 +149,15 @@ def test_float32_gives_flexgens_bits(shape: tuple[int, ...], dim: int) -> None:
     q = flexops.quantize(x, 4, 64, dim)
     assert np.array_equal(q.packed.numpy(), packed)
     assert np.array_equal(q.scales.numpy(), pairs)
-    np.testing.assert_allclose(flexops.dequantize(q).numpy(), flexgen_decompress(packed, pairs, 64, dim), rtol=1e-6, atol=1e-6)
-    mine = QuantizedTensor(torch.from_numpy(packed.copy()), torch.from_numpy(pairs.copy()), shape[dim], 4, 64, dim)
+    np.testing.assert_allclose(
+        flexops.dequantize(q).numpy(),
+        flexgen_decompress(packed, pairs, 64, dim),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    mine = QuantizedTensor(
+        torch.from_numpy(packed.copy()), torch.from_numpy(pairs.copy()), shape[dim], 4, 64, dim
+    )
     assert_same(flexops.dequantize(mine), flexops.dequantize(q))
 
 
@@ -142,7 +173,8 @@ def test_flexgen_reads_what_we_write_in_float16() -> None:
 def test_the_layout_is_as_documented() -> None:
     x = torch.tensor([[0.0, 15.0, 3.0, 7.0, 1.0, 2.0, 16.0]])
     q = flexops.quantize(x, 4, 3, 1)
-    # groups [0, 15, 3], [7, 1, 2] and [16]; each takes two bytes, the last half of an odd group is empty
+    # groups [0, 15, 3], [7, 1, 2] and [16]; each takes two bytes, the last half of an odd group is
+    # empty
     assert q.packed.tolist() == [[0x0F, 0x30, 0xF0, 0x20, 0x00, 0x00]]
     assert q.scales.shape == (1, 3, 2)
     assert q.minimum is not None
@@ -164,7 +196,7 @@ def test_halves_round_to_even() -> None:
     assert q.packed.tolist() == [0x00, 0x22, 0x4F]
 
 
-# ---- special groups ------------------------------------------------------------------------------------------------------------------------
+# ---- special groups ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,7 +223,9 @@ def test_symmetric_zeros_come_back_exactly(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.usefixtures("roundtrip")
-def test_a_group_that_is_not_finite_becomes_nan(dtype: torch.dtype, bits: int, symmetric: bool, dim: int) -> None:
+def test_a_group_that_is_not_finite_becomes_nan(
+    dtype: torch.dtype, bits: int, symmetric: bool, dim: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 96, generator=generator).to(dtype)
     clean = flexops.dequantize(flexops.quantize(x, bits, 32, dim, symmetric))
@@ -229,7 +263,7 @@ def test_a_tiny_span_does_not_overflow_the_scale() -> None:
     assert (flexops.dequantize(q) - x).abs().max() <= 1e-40
 
 
-# ---- native against reference --------------------------------------------------------------------------------------------------------------
+# ---- native against reference --------------------------------------------------------------------
 
 
 def compare_with_reference(seed: int) -> None:
@@ -237,11 +271,15 @@ def compare_with_reference(seed: int) -> None:
     x, dim = draw_input(random_, generator)
     bits, group_size, symmetric = draw_options(random_)
     packed, scales = torch.ops.flexops.quantize(x, bits, group_size, dim, symmetric)
-    expected_packed, expected_scales = quant_module._quantize_reference(x, bits, group_size, dim, symmetric)
+    expected_packed, expected_scales = quant_module._quantize_reference(
+        x, bits, group_size, dim, symmetric
+    )
     assert_same(packed, expected_packed)
     assert_same(scales, expected_scales)
     arguments = (packed, scales, x.shape[dim], bits, group_size, dim, random_.choice(DTYPES))
-    assert_same(torch.ops.flexops.dequantize(*arguments), quant_module._dequantize_reference(*arguments))
+    assert_same(
+        torch.ops.flexops.dequantize(*arguments), quant_module._dequantize_reference(*arguments)
+    )
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -268,13 +306,22 @@ def test_many_elements_on_all_threads() -> None:
         packed, scales = quant_module._quantize_reference(x, 4, 64, dim, False)
         assert torch.equal(q.packed, packed)
         assert torch.equal(q.scales, scales)
-        assert torch.equal(flexops.dequantize(q), quant_module._dequantize_reference(packed, scales, q.length, 4, 64, dim, torch.bfloat16))
+        assert torch.equal(
+            flexops.dequantize(q),
+            quant_module._dequantize_reference(
+                packed, scales, q.length, 4, 64, dim, torch.bfloat16
+            ),
+        )
 
 
 @pytest.mark.usefixtures("native")
 def test_large_results_ask_for_huge_pages(require: Callable[..., None]) -> None:
     """The page faults of a fresh result would take several times as long as the work."""
-    require(Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), "transparent huge pages", "a Linux kernel with CONFIG_TRANSPARENT_HUGEPAGE")
+    require(
+        Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(),
+        "transparent huge pages",
+        "a Linux kernel with CONFIG_TRANSPARENT_HUGEPAGE",
+    )
     y = flexops.dequantize(flexops.quantize(torch.randn(4096, 4096)))
     inside, here, flags = y.data_ptr() + y.nbytes // 2, False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -296,8 +343,11 @@ def test_dequantize_takes_any_strides() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
-def test_dequantize_reads_views_that_begin_anywhere(native_kernels: Callable[[str, str], None], device: str, dim: int, bits: int, symmetric: bool) -> None:
-    """One byte, or one number, beyond an address that vectors of codes or scales could be read from."""
+def test_dequantize_reads_views_that_begin_anywhere(
+    native_kernels: Callable[[str, str], None], device: str, dim: int, bits: int, symmetric: bool
+) -> None:
+    """One byte, or one number, beyond an address that vectors of codes or scales could be read
+    from."""
     native_kernels("quant", device)
     q = flexops.quantize(torch.randn(64, 128, device=device).bfloat16(), bits, 32, dim, symmetric)
 
@@ -315,10 +365,12 @@ def test_dequantize_to_another_dtype(dtype: torch.dtype) -> None:
     q = flexops.quantize(torch.randn(3, 200).half(), 4, 64)
     y = flexops.dequantize(q, dtype)
     assert y.dtype == dtype
-    torch.testing.assert_close(y.float(), flexops.dequantize(q, torch.float32), rtol=ROUNDING[dtype], atol=1e-6)
+    torch.testing.assert_close(
+        y.float(), flexops.dequantize(q, torch.float32), rtol=ROUNDING[dtype], atol=1e-6
+    )
 
 
-# ---- being an op ---------------------------------------------------------------------------------------------------------------------------
+# ---- being an op ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)])
@@ -332,10 +384,20 @@ def test_empty_tensors(shape: tuple[int, ...], dim: int) -> None:
 
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 def test_opcheck(bits: int, symmetric: bool) -> None:
-    for x, group_size, dim in ((torch.randn(5, 70), 32, 1), (torch.randn(70, 6).bfloat16(), 7, 0), (torch.randn(4, 6).t(), 4, -1), (torch.empty(0, 3), 2, 0)):
-        torch.library.opcheck(torch.ops.flexops.quantize.default, (x, bits, group_size, dim, symmetric))
+    for x, group_size, dim in (
+        (torch.randn(5, 70), 32, 1),
+        (torch.randn(70, 6).bfloat16(), 7, 0),
+        (torch.randn(4, 6).t(), 4, -1),
+        (torch.empty(0, 3), 2, 0),
+    ):
+        torch.library.opcheck(
+            torch.ops.flexops.quantize.default, (x, bits, group_size, dim, symmetric)
+        )
         q = flexops.quantize(x, bits, group_size, dim, symmetric)
-        torch.library.opcheck(torch.ops.flexops.dequantize.default, (q.packed, q.scales, q.length, bits, group_size, q.dim, torch.float16))
+        torch.library.opcheck(
+            torch.ops.flexops.dequantize.default,
+            (q.packed, q.scales, q.length, bits, group_size, q.dim, torch.float16),
+        )
 
 
 def test_compiles_whole() -> None:
@@ -345,7 +407,8 @@ def test_compiles_whole() -> None:
 
     x = torch.randn(70, 8)
     y, q = torch.compile(f, fullgraph=True, dynamic=False)(x)
-    torch.set_flush_denormal(False)  # which loading inductor's code sets with torch 2.4, as flexops/testing/machinery.py says
+    # which loading inductor's code sets with torch 2.4, as flexops/testing/machinery.py says
+    torch.set_flush_denormal(False)
     expected, expected_q = f(x)
     assert torch.equal(y, expected)
     assert torch.equal(q.packed, expected_q.packed)
@@ -362,7 +425,12 @@ def test_compiles_for_any_size() -> None:
         graphs += 1
         return graph.forward
 
-    compiled = torch.compile(lambda x: flexops.dequantize(flexops.quantize(x, 4, 32, 1)), fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(
+        lambda x: flexops.dequantize(flexops.quantize(x, 4, 32, 1)),
+        fullgraph=True,
+        dynamic=True,
+        backend=backend,
+    )
     for rows, columns in ((6, 64), (7, 70), (9, 300)):
         x = torch.randn(rows, columns)
         assert torch.equal(compiled(x), flexops.dequantize(flexops.quantize(x, 4, 32, 1)))
@@ -384,7 +452,11 @@ def test_results_do_not_require_gradients() -> None:
 
 
 QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"x": torch.zeros(4, dtype=torch.int32)}, TypeError, "x must be a float32, float16 or bfloat16 tensor, got torch.int32"),
+    (
+        {"x": torch.zeros(4, dtype=torch.int32)},
+        TypeError,
+        "x must be a float32, float16 or bfloat16 tensor, got torch.int32",
+    ),
     ({"x": torch.zeros(4, dtype=torch.float64)}, TypeError, "x must be"),
     ({"x": [1.0, 2.0]}, TypeError, "x must be .* got list"),
     ({"x": torch.tensor(1.0)}, ValueError, "x must have at least one dimension"),
@@ -397,7 +469,9 @@ QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), QUANTIZE_ERRORS)
-def test_quantize_names_the_wrong_argument(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_quantize_names_the_wrong_argument(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"flexops.quantize: {message}"):
         flexops.quantize(**({"x": torch.zeros(4, 64)} | change))
 
@@ -407,7 +481,11 @@ DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scales": torch.zeros(4, 1, 2, dtype=torch.float64)}, TypeError, "scales must be"),
     ({"scales": torch.zeros(4, 2, 2)}, ValueError, "scales must have shape"),
     ({"scales": torch.zeros(4, 2)}, ValueError, "scales must have shape"),
-    ({"packed": torch.zeros(4, 31, dtype=torch.uint8)}, ValueError, "packed must have 32 bytes along dim 1"),
+    (
+        {"packed": torch.zeros(4, 31, dtype=torch.uint8)},
+        ValueError,
+        "packed must have 32 bytes along dim 1",
+    ),
     ({"length": 65}, ValueError, "packed must have 64 bytes"),
     ({"length": -1}, ValueError, "length must not be negative"),
     ({"bits": 5}, ValueError, "bits must be 4 or 8"),
@@ -417,7 +495,9 @@ DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), DEQUANTIZE_ERRORS)
-def test_dequantize_names_the_wrong_argument(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_dequantize_names_the_wrong_argument(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     q = flexops.quantize(torch.zeros(4, 64))
     with pytest.raises(error, match=f"flexops.dequantize: {message}"):
         flexops.dequantize(q._replace(**change))
@@ -433,7 +513,8 @@ def test_dequantize_takes_nothing_else() -> None:
 
 @pytest.mark.usefixtures("native")
 def test_the_ops_themselves_check_too() -> None:
-    """For those who call torch.ops directly: a wrong argument is an error, never a wrong address."""
+    """For those who call torch.ops directly: a wrong argument is an error, never a wrong
+    address."""
     q = flexops.quantize(torch.zeros(4, 64))
     wrong = [
         (q.packed[:, :31], q.scales, 64, 4, 64, 1),
@@ -448,11 +529,28 @@ def test_the_ops_themselves_check_too() -> None:
     for arguments in wrong:
         with pytest.raises(RuntimeError, match="flexops::dequantize: "):
             torch.ops.flexops.dequantize(*arguments, torch.float32)
-    others = (torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    others = (
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
     for dtype in others:
-        with pytest.raises(RuntimeError, match=rf"flexops::dequantize: dtype must be .*, got {str(dtype).removeprefix('torch.')}"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                rf"flexops::dequantize: dtype must be .*, got {str(dtype).removeprefix('torch.')}"
+            ),
+        ):
             torch.ops.flexops.dequantize(*q, dtype)
-    with pytest.raises(RuntimeError, match=r"flexops::dequantize: dtype must be .*, got another dtype"):
+    with pytest.raises(
+        RuntimeError, match=r"flexops::dequantize: dtype must be .*, got another dtype"
+    ):
         torch.ops.flexops.dequantize(*q, torch.complex64)
     for arguments in (
         (torch.zeros(4, dtype=torch.int8), 4, 64, 0, False),

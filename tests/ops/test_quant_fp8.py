@@ -1,4 +1,5 @@
-"""flexops.quantize_fp8, quantize_int8 and back: formulas, scales, what becomes of NaN, infinities and zeros; native against reference."""
+"""flexops.quantize_fp8, quantize_int8 and back: formulas, scales, what becomes of NaN, infinities
+and zeros; native against reference."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CODES = (E4M3, E5M2, torch.int8)
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
-SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 6e-8, 65504.0, -65504.0, 3.0e38)
+SPECIAL = (
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    0.0,
+    -0.0,
+    1e-40,
+    6e-8,
+    65504.0,
+    -65504.0,
+    3.0e38,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,11 @@ def quantize(x: Tensor, code: torch.dtype, segment: int = -1) -> tuple[Tensor, T
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, segment: int = -1) -> Tensor:
     ops = torch.ops.flexops
-    out: Tensor = ops.dequantize_int8(values, scales, dtype) if values.dtype == torch.int8 else ops.dequantize_fp8(values, scales, segment, dtype)
+    out: Tensor = (
+        ops.dequantize_int8(values, scales, dtype)
+        if values.dtype == torch.int8
+        else ops.dequantize_fp8(values, scales, segment, dtype)
+    )
     return out
 
 
@@ -85,21 +101,37 @@ def compare_with_reference(seed: int, device: str = "cpu") -> None:
     random_, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     x = draw_input(random_, generator, device)
     code = random_.choice(CODES)
-    segment = -1 if code == torch.int8 else random_.choice((-1, 0, 1, 3, 16, 32, 100, 128, 128, 256, 1024, 5000))
+    segment = (
+        -1
+        if code == torch.int8
+        else random_.choice((-1, 0, 1, 3, 16, 32, 100, 128, 128, 256, 1024, 5000))
+    )
     values, scales = quantize(x, code, segment)
     expected_values, expected_scales = fp8_module._quantize_reference(x, code, segment)
     assert_same(values, expected_values)
     assert_same(scales, expected_scales)
     dtype = random_.choice(DTYPES)
-    assert_same(dequantize(values, scales, dtype, segment), fp8_module._dequantize_reference(values, scales, segment, dtype))
+    assert_same(
+        dequantize(values, scales, dtype, segment),
+        fp8_module._dequantize_reference(values, scales, segment, dtype),
+    )
     if code != torch.int8:
         scale = torch.tensor(10 ** random_.uniform(-6, 6), device=device)
-        assert_same(torch.ops.flexops.quantize_fp8_scaled(x, scale, code), fp8_module._quantize_scaled_reference(x, scale, code))
-        every = torch.arange(256, dtype=torch.uint8, device=device).view(code)[random_.randrange(17) :]  # all codes, NaN too; not aligned
-        assert_same(dequantize(every, scale, dtype, 0), fp8_module._dequantize_reference(every, scale, 0, dtype))
+        assert_same(
+            torch.ops.flexops.quantize_fp8_scaled(x, scale, code),
+            fp8_module._quantize_scaled_reference(x, scale, code),
+        )
+        # all codes, NaN too; not aligned
+        every = torch.arange(256, dtype=torch.uint8, device=device).view(code)[
+            random_.randrange(17) :
+        ]
+        assert_same(
+            dequantize(every, scale, dtype, 0),
+            fp8_module._dequantize_reference(every, scale, 0, dtype),
+        )
 
 
-# ---- native against reference --------------------------------------------------------------------------------------------------------------
+# ---- native against reference --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -121,7 +153,8 @@ def test_every_isa_gives_the_references_bits(isa: str) -> None:
 @pytest.mark.parametrize("code", [E4M3, E5M2])
 @pytest.mark.usefixtures("native")
 def test_codes_are_torchs(code: torch.dtype) -> None:
-    """Every float16 number, which holds all codes and the points halfway between them, as torch rounds it; beyond the range, the largest."""
+    """Every float16 number, which holds all codes and the points halfway between them, as torch
+    rounds it; beyond the range, the largest."""
     x = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.float16)
     x = x[x.isfinite()]
     values, _ = flexops.quantize_fp8(x, code, "tensor", scale=torch.ones(()))
@@ -138,15 +171,19 @@ def test_many_elements_on_all_threads() -> None:
         expected = fp8_module._quantize_reference(x, E4M3, segment)
         assert_same(values, expected[0])
         assert_same(scales, expected[1])
-        assert_same(dequantize(values, scales, torch.bfloat16, segment), fp8_module._dequantize_reference(*expected, segment, torch.bfloat16))
+        assert_same(
+            dequantize(values, scales, torch.bfloat16, segment),
+            fp8_module._dequantize_reference(*expected, segment, torch.bfloat16),
+        )
 
 
-# ---- results -------------------------------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["op", "reference"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    """Every test that takes this runs twice: on whatever kernels there are, and on the
+    reference."""
     if request.param == "reference":
         for name, function in (
             ("quantize_fp8", fp8_module._quantize_reference),
@@ -166,9 +203,18 @@ def roundtrip(x: Tensor, code: torch.dtype, scaling: str) -> tuple[Tensor, Tenso
     return values, scales, flexops.dequantize_fp8(values, scales, group_size=32)
 
 
-SCALINGS = [(E4M3, "row"), (E4M3, "group"), (E4M3, "tensor"), (E5M2, "row"), (E5M2, "group"), (E5M2, "tensor"), (torch.int8, "row")]
+SCALINGS = [
+    (E4M3, "row"),
+    (E4M3, "group"),
+    (E4M3, "tensor"),
+    (E5M2, "row"),
+    (E5M2, "group"),
+    (E5M2, "tensor"),
+    (torch.int8, "row"),
+]
 RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3, torch.int8: 0.0}  # half a step of normal numbers
-ABSOLUTE = {E4M3: 2.0**-10, E5M2: 2.0**-17, torch.int8: 0.5}  # half a step of the others, in units of the scale
+# half a step of the others, in units of the scale
+ABSOLUTE = {E4M3: 2.0**-10, E5M2: 2.0**-17, torch.int8: 0.5}
 
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
@@ -181,8 +227,15 @@ def test_the_error_is_half_a_step(code: torch.dtype, scaling: str, dtype: torch.
     assert values.shape == x.shape
     assert scales.dtype == y.dtype == torch.float32
     assert tuple(scales.shape) == {"row": (13, 3, 1), "group": (13, 3, 7), "tensor": ()}[scaling]
-    step = scales.double() if scaling != "group" else scales.double().repeat_interleave(32, -1)[..., :200]
-    assert ((y.double() - x.double()).abs() <= (x.double().abs() * RELATIVE[code]).maximum(step * ABSOLUTE[code]) * (1 + 2**-14)).all()
+    step = (
+        scales.double()
+        if scaling != "group"
+        else scales.double().repeat_interleave(32, -1)[..., :200]
+    )
+    assert (
+        (y.double() - x.double()).abs()
+        <= (x.double().abs() * RELATIVE[code]).maximum(step * ABSOLUTE[code]) * (1 + 2**-14)
+    ).all()
 
 
 @pytest.mark.usefixtures("either")
@@ -203,7 +256,8 @@ def test_scales_are_what_products_are_multiplied_by() -> None:
 
 @pytest.mark.usefixtures("either")
 def test_halves_round_to_even() -> None:
-    x = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, 2.0**-10, 3 * 2.0**-10])  # codes near 16 are 2 apart, the smallest ones 2**-9
+    # codes near 16 are 2 apart, the smallest ones 2**-9
+    x = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, 2.0**-10, 3 * 2.0**-10])
     assert flexops.quantize_fp8(x)[0].float().tolist() == [448, 16, 20, 20, -16, 0, 2**-8]
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
     assert flexops.quantize_int8(x)[0].tolist() == [127, 0, 2, 2, 0, -2]
@@ -217,22 +271,39 @@ def test_a_given_scale_saturates() -> None:
     assert same is scale
     assert values.float().nan_to_num(-1).tolist() == [0.5, 448, -448, 448, -448, -1, 224, 224]
     values, _ = flexops.quantize_fp8(x, E5M2, "tensor", scale=scale)
-    assert values.float().nan_to_num(-1).tolist() == [0.5, 57344, -57344, 57344, -57344, -1, 224, 224]
+    assert values.float().nan_to_num(-1).tolist() == [
+        0.5,
+        57344,
+        -57344,
+        57344,
+        -57344,
+        -1,
+        224,
+        224,
+    ]
 
 
-# ---- special rows --------------------------------------------------------------------------------------------------------------------------
+# ---- special rows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.usefixtures("either")
-def test_what_is_not_finite_breaks_its_own_only(code: torch.dtype, scaling: str, value: float) -> None:
+def test_what_is_not_finite_breaks_its_own_only(
+    code: torch.dtype, scaling: str, value: float
+) -> None:
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
     _, _, clean = roundtrip(x, code, scaling)
     x[4, 40] = value
     values, scales, y = roundtrip(x, code, scaling)
     broken = torch.zeros(6, 96, dtype=torch.bool)
-    broken[(slice(None), slice(None)) if scaling == "tensor" else (4, slice(32, 64) if scaling == "group" else slice(None))] = True
+    broken[
+        (
+            (slice(None), slice(None))
+            if scaling == "tensor"
+            else (4, slice(32, 64) if scaling == "group" else slice(None))
+        )
+    ] = True
     assert y[broken].isnan().all()
     assert torch.equal(y[~broken], clean[~broken])
     assert (values.view(torch.uint8)[broken] == 0).all()
@@ -258,10 +329,12 @@ def test_tiny_numbers_do_not_overflow(code: torch.dtype) -> None:
     x = torch.tensor([1e-44, -1e-40, 0.0, 3e-39])
     _, scales, y = roundtrip(x, code, "row")
     assert scales.item() == 2.0**-126
-    assert ((y - x).abs() <= (x.abs() * RELATIVE[code]).clamp(min=scales.item() * ABSOLUTE[code])).all()
+    assert (
+        (y - x).abs() <= (x.abs() * RELATIVE[code]).clamp(min=scales.item() * ABSOLUTE[code])
+    ).all()
 
 
-# ---- being an op ---------------------------------------------------------------------------------------------------------------------------
+# ---- being an op ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
@@ -272,45 +345,79 @@ def test_empty_tensors(code: torch.dtype, scaling: str) -> None:
         assert values.shape == y.shape == shape
         assert (scales == 1).all(), shape
         if scaling == "tensor":
-            assert flexops.quantize_fp8(torch.empty(shape), E4M3, "tensor", scale=torch.ones(()))[0].shape == shape
+            assert (
+                flexops.quantize_fp8(torch.empty(shape), E4M3, "tensor", scale=torch.ones(()))[
+                    0
+                ].shape
+                == shape
+            )
 
 
 def test_dequantize_takes_any_strides() -> None:
     values, scales = flexops.quantize_fp8(torch.randn(64, 128), scaling="group", group_size=32)
     y = flexops.dequantize_fp8(values, scales, group_size=32)
-    assert_same(flexops.dequantize_fp8(values[::2], scales[::2], group_size=32), y[::2].contiguous())
-    assert_same(flexops.dequantize_fp8(values.t().contiguous().t(), scales.t().contiguous().t(), group_size=32), y)
+    assert_same(
+        flexops.dequantize_fp8(values[::2], scales[::2], group_size=32), y[::2].contiguous()
+    )
+    assert_same(
+        flexops.dequantize_fp8(
+            values.t().contiguous().t(), scales.t().contiguous().t(), group_size=32
+        ),
+        y,
+    )
 
 
 def test_results_do_not_require_gradients() -> None:
     x = torch.randn(4, 64, requires_grad=True)
-    for result in (*flexops.quantize_fp8(x), *flexops.quantize_int8(x), flexops.quantize_fp8(x, scaling="tensor", scale=torch.ones(()))[0]):
+    for result in (
+        *flexops.quantize_fp8(x),
+        *flexops.quantize_int8(x),
+        flexops.quantize_fp8(x, scaling="tensor", scale=torch.ones(()))[0],
+    ):
         assert not result.requires_grad
 
 
 QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"x": torch.zeros(4, dtype=torch.int32)}, TypeError, "x must be a float32, float16 or bfloat16 tensor, got torch.int32"),
+    (
+        {"x": torch.zeros(4, dtype=torch.int32)},
+        TypeError,
+        "x must be a float32, float16 or bfloat16 tensor, got torch.int32",
+    ),
     ({"x": [1.0]}, TypeError, "x must be .* got list"),
     ({"x": torch.tensor(1.0)}, ValueError, "x must have at least one dimension"),
-    ({"dtype": torch.int8}, TypeError, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.int8"),
+    (
+        {"dtype": torch.int8},
+        TypeError,
+        "dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.int8",
+    ),
     ({"scaling": "block"}, ValueError, "scaling must be 'row', 'group' or 'tensor', got 'block'"),
     ({"scaling": "group", "group_size": 0}, ValueError, "group_size must be at least 1, got 0"),
     ({"scale": torch.ones(())}, ValueError, "scale must be None unless scaling is 'tensor'"),
     ({"scaling": "tensor", "scale": 1.0}, TypeError, "scale must be a float32 tensor, got float"),
-    ({"scaling": "tensor", "scale": torch.ones((), dtype=torch.float64)}, TypeError, "scale must be a float32 tensor"),
+    (
+        {"scaling": "tensor", "scale": torch.ones((), dtype=torch.float64)},
+        TypeError,
+        "scale must be a float32 tensor",
+    ),
     ({"scaling": "tensor", "scale": torch.ones(2)}, ValueError, "scale must be one number"),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "message"), QUANTIZE_ERRORS)
-def test_quantize_names_the_wrong_argument(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_quantize_names_the_wrong_argument(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"flexops.quantize_fp8: {message}"):
         flexops.quantize_fp8(**({"x": torch.zeros(4, 64)} | change))
 
 
 DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"values": torch.zeros(4, 64)}, TypeError, "values must be .* got torch.float32"),
-    ({"scales": torch.zeros(4, 1, dtype=torch.float64)}, TypeError, "scales must be a float32 tensor"),
+    (
+        {"scales": torch.zeros(4, 1, dtype=torch.float64)},
+        TypeError,
+        "scales must be a float32 tensor",
+    ),
     ({"scales": torch.zeros(5, 1)}, ValueError, "scales must have shape"),
     ({"scales": torch.zeros(4, 3)}, ValueError, "scales must have shape"),
     ({"scales": torch.zeros(4)}, ValueError, "scales must have shape"),
@@ -320,8 +427,12 @@ DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("code", [E4M3, torch.int8])
 @pytest.mark.parametrize(("change", "error", "message"), DEQUANTIZE_ERRORS)
-def test_dequantize_names_the_wrong_argument(code: torch.dtype, change: dict[str, Any], error: type[Exception], message: str) -> None:
-    function: Callable[..., Tensor] = flexops.dequantize_int8 if code == torch.int8 else flexops.dequantize_fp8
+def test_dequantize_names_the_wrong_argument(
+    code: torch.dtype, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    function: Callable[..., Tensor] = (
+        flexops.dequantize_int8 if code == torch.int8 else flexops.dequantize_fp8
+    )
     arguments = {"values": torch.zeros(4, 64).to(code), "scales": torch.ones(4, 1)} | change
     with pytest.raises(error, match=f"flexops.{function.__name__}: {message}"):
         function(**arguments)
@@ -329,13 +440,25 @@ def test_dequantize_names_the_wrong_argument(code: torch.dtype, change: dict[str
 
 @pytest.mark.usefixtures("native")
 def test_the_ops_themselves_check_too() -> None:
-    """For those who call torch.ops directly: a wrong argument is an error, never a wrong address."""
+    """For those who call torch.ops directly: a wrong argument is an error, never a wrong
+    address."""
     x = torch.zeros(4, 64)
     values, scales = flexops.quantize_fp8(x)
-    for arguments in ((x.int(), E4M3, -1), (x, torch.float32, -1), (x, E4M3, -2), (torch.zeros(()), E4M3, -1)):
+    for arguments in (
+        (x.int(), E4M3, -1),
+        (x, torch.float32, -1),
+        (x, E4M3, -2),
+        (torch.zeros(()), E4M3, -1),
+    ):
         with pytest.raises(RuntimeError, match="flexops::quantize_fp8: "):
             torch.ops.flexops.quantize_fp8(*arguments)
-    for wrong in ((values, scales[:3], -1), (values, scales, 32), (values, scales, 0), (values, scales.double(), -1), (x, scales, -1)):
+    for wrong in (
+        (values, scales[:3], -1),
+        (values, scales, 32),
+        (values, scales, 0),
+        (values, scales.double(), -1),
+        (x, scales, -1),
+    ):
         with pytest.raises(RuntimeError, match="flexops::dequantize_fp8: "):
             torch.ops.flexops.dequantize_fp8(*wrong, torch.float32)
     with pytest.raises(RuntimeError, match="flexops::dequantize_fp8: dtype must be"):
@@ -353,13 +476,15 @@ def test_opcheck() -> None:
             torch.library.opcheck(ops.quantize_fp8.default, (x, E4M3, segment))
             values, scales = ops.quantize_fp8(x, E4M3, segment)
             arguments = (values, scales, segment, torch.float16)
-            torch.library.opcheck(ops.dequantize_fp8.default, arguments, test_utils=opchecks(arguments))
+            torch.library.opcheck(
+                ops.dequantize_fp8.default, arguments, test_utils=opchecks(arguments)
+            )
         torch.library.opcheck(ops.quantize_fp8_scaled.default, (x, torch.ones(()), E5M2))
         torch.library.opcheck(ops.quantize_int8.default, (x,))
         torch.library.opcheck(ops.dequantize_int8.default, (*ops.quantize_int8(x), torch.float32))
 
 
-# ---- the shared contract -------------------------------------------------------------------------------------------------------------------
+# ---- the shared contract -------------------------------------------------------------------------
 
 
 def rows(make: Make, shape: Shape) -> tuple[Tensor]:
@@ -368,7 +493,9 @@ def rows(make: Make, shape: Shape) -> tuple[Tensor]:
 
 def case(name: str, call: Callable[[Tensor], tuple[Tensor, ...]], **options: Any) -> Case:
     """Codes as bytes, because torch compares no fp8 numbers."""
-    refusals = (Refusal(lambda: call(torch.zeros(())), ValueError, "x must have at least one dimension"),)
+    refusals = (
+        Refusal(lambda: call(torch.zeros(())), ValueError, "x must have at least one dimension"),
+    )
     return Case(name, "fp8", call, rows, oracle=call, names=("x",), shapes=((3, 16), (5, 100), (65, 516)), same_bits=True, accuracy=False, autocast=False,
                 refusals=refusals, **options)  # fmt: skip
 
@@ -376,7 +503,11 @@ def case(name: str, call: Callable[[Tensor], tuple[Tensor, ...]], **options: Any
 def fp8_case(code: torch.dtype, scaling: str, **options: Any) -> Case:
     def call(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values, scales = flexops.quantize_fp8(x, code, scaling, 8)
-        return flexops.dequantize_fp8(values, scales, torch.bfloat16, 8), values.view(torch.uint8), scales
+        return (
+            flexops.dequantize_fp8(values, scales, torch.bfloat16, 8),
+            values.view(torch.uint8),
+            scales,
+        )
 
     return case(f"quantize {str(code)[6:]} per {scaling}", call, **options)
 

@@ -39,7 +39,10 @@ PAIRS = {
     "rms_norm": (flexops.rms_norm, rms_norm),
     "layer_norm": (flexops.layer_norm, lambda x: F.layer_norm(x, x.shape[-1:])),
     "softmax": (flexops.scaled_masked_softmax, lambda x: x.softmax(-1)),
-    "swiglu": (lambda x: flexops.swiglu(x), lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+    "swiglu": (
+        lambda x: flexops.swiglu(x),
+        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    ),
 }
 
 
@@ -63,7 +66,10 @@ class TestTransforms:
 
     def test_vmap_of_what_requires_a_gradient(self, name: str, x: Tensor) -> None:
         leaf = x.requires_grad_()
-        ours, theirs = (torch.autograd.grad(_loss(torch.vmap(function))(leaf), leaf)[0] for function in PAIRS[name])
+        ours, theirs = (
+            torch.autograd.grad(_loss(torch.vmap(function))(leaf), leaf)[0]
+            for function in PAIRS[name]
+        )
         torch.testing.assert_close(ours, theirs)
 
     def test_gradients_of_each_sample(self, name: str, x: Tensor) -> None:
@@ -85,7 +91,9 @@ def test_what_is_around_a_transform_gets_its_gradient(x: Tensor) -> None:
     """A tensor from outside, of another level than the one that is differentiated."""
     weight, gradients = torch.rand(8).requires_grad_(), []
     for function in PAIRS["rms_norm"]:
-        inner = torch.func.grad(lambda y, function=function: (function(x, weight) * y).sum())(torch.ones(8))
+        inner = torch.func.grad(lambda y, function=function: (function(x, weight) * y).sum())(
+            torch.ones(8)
+        )
         gradients.append(torch.autograd.grad(inner.square().sum(), weight)[0])
     torch.testing.assert_close(*gradients)
 
@@ -105,7 +113,10 @@ WRONG = {
 def test_fake_tensors_are_refused_in_the_same_words(name: str, x: Tensor) -> None:
     with pytest.raises(ValueError, match=f"^flexops.{name}: ") as native:
         WRONG[name](x)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=f"^flexops.{name}: ") as fake:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(ValueError, match=f"^flexops.{name}: ") as fake,
+    ):
         WRONG[name](x)
     assert str(fake.value) == str(native.value)
 
@@ -128,14 +139,33 @@ flexops.swiglu(torch.ones(2))
 print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
-    process = subprocess.run([sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | without,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found, backends = json.loads(process.stdout)
     assert set(backends) == {"reference", "unasked"}
     assert found == messages()
 
 
-OPTIMIZERS = {name for name, value in vars(flexops.optim).items() if getattr(value, "__module__", "").startswith("flexops.optim.")}
-NO_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "max_norm", "min_8bit_size")
+OPTIMIZERS = {
+    name
+    for name, value in vars(flexops.optim).items()
+    if getattr(value, "__module__", "").startswith("flexops.optim.")
+}
+NO_NUMBERS = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "lr_decay",
+    "initial_accumulator_value",
+    "max_norm",
+    "min_8bit_size",
+)
 NO_OPTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(NO_NUMBERS, ("1", [0.1])),
     "betas": ("ab", 0.9, None, (0.9,), (0.9, 0.9, 0.9), ("a", 0.9)),
@@ -152,7 +182,9 @@ def test_options_of_optimizers_that_are_none_are_named(name: str) -> None:
     assert {"lr", "weight_decay"} <= {*taken}
     for option in taken:
         for value in NO_OPTIONS[option]:
-            with pytest.raises((TypeError, ValueError), match=rf"flexops\.optim\.{name}: {option} must be"):
+            with pytest.raises(
+                (TypeError, ValueError), match=rf"flexops\.optim\.{name}: {option} must be"
+            ):
                 kind([torch.nn.Parameter(torch.ones(3))], **{option: value})
 
 
@@ -160,7 +192,11 @@ def test_options_of_optimizers_that_are_none_are_named(name: str) -> None:
 def test_flags_of_optimizers_are_what_python_takes_them_for(name: str) -> None:
     """As torch has it: a number, or a numpy.bool_ of a configuration."""
     kind, stepped = getattr(flexops.optim, name), []
-    flags = [flag for flag in ("maximize", "amsgrad", "adapt", "stochastic_rounding") if flag in inspect.signature(kind).parameters]
+    flags = [
+        flag
+        for flag in ("maximize", "amsgrad", "adapt", "stochastic_rounding")
+        if flag in inspect.signature(kind).parameters
+    ]
     for value in (True, 1, "x"):
         param = torch.nn.Parameter(torch.ones(3))
         param.grad = torch.ones(3)
@@ -173,29 +209,57 @@ FUNCTIONS = sorted(name for name, module in flexops._PUBLIC.items() if module.st
 
 
 def test_type_checkers_see_what_is_public() -> None:
-    block = next(node for node in ast.parse(Path(flexops.__file__).read_text()).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    block = next(
+        node
+        for node in ast.parse(Path(flexops.__file__).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.asname: node.module or alias.name for node in imports for alias in node.names} == flexops._PUBLIC
+    assert {
+        alias.asname: node.module or alias.name for node in imports for alias in node.names
+    } == flexops._PUBLIC
 
 
 def test_bindings_register_what_is_defined() -> None:
-    defined = {spec.name: {op.partition("::")[2].partition(".")[0] for op in _register._families[spec.name]} for spec in catalog.CATALOG}
+    defined = {
+        spec.name: {
+            op.partition("::")[2].partition(".")[0] for op in _register._families[spec.name]
+        }
+        for spec in catalog.CATALOG
+    }
     assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
 
 
 def test_the_page_of_operators_has_them_all() -> None:
-    table = (Path(__file__).parents[2] / "docs/operators.md").read_text().partition("| --- | --- |\n")[2].partition("\n\n")[0]
+    table = (
+        (Path(__file__).parents[2] / "docs/operators.md")
+        .read_text()
+        .partition("| --- | --- |\n")[2]
+        .partition("\n\n")[0]
+    )
     told = {name.removeprefix("flexops.optim.") for name in re.findall(r"`([\w.]+)`", table)}
-    assert told == {name for name in FUNCTIONS if inspect.isroutine(getattr(flexops, name))} | OPTIMIZERS
+    assert (
+        told
+        == {name for name in FUNCTIONS if inspect.isroutine(getattr(flexops, name))} | OPTIMIZERS
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "QuantizedTensor"])
 def test_nothing_in_place_of_a_tensor_is_refused_by_name(name: str) -> None:
     function = getattr(flexops, name)
-    first, *rest = (parameter for parameter in inspect.signature(function).parameters.values() if parameter.default is parameter.empty)
+    first, *rest = (
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+    )
     others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1}
-    with pytest.raises(TypeError, match=rf"^flexops(\.|::){name}: {first.name} must be an? .*, got NoneType"):
-        function(None, **{parameter.name: others.get(parameter.name, torch.ones(3)) for parameter in rest})
+    with pytest.raises(
+        TypeError, match=rf"^flexops(\.|::){name}: {first.name} must be an? .*, got NoneType"
+    ):
+        function(
+            None,
+            **{parameter.name: others.get(parameter.name, torch.ones(3)) for parameter in rest},
+        )
 
 
 class Seen(TorchDispatchMode):
@@ -213,7 +277,8 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
 def test_a_dispatch_mode_sees_what_was_called(name: str, x: Tensor) -> None:
-    """With a gradient it is another overload of the same operator; that every operator is the same one is in the contract."""
+    """With a gradient it is another overload of the same operator; that every operator is the same
+    one is in the contract."""
     args = (x, x.clone()) if name.startswith("add") else (x,)
     expected = getattr(flexops, name)(*args)
     with Seen() as seen:
@@ -262,11 +327,16 @@ torch.testing.assert_close(*params)
 assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit", "cache", "aot")}, flexops.status()
 """
     path = Path(flexops.__file__).parent / "_torch.py"
-    subprocess.run([sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=300
+    )
 
 
-def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU, whose kernel says here what a launch does."""
+def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU,
+    whose kernel says here what a launch does."""
     library = torch.library.Library("flexops_standing", "FRAGMENT")
     library.define("twice(Tensor x, *, float by) -> Tensor")
     op = functools.partial(torch.ops.flexops_standing.twice.default, by=2.0)
@@ -279,19 +349,25 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(monkeypatch: py
         return x * by
 
     library.impl("twice", native, "CPU")
-    torch.library.register_fake("flexops_standing::twice", lambda x, **_: torch.empty_like(x), lib=library)
+    torch.library.register_fake(
+        "flexops_standing::twice", lambda x, **_: torch.empty_like(x), lib=library
+    )
     monkeypatch.setitem(_register._libraries, "flexops_standing", library)
     monkeypatch.setitem(_register._families, "standing", [op.func.name()])
     monkeypatch.setitem(_register.references, op.func.name(), lambda x, by: x * by + 100)
     _register._stand_in("standing", "CPU")
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
-    if not hasattr(torch.library, "get_kernel"):  # before torch 2.9 nobody is given the kernel whose place another takes: what is lacking is said
+    # before torch 2.9 nobody is given the kernel whose place another takes: what is lacking is said
+    if not hasattr(torch.library, "get_kernel"):
         with pytest.raises(RuntimeError, match="twice<odd>"):
             op(torch.ones(3))
         return
     with pytest.warns(loader.FallbackWarning, match="twice<odd>"):
         assert torch.equal(op(torch.ones(3)), torch.full((3,), 102.0))
-    assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(3)), torch.full((3,), 102.0))
+    assert torch.equal(
+        torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(3)),
+        torch.full((3,), 102.0),
+    )
     with pytest.raises(RuntimeError, match="too long"):
         op(torch.ones(5))
     forbidding = settings.current()._replace(fallback="forbid")
@@ -318,12 +394,17 @@ def test_a_refusal_is_shown_once() -> None:
     """And not as an error during another one that says the same."""
     with pytest.raises(TypeError, match="rms_norm: ") as error:
         flexops.rms_norm(torch.ones(2, 8, dtype=torch.int32), torch.ones(8))
-    assert "".join(traceback.format_exception(error.value)).count("Traceback (most recent call last)") == 1
+    assert (
+        "".join(traceback.format_exception(error.value)).count("Traceback (most recent call last)")
+        == 1
+    )
 
 
 def test_forward_mode_is_an_error_that_names_the_function_and_the_way() -> None:
     x, weight = torch.randn(5, 8), torch.ones(8)
-    said = r"flexops.rms_norm has no derivative in forward mode .*: use reverse mode: torch.func.vjp"
+    said = (
+        r"flexops.rms_norm has no derivative in forward mode .*: use reverse mode: torch.func.vjp"
+    )
     with pytest.raises(NotImplementedError, match=said):
         torch.func.jvp(lambda x: flexops.rms_norm(x, weight), (x,), (x,))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=said):

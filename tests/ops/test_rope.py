@@ -1,4 +1,5 @@
-"""rotary_embedding: the shared contract, both layouts, partial rotary dimensions, positions, strides that are not copied, in place."""
+"""rotary_embedding: the shared contract, both layouts, partial rotary dimensions, positions,
+strides that are not copied, in place."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROTARY = {"whole": lambda head_dim: head_dim, "part": lambda head_dim: head_dim // 4 * 2}
 
 
-def tables(make: Make, positions: int, rotary_dim: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def tables(
+    make: Make, positions: int, rotary_dim: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     angles = make.uniform(positions, rotary_dim // 2, high=6.28, dtype=torch.float32)
     return angles.cos().to(dtype or make.dtype), angles.sin().to(dtype or make.dtype)
 
@@ -35,32 +38,61 @@ def grouped(make: Make, shape: Shape, rotary: str = "whole") -> tuple[Any, ...]:
 
 def with_positions(make: Make, shape: Shape, rotary: str = "part") -> tuple[Any, ...]:
     query, key, *_ = grouped(make, shape)
-    return query, key, *tables(make, 64, ROTARY[rotary](shape[3]), torch.float32), make.integers(0, 64, shape[0], shape[2])
+    return (
+        query,
+        key,
+        *tables(make, 64, ROTARY[rotary](shape[3]), torch.float32),
+        make.integers(0, 64, shape[0], shape[2]),
+    )
 
 
-def looked_up(make: Make, shape: Shape, rotary: str = "whole", rows: int | None = None) -> tuple[Any, ...]:
-    """cos and sin as transformers hands them on: a row for each position, of every batch its own unless ``rows`` is 1, each number twice."""
+def looked_up(
+    make: Make, shape: Shape, rotary: str = "whole", rows: int | None = None
+) -> tuple[Any, ...]:
+    """cos and sin as transformers hands them on: a row for each position, of every batch its own
+    unless ``rows`` is 1, each number twice."""
     query, key, *_ = grouped(make, shape)
-    angles = make.uniform(rows or shape[0], shape[2], ROTARY[rotary](shape[3]) // 2, high=6.28, dtype=torch.float32)
-    return query, key, *(torch.cat([table, table], -1).to(make.dtype) for table in (angles.cos(), angles.sin()))
+    angles = make.uniform(
+        rows or shape[0], shape[2], ROTARY[rotary](shape[3]) // 2, high=6.28, dtype=torch.float32
+    )
+    return (
+        query,
+        key,
+        *(torch.cat([table, table], -1).to(make.dtype) for table in (angles.cos(), angles.sin())),
+    )
 
 
 def query_only(make: Make, shape: Shape) -> tuple[Any, ...]:
     return make(*shape), *tables(make, shape[2], shape[3])
 
 
-def plain(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, interleaved: bool = False) -> tuple[Tensor, ...]:
+def plain(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, ...]:
     """In the words of the models that use it."""
     half = cos.shape[-1] if cos.dim() == 2 else cos.shape[-1] // 2
     if cos.dim() == 3:
         where = slice(0, None, 2) if interleaved else slice(0, half)
-        return plain_rotation(query, key, cos[:, None, :, where], sin[:, None, :, where], half, interleaved)
-    c, s = (table[: query.shape[2]] if positions is None else table[positions.long()] for table in (cos, sin))
+        return plain_rotation(
+            query, key, cos[:, None, :, where], sin[:, None, :, where], half, interleaved
+        )
+    c, s = (
+        table[: query.shape[2]] if positions is None else table[positions.long()]
+        for table in (cos, sin)
+    )
     c, s = (table.unsqueeze(-3) if table.dim() == 3 else table for table in (c, s))
     return plain_rotation(query, key, c, s, half, interleaved)
 
 
-def plain_rotation(query: Tensor, key: Tensor | None, c: Tensor, s: Tensor, half: int, interleaved: bool) -> tuple[Tensor, ...]:
+def plain_rotation(
+    query: Tensor, key: Tensor | None, c: Tensor, s: Tensor, half: int, interleaved: bool
+) -> tuple[Tensor, ...]:
     def rotate(x: Tensor) -> Tensor:
         part, rest = x[..., : 2 * half], x[..., 2 * half :]
         if interleaved:
@@ -90,23 +122,62 @@ def refused(error: type[Exception], message: str, **change: Any) -> Refusal:
 
 
 REFUSALS = (
-    refused(ValueError, r"query must have shape \[batch, heads, length, head_dim\], got \[3, 4, 8\]", query=Q[0]),
-    refused(ValueError, r"key must have shape \[2, any, 4, 8\], as query, got \[2, 3, 3, 8\]", key=Q[:, :, :3]),
+    refused(
+        ValueError,
+        r"query must have shape \[batch, heads, length, head_dim\], got \[3, 4, 8\]",
+        query=Q[0],
+    ),
+    refused(
+        ValueError,
+        r"key must have shape \[2, any, 4, 8\], as query, got \[2, 3, 3, 8\]",
+        key=Q[:, :, :3],
+    ),
     refused(ValueError, "key must have shape", key=Q[:1]),
     refused(ValueError, "key must have shape", key=Q[..., :6]),
     refused(TypeError, "key must be a torch.float32 tensor", key=Q.half()),
-    refused(ValueError, r"cos must have shape \[max_positions, rotary_dim / 2\]", cos=torch.zeros(4, 5), sin=torch.zeros(4, 5)),
+    refused(
+        ValueError,
+        r"cos must have shape \[max_positions, rotary_dim / 2\]",
+        cos=torch.zeros(4, 5),
+        sin=torch.zeros(4, 5),
+    ),
     refused(ValueError, "cos must have shape", cos=torch.zeros(4), sin=torch.zeros(4)),
     refused(ValueError, r"sin must have cos's shape \[4, 4\], got \[4, 3\]", sin=TABLE[:, :3]),
     refused(TypeError, "sin must be a torch.float32 tensor, as cos", sin=TABLE.half()),
-    refused(ValueError, "cos must have a row for each of query's 4 positions", cos=TABLE[:3], sin=TABLE[:3]),
-    refused(ValueError, r"cos must have shape \[2 or 1, 4, rotary_dim\].*at most 8, got \[3, 4, 8\]", cos=torch.zeros(3, 4, 8), sin=torch.zeros(3, 4, 8)),
+    refused(
+        ValueError,
+        "cos must have a row for each of query's 4 positions",
+        cos=TABLE[:3],
+        sin=TABLE[:3],
+    ),
+    refused(
+        ValueError,
+        r"cos must have shape \[2 or 1, 4, rotary_dim\].*at most 8, got \[3, 4, 8\]",
+        cos=torch.zeros(3, 4, 8),
+        sin=torch.zeros(3, 4, 8),
+    ),
     refused(ValueError, "cos must have shape", cos=torch.zeros(2, 5, 8), sin=torch.zeros(2, 5, 8)),
     refused(ValueError, "cos must have shape", cos=torch.zeros(2, 4, 7), sin=torch.zeros(2, 4, 7)),
-    refused(ValueError, "cos must have shape", cos=torch.zeros(1, 4, 7), sin=torch.zeros(1, 4, 7), interleaved=True),
-    refused(ValueError, "positions must be None", cos=torch.zeros(2, 4, 8), sin=torch.zeros(2, 4, 8), positions=torch.arange(4)),
+    refused(
+        ValueError,
+        "cos must have shape",
+        cos=torch.zeros(1, 4, 7),
+        sin=torch.zeros(1, 4, 7),
+        interleaved=True,
+    ),
+    refused(
+        ValueError,
+        "positions must be None",
+        cos=torch.zeros(2, 4, 8),
+        sin=torch.zeros(2, 4, 8),
+        positions=torch.arange(4),
+    ),
     refused(ValueError, r"positions must have shape \[4\] or \[2, 4\]", positions=torch.arange(3)),
-    refused(ValueError, r"positions must have shape \[4\] or \[2, 4\]", positions=torch.zeros(3, 4, dtype=torch.int64)),
+    refused(
+        ValueError,
+        r"positions must have shape \[4\] or \[2, 4\]",
+        positions=torch.zeros(3, 4, dtype=torch.int64),
+    ),
     refused(TypeError, "positions must be an int64 or int32 tensor", positions=torch.zeros(4)),
     refused(TypeError, "positions must be an int64 or int32 tensor", positions=[0, 1, 2, 3]),
     refused(ValueError, "sin must not require a gradient", sin=TABLE.clone().requires_grad_()),
@@ -114,35 +185,83 @@ REFUSALS = (
 )
 
 
-def case(name: str, call: Callable[..., Any], inputs: Callable[..., Any], oracle: Callable[..., Any], **more: Any) -> Case:
-    options: dict[str, Any] = {"names": ("query", "key", "cos", "sin", "positions"), "differentiable": (0, 1), "shapes": SHAPES,
-                               "empty": ((0, 2, 3, 4), (2, 2, 0, 4), (2, 0, 3, 4))} | more  # fmt: skip
+def case(
+    name: str,
+    call: Callable[..., Any],
+    inputs: Callable[..., Any],
+    oracle: Callable[..., Any],
+    **more: Any,
+) -> Case:
+    options: dict[str, Any] = {
+        "names": ("query", "key", "cos", "sin", "positions"),
+        "differentiable": (0, 1),
+        "shapes": SHAPES,
+        "empty": ((0, 2, 3, 4), (2, 2, 0, 4), (2, 0, 3, 4)),
+    } | more
     return Case(name, "rope", call, inputs, oracle, **options)
 
 
 class TestContract(Contract):
     cases = (
-        case("rotary_embedding", flexops.rotary_embedding, grouped, plain, parameters=(2, 3), refusals=REFUSALS),
-        case("rotary_embedding interleaved", lambda *args: flexops.rotary_embedding(*args, interleaved=True), lambda make, shape: grouped(make, shape, "part"),
-             lambda *args: plain(*args, interleaved=True), inductor=False),
+        case(
+            "rotary_embedding",
+            flexops.rotary_embedding,
+            grouped,
+            plain,
+            parameters=(2, 3),
+            refusals=REFUSALS,
+        ),
+        case(
+            "rotary_embedding interleaved",
+            lambda *args: flexops.rotary_embedding(*args, interleaved=True),
+            lambda make, shape: grouped(make, shape, "part"),
+            lambda *args: plain(*args, interleaved=True),
+            inductor=False,
+        ),
         case("rotary_embedding at positions", flexops.rotary_embedding, with_positions, plain),
-        case("rotary_embedding by looked-up tables", flexops.rotary_embedding, looked_up, plain, names=("query", "key", "cos", "sin"), parameters=(2, 3),
-             inductor=False),
-        case("rotary_embedding by shared looked-up tables, interleaved", lambda *args: flexops.rotary_embedding(*args, interleaved=True),
-             lambda make, shape: (*looked_up(make, shape)[:2], *(torch.stack([x[..., : x.shape[-1] // 2]] * 2, -1).flatten(-2)
-                                                                 for x in looked_up(make, shape, "part", 1)[2:])),
-             lambda *args: plain(*args, interleaved=True), names=("query", "key", "cos", "sin"), inductor=False),
-        case("rotary_embedding of a query", lambda q, c, s: flexops.rotary_embedding(q, None, c, s)[0], query_only, lambda q, c, s: plain(q, None, c, s)[0],
-             names=("query", "cos", "sin"), differentiable=(0,), huge=(2**13 + 3, 8, 2**9, 2**6)),
-    )  # fmt: skip
+        case(
+            "rotary_embedding by looked-up tables",
+            flexops.rotary_embedding,
+            looked_up,
+            plain,
+            names=("query", "key", "cos", "sin"),
+            parameters=(2, 3),
+            inductor=False,
+        ),
+        case(
+            "rotary_embedding by shared looked-up tables, interleaved",
+            lambda *args: flexops.rotary_embedding(*args, interleaved=True),
+            lambda make, shape: (
+                *looked_up(make, shape)[:2],
+                *(
+                    torch.stack([x[..., : x.shape[-1] // 2]] * 2, -1).flatten(-2)
+                    for x in looked_up(make, shape, "part", 1)[2:]
+                ),
+            ),
+            lambda *args: plain(*args, interleaved=True),
+            names=("query", "key", "cos", "sin"),
+            inductor=False,
+        ),
+        case(
+            "rotary_embedding of a query",
+            lambda q, c, s: flexops.rotary_embedding(q, None, c, s)[0],
+            query_only,
+            lambda q, c, s: plain(q, None, c, s)[0],
+            names=("query", "cos", "sin"),
+            differentiable=(0,),
+            huge=(2**13 + 3, 8, 2**9, 2**6),
+        ),
+    )
 
 
 class TestContractInPlace(Contract):
-    cases = (case("rotary_embedding in place", in_place, grouped, plain, accuracy=False, inductor=False),)
+    cases = (
+        case("rotary_embedding in place", in_place, grouped, plain, accuracy=False, inductor=False),
+    )
     test_gradcheck = None  # what is written in place has its gradient outside of the operator
 
 
-# ---- more than the contract --------------------------------------------------------------------------------------------------------------------
+# ---- more than the contract ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +286,8 @@ def strided(batch: int, heads: int, length: int, head_dim: int) -> Tensor:
 
 
 LAYOUTS = (head_first, length_first, packed, strided)
-# heads of query and key, length, head_dim, rotary_dim: vectors, odd numbers, nothing to rotate, more pairs than a tile has
+# heads of query and key, length, head_dim, rotary_dim: vectors, odd numbers, nothing to rotate,
+# more pairs than a tile has
 GEOMETRIES = (
     (4, 2, 37, 64, 64),
     (3, 1, 5, 80, 32),
@@ -180,25 +300,48 @@ GEOMETRIES = (
 )
 
 
-def compare(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor], device: str = "cpu") -> None:
-    """Native against the reference: values, strides, NaNs; in place; and the tables in float32 or in dtype."""
+def compare(
+    dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor], device: str = "cpu"
+) -> None:
+    """Native against the reference: values, strides, NaNs; in place; and the tables in float32 or
+    in dtype."""
     torch.manual_seed(0)
     for heads, key_heads, length, head_dim, rotary_dim in GEOMETRIES:
-        query, key = (layout(2, number, length, head_dim).to(dtype).to(device) for number in (heads, key_heads))
+        query, key = (
+            layout(2, number, length, head_dim).to(dtype).to(device)
+            for number in (heads, key_heads)
+        )
         if layout is strided:  # .to() makes it dense
             query, key = (torch.stack([x, x], -1)[..., 0] for x in (query, key))
         compare_looked_up(query, key, rotary_dim, interleaved)
         angles = torch.rand(length + 3, rotary_dim // 2, device=device) * 6.28
         for table in (torch.float32, dtype):
-            for positions in (None, torch.randint(0, length + 3, (length,), device=device), torch.randint(-1, length + 4, (2, length), device=device).int()):
+            for positions in (
+                None,
+                torch.randint(0, length + 3, (length,), device=device),
+                torch.randint(-1, length + 4, (2, length), device=device).int(),
+            ):
                 arguments = (query, key, angles.cos().to(table), angles.sin().to(table), positions)
                 actual = torch.ops.flexops.rotary_embedding(*arguments, interleaved, False)
-                for one, other in zip(actual, rope_module._reference(*arguments, interleaved, False), strict=True):
+                for one, other in zip(
+                    actual, rope_module._reference(*arguments, interleaved, False), strict=True
+                ):
                     assert one.stride() == other.stride()
                     unit = 2 * ROUNDING[dtype]
-                    torch.testing.assert_close(one, other, rtol=unit, atol=4 * 2.0**-24 if dtype == torch.float32 else unit * 2.0**-6, equal_nan=True)
-                copies = [torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x) for x in (query, key)]
-                results = flexops.rotary_embedding(*copies, *arguments[2:], interleaved=interleaved, inplace=True)  # type: ignore[call-overload]
+                    torch.testing.assert_close(
+                        one,
+                        other,
+                        rtol=unit,
+                        atol=4 * 2.0**-24 if dtype == torch.float32 else unit * 2.0**-6,
+                        equal_nan=True,
+                    )
+                copies = [
+                    torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
+                    for x in (query, key)
+                ]
+                results = flexops.rotary_embedding(
+                    *copies, *arguments[2:], interleaved=interleaved, inplace=True
+                )  # type: ignore[call-overload]
                 assert results[0] is copies[0]
                 assert results[1] is copies[1]
                 for one, other in zip(copies, actual, strict=True):
@@ -206,16 +349,28 @@ def compare(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
 
 
 def compare_looked_up(query: Tensor, key: Tensor, rotary_dim: int, interleaved: bool) -> None:
-    """Rows that were looked up before have the bits of those that the operator looks up, of any strides."""
+    """Rows that were looked up before have the bits of those that the operator looks up, of any
+    strides."""
     batch, length, half = query.shape[0], query.shape[2], rotary_dim // 2
     angles = torch.rand(50, half, device=query.device) * 6.28
     tables = [function(angles).to(query.dtype) for function in (torch.cos, torch.sin)]
-    for positions in (torch.randint(0, 50, (batch, length), device=query.device), torch.randint(0, 50, (1, length), device=query.device)):
+    for positions in (
+        torch.randint(0, 50, (batch, length), device=query.device),
+        torch.randint(0, 50, (1, length), device=query.device),
+    ):
         rows = [table[positions] for table in tables]
-        twice = [row.repeat_interleave(2, -1) if interleaved else torch.cat([row, row], -1) for row in rows]
-        for cos, sin in (twice, [torch.cat([x, x, x], -1)[..., rotary_dim : 2 * rotary_dim] for x in twice]):
+        twice = [
+            row.repeat_interleave(2, -1) if interleaved else torch.cat([row, row], -1)
+            for row in rows
+        ]
+        for cos, sin in (
+            twice,
+            [torch.cat([x, x, x], -1)[..., rotary_dim : 2 * rotary_dim] for x in twice],
+        ):
             actual = flexops.rotary_embedding(query, key, cos, sin, interleaved=interleaved)
-            expected = flexops.rotary_embedding(query, key, *tables, positions.expand(batch, length), interleaved=interleaved)
+            expected = flexops.rotary_embedding(
+                query, key, *tables, positions.expand(batch, length), interleaved=interleaved
+            )
             assert all(map(torch.equal, actual, expected))
 
 
@@ -223,7 +378,9 @@ def compare_looked_up(query: Tensor, key: Tensor, rotary_dim: int, interleaved: 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("native")
-def test_native_gives_what_the_reference_gives(dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]) -> None:
+def test_native_gives_what_the_reference_gives(
+    dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
+) -> None:
     compare(dtype, interleaved, layout)
 
 
@@ -247,16 +404,29 @@ def test_the_layouts_are_each_others_permutation() -> None:
 
 def test_results_lie_as_the_inputs_do() -> None:
     cos, sin = torch.rand(5, 8), torch.rand(5, 8)
-    for layout, stride in ((head_first, (3 * 5 * 16, 5 * 16, 16, 1)), (length_first, (3 * 5 * 16, 16, 3 * 16, 1)), (packed, (3 * 5 * 16, 16, 3 * 16, 1))):
+    for layout, stride in (
+        (head_first, (3 * 5 * 16, 5 * 16, 16, 1)),
+        (length_first, (3 * 5 * 16, 16, 3 * 16, 1)),
+        (packed, (3 * 5 * 16, 16, 3 * 16, 1)),
+    ):
         query, key = flexops.rotary_embedding(layout(2, 3, 5, 16), layout(2, 3, 5, 16), cos, sin)
         assert query.stride() == key.stride() == stride
 
 
 def test_no_activation_is_kept_for_backward() -> None:
-    query, cos, sin = torch.randn(2, 3, 5, 16, requires_grad=True), torch.rand(5, 8), torch.rand(5, 8)
+    query, cos, sin = (
+        torch.randn(2, 3, 5, 16, requires_grad=True),
+        torch.rand(5, 8),
+        torch.rand(5, 8),
+    )
     for inplace in (False, True):
         result, _ = flexops.rotary_embedding(query * 1, None, cos, sin, inplace=inplace)
-        assert {tensor.data_ptr() for tensor in result.grad_fn.saved_tensors if tensor is not None} == {cos.data_ptr(), sin.data_ptr()}  # type: ignore[union-attr]
+        assert {
+            tensor.data_ptr() for tensor in result.grad_fn.saved_tensors if tensor is not None
+        } == {
+            cos.data_ptr(),
+            sin.data_ptr(),
+        }  # type: ignore[union-attr]
 
 
 def test_the_backward_pass_undoes_the_rotation() -> None:
@@ -270,7 +440,10 @@ def test_the_backward_pass_undoes_the_rotation() -> None:
 def test_in_place_under_autograd(wanted: tuple[bool, bool]) -> None:
     """Of views, as models have them, and in any combination."""
     cos, sin = torch.rand(5, 8), torch.rand(5, 8)
-    leaves = [torch.randn(2, 5, heads, 16, requires_grad=grad) for heads, grad in zip((4, 2), wanted, strict=True)]
+    leaves = [
+        torch.randn(2, 5, heads, 16, requires_grad=grad)
+        for heads, grad in zip((4, 2), wanted, strict=True)
+    ]
 
     def gradients(inplace: bool) -> tuple[Tensor, ...]:
         query, key = ((leaf * 1).transpose(1, 2) for leaf in leaves)
@@ -288,7 +461,11 @@ def test_in_place_under_autograd(wanted: tuple[bool, bool]) -> None:
 
 
 def test_in_place_under_the_compiler() -> None:
-    cos, sin, leaf = torch.rand(5, 8), torch.rand(5, 8), torch.randn(2, 5, 4, 16, requires_grad=True)
+    cos, sin, leaf = (
+        torch.rand(5, 8),
+        torch.rand(5, 8),
+        torch.randn(2, 5, 4, 16, requires_grad=True),
+    )
 
     def step(x: Tensor) -> Tensor:
         query = (x * 1).transpose(1, 2)
@@ -299,7 +476,9 @@ def test_in_place_under_the_compiler() -> None:
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(compiled(leaf), step(leaf))
-    (one,), (other,) = (torch.autograd.grad(function(leaf).sum(), leaf) for function in (compiled, step))
+    (one,), (other,) = (
+        torch.autograd.grad(function(leaf).sum(), leaf) for function in (compiled, step)
+    )
     torch.testing.assert_close(one, other)
 
 
@@ -314,7 +493,9 @@ def test_only_what_is_rotated_is_written_in_place() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
     query, positions = torch.ones(1, 2, 4, 8), torch.tensor([0, -1, 4, 3])
-    result, _ = flexops.rotary_embedding(query, None, torch.ones(4, 2), torch.zeros(4, 2), positions, inplace=inplace)
+    result, _ = flexops.rotary_embedding(
+        query, None, torch.ones(4, 2), torch.zeros(4, 2), positions, inplace=inplace
+    )
     assert result[:, :, 1:3, :4].isnan().all()
     assert (result[:, :, 1:3, 4:] == 1).all()
     assert (result[:, :, [0, 3]] == 1).all()
@@ -323,11 +504,14 @@ def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.usefixtures("native", "transformers_models")
 def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
-    """With its own modules: the same rotation and gradients, positions of each sample, and nothing kept but its tables as they are."""
+    """With its own modules: the same rotation and gradients, positions of each sample, and nothing
+    kept but its tables as they are."""
     from transformers.models.llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
+    )
     hidden = torch.randn(2, 7, 64)
     positions = torch.stack([torch.arange(7), torch.arange(20, 27)])
     leaves = [torch.randn(2, 7, heads, 16, requires_grad=True) for heads in (4, 2)]
@@ -343,10 +527,18 @@ def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other)
         if not inplace:  # of views, what is behind is not to be seen
-            saved = {tensor.data_ptr() for result in actual for tensor in result.grad_fn.saved_tensors if tensor is not None}  # type: ignore[union-attr]
+            saved = {
+                tensor.data_ptr()
+                for result in actual
+                for tensor in result.grad_fn.saved_tensors
+                if tensor is not None
+            }  # type: ignore[union-attr]
             assert saved == {cos.data_ptr(), sin.data_ptr()}
         given = [torch.randn_like(one) for one in actual]
-        for one, other in zip(*(torch.autograd.grad(results, leaves, given) for results in (actual, expected)), strict=True):
+        for one, other in zip(
+            *(torch.autograd.grad(results, leaves, given) for results in (actual, expected)),
+            strict=True,
+        ):
             torch.testing.assert_close(one, other)
 
 
@@ -355,14 +547,20 @@ def test_tables_may_be_slices() -> None:
     query, angles = torch.randn(2, 3, 5, 16), torch.rand(9, 8)
     twice = torch.cat([angles, angles], -1)
     expected = flexops.rotary_embedding(query, None, angles.cos(), angles.sin())[0]
-    assert torch.equal(flexops.rotary_embedding(query, None, twice.cos()[:, :8], twice.sin()[:, :8])[0], expected)
+    assert torch.equal(
+        flexops.rotary_embedding(query, None, twice.cos()[:, :8], twice.sin()[:, :8])[0], expected
+    )
     spread = angles.repeat_interleave(2, -1)
-    assert torch.equal(flexops.rotary_embedding(query, None, spread.cos()[:, ::2], spread.sin()[:, ::2])[0], expected)
+    assert torch.equal(
+        flexops.rotary_embedding(query, None, spread.cos()[:, ::2], spread.sin()[:, ::2])[0],
+        expected,
+    )
 
 
 @pytest.mark.usefixtures("native")
 def test_the_ops_themselves_check_too() -> None:
-    """For those who call torch.ops directly: a wrong argument is an error, never a wrong address."""
+    """For those who call torch.ops directly: a wrong argument is an error, never a wrong
+    address."""
     good = {"query": Q, "key": Q, "cos": TABLE, "sin": TABLE, "positions": None}
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"query": Q.double()}, "query must be float32"),
@@ -378,14 +576,23 @@ def test_the_ops_themselves_check_too() -> None:
         ({"cos": torch.zeros(3, 4, 8), "sin": torch.zeros(3, 4, 8)}, "cos must have shape"),
         ({"cos": torch.zeros(2, 3, 8), "sin": torch.zeros(2, 3, 8)}, "cos must have shape"),
         ({"cos": torch.zeros(2, 4, 10), "sin": torch.zeros(2, 4, 10)}, "cos must have shape"),
-        ({"cos": torch.zeros(2, 4, 8), "sin": torch.zeros(2, 4, 8), "positions": torch.arange(4)}, "positions must not be given"),
+        (
+            {
+                "cos": torch.zeros(2, 4, 8),
+                "sin": torch.zeros(2, 4, 8),
+                "positions": torch.arange(4),
+            },
+            "positions must not be given",
+        ),
     ]
     for change, message in wrong:
         for op in (torch.ops.flexops.rotary_embedding, torch.ops.flexops.rotary_embedding_):
             with pytest.raises(RuntimeError, match=message):
                 op(*(good | change).values(), False, False)
     with pytest.raises(RuntimeError, match="must not be broadcast"):
-        torch.ops.flexops.rotary_embedding_(Q[:1].expand_as(Q), None, TABLE, TABLE, None, False, False)
+        torch.ops.flexops.rotary_embedding_(
+            Q[:1].expand_as(Q), None, TABLE, TABLE, None, False, False
+        )
 
 
 def test_doctors_check_agrees() -> None:

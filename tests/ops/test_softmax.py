@@ -1,4 +1,5 @@
-"""flexops.scaled_masked_softmax and flexops.causal_softmax: the contract, masks of every shape, rows in which nothing takes part, special values."""
+"""flexops.scaled_masked_softmax and flexops.causal_softmax: the contract, masks of every shape,
+rows in which nothing takes part, special values."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def with_boolean_mask(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def with_added_mask(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
-    # Small, as biases are: in sums over rows with a few large powers, float32's own errors are larger than what parity allows.
+    # Small, as biases are: in sums over rows with a few large powers, float32's own errors are
+    # larger than what parity allows.
     return make(*shape), make(shape[0], *[1] * (len(shape) - 2), shape[-1]) / 4
 
 
@@ -61,28 +63,90 @@ def wrong_calls() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.scaled_masked_softmax(x, mask), error, message)
 
     return (
-        with_mask(torch.zeros(3), ValueError, r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(3,\)"),
-        with_mask(torch.zeros(1, 2, 3, 4), ValueError, r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(1, 2, 3, 4\)"),
-        with_mask(torch.zeros(4, dtype=torch.uint8), TypeError, "mask must be a bool, float32, .* got torch.uint8"),
-        with_mask(torch.zeros(4, device="meta"), ValueError, "mask must be on the device of x, cpu, got meta"),
-        Refusal(lambda: flexops.scaled_masked_softmax(torch.zeros(())), ValueError, "x must have at least one dimension"),
-        Refusal(lambda: flexops.causal_softmax(torch.zeros(3)), ValueError, "x must have at least two dimensions, queries and keys, got shape"),
+        with_mask(
+            torch.zeros(3),
+            ValueError,
+            r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(3,\)",
+        ),
+        with_mask(
+            torch.zeros(1, 2, 3, 4),
+            ValueError,
+            r"mask must be broadcastable to x's shape \(2, 3, 4\), got \(1, 2, 3, 4\)",
+        ),
+        with_mask(
+            torch.zeros(4, dtype=torch.uint8),
+            TypeError,
+            "mask must be a bool, float32, .* got torch.uint8",
+        ),
+        with_mask(
+            torch.zeros(4, device="meta"),
+            ValueError,
+            "mask must be on the device of x, cpu, got meta",
+        ),
+        Refusal(
+            lambda: flexops.scaled_masked_softmax(torch.zeros(())),
+            ValueError,
+            "x must have at least one dimension",
+        ),
+        Refusal(
+            lambda: flexops.causal_softmax(torch.zeros(3)),
+            ValueError,
+            "x must have at least two dimensions, queries and keys, got shape",
+        ),
     )
 
 
 class TestContract(Contract):
     cases = (
-        Case("scaled softmax", "softmax", lambda x: flexops.scaled_masked_softmax(x, None, 0.5), scores, plain, names=("x",), differentiable=(0,),
-             shapes=((3, 8), (5, 100), (33, 1031)), huge=(2**18 + 3, 2**13), refusals=wrong_calls()),
-        Case("softmax, boolean mask", "softmax", lambda x, mask: flexops.scaled_masked_softmax(x, mask, 0.5), with_boolean_mask, plain,
-             names=("x", "mask"), differentiable=(0,), shapes=((2, 3, 8), (2, 3, 4, 100), (3, 5, 1031))),
-        Case("softmax, added mask", "softmax", lambda x, mask: flexops.scaled_masked_softmax(x, mask, 0.5), with_added_mask, plain,
-             names=("x", "mask"), differentiable=(0, 1), parameters=(1,), shapes=((2, 3, 8), (2, 3, 100), (3, 5, 1031)),
-             huge=(2**15 + 3, 2, 2**15 + 8), slack=(3.0, 1.05)),
-        Case("causal softmax", "softmax", lambda x: flexops.causal_softmax(x, 0.5), scores, plain_causal, names=("x",), differentiable=(0,),
-             shapes=((2, 3, 8), (2, 3, 5, 100), (3, 32, 1031)), dynamic=((2, 3, 8), (3, 4, 9), (4, 6, 24)), empty=((0, 3, 8), (2, 0, 8), (2, 3, 0)),
-             huge=(2**9 + 1, 2**11, 2**11)),
-    )  # fmt: skip
+        Case(
+            "scaled softmax",
+            "softmax",
+            lambda x: flexops.scaled_masked_softmax(x, None, 0.5),
+            scores,
+            plain,
+            names=("x",),
+            differentiable=(0,),
+            shapes=((3, 8), (5, 100), (33, 1031)),
+            huge=(2**18 + 3, 2**13),
+            refusals=wrong_calls(),
+        ),
+        Case(
+            "softmax, boolean mask",
+            "softmax",
+            lambda x, mask: flexops.scaled_masked_softmax(x, mask, 0.5),
+            with_boolean_mask,
+            plain,
+            names=("x", "mask"),
+            differentiable=(0,),
+            shapes=((2, 3, 8), (2, 3, 4, 100), (3, 5, 1031)),
+        ),
+        Case(
+            "softmax, added mask",
+            "softmax",
+            lambda x, mask: flexops.scaled_masked_softmax(x, mask, 0.5),
+            with_added_mask,
+            plain,
+            names=("x", "mask"),
+            differentiable=(0, 1),
+            parameters=(1,),
+            shapes=((2, 3, 8), (2, 3, 100), (3, 5, 1031)),
+            huge=(2**15 + 3, 2, 2**15 + 8),
+            slack=(3.0, 1.05),
+        ),
+        Case(
+            "causal softmax",
+            "softmax",
+            lambda x: flexops.causal_softmax(x, 0.5),
+            scores,
+            plain_causal,
+            names=("x",),
+            differentiable=(0,),
+            shapes=((2, 3, 8), (2, 3, 5, 100), (3, 32, 1031)),
+            dynamic=((2, 3, 8), (3, 4, 9), (4, 6, 24)),
+            empty=((0, 3, 8), (2, 0, 8), (2, 3, 0)),
+            huge=(2**9 + 1, 2**11, 2**11),
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +167,21 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
         y = ops.scaled_masked_softmax(x, mask, scale)
         assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
         grad = torch.randn(x.shape, generator=generator).to(x.dtype)
-        assert_near(ops.softmax_backward(grad, y, scale, False), softmax_module._softmax_backward_reference(grad, y, scale, False), 8, abs(scale))
+        assert_near(
+            ops.softmax_backward(grad, y, scale, False),
+            softmax_module._softmax_backward_reference(grad, y, scale, False),
+            8,
+            abs(scale),
+        )
         if x.dim() > 1:
             y = ops.causal_softmax(x, scale)
             assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(ops.softmax_backward(grad, y, scale, True), softmax_module._softmax_backward_reference(grad, y, scale, True), 8, abs(scale))
+            assert_near(
+                ops.softmax_backward(grad, y, scale, True),
+                softmax_module._softmax_backward_reference(grad, y, scale, True),
+                8,
+                abs(scale),
+            )
 
 
 @pytest.mark.extra
@@ -119,7 +193,7 @@ def test_other_instruction_sets(level: str) -> None:
         test_cpu_gives_what_the_reference_gives(1)
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, *DTYPES])
@@ -130,18 +204,27 @@ def test_every_way_to_broadcast(dtype: torch.dtype) -> None:
     for kept in itertools.product([True, False], repeat=4):
         full = [size if keep else 1 for size, keep in zip(shape, kept, strict=True)]
         keep = torch.rand(full, generator=torch.Generator().manual_seed(1)) < 0.6
-        mask = keep if dtype == torch.bool else torch.zeros(full, dtype=dtype).masked_fill(~keep, LOWEST)
-        expected = torch.softmax(x.masked_fill(~keep, LOWEST), -1).nan_to_num(0.0)  # torch has NaN where nothing takes part
+        mask = (
+            keep
+            if dtype == torch.bool
+            else torch.zeros(full, dtype=dtype).masked_fill(~keep, LOWEST)
+        )
+        # torch has NaN where nothing takes part
+        expected = torch.softmax(x.masked_fill(~keep, LOWEST), -1).nan_to_num(0.0)
         for view in (mask, mask.expand(shape), mask.squeeze(0) if full[0] == 1 else mask):
             torch.testing.assert_close(flexops.scaled_masked_softmax(x, view), expected)
 
 
 def test_true_takes_part_as_in_torchs_attention() -> None:
-    q, k, v = (torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (
+        torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
     mask = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(4)) < 0.5
     mask[..., 0] = True
     ours = flexops.scaled_masked_softmax(q @ k.transpose(-1, -2), mask, 8**-0.5) @ v
-    torch.testing.assert_close(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    torch.testing.assert_close(
+        ours, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    )
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 7), (1, 9), (6, 2), (1, 1)])
@@ -155,12 +238,13 @@ def test_causality_is_at_the_lower_right(queries: int, keys: int) -> None:
         assert not y[:, query, seen:].any()
 
 
-# ---- special values --------------------------------------------------------------------------------------------------------------------------
+# ---- special values ------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["op", "reference"])
 def both(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test that takes this runs twice: on whatever kernels there are, and on the reference."""
+    """Every test that takes this runs twice: on whatever kernels there are, and on the
+    reference."""
     with OnReference() if request.param == "reference" else contextlib.nullcontext():
         yield
 
@@ -169,10 +253,18 @@ def both(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("length", [1, 9, 1031, 9001])
 @pytest.mark.usefixtures("both")
 def test_rows_in_which_nothing_takes_part_are_zeros(dtype: torch.dtype, length: int) -> None:
-    x = torch.randn(4, length, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    x = (
+        torch.randn(4, length, generator=torch.Generator().manual_seed(0))
+        .to(dtype)
+        .requires_grad_()
+    )
     nothing = torch.ones(4, 1, dtype=torch.bool)
     nothing[1] = False
-    for mask in (nothing, nothing.expand(4, length).contiguous(), torch.zeros(4, 1).masked_fill(~nothing, LOWEST)):
+    for mask in (
+        nothing,
+        nothing.expand(4, length).contiguous(),
+        torch.zeros(4, 1).masked_fill(~nothing, LOWEST),
+    ):
         y = flexops.scaled_masked_softmax(x, mask)
         (of_x,) = torch.autograd.grad(y, x, torch.ones_like(y))
         assert not y[1].any()
@@ -195,7 +287,9 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
     y = flexops.scaled_masked_softmax(x, without)  # what is left out is not looked at
     assert y.isfinite().all()
     torch.testing.assert_close(y[:, without], torch.softmax(x[:, without], -1))
-    assert flexops.scaled_masked_softmax(torch.full((1, length), torch.nan, dtype=dtype)).isnan().all()
+    assert (
+        flexops.scaled_masked_softmax(torch.full((1, length), torch.nan, dtype=dtype)).isnan().all()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,15 +297,24 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
 @pytest.mark.usefixtures("native")
 def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
     for arguments in draw_lowest(dtype, "cpu", length):
-        assert_near(flexops.scaled_masked_softmax(*arguments), softmax_module._scaled_masked_softmax_reference(*arguments))
+        assert_near(
+            flexops.scaled_masked_softmax(*arguments),
+            softmax_module._scaled_masked_softmax_reference(*arguments),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("both")
 def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     x = torch.tensor([[3e4, 3e4, -3e4, 0.0]]).to(dtype)
-    torch.testing.assert_close(flexops.scaled_masked_softmax(x, None, 1000.0), torch.tensor([[0.5, 0.5, 0.0, 0.0]]).to(dtype))
-    torch.testing.assert_close(flexops.scaled_masked_softmax(x, None, -1000.0), torch.tensor([[0.0, 0.0, 1.0, 0.0]]).to(dtype))
+    torch.testing.assert_close(
+        flexops.scaled_masked_softmax(x, None, 1000.0),
+        torch.tensor([[0.5, 0.5, 0.0, 0.0]]).to(dtype),
+    )
+    torch.testing.assert_close(
+        flexops.scaled_masked_softmax(x, None, -1000.0),
+        torch.tensor([[0.0, 0.0, 1.0, 0.0]]).to(dtype),
+    )
 
 
 def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along() -> None:
@@ -220,8 +323,12 @@ def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along() -> None
         mask = torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
         weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
         for inputs in ((x, mask), (mask,)):
-            ours = torch.autograd.grad((flexops.scaled_masked_softmax(x, mask, 0.3) * weights).sum(), inputs)
-            torchs = torch.autograd.grad((torch.softmax(x * 0.3 + mask, -1) * weights).sum(), inputs)
+            ours = torch.autograd.grad(
+                (flexops.scaled_masked_softmax(x, mask, 0.3) * weights).sum(), inputs
+            )
+            torchs = torch.autograd.grad(
+                (torch.softmax(x * 0.3 + mask, -1) * weights).sum(), inputs
+            )
             torch.testing.assert_close(ours, torchs)
 
 

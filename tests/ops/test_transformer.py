@@ -1,8 +1,10 @@
-"""A small transformer, trained once with torch's operators and once with flexops': the losses have to follow each other.
+"""A small transformer, trained once with torch's operators and once with flexops': the losses have
+to follow each other.
 
-Its first layer is of one kind (rms_norm, causal softmax, swiglu), its second of another (layer_norm, softmax with a mask, bias_gelu), so that every
-operator for training takes part; the loss alternates between linear_cross_entropy and cross_entropy over the logits. A third model has attention in place
-of the softmaxes: causal by itself, and by a mask.
+Its first layer is of one kind (rms_norm, causal softmax, swiglu), its second of another
+(layer_norm, softmax with a mask, bias_gelu), so that every operator for training takes part; the
+loss alternates between linear_cross_entropy and cross_entropy over the logits. A third model has
+attention in place of the softmaxes: causal by itself, and by a mask.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _masked_softmax(scores: Tensor, keep: Tensor) -> Tensor:
-    return torch.softmax((scores.float() * SIZE**-0.5).masked_fill(~keep, -torch.inf), -1).to(scores.dtype)
+    return torch.softmax((scores.float() * SIZE**-0.5).masked_fill(~keep, -torch.inf), -1).to(
+        scores.dtype
+    )
 
 
-def _by_softmax(causal_softmax: Callable[[Tensor], Tensor], masked_softmax: Callable[[Tensor, Tensor], Tensor]) -> Any:
+def _by_softmax(
+    causal_softmax: Callable[[Tensor], Tensor], masked_softmax: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
     """Attention of ``[batch, heads, length, size]``, causal if there is no mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
@@ -72,7 +78,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return F.layer_norm(total.float(), total.shape[-1:], weight, bias, EPS).to(total.dtype), total
 
@@ -82,7 +90,12 @@ PLAIN = Operators(
     add_rms_norm=lambda x, residual, weight: (_rms_norm(x + residual, weight), x + residual),
     add_layer_norm=_add_layer_norm,
     rotate=lambda q, k, cos, sin: (_rotate_one(q, cos, sin), _rotate_one(k, cos, sin)),
-    attend=_by_softmax(lambda scores: _masked_softmax(scores, torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=scores.device).tril()), _masked_softmax),
+    attend=_by_softmax(
+        lambda scores: _masked_softmax(
+            scores, torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=scores.device).tril()
+        ),
+        _masked_softmax,
+    ),
     swiglu=lambda gate, up: F.silu(gate) * up,
     bias_gelu=lambda x, bias: F.gelu(x + bias.to(x.dtype), approximate="tanh"),
     losses=(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),) * 2,
@@ -95,16 +108,23 @@ def _swapped(optimizer: Callable[..., torch.optim.Optimizer]) -> Operators:
     return Operators(
         rms_norm=lambda x, weight: flexops.rms_norm(x, weight, EPS),
         add_rms_norm=lambda x, residual, weight: flexops.add_rms_norm(x, residual, weight, EPS),
-        add_layer_norm=lambda x, residual, weight, bias: flexops.add_layer_norm(x, residual, weight, bias, EPS),
+        add_layer_norm=lambda x, residual, weight, bias: flexops.add_layer_norm(
+            x, residual, weight, bias, EPS
+        ),
         rotate=flexops.rotary_embedding,
         attend=_by_softmax(
-            lambda scores: flexops.causal_softmax(scores, SIZE**-0.5), lambda scores, keep: flexops.scaled_masked_softmax(scores, keep, SIZE**-0.5)
+            lambda scores: flexops.causal_softmax(scores, SIZE**-0.5),
+            lambda scores, keep: flexops.scaled_masked_softmax(scores, keep, SIZE**-0.5),
         ),
         swiglu=flexops.swiglu,
         bias_gelu=lambda x, bias: flexops.bias_gelu(x, bias, approximate="tanh"),
         losses=(
-            lambda x, weight, target: flexops.linear_cross_entropy(x, weight, target, chunk_size=100),
-            lambda x, weight, target: flexops.cross_entropy(F.linear(x, weight), target, inplace=True),
+            lambda x, weight, target: flexops.linear_cross_entropy(
+                x, weight, target, chunk_size=100
+            ),
+            lambda x, weight, target: flexops.cross_entropy(
+                F.linear(x, weight), target, inplace=True
+            ),
         ),
         optimizer=optimizer,
         clip=flexops.optim.clip_grad_norm_,
@@ -115,22 +135,54 @@ def make_parameters(device: str) -> Parameters:
     generator = torch.Generator().manual_seed(0)
     attention = {"qkv": ((HEADS + 2 * KEY_HEADS) * SIZE, WIDTH), "out": (WIDTH, HEADS * SIZE)}
     matrices = {"embedding": (VOCABULARY, WIDTH), "head": (VOCABULARY, WIDTH)}
-    matrices |= {f"0.{name}": shape for name, shape in (attention | {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}).items()}
-    matrices |= {f"1.{name}": shape for name, shape in (attention | {"up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}).items()}
-    parameters = {name: torch.randn(shape, generator=generator) * (1.0 if name == "embedding" else shape[1] ** -0.5) for name, shape in matrices.items()}
-    parameters |= {name: torch.ones(WIDTH) for name in ("0.norm", "0.norm2", "1.norm", "1.norm2", "norm")}
-    parameters |= {"1.norm.bias": torch.zeros(WIDTH), "1.norm2.bias": torch.zeros(WIDTH), "1.up.bias": torch.zeros(HIDDEN)}
+    matrices |= {
+        f"0.{name}": shape
+        for name, shape in (
+            attention | {"gate": (HIDDEN, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
+        ).items()
+    }
+    matrices |= {
+        f"1.{name}": shape
+        for name, shape in (attention | {"up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}).items()
+    }
+    parameters = {
+        name: (
+            torch.randn(shape, generator=generator)
+            * (1.0 if name == "embedding" else shape[1] ** -0.5)
+        )
+        for name, shape in matrices.items()
+    }
+    parameters |= {
+        name: torch.ones(WIDTH) for name in ("0.norm", "0.norm2", "1.norm", "1.norm2", "norm")
+    }
+    parameters |= {
+        "1.norm.bias": torch.zeros(WIDTH),
+        "1.norm2.bias": torch.zeros(WIDTH),
+        "1.up.bias": torch.zeros(HIDDEN),
+    }
     return {name: value.to(device).requires_grad_() for name, value in parameters.items()}
 
 
-def attention(ops: Operators, p: Parameters, layer: int, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor) -> Tensor:
-    q, k, v = F.linear(x, p[f"{layer}.qkv"]).unflatten(-1, (-1, SIZE)).transpose(1, 2).split([HEADS, KEY_HEADS, KEY_HEADS], 1)
+def attention(
+    ops: Operators, p: Parameters, layer: int, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor
+) -> Tensor:
+    q, k, v = (
+        F.linear(x, p[f"{layer}.qkv"])
+        .unflatten(-1, (-1, SIZE))
+        .transpose(1, 2)
+        .split([HEADS, KEY_HEADS, KEY_HEADS], 1)
+    )
     q, k = ops.rotate(q, k, cos, sin)
-    return F.linear(ops.attend(q, k, v, keep if layer else None).transpose(1, 2).flatten(2), p[f"{layer}.out"])
+    return F.linear(
+        ops.attend(q, k, v, keep if layer else None).transpose(1, 2).flatten(2), p[f"{layer}.out"]
+    )
 
 
 def forward(ops: Operators, p: Parameters, tokens: Tensor) -> Tensor:
-    angles = torch.outer(torch.arange(LENGTH, device=tokens.device), 1e4 ** (-torch.arange(0, SIZE, 2, device=tokens.device) / SIZE))
+    angles = torch.outer(
+        torch.arange(LENGTH, device=tokens.device),
+        1e4 ** (-torch.arange(0, SIZE, 2, device=tokens.device) / SIZE),
+    )
     keep = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).tril()
     tables = angles.cos(), angles.sin(), keep
     residual = F.embedding(tokens, p["embedding"])
@@ -139,19 +191,26 @@ def forward(ops: Operators, p: Parameters, tokens: Tensor) -> Tensor:
     x, residual = ops.add_rms_norm(x, residual, p["0.norm2"])
     x = F.linear(ops.swiglu(F.linear(x, p["0.gate"]), F.linear(x, p["0.up"])), p["0.down"])
     x, residual = ops.add_layer_norm(x, residual, p["1.norm"], p["1.norm.bias"])
-    x, residual = ops.add_layer_norm(attention(ops, p, 1, x, *tables), residual, p["1.norm2"], p["1.norm2.bias"])
+    x, residual = ops.add_layer_norm(
+        attention(ops, p, 1, x, *tables), residual, p["1.norm2"], p["1.norm2.bias"]
+    )
     x = F.linear(ops.bias_gelu(F.linear(x, p["1.up"]), p["1.up.bias"]), p["1.down"])
     return ops.add_rms_norm(x, residual, p["norm"])[0]
 
 
 def batches(device: str) -> Iterator[Tensor]:
-    """Sentences with something to learn: each token is a fixed function of the two before it, with one in ten at random."""
+    """Sentences with something to learn: each token is a fixed function of the two before it, with
+    one in ten at random."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
         surprising = torch.rand(BATCH, LENGTH + 1, generator=generator) < 0.1
         for place in range(2, LENGTH + 1):
-            tokens[:, place] = torch.where(surprising[:, place], tokens[:, place], (3 * tokens[:, place - 1] + tokens[:, place - 2] // 8) % VOCABULARY)
+            tokens[:, place] = torch.where(
+                surprising[:, place],
+                tokens[:, place],
+                (3 * tokens[:, place - 1] + tokens[:, place - 2] // 8) % VOCABULARY,
+            )
         yield tokens.to(device)
 
 
@@ -177,7 +236,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The tensors are too small to share, and threads that wait for each other take ten times as long where others compute, too."""
+    """The tensors are too small to share, and threads that wait for each other take ten times as
+    long where others compute, too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -202,8 +262,12 @@ def plain() -> Callable[..., Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_loss_follows_torchs(device: str, fused: bool, plain: Callable[..., Tensor]) -> None:
     expected = plain(device)
-    actual = train(replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), device)
-    assert expected[-20:].mean() < 0.5 * expected[0], "the plain model must learn for this to mean something"
+    actual = train(
+        replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), device
+    )
+    assert expected[-20:].mean() < 0.5 * expected[0], (
+        "the plain model must learn for this to mean something"
+    )
     difference = (actual - expected).abs()
     assert difference[:20].max() < 2e-5, difference[:20]
     assert difference.max() < 5e-3, difference
@@ -213,7 +277,11 @@ def test_the_loss_follows_torchs(device: str, fused: bool, plain: Callable[..., 
 @pytest.mark.parametrize("fused", [False, True], ids=["softmax", "attention"])
 def test_the_loss_follows_torchs_under_autocast(fused: bool, plain: Callable[..., Tensor]) -> None:
     expected = plain("cuda", autocast=True)
-    actual = train(replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), "cuda", autocast=True)
+    actual = train(
+        replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})),
+        "cuda",
+        autocast=True,
+    )
     assert (actual - expected).abs()[:20].max() < 0.02
     assert (actual[-50:].mean() - expected[-50:].mean()).abs() < 0.03
 

@@ -1,4 +1,5 @@
-"""The cache: an entry is whole or not there, nobody else's is trusted, and it stays within its bound."""
+"""The cache: an entry is whole or not there, nobody else's is trusted, and it stays within its
+bound."""
 
 from __future__ import annotations
 
@@ -68,10 +69,14 @@ def test_a_hit_writes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
     add(cache, plan)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")}
     assert cache.lookup(plan)
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")} == before
+    assert {
+        path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")
+    } == before
 
 
-def test_an_edited_header_misses_and_the_old_one_hits_again(cache: BuildCache, plan: BuildPlan) -> None:
+def test_an_edited_header_misses_and_the_old_one_hits_again(
+    cache: BuildCache, plan: BuildPlan
+) -> None:
     header = plan.sources[0].with_name("tiny.h")
     text = header.read_text()
     add(cache, plan)
@@ -86,14 +91,29 @@ def test_an_edited_header_misses_and_the_old_one_hits_again(cache: BuildCache, p
 def test_a_moved_source_tree_hits(cache: BuildCache, tmp_path: Path, plan: BuildPlan) -> None:
     entry = add(cache, plan)
     shutil.move(tmp_path / "tiny", tmp_path / "moved")
-    assert cache.lookup(tiny_plan(tmp_path / "moved")._replace(anchors=((str(tmp_path / "moved"), "<tiny>"),))) == entry
+    assert (
+        cache.lookup(
+            tiny_plan(tmp_path / "moved")._replace(anchors=((str(tmp_path / "moved"), "<tiny>"),))
+        )
+        == entry
+    )
 
 
-DAMAGES = ("truncated library", "other library", "no library", "truncated manifest", "no manifest", "manifest of another", "empty directory")
+DAMAGES = (
+    "truncated library",
+    "other library",
+    "no library",
+    "truncated manifest",
+    "no manifest",
+    "manifest of another",
+    "empty directory",
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_a_miss_and_put_aside(cache: BuildCache, plan: BuildPlan, damage: str) -> None:
+def test_a_damaged_entry_is_a_miss_and_put_aside(
+    cache: BuildCache, plan: BuildPlan, damage: str
+) -> None:
     entry = add(cache, plan)
     other = add(cache, plan, b"for another header", header="f" * 64)
     library, manifest = entry.library, entry.directory / "manifest.json"
@@ -113,7 +133,9 @@ def test_a_damaged_entry_is_a_miss_and_put_aside(cache: BuildCache, plan: BuildP
     else:
         shutil.rmtree(entry.directory)
         entry.directory.mkdir()
-    (cache.root / plan.name / f"{entry.manifest.base}.headers.json").write_text(json.dumps({"<tiny>/tiny.h": ""}))
+    (cache.root / plan.name / f"{entry.manifest.base}.headers.json").write_text(
+        json.dumps({"<tiny>/tiny.h": ""})
+    )
     assert cache.lookup(plan) is None
     assert cache.info().quarantined == 1
     again = add(cache, plan)
@@ -155,8 +177,12 @@ def test_many_publish_prune_and_clear_at_once(cache: BuildCache, plan: BuildPlan
                     cache.prune(max_bytes=3000)
                     cache.info()
                 else:
-                    with contextlib.suppress(CacheError):  # `clear` may win three times running; nothing else may go wrong
-                        assert add(cache, plan, header=str(number)).library.parent.parent.name == plan.name
+                    # `clear` may win three times running; nothing else may go wrong
+                    with contextlib.suppress(CacheError):
+                        assert (
+                            add(cache, plan, header=str(number)).library.parent.parent.name
+                            == plan.name
+                        )
                     list(cache.candidates(plan.name))
         except BaseException as error:
             failures.append(error)
@@ -171,7 +197,7 @@ def test_many_publish_prune_and_clear_at_once(cache: BuildCache, plan: BuildPlan
     assert cache.lookup(plan)
 
 
-# ---- whose cache it is ------------------------------------------------------------------------------------------------------------------------
+# ---- whose cache it is ---------------------------------------------------------------------------
 
 
 def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: BuildPlan) -> None:
@@ -188,7 +214,9 @@ def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: B
     assert cache.lookup(plan)
 
 
-def test_a_cache_of_somebody_else_is_not_read(cache: BuildCache, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_somebody_else_is_not_read(
+    cache: BuildCache, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(cache, plan)
     monkeypatch.setattr(os, "geteuid", lambda: cache.root.stat().st_uid + 4711)
     if cache.root.stat().st_uid == 0:
@@ -208,7 +236,7 @@ def test_a_file_in_the_cache_s_place_is_said(tmp_path: Path, plan: BuildPlan) ->
         assert str(root) in str(caught.value)
 
 
-# ---- keeping house ----------------------------------------------------------------------------------------------------------------------------
+# ---- keeping house -------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_goes_first(cache: BuildCache, plan: BuildPlan) -> None:
@@ -219,7 +247,9 @@ def test_the_least_recently_used_goes_first(cache: BuildCache, plan: BuildPlan) 
     assert cache.entries() == entries, "looking does not count as using"
     removed = cache.prune(max_bytes=2 * entries[0].size + 10, keep=(entries[0].directory,))
     assert removed == entries[1:3]
-    assert sorted(entry.directory for entry in cache.entries()) == sorted((entries[0].directory, entries[3].directory))
+    assert sorted(entry.directory for entry in cache.entries()) == sorted(
+        (entries[0].directory, entries[3].directory)
+    )
 
 
 def test_prune_within_the_bound_removes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
@@ -292,7 +322,7 @@ def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path: Path) -> No
         pass
 
 
-# ---- archives ---------------------------------------------------------------------------------------------------------------------------------
+# ---- archives ------------------------------------------------------------------------------------
 
 
 def test_export_and_import(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
@@ -302,11 +332,15 @@ def test_export_and_import(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -
     assert cache_archive.export(cache, tmp_path / "cache.tar.gz") == [entry]
     elsewhere = BuildCache(tmp_path / "elsewhere")
     brought = cache_archive.import_archive(elsewhere, tmp_path / "cache.tar.gz")
-    assert [item.manifest._replace(own_crc32="") for item in brought] == [entry.manifest._replace(own_crc32="")]
+    assert [item.manifest._replace(own_crc32="") for item in brought] == [
+        entry.manifest._replace(own_crc32="")
+    ]
     found = elsewhere.lookup(plan)
     assert found is not None
     assert found.library.read_bytes() == b"library"
-    assert cache_archive.import_archive(elsewhere, tmp_path / "cache.tar.gz") == [found], "importing again changes nothing"
+    assert cache_archive.import_archive(elsewhere, tmp_path / "cache.tar.gz") == [found], (
+        "importing again changes nothing"
+    )
     assert files_below(tmp_path) >= {"cache.tar.gz"}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".cache.tar.gz")]
 
@@ -326,15 +360,32 @@ def archive_of(path: Path, members: dict[str, bytes], *, link: str = "") -> Path
 
 @pytest.fixture
 def archives(tmp_path: Path) -> dict[str, Path]:
-    good = json.loads(Manifest(name="a", key="k", base="b", device="cpu", library="lib.so", size=1, crc32="0", torch_abi="x").to_json())
+    good = json.loads(
+        Manifest(
+            name="a",
+            key="k",
+            base="b",
+            device="cpu",
+            library="lib.so",
+            size=1,
+            crc32="0",
+            torch_abi="x",
+        ).to_json()
+    )
     climbing = {**good, "name": "../../outside"}
     made = {
         "no archive": tmp_path / "text.tar.gz",
         "a path outside": archive_of(tmp_path / "outside.tar.gz", {"../../evil": b"x"}),
         "an absolute path": archive_of(tmp_path / "absolute.tar.gz", {"/tmp/evil": b"x"}),
         "a link": archive_of(tmp_path / "link.tar.gz", {}, link="/etc/passwd"),
-        "a library that is not the manifest's": archive_of(tmp_path / "swapped.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(good).encode()}),
-        "a name outside": archive_of(tmp_path / "climbing.tar.gz", {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(climbing).encode()}),
+        "a library that is not the manifest's": archive_of(
+            tmp_path / "swapped.tar.gz",
+            {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(good).encode()},
+        ),
+        "a name outside": archive_of(
+            tmp_path / "climbing.tar.gz",
+            {"a/k/lib.so": b"y", "a/k/manifest.json": json.dumps(climbing).encode()},
+        ),
         "no file": tmp_path / "absent.tar.gz",
         "a truncated archive": tmp_path / "truncated.tar.gz",
     }
@@ -345,7 +396,16 @@ def archives(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     "which",
-    ["no archive", "a path outside", "an absolute path", "a link", "a library that is not the manifest's", "a name outside", "no file", "a truncated archive"],
+    [
+        "no archive",
+        "a path outside",
+        "an absolute path",
+        "a link",
+        "a library that is not the manifest's",
+        "a name outside",
+        "no file",
+        "a truncated archive",
+    ],
 )
 def test_a_bad_archive_is_refused(cache: BuildCache, archives: dict[str, Path], which: str) -> None:
     with pytest.raises(CacheError) as caught:
@@ -355,25 +415,42 @@ def test_a_bad_archive_is_refused(cache: BuildCache, archives: dict[str, Path], 
     assert not list((cache.root / ".tmp").iterdir())
 
 
-def test_an_archive_that_cannot_be_written_is_said(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+def test_an_archive_that_cannot_be_written_is_said(
+    cache: BuildCache, plan: BuildPlan, tmp_path: Path
+) -> None:
     add(cache, plan)
     with pytest.raises(CacheError, match="cannot be written"):
         cache_archive.export(cache, tmp_path / "no" / "such" / "place.tar.gz")
 
 
-def test_what_is_stored_can_be_read_by_those_who_share_it(cache: BuildCache, plan: BuildPlan) -> None:
+def test_what_is_stored_can_be_read_by_those_who_share_it(
+    cache: BuildCache, plan: BuildPlan
+) -> None:
     entry = add(cache, plan)
     listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
     for path in (cache.root, entry.directory, entry.directory / "manifest.json", listed):
         assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444, path
 
 
-BOMBS = ("zeros", "many files", "a long name", "a sparse file", "a device", "a pipe", "an endless file", "a size beyond the end", "twice the same")
+BOMBS = (
+    "zeros",
+    "many files",
+    "a long name",
+    "a sparse file",
+    "a device",
+    "a pipe",
+    "an endless file",
+    "a size beyond the end",
+    "twice the same",
+)
 
 
 def bomb(which: str, path: Path) -> Path:
     """An archive that took minutes, gigabytes or for ever."""
-    with gzip.open(path, "wb", compresslevel=9) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+    with (
+        gzip.open(path, "wb", compresslevel=9) as stream,
+        tarfile.open(fileobj=stream, mode="w") as archive,
+    ):
 
         def add(name: str, size: int = 0, content: bytes = b"", **fields: object) -> None:
             member = tarfile.TarInfo(name)
@@ -425,8 +502,11 @@ class Zeros(io.RawIOBase):
 
 
 @pytest.mark.parametrize("which", BOMBS)
-def test_an_archive_that_would_fill_the_disk_is_refused_early(cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that may have little memory and write little: what is refused only after it was unpacked dies there."""
+def test_an_archive_that_would_fill_the_disk_is_refused_early(
+    cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that may have little memory and write little: what is refused only after it was
+    unpacked dies there."""
     monkeypatch.setattr(cache_archive, "MAX_MEMBERS", 100)
     archive = bomb(which, tmp_path / "bomb.tar.gz")
 
@@ -492,17 +572,35 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("name", ["a/k/li\nb.so", "a/k/\x1b[2Jlib.so", "a\x7f/k/lib.so", "a/k/.hidden", "lib.so", "a/b/c/lib.so", "a//lib.so", "./a/k/lib.so"])
-def test_a_name_that_flexops_does_not_write_is_refused(cache: BuildCache, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/k/li\nb.so",
+        "a/k/\x1b[2Jlib.so",
+        "a\x7f/k/lib.so",
+        "a/k/.hidden",
+        "lib.so",
+        "a/b/c/lib.so",
+        "a//lib.so",
+        "./a/k/lib.so",
+    ],
+)
+def test_a_name_that_flexops_does_not_write_is_refused(
+    cache: BuildCache, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(CacheError, match="no archive") as caught:
         cache_archive.import_archive(cache, archive_of(tmp_path / "names.tar.gz", {name: b"x"}))
     assert "unexpected name" in caught.value.found
     assert caught.value.found.isprintable()
 
 
-def test_an_archive_may_not_hold_more_than_the_cache(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+def test_an_archive_may_not_hold_more_than_the_cache(
+    cache: BuildCache, plan: BuildPlan, tmp_path: Path
+) -> None:
     add(cache, plan, os.urandom(100_000))
     cache_archive.export(cache, tmp_path / "cache.tar.gz")
     with pytest.raises(CacheError, match="no archive") as caught:
-        cache_archive.import_archive(BuildCache(tmp_path / "small", max_bytes=50_000), tmp_path / "cache.tar.gz")
+        cache_archive.import_archive(
+            BuildCache(tmp_path / "small", max_bytes=50_000), tmp_path / "cache.tar.gz"
+        )
     assert "FLEXOPS_CACHE_MAX_SIZE" in caught.value.found

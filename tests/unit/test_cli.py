@@ -45,23 +45,34 @@ def test_every_command_has_a_short_option_for_help() -> None:
     for command in found:
         short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
         assert short.exit_code == 0, (command, short.output)
-        assert short.output == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+        assert (
+            short.output
+            == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+        )
 
 
 def parse(words: list[str]) -> None:
     """Raise if the command line is not understood; runs nothing."""
     tool = COMMAND
     context = tool.make_context("flexops", words, allow_interspersed_args=False)
-    while words := [*getattr(context, "_protected_args", ()), *context.args] if hasattr(tool, "commands") else []:
+    while words := (
+        [*getattr(context, "_protected_args", ()), *context.args]
+        if hasattr(tool, "commands")
+        else []
+    ):
         tool = tool.get_command(context, words[0])
         context = tool.make_context(words[0], words[1:], parent=context)
 
 
 def test_examples_are_understood() -> None:
     found = [" ".join(command) for command in commands(COMMAND)]
-    assert sorted(EXAMPLES) == sorted(one for one in found if not any(other.startswith(f"{one} ") for other in found) and one)
+    assert sorted(EXAMPLES) == sorted(
+        one for one in found if not any(other.startswith(f"{one} ") for other in found) and one
+    )
     for name, lines in EXAMPLES.items():
-        tool = functools.reduce(lambda group, word: group.get_command(None, word), name.split(), COMMAND)
+        tool = functools.reduce(
+            lambda group, word: group.get_command(None, word), name.split(), COMMAND
+        )
         assert tool.epilog == "\n\n".join(["Examples:", *lines])
         for line in lines:
             if line.startswith("flexops"):
@@ -74,13 +85,25 @@ def test_examples_are_understood() -> None:
 
 def documented() -> Iterator[tuple[str, list[str]]]:
     """The words of each command of flexops' in the documentation, with its page."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/benchmarks").glob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/benchmarks").glob("*.md"),
+    ]
     for page in pages:
         text = page.read_text()
         fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        blocks = [block for language, block in fenced if language in ("", "bash")] + re.findall(r"^ {4}flexops .*$", text, re.MULTILINE)
-        inline = re.findall(r"`((?:\w+=\S+ )*flexops [a-z][^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
-        for line in [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + inline:
+        blocks = [block for language, block in fenced if language in ("", "bash")] + re.findall(
+            r"^ {4}flexops .*$", text, re.MULTILINE
+        )
+        inline = re.findall(
+            r"`((?:\w+=\S+ )*flexops [a-z][^`]*)`",
+            re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE),
+        )
+        for line in [
+            line for block in blocks for line in block.replace("\\\n", " ").splitlines()
+        ] + inline:
             if "flexops " not in line or re.search(r"[\[…<]|flexops watch: ", line):
                 continue
             lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -88,7 +111,10 @@ def documented() -> Iterator[tuple[str, list[str]]]:
             words = list(lexer)
             while "flexops" in words:
                 words = words[words.index("flexops") + 1 :]
-                end = next((at for at, word in enumerate(words) if word in ("&&", ";", "|", ">", ")")), len(words))
+                end = next(
+                    (at for at, word in enumerate(words) if word in ("&&", ";", "|", ">", ")")),
+                    len(words),
+                )
                 yield page.name, words[:end]
 
 
@@ -101,35 +127,67 @@ def test_commands_in_the_documentation_are_understood() -> None:
         except typer.Exit:
             pass
         except Exception as error:
-            if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError") and "requires an argument" not in str(error):  # named, not typed
+            # named, not typed
+            if type(error).__name__ not in (
+                "MissingParameter",
+                "NoArgsIsHelpError",
+            ) and "requires an argument" not in str(error):
                 pytest.fail(f"{page}: flexops {shlex.join(command)}: {error!r}")
 
 
 def test_exit_codes_are_documented() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FlexopsError) and "exit_code" in vars(kind)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, FlexopsError) and "exit_code" in vars(kind)
+    ]
     page = (ROOT / "docs/command-line.md").read_text()
-    table = {int(code): name for code, name in re.findall(r"^\| (\d+) \| `?(\w+)", page, re.MULTILINE)}
+    table = {
+        int(code): name for code, name in re.findall(r"^\| (\d+) \| `?(\w+)", page, re.MULTILINE)
+    }
     assert {kind.exit_code: kind.__name__ for kind in kinds}.items() <= table.items()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_installed_and_completes(shell: str, tmp_path: Path, require: Callable[..., None]) -> None:
-    require(shutil.which(shell), shell, f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does")
+def test_completion_can_be_installed_and_completes(
+    shell: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(
+        shutil.which(shell),
+        shell,
+        f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does",
+    )
     command = tmp_path / "flexops"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m flexops \"$@\"\n")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m flexops "$@"\n')
     command.chmod(0o755)
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CONFIG_HOME": str(tmp_path / ".config")}
-    done = subprocess.run([shell, "-c", "flexops --install-completion; true"], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "XDG_CONFIG_HOME": str(tmp_path / ".config"),
+    }
+    done = subprocess.run(
+        [shell, "-c", "flexops --install-completion; true"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert f"{shell} completion installed" in done.stdout, done.stdout + done.stderr
     (script,) = [path for path in tmp_path.rglob("*flexops*") if path != command]
     assert "python" not in script.name
     if shell == "bash":
-        ask = f"source '{script}'; COMP_WORDS=(flexops targ) COMP_CWORD=1; _flexops_completion flexops; echo \"${{COMPREPLY[@]}}\""
+        ask = (
+            f"source '{script}'; COMP_WORDS=(flexops targ) COMP_CWORD=1; _flexops_completion"
+            ' flexops; echo "${COMPREPLY[@]}"'
+        )
     elif shell == "fish":
         ask = f"source '{script}'; complete -C 'flexops targ'"
     else:
         ask = "_TYPER_COMPLETE_ARGS='flexops targ' _FLEXOPS_COMPLETE=complete_zsh flexops"
-    told = subprocess.run([shell, "-c", ask], env=environment, capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        [shell, "-c", ask], env=environment, capture_output=True, text=True, check=False
+    )
     assert "target" in told.stdout, told.stdout + told.stderr
 
 
@@ -290,13 +348,30 @@ def test_an_exit_code_says_what_is_wrong(line: str, monkeypatch: pytest.MonkeyPa
 
 def test_every_command_has_an_exit_code_in_the_table() -> None:
     """Those left out take no argument that can be wrong, or ask a machine for its state."""
-    named = {words for line in EXIT_CODES for words in commands(COMMAND) if line.startswith(" ".join(words))}
-    without = {" ".join(words) for words in commands(COMMAND)} - {" ".join(words) for words in named}
+    named = {
+        words
+        for line in EXIT_CODES
+        for words in commands(COMMAND)
+        if line.startswith(" ".join(words))
+    }
+    without = {" ".join(words) for words in commands(COMMAND)} - {
+        " ".join(words) for words in named
+    }
     groups = {"bench", "cache", "cache remote", "channel", "image", "target"}
     assert without - groups == {
-        "doctor", "cache info", "cache stats", "cache list", "cache clear", "cache remote prune",
-        "cache remote check", "cache remote verify", "target list", "target render", "target detect", "image list",
-    }  # fmt: skip
+        "doctor",
+        "cache info",
+        "cache stats",
+        "cache list",
+        "cache clear",
+        "cache remote prune",
+        "cache remote check",
+        "cache remote verify",
+        "target list",
+        "target render",
+        "target detect",
+        "image list",
+    }
 
 
 @pytest.mark.parametrize("name", ["FLEXOPS_FALLBACK", "MAX_JOBS", "FLEXOPS_CACHE_MAX_SIZE"])

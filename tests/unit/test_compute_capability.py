@@ -6,10 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexops.compute_capability import Architecture, ComputeCapability, format_arch_list, gencodes, parse_arch_list, runs_on
+from flexops.compute_capability import (
+    Architecture,
+    ComputeCapability,
+    format_arch_list,
+    gencodes,
+    parse_arch_list,
+    runs_on,
+)
 from flexops.errors import ArchitectureError
 
-CUDA_13 = [ComputeCapability.parse(text) for text in ("7.5", "8.0", "8.6", "8.9", "9.0", "9.0a", "10.0", "10.0f", "12.0", "12.1")]
+CUDA_13 = [
+    ComputeCapability.parse(text)
+    for text in ("7.5", "8.0", "8.6", "8.9", "9.0", "9.0a", "10.0", "10.0f", "12.0", "12.1")
+]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +66,21 @@ def test_what_a_list_means(text: str, expected: str) -> None:
     assert format_arch_list(parse_arch_list(text, native=native, supported=CUDA_13)) == expected
 
 
-@pytest.mark.parametrize("text", ["9", "sm_9", "9.0b", "9.0+PTXX", "Hoper", "sm_90x", "9.0.1", "compute", "+PTX", "hopper+tegra+ptx2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9",
+        "sm_9",
+        "9.0b",
+        "9.0+PTXX",
+        "Hoper",
+        "sm_90x",
+        "9.0.1",
+        "compute",
+        "+PTX",
+        "hopper+tegra+ptx2",
+    ],
+)
 def test_an_unknown_piece_is_named(text: str) -> None:
     with pytest.raises(ArchitectureError) as caught:
         parse_arch_list(f"8.0;{text}")
@@ -87,8 +111,14 @@ def test_native_is_asked_only_when_the_list_says_so() -> None:
     assert parse_arch_list("9.0", native=never)
 
 
-capabilities = st.builds(ComputeCapability, st.integers(3, 19), st.integers(0, 9), st.sampled_from(["", "a", "f"]))
-architectures = st.builds(lambda capability, kind: Architecture(capability, *kind), capabilities, st.sampled_from([(False, True), (True, True), (True, False)]))
+capabilities = st.builds(
+    ComputeCapability, st.integers(3, 19), st.integers(0, 9), st.sampled_from(["", "a", "f"])
+)
+architectures = st.builds(
+    lambda capability, kind: Architecture(capability, *kind),
+    capabilities,
+    st.sampled_from([(False, True), (True, True), (True, False)]),
+)
 
 
 @given(st.lists(architectures, min_size=1, unique_by=lambda one: one.capability))
@@ -98,12 +128,26 @@ def test_format_and_parse_are_inverse(wanted: list[Architecture]) -> None:
 
 @given(capabilities)
 def test_every_spelling_of_a_capability_parses(capability: ComputeCapability) -> None:
-    assert {ComputeCapability.parse(text) for text in (str(capability), capability.sm, capability.compute)} == {capability}
+    assert {
+        ComputeCapability.parse(text)
+        for text in (str(capability), capability.sm, capability.compute)
+    } == {capability}
 
 
 def test_order_is_by_number_not_by_text() -> None:
     assert ComputeCapability(9, 0) < ComputeCapability(10, 0)
-    assert [str(one) for one in sorted(CUDA_13)] == ["7.5", "8.0", "8.6", "8.9", "9.0", "9.0a", "10.0", "10.0f", "12.0", "12.1"]
+    assert [str(one) for one in sorted(CUDA_13)] == [
+        "7.5",
+        "8.0",
+        "8.6",
+        "8.9",
+        "9.0",
+        "9.0a",
+        "10.0",
+        "10.0f",
+        "12.0",
+        "12.1",
+    ]
 
 
 def test_gencodes() -> None:
@@ -142,4 +186,10 @@ def test_gencodes() -> None:
 )
 def test_what_runs_on_what(compiled: list[str], device: str, runs: bool) -> None:
     assert runs_on(compiled, ComputeCapability.parse(device)) is runs
-    assert runs_on([one for text in compiled for one in parse_arch_list(text)], ComputeCapability.parse(device)) is runs
+    assert (
+        runs_on(
+            [one for text in compiled for one in parse_arch_list(text)],
+            ComputeCapability.parse(device),
+        )
+        is runs
+    )

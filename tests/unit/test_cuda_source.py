@@ -1,4 +1,5 @@
-"""Splitting a `.cu`: what the host compiler gets, what NVRTC gets, and what neither gets because it is not surely understood."""
+"""Splitting a `.cu`: what the host compiler gets, what NVRTC gets, and what neither gets because it
+is not surely understood."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from flexops.build.load.extension_nvrtc import expression_of, flags_of, kernel_o
 from flexops.build.plan.kernel_names import alike
 from flexops.errors import ToolchainError
 
-KERNEL = "template <typename T>\n__global__ void scale(const T* x, T* y, int n) {\n  y[threadIdx.x] = x[0];\n}\n"
+KERNEL = (
+    "template <typename T>\n__global__ void scale(const T* x, T* y, int n) {\n  y[threadIdx.x] ="
+    " x[0];\n}\n"
+)
 
 
 def halves(text: str, path: str = "scale.cu", include: tuple[str, ...] = ()) -> Split:
@@ -30,7 +34,7 @@ def launches(text: str) -> str:
     return halves(f"void f() {{ {text} }}").host.partition("void f() { ")[2].rpartition(" }")[0]
 
 
-# ---- tokens --------------------------------------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def test_comments_strings_and_raw_strings_are_no_code() -> None:
@@ -41,37 +45,119 @@ const char* s = "<<<\\"" R"x({ )" )x" u8"}"; /* { */ char c = '"', d = '\\'', e 
 two lines */ 'x'
 int b;"""
     tokens = tokens_of(text)
-    assert [token.text for token in tokens if token.kind == "word"] == ["int", "a", "const", "char", "s", "char", "c", "d", "e", "int", "b"]
-    assert [token.text for token in tokens if token.kind == "string"] == ['"<<<\\""', 'R"x({ )" )x"', 'u8"}"', "'\"'", "'\\''"]
-    assert [(token.directive, token.line) for token in tokens if token.kind == "directive"] == [("define", 4)]
+    assert [token.text for token in tokens if token.kind == "word"] == [
+        "int",
+        "a",
+        "const",
+        "char",
+        "s",
+        "char",
+        "c",
+        "d",
+        "e",
+        "int",
+        "b",
+    ]
+    assert [token.text for token in tokens if token.kind == "string"] == [
+        '"<<<\\""',
+        'R"x({ )" )x"',
+        'u8"}"',
+        "'\"'",
+        "'\\''",
+    ]
+    assert [(token.directive, token.line) for token in tokens if token.kind == "directive"] == [
+        ("define", 4)
+    ]
     assert tokens[-1].line == 6
     assert brackets(tokens) == {}
 
 
-@pytest.mark.parametrize("text", ["/* never", '"never', "'never", 'R"x(never)y"', "#define X /* never", "int a = `;", "x # y", '"over\na line"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/* never",
+        '"never',
+        "'never",
+        'R"x(never)y"',
+        "#define X /* never",
+        "int a = `;",
+        "x # y",
+        '"over\na line"',
+    ],
+)
 def test_what_does_not_end_is_said(text: str) -> None:
     with pytest.raises(Unclear):
         tokens_of(text)
 
 
-@pytest.mark.parametrize("text", [
-    "f(}", "{", "}", "\n#if A\nvoid f() {\n#else\nvoid g() {\n#endif\n}\n", "\n#if A\n}{\n#endif\n", "\n#endif\n", "\n#if A\n", "(]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f(}",
+        "{",
+        "}",
+        "\n#if A\nvoid f() {\n#else\nvoid g() {\n#endif\n}\n",
+        "\n#if A\n}{\n#endif\n",
+        "\n#endif\n",
+        "\n#if A\n",
+        "(]",
+    ],
+)
 def test_brackets_that_do_not_match_in_each_branch_are_said(text: str) -> None:
     with pytest.raises(Unclear):
         brackets(tokens_of(text))
 
 
 PIECES = st.sampled_from(
-    ["<<<", ">>>", "<", ">", "(", ")", "{", "}", "[", "]", ";", ",", "::", "__global__", "__device__", "void", "template", "k", "T", " ",
-     "\n", "#if A\n", "#else\n", "#endif\n", "#define M ", '"', "'",
-     "//", "/*", "*/", 'R"(', "\\\n", "=", ":", "struct", "namespace", "1", "operator", "#include <torch/extension.h>\n", "\\"]
+    [
+        "<<<",
+        ">>>",
+        "<",
+        ">",
+        "(",
+        ")",
+        "{",
+        "}",
+        "[",
+        "]",
+        ";",
+        ",",
+        "::",
+        "__global__",
+        "__device__",
+        "void",
+        "template",
+        "k",
+        "T",
+        " ",
+        "\n",
+        "#if A\n",
+        "#else\n",
+        "#endif\n",
+        "#define M ",
+        '"',
+        "'",
+        "//",
+        "/*",
+        "*/",
+        'R"(',
+        "\\\n",
+        "=",
+        ":",
+        "struct",
+        "namespace",
+        "1",
+        "operator",
+        "#include <torch/extension.h>\n",
+        "\\",
+    ]
 )
 
 
 @given(st.lists(PIECES, max_size=60).map("".join))
 def test_any_text_is_split_or_refused(text: str) -> None:
-    """Tokens are the text less blanks and comments, in order; and whatever the text is, there is an answer, on whose every line the user's is."""
+    """Tokens are the text less blanks and comments, in order; and whatever the text is, there is an
+    answer, on whose every line the user's is."""
     try:
         tokens = tokens_of(text)
     except Unclear:
@@ -93,12 +179,18 @@ def test_any_characters_are_split_or_refused(text: str) -> None:
         halves(text)
 
 
-# ---- both halves ---------------------------------------------------------------------------------------------------------------------------------
+# ---- both halves ---------------------------------------------------------------------------------
 
 
 def test_a_kernel_is_a_stub_on_the_host_and_itself_on_the_device() -> None:
-    found = halves(f"#include <torch/extension.h>\n{KERNEL}torch::Tensor f(torch::Tensor x) {{\n  return x;\n}}\nint last;\n")
-    assert "scale(const T* x, T* y, int n) { struct flexops_stub_0 {}; ::flexops_extension::launch<flexops_stub_0>(x, y, n); }" in found.host
+    found = halves(
+        f"#include <torch/extension.h>\n{KERNEL}torch::Tensor f(torch::Tensor x) {{\n  return"
+        " x;\n}\nint last;\n"
+    )
+    assert (
+        "scale(const T* x, T* y, int n) { struct flexops_stub_0 {};"
+        " ::flexops_extension::launch<flexops_stub_0>(x, y, n); }" in found.host
+    )
     assert "threadIdx" not in found.host
     assert "y[threadIdx.x] = x[0];" in found.device
     assert "torch" not in found.device
@@ -135,9 +227,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &four); }
     assert "__device__ ~Five() ;" in host
     assert "Five::Five" not in host
     assert not re.search(r"__fmul_rn|__clz|__syncwarp", host)
-    assert all(text in device for text in ("__fmul_rn", "HD float two", "three(int x)", "__clz", "Five::Five() : value(1)", "int kept", "kConstant"))
+    assert all(
+        text in device
+        for text in (
+            "__fmul_rn",
+            "HD float two",
+            "three(int x)",
+            "__clz",
+            "Five::Five() : value(1)",
+            "int kept",
+            "kConstant",
+        )
+    )
     assert not re.search(r"four|vector|PYBIND", device)
-    assert all(text in host for text in ("two(float x) { return x; }", "four(int x)", "vector", "PYBIND11_MODULE", "value{v} {}"))
+    assert all(
+        text in host
+        for text in (
+            "two(float x) { return x; }",
+            "four(int x)",
+            "vector",
+            "PYBIND11_MODULE",
+            "value{v} {}",
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +257,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &four); }
     [
         ("k<<<1, 2>>>(x);", "k"),
         ("ns::k<T, 4, (3 > 2)><<<1, 2>>>(x);", "ns::k<T, 4, (3 > 2)>"),
-        ("::k<std::vector<std::pair<int, int>>><<<1, 2>>>(x);", "::k<std::vector<std::pair<int, int>>>"),
+        (
+            "::k<std::vector<std::pair<int, int>>><<<1, 2>>>(x);",
+            "::k<std::vector<std::pair<int, int>>>",
+        ),
         ("traits<T>::template k<int><<<1, 2>>>(x);", "traits<T>::template k<int>"),
         ("(*pick(1))<<<1, 2>>>(x);", "(*pick(1))"),
         ("kernels[i][0]<<<1, 2>>>(x);", "kernels[i][0]"),
@@ -161,16 +276,26 @@ def test_a_launch_is_configured_and_called(launch: str, kernel: str) -> None:
 
 
 def test_a_launch_takes_all_that_stands_between_its_brackets() -> None:
-    configured = launches("k<int><<<dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n  n * sizeof(float), at::cuda::getCurrentCUDAStream()>>>(x, f(y, z));")
-    assert configured == (
-        "(::flexops_extension::Configured(dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n"
+    configured = launches(
+        "k<int><<<dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n  n * sizeof(float),"
+        " at::cuda::getCurrentCUDAStream()>>>(x, f(y, z));"
+    )
+    assert (
+        configured
+        == "(::flexops_extension::Configured(dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n"
         "  n * sizeof(float), at::cuda::getCurrentCUDAStream()), k<int>(x, f(y, z)));"
     )
 
 
 def test_launches_in_macros() -> None:
-    found = halves("#define GO(T, ...) \\\n  k<T><<<1, 2, 0, s>>>(__VA_ARGS__); \\\n  check()\nvoid f() { GO(int, 1); }\n")
-    assert "#define GO(T, ...) \\\n  (::flexops_extension::Configured(1, 2, 0, s), k<T>(__VA_ARGS__)); \\\n  check()\n" in found.host
+    found = halves(
+        "#define GO(T, ...) \\\n  k<T><<<1, 2, 0, s>>>(__VA_ARGS__); \\\n  check()\nvoid f() {"
+        " GO(int, 1); }\n"
+    )
+    assert (
+        "#define GO(T, ...) \\\n  (::flexops_extension::Configured(1, 2, 0, s), k<T>(__VA_ARGS__));"
+        " \\\n  check()\n" in found.host
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,18 +304,30 @@ def test_launches_in_macros() -> None:
         ("", ""),
         ("void", ""),
         ("const float* __restrict__ x, int n = f(1, 2)", "x, n"),
-        ("const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a, std::pair<int, int> b", "a, b"),
+        (
+            (
+                "const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a,"
+                " std::pair<int, int> b"
+            ),
+            "a, b",
+        ),
         ("const __grid_constant__ Params params, float table[4][2]", "params, table"),
         ("A... more", "more..."),
         ("unsigned long long n, struct Options options", "n, options"),
     ],
 )
 def test_a_kernels_parameters(parameters: str, names: str) -> None:
-    assert f"launch<flexops_stub_0>({names});" in halves(f"template <typename... A> __global__ void k({parameters}) {{}}").host
+    assert (
+        f"launch<flexops_stub_0>({names});"
+        in halves(f"template <typename... A> __global__ void k({parameters}) {{}}").host
+    )
 
 
 def test_what_a_comment_says_in_a_macro_is_no_attribute() -> None:
-    found = halves("#define N 256 // threads of each __global__ function {\ntemplate <int B = N> void go() { k<<<1, B>>>(); }\n")
+    found = halves(
+        "#define N 256 // threads of each __global__ function {\ntemplate <int B = N> void go() {"
+        " k<<<1, B>>>(); }\n"
+    )
     assert "(::flexops_extension::Configured(1, B), k());" in found.host
 
 
@@ -210,10 +347,19 @@ __device__ Function table[] = {f};
 
 def test_own_headers_are_part_of_the_source(tmp_path: Path) -> None:
     (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "deep.cuh").write_text("#pragma once\n#include <torch/extension.h>\n__device__ float deep(float x) { return __expf(x); }\n")
-    (tmp_path / "mine.cuh").write_text('#pragma once\n#include <deep.cuh>\n#include "mine.cuh"\nvoid host_only(torch::Tensor x);\n')
+    (tmp_path / "include" / "deep.cuh").write_text(
+        "#pragma once\n#include <torch/extension.h>\n__device__ float deep(float x) { return"
+        " __expf(x); }\n"
+    )
+    (tmp_path / "mine.cuh").write_text(
+        '#pragma once\n#include <deep.cuh>\n#include "mine.cuh"\nvoid host_only(torch::Tensor x);\n'
+    )
     source = tmp_path / "k.cu"
-    found = halves(f'#include "mine.cuh"\n#include <deep.cuh>\n{KERNEL}', str(source), (str(tmp_path / "include"),))
+    found = halves(
+        f'#include "mine.cuh"\n#include <deep.cuh>\n{KERNEL}',
+        str(source),
+        (str(tmp_path / "include"),),
+    )
     assert "__expf" in found.device
     assert "__expf" not in found.host
     assert "host_only" not in found.device
@@ -223,15 +369,21 @@ def test_own_headers_are_part_of_the_source(tmp_path: Path) -> None:
 
 
 def test_conditions_are_kept_where_their_code_is_not() -> None:
-    found = halves("void f() {\n#ifdef __CUDACC__\n  a();\n#else\n  b();\n#endif\n}\n__device__ void g() {\n#if __CUDA_ARCH__ >= 800\n  c();\n#endif\n}\n")
-    assert "#ifdef FLEXOPS_CUDACC\n  a();" in found.host, "which nvcc defines for the host, too, and torch's headers must not see"
+    found = halves(
+        "void f() {\n#ifdef __CUDACC__\n  a();\n#else\n  b();\n#endif\n}\n__device__ void g()"
+        " {\n#if __CUDA_ARCH__ >= 800\n  c();\n#endif\n}\n"
+    )
+    assert "#ifdef FLEXOPS_CUDACC\n  a();" in found.host, (
+        "which nvcc defines for the host, too, and torch's headers must not see"
+    )
     for half, gone in ((found.host, "c()"), (found.device, "a()")):
         assert gone not in half
         assert half.count("#endif") == 2
 
 
 def test_what_nvcc_defines_for_both_halves_is_defined_in_both() -> None:
-    """CUDA_VERSION is <cuda.h>'s, which NVRTC has not read; __NVCC__ is nvcc's alone; a macro may ask for either."""
+    """CUDA_VERSION is <cuda.h>'s, which NVRTC has not read; __NVCC__ is nvcc's alone; a macro may
+    ask for either."""
     found = halves("""#include <cuda.h>
 #define BY_CUDA defined(__CUDACC__)
 #if CUDA_VERSION >= 12000 && defined(__NVCC__) && BY_CUDA
@@ -239,34 +391,59 @@ __device__ int kept;
 #endif
 """)
     for half, name in ((found.host, "FLEXOPS_CUDACC"), (found.device, "__CUDACC__")):
-        assert f"#define BY_CUDA defined({name})\n#if CUDART_VERSION >= 12000 && defined({name}) && BY_CUDA\n__device__ int kept;" in half
+        assert (
+            f"#define BY_CUDA defined({name})\n#if CUDART_VERSION >= 12000 && defined({name}) &&"
+            " BY_CUDA\n__device__ int kept;" in half
+        )
 
 
 def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler() -> None:
     """Torch's headers would define it for nvcc's device code, and NVRTC has not read them."""
-    found = halves("#include <torch/extension.h>\n#ifndef LANES\n#define LANES 4\n#endif\n#ifdef LANES\n__device__ int kept[LANES];\n#endif\n")
-    guard = "#ifdef LANES\n#error LANES is defined by a header that device code has not been given: nvcc has to compile this\n#endif\n"
+    found = halves(
+        "#include <torch/extension.h>\n#ifndef LANES\n#define LANES 4\n#endif\n#ifdef"
+        " LANES\n__device__ int kept[LANES];\n#endif\n"
+    )
+    guard = (
+        "#ifdef LANES\n#error LANES is defined by a header that device code has not been given:"
+        " nvcc has to compile this\n#endif\n"
+    )
     assert f'{guard}#line 2 "scale.cu"\n#ifndef LANES\n#define LANES 4' in found.host
     assert found.host.count("#error") == 1, "from there on it is the source's own"
     assert "#error" not in found.device
-    assert "#error" not in halves("#ifndef M_PI\n#define M_PI 3.14159\n#endif\n").host, "nvcc has that from the first line on"
-    commanded = split("scale.cu", "#ifndef LANES\n#define LANES 4\n#endif\n", (), 0, frozenset(["LANES"]))
+    assert "#error" not in halves("#ifndef M_PI\n#define M_PI 3.14159\n#endif\n").host, (
+        "nvcc has that from the first line on"
+    )
+    commanded = split(
+        "scale.cu", "#ifndef LANES\n#define LANES 4\n#endif\n", (), 0, frozenset(["LANES"])
+    )
     assert "#error" not in commanded.host, "the command's are both halves'"
     with pytest.raises(Unsplittable, match="above what defines it"):
         halves("#if defined(__CUDACC__)\n#elif LANES > 2\n#endif\n#define LANES 4\n")
-    assert "#error" not in halves("#include <torch/extension.h>\n#if TORCH_VERSION_MAJOR > 1\n#endif\n").host
+    assert (
+        "#error"
+        not in halves("#include <torch/extension.h>\n#if TORCH_VERSION_MAJOR > 1\n#endif\n").host
+    )
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("__constant__ float table[4];", "constant or managed memory (__constant__)"),
-        ("void f() { cudaMemcpyToSymbol(a, b, 4); }", "the host reads or writes (cudaMemcpyToSymbol)"),
+        (
+            "void f() { cudaMemcpyToSymbol(a, b, 4); }",
+            "the host reads or writes (cudaMemcpyToSymbol)",
+        ),
         ("void f() { cudaOccupancyMaxPotentialBlockSize(&a, &b, k); }", "asked about a kernel"),
-        ("void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed, 1); }", "an attribute of a kernel"),
+        (
+            (
+                "void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed,"
+                " 1); }"
+            ),
+            "an attribute of a kernel",
+        ),
         ("void f() { cudaLaunchCooperativeKernel(k, a, b, c); }", "(cudaLaunchCooperativeKernel)"),
         ("void f() { thrust::sort(a, b); }", "thrust or CUB (thrust)"),
         ("__global__ void k() { cub::BlockReduce<float, 1> a; }", "thrust or CUB (cub)"),
@@ -278,19 +455,37 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
         ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
         ("#include HEADER", "a name that is a macro"),
         ("__global__ void k(int, float y) {}", "parameter without a name"),
-        ("__global__ void k(void (*call)(int)) {}", "parameter without a name, or a function's pointer"),
-        ("int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }", "h in device code, which is declared for the host alone"),
+        (
+            "__global__ void k(void (*call)(int)) {}",
+            "parameter without a name, or a function's pointer",
+        ),
+        (
+            "int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }",
+            "h in device code, which is declared for the host alone",
+        ),
         ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
         ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
         ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
         ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
         ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
-        ('__host__ __device__ void f() {\n#include <body>\n}', "an #include within a declaration"),
-        ('struct Mine {\n#include <body>\n};', "an #include within a declaration"),
-        ("struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }", "mine in device code"),
-        ("struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x = Mine::n; }", "n in device code"),
+        ("__host__ __device__ void f() {\n#include <body>\n}", "an #include within a declaration"),
+        ("struct Mine {\n#include <body>\n};", "an #include within a declaration"),
+        (
+            "struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }",
+            "mine in device code",
+        ),
+        (
+            (
+                "struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x ="
+                " Mine::n; }"
+            ),
+            "n in device code",
+        ),
         ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
-        ("#if TORCH_VERSION_MAJOR > 1", "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>"),
+        (
+            "#if TORCH_VERSION_MAJOR > 1",
+            "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>",
+        ),
         ("#if FLT_MAX", "a condition on FLT_MAX"),
         ("#define NDEBUG", "#define NDEBUG"),
         ("#undef NDEBUG", "#undef NDEBUG"),
@@ -306,14 +501,18 @@ def test_what_is_not_surely_understood_is_refused_by_name_and_line(line: str, wh
     assert (caught.value.path, caught.value.line) == ("/folder/scale.cu", at)
 
 
-# ---- names and arguments -----------------------------------------------------------------------------------------------------------------------------
+# ---- names and arguments -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("stub", "symbol", "expression"),
     [
         ("Z5scaleIfLi4EEvPT_iE14flexops_stub_0", "_Z5scaleIfLi4EEvPT_i", "scale<float, 4>"),
-        ("\x00_ZTSZN12_GLOBAL__N_15scaleIN3c104HalfEEEvPT_E14flexops_stub_0"[1:], "_ZN12_GLOBAL__N_15scaleIN3c104HalfEEEvPT_", "scale<c10::Half>"),
+        (
+            "\x00_ZTSZN12_GLOBAL__N_15scaleIN3c104HalfEEEvPT_E14flexops_stub_0"[1:],
+            "_ZN12_GLOBAL__N_15scaleIN3c104HalfEEEvPT_",
+            "scale<c10::Half>",
+        ),
         ("*ZN2ns5plainEPfE14flexops_stub_0", "_ZN2ns5plainEPf", "ns::plain"),
         ("abZZ1kE14flexops_stub_0"[3:], "k", "k"),
         ("ZL1kPFvvEE14flexops_stub_0", "_ZL1kPFvvE", "k"),
@@ -325,16 +524,29 @@ def test_a_stub_names_its_kernel(stub: str, symbol: str, expression: str) -> Non
 
 
 def test_symbols_are_compared_without_what_is_a_compilers_own() -> None:
-    assert alike("_ZN2ns12_GLOBAL__N_11qILi3EEEvPf") == alike("_ZN2ns30_GLOBAL__N__00000000_4_k_cu_ec1qILi3EEEvPf")
+    assert alike("_ZN2ns12_GLOBAL__N_11qILi3EEEvPf") == alike(
+        "_ZN2ns30_GLOBAL__N__00000000_4_k_cu_ec1qILi3EEEvPf"
+    )
     assert alike("_ZL2stPf") == alike("_Z2stPf")
     assert alike("_Z1kIfEvPT_") != alike("_Z1kIdEvPT_")
 
 
 def test_nvccs_arguments_are_told_apart() -> None:
-    flags = flags_of([
-        "-O3", "--use_fast_math", "-DA=1", "-U", "B", "-Xcompiler", "-Wall,-g", "-gencode=arch=compute_80,code=sm_80", "-I/x", "--ptxas-options=-v",
-        "-std=c++20",
-    ])  # fmt: skip
+    flags = flags_of(
+        [
+            "-O3",
+            "--use_fast_math",
+            "-DA=1",
+            "-U",
+            "B",
+            "-Xcompiler",
+            "-Wall,-g",
+            "-gencode=arch=compute_80,code=sm_80",
+            "-I/x",
+            "--ptxas-options=-v",
+            "-std=c++20",
+        ]
+    )
     assert flags.host == ("-O3", "-DA=1", "-UB", "-Wall", "-g", "-std=c++20")
     assert flags.device == ("--use_fast_math", "-DA=1", "-UB", "--ptxas-options=-v", "--std=c++20")
     assert flags.include_dirs == ("/x",)
@@ -342,7 +554,14 @@ def test_nvccs_arguments_are_told_apart() -> None:
     for wrong in ("-I/y", "-include", "-isystem"):
         with pytest.raises(ToolchainError, match=wrong):
             flags_of(["-Xcompiler", f"-Wall,{wrong}"])
-    refused = ("-rdc=true", "-dc", "--default-stream=per-thread", "-include", "--relocatable-device-code=true", "-arch=sm_90a")
+    refused = (
+        "-rdc=true",
+        "-dc",
+        "--default-stream=per-thread",
+        "-include",
+        "--relocatable-device-code=true",
+        "-arch=sm_90a",
+    )
     for wrong in (*refused, "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):
             flags_of([wrong])

@@ -1,4 +1,5 @@
-"""What flexops is called on package indexes, where ``flexops`` is another project's: no text may send people there."""
+"""What flexops is called on package indexes, where ``flexops`` is another project's: no text may
+send people there."""
 
 from __future__ import annotations
 
@@ -50,13 +51,27 @@ def test_what_is_forbidden(text: str, forbidden: bool) -> None:
 
 
 def test_no_text_names_the_other_projects_distribution(require: Callable[..., None]) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
-    require(listed.returncode == 0, "a git checkout", "git clone", "the test reads the files that belong to it")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    require(
+        listed.returncode == 0,
+        "a git checkout",
+        "git clone",
+        "the test reads the files that belong to it",
+    )
     found = []
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
-        if path.is_file() and path.suffix not in (".png", ".lock") and path != Path(__file__).resolve():
-            found += [f"{name}: {text}" for text in sent_there(path.read_text(encoding="utf-8", errors="replace"))]
+        if (
+            path.is_file()
+            and path.suffix not in (".png", ".lock")
+            and path != Path(__file__).resolve()
+        ):
+            found += [
+                f"{name}: {text}"
+                for text in sent_there(path.read_text(encoding="utf-8", errors="replace"))
+            ]
     assert found == []
 
 
@@ -72,13 +87,18 @@ def test_the_name_is_the_one_that_is_packaged() -> None:
 def install(site: Path, version: str, author: str) -> None:
     info = site / f"flexops-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flexops\nVersion: {version}\nAuthor: {author}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: flexops\nVersion: {version}\nAuthor: {author}\n"
+    )
 
 
-def test_the_other_project_is_seen_where_it_is_installed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_project_is_seen_where_it_is_installed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     assert distribution.namesake() == ""
-    install(tmp_path, "0.1.0", "The flexops developers")  # ours, from before it was called flexops-torch
+    # ours, from before it was called flexops-torch
+    install(tmp_path, "0.1.0", "The flexops developers")
     assert distribution.namesake() == ""
     install(tmp_path, "3.2.0", "Somebody Else")
     assert distribution.namesake() == f"flexops 3.2.0 in {tmp_path}"

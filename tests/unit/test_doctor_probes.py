@@ -1,4 +1,5 @@
-"""What doctor sees: on made-up file trees, and of a torch that is absent, broken, crashing or hanging."""
+"""What doctor sees: on made-up file trees, and of a torch that is absent, broken, crashing or
+hanging."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ FAKES = {
         ("chatters", "broken", "RuntimeError: two lines"),
     ],
 )
-def test_a_torch_that_does_not_import_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: str, word: str) -> None:
+def test_a_torch_that_does_not_import_is_a_fact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: str, word: str
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(FAKES[kind])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -59,14 +62,31 @@ def test_the_real_torch() -> None:
 
 
 def test_loaded_libraries_are_those_of_cuda_and_cpp_without_the_drivers() -> None:
-    wanted = ["libcublasLt.so.13", "libcudart-d0da41ae.so.11.0", "libcudart.so.13.0.96", "libcudnn_graph.so.9", "libcusparseLt.so.0"]
+    wanted = [
+        "libcublasLt.so.13",
+        "libcudart-d0da41ae.so.11.0",
+        "libcudart.so.13.0.96",
+        "libcudnn_graph.so.9",
+        "libcusparseLt.so.0",
+    ]
     wanted += ["libnvrtc-builtins.so.13.0", "libstdc++.so.6.0.30"]
     others = ["libcuda.so.1", "libnvidia-ml.so.1", "libc.so.6", "libtorch_cpu.so", "libcurl.so.4"]
-    assert torch_probe.loaded(f"/x/{name}" for name in [*others, *wanted]) == [(name, f"/x/{name}") for name in wanted]
+    assert torch_probe.loaded(f"/x/{name}" for name in [*others, *wanted]) == [
+        (name, f"/x/{name}") for name in wanted
+    ]
 
 
 def test_children_read_messages_out_of_noise() -> None:
-    child = children.run(["-c", "print('noise', end=''); print('@flexops-doctor {\"a\": 1}'); print('@flexops-doctor {broken'); print('end')"], timeout=20)
+    child = children.run(
+        [
+            "-c",
+            (
+                "print('noise', end=''); print('@flexops-doctor {\"a\": 1}');"
+                " print('@flexops-doctor {broken'); print('end')"
+            ),
+        ],
+        timeout=20,
+    )
     assert child.messages == ({"a": 1},)
     assert child.last_line == "end"
     assert child.failure == ""
@@ -74,7 +94,10 @@ def test_children_read_messages_out_of_noise() -> None:
 
 def test_children_are_stopped_with_their_own(tmp_path: Path) -> None:
     """A hanging compiler must not outlive the trial that started it."""
-    program = f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    program = (
+        "import subprocess, time; p = subprocess.Popen(['sleep', '60']);"
+        f" open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
     child = children.run(["-c", program], timeout=2.0)
     assert child.returncode is None
     pid = int((tmp_path / "pid").read_text())
@@ -93,7 +116,9 @@ def _alive(pid: int) -> bool:
 
 
 def test_settings_that_are_not_understood_are_left_away() -> None:
-    fact = machine.settings({"HOME": "/home/x", "MAX_JOBS": "many", "FLEXOPS_LOG": "loud", "FLEXOPS_JIT": "0"})
+    fact = machine.settings(
+        {"HOME": "/home/x", "MAX_JOBS": "many", "FLEXOPS_LOG": "loud", "FLEXOPS_JIT": "0"}
+    )
     assert fact.settings.max_jobs is None
     assert fact.settings.jit is False
     assert [problem[0].split()[0] for problem in fact.problems] == ["FLEXOPS_LOG", "MAX_JOBS"]
@@ -112,8 +137,18 @@ def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.container(tree(tmp_path / "none", **{"proc/1/cgroup": "0::/init.scope"})) == ""
     assert machine.container(tree(tmp_path / "docker", **{".dockerenv": ""})) == "docker"
     assert machine.container(tree(tmp_path / "podman", **{"run/.containerenv": ""})) == "podman"
-    assert machine.container(tree(tmp_path / "group", **{"proc/1/cgroup": "12:pids:/kubepods/burstable/pod1"})) == "kubernetes"
-    assert machine.container(tree(tmp_path / "nspawn", **{"proc/1/environ": "A=b\0container=systemd-nspawn\0"})) == "systemd-nspawn"
+    assert (
+        machine.container(
+            tree(tmp_path / "group", **{"proc/1/cgroup": "12:pids:/kubepods/burstable/pod1"})
+        )
+        == "kubernetes"
+    )
+    assert (
+        machine.container(
+            tree(tmp_path / "nspawn", **{"proc/1/environ": "A=b\0container=systemd-nspawn\0"})
+        )
+        == "systemd-nspawn"
+    )
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert machine.container(str(tmp_path / "none")) == "kubernetes"
 
@@ -129,7 +164,10 @@ def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path: Path) -> None:
             f"{devices}/0000:01:00.1/class": "0x040300\n",
             f"{devices}/0000:02:00.0/vendor": "0x8086\n",
             f"{devices}/0000:02:00.0/class": "0x030000\n",
-            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:10:17 UTC 2025",
+            "proc/driver/nvidia/version": (
+                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:10:17 UTC"
+                " 2025"
+            ),
         },
     )
     fact = machine.gpus(root)
@@ -145,19 +183,26 @@ def test_ccache_statistics() -> None:
 
 
 def test_sccache_statistics() -> None:
-    assert build.read_sccache('{"stats": {"cache_hits": {"counts": {"C/C++": 3, "CUDA": 1}}, "cache_misses": {"counts": {"CUDA": 2}}}}') == LauncherFact(4, 2)
+    assert build.read_sccache(
+        '{"stats": {"cache_hits": {"counts": {"C/C++": 3, "CUDA": 1}}, "cache_misses": {"counts":'
+        ' {"CUDA": 2}}}}'
+    ) == LauncherFact(4, 2)
     assert build.read_sccache("not JSON").hits is None
     assert build.read_sccache('{"stats": {}}').hits is None
 
 
 def test_locks_are_found_and_their_holders_too(tmp_path: Path) -> None:
-    """With TORCH_EXTENSIONS_DIR torch leaves the Python and CUDA folder out; a lock that a process has open is held."""
+    """With TORCH_EXTENSIONS_DIR torch leaves the Python and CUDA folder out; a lock that a process
+    has open is held."""
     for place in ("mine", "py312_cu130/other", "py312_cu130/held"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "lock").write_text("")
     os.utime(tmp_path / "mine" / "lock", (1, 1))
     with open(tmp_path / "py312_cu130/held/lock"):
-        found = {Path(lock.path).parent.name: lock for lock in build.locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})}
+        found = {
+            Path(lock.path).parent.name: lock
+            for lock in build.locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+        }
     assert set(found) == {"mine", "other", "held"}
     assert found["mine"].age_seconds > 1e6
     assert [found[name].held for name in ("mine", "other", "held")] == [False, False, True]
@@ -182,8 +227,14 @@ def test_a_cache_that_everybody_can_write_to(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere, and tests run as root too
-    assert "may not be written" in build.cache(Settings.from_environ({"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")})).unwritable
+    # root may write anywhere, and tests run as root too
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert (
+        "may not be written"
+        in build.cache(
+            Settings.from_environ({"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")})
+        ).unwritable
+    )
 
 
 def test_targets_are_facts_also_when_they_are_unknown() -> None:

@@ -1,4 +1,5 @@
-"""The report and the examination around it: it always prints, it is always valid JSON, and its exit status is what it says."""
+"""The report and the examination around it: it always prints, it is always valid JSON, and its exit
+status is what it says."""
 
 from __future__ import annotations
 
@@ -48,14 +49,26 @@ def check_shape(document: dict[str, Any]) -> None:
         assert list(op) == ["name", "device", "backend", "reason", "max_error"]
         assert op["backend"] in ("aot", "jit", "reference")
         assert op["max_error"] is None or math.isfinite(op["max_error"])
-    worst = max((finding["status"] for finding in document["findings"]), key=("ok", "warn", "fail").index, default="ok")
+    worst = max(
+        (finding["status"] for finding in document["findings"]),
+        key=("ok", "warn", "fail").index,
+        default="ok",
+    )
     assert document["status"] == worst
 
 
 @pytest.mark.parametrize(
-    ("findings", "status", "plain", "strict"), [((GOOD,), "ok", 0, 0), ((GOOD, POOR), "warn", 0, 1), ((POOR, BAD, GOOD), "fail", 1, 1), ((), "ok", 0, 0)]
+    ("findings", "status", "plain", "strict"),
+    [
+        ((GOOD,), "ok", 0, 0),
+        ((GOOD, POOR), "warn", 0, 1),
+        ((POOR, BAD, GOOD), "fail", 1, 1),
+        ((), "ok", 0, 0),
+    ],
 )
-def test_status_and_exit_code(findings: tuple[Finding, ...], status: str, plain: int, strict: int) -> None:
+def test_status_and_exit_code(
+    findings: tuple[Finding, ...], status: str, plain: int, strict: int
+) -> None:
     found = whole(*findings)
     assert found.status == status
     assert (found.exit_code(), found.exit_code(strict=True)) == (plain, strict)
@@ -71,7 +84,12 @@ def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned() -> N
     text = [line for line, _ in report.lines(whole(GOOD, POOR, BAD))]
     assert text[0] == "flexops doctor, target cpu"
     assert "tools" in text
-    columns = {line.index(word) for line, word in zip(text[4:], ("2.13.0", "no ccache", "required", "fix", "not found"), strict=False)}
+    columns = {
+        line.index(word)
+        for line, word in zip(
+            text[4:], ("2.13.0", "no ccache", "required", "fix", "not found"), strict=False
+        )
+    }
     assert len(columns) == 1
     assert any("fix: pip install ninja" in line for line in text)
     assert text[1] == text[-1]
@@ -81,7 +99,9 @@ def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned() -> N
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("rich", [True, False])
-def test_run_prints_without_rich_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool, rich: bool) -> None:
+def test_run_prints_without_rich_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool, rich: bool
+) -> None:
     if not rich:
         for name in ("rich", "rich.console", "rich.text"):
             monkeypatch.setitem(sys.modules, name, None)
@@ -94,8 +114,14 @@ def test_run_prints_without_rich_too(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert "fix: pip install ninja" in printed.replace("\n", " ")
 
 
-def test_a_long_fix_stays_on_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "pip install " + " ".join(f"package-number-{number}" for number in range(40)) + " [not markup]"
+def test_a_long_fix_stays_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (
+        "pip install "
+        + " ".join(f"package-number-{number}" for number in range(40))
+        + " [not markup]"
+    )
     monkeypatch.setattr(report, "examine", lambda _: whole(fail("x", "found", "required", command)))
     report.run(None, as_json=False, strict=False)
     assert f"fix: {command}\n" in capsys.readouterr().out
@@ -103,7 +129,10 @@ def test_a_long_fix_stays_on_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 PROBES = [
     *((machine_probes, name) for name in ("platform", "python", "environment", "settings", "gpus")),
-    *((build_probes, name) for name in ("tools", "resources", "launcher", "cache", "locks", "libraries")),
+    *(
+        (build_probes, name)
+        for name in ("tools", "resources", "launcher", "cache", "locks", "libraries")
+    ),
     (target_probe, "target"),
     (torch_probe, "torch"),
 ]
@@ -115,8 +144,16 @@ def raising(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "build", lambda devices, *_: {device: BuildTrial(device, build_seconds=1.0) for device in devices})
-    monkeypatch.setattr(trial, "load", lambda built, _: tuple(BuildTrial(device, "", 1.0, 0.001, 0.0) for device in built))
+    monkeypatch.setattr(
+        trial,
+        "build",
+        lambda devices, *_: {device: BuildTrial(device, build_seconds=1.0) for device in devices},
+    )
+    monkeypatch.setattr(
+        trial,
+        "load",
+        lambda built, _: tuple(BuildTrial(device, "", 1.0, 0.001, 0.0) for device in built),
+    )
     monkeypatch.setattr(trial, "ops", lambda: (OP,))
     monkeypatch.setattr(torch_probe, "torch", lambda: torch_probe.TorchFact("ok", version="2.13.0"))
 
@@ -133,12 +170,18 @@ def test_every_probe_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize(("module", "name"), PROBES)
-def test_one_probe_that_raises_costs_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> None:
+def test_one_probe_that_raises_costs_only_what_needs_it(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str
+) -> None:
     monkeypatch.setattr(module, name, raising)
     found = examination.examine("cpu")
     check_shape(found.as_dict())
     assert found.target == "cpu"
-    broken = [one for one in found.findings if "could not be looked at: RuntimeError: this probe is broken" in one.found]
+    broken = [
+        one
+        for one in found.findings
+        if "could not be looked at: RuntimeError: this probe is broken" in one.found
+    ]
     assert broken
     assert {one.status for one in broken} == ({"warn", "fail"} if name == "torch" else {"warn"})
     assert len(found.findings) > len(broken)
@@ -150,7 +193,9 @@ def test_a_trial_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.setattr(trial, name, raising)
     found = examination.examine()
     check_shape(found.as_dict())
-    assert any("this probe is broken" in one.found and one.status == "fail" for one in found.findings)
+    assert any(
+        "this probe is broken" in one.found and one.status == "fail" for one in found.findings
+    )
 
 
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +222,7 @@ def test_an_unknown_target_is_a_finding() -> None:
     assert any(one.id == "target" and "flexops target list" in one.fix for one in found.findings)
 
 
-# ---- trials: what the parent makes of the children ------------------------------------------------------------------------------------------
+# ---- trials: what the parent makes of the children -----------------------------------------------
 
 
 def children(*ends: Child) -> Callable[..., Child]:
@@ -186,11 +231,25 @@ def children(*ends: Child) -> Callable[..., Child]:
 
 
 def begun(name: str, device: str = "cpu") -> dict[str, Any]:
-    return {"begun": True, "name": name, "device": device, "backend": "jit", "reason": "found in the cache", "fix": ""}
+    return {
+        "begun": True,
+        "name": name,
+        "device": device,
+        "backend": "jit",
+        "reason": "found in the cache",
+        "fix": "",
+    }
 
 
 def done(name: str, device: str = "cpu") -> dict[str, Any]:
-    return {"name": name, "device": device, "backend": "jit", "reason": "", "fix": "", "max_error": 0.0}
+    return {
+        "name": name,
+        "device": device,
+        "backend": "jit",
+        "reason": "",
+        "fix": "",
+        "max_error": 0.0,
+    }
 
 
 PLANNED = {"planned": [["adam", "cpu"], ["quant", "cpu"]]}
@@ -200,27 +259,45 @@ def test_ops_go_on_after_one_that_crashes() -> None:
     crashed = Child(-11, (PLANNED, begun("adam")), "")
     rest = Child(0, (PLANNED, begun("quant"), done("quant")), "")
     found = trial.ops(run=children(crashed, rest))
-    assert [(one.name, one.error) for one in found] == [("adam", "its process was killed by SIGSEGV"), ("quant", "")]
+    assert [(one.name, one.error) for one in found] == [
+        ("adam", "its process was killed by SIGSEGV"),
+        ("quant", ""),
+    ]
     assert found[0].backend == "jit"
 
 
 def test_ops_that_hang_are_reported_and_the_last_crash_ends_it() -> None:
     hung = Child(None, (PLANNED, begun("adam"), done("adam"), begun("quant")), "")
     found = trial.ops(run=children(hung))
-    assert [(one.name, one.error) for one in found] == [("adam", ""), ("quant", "its process gave no answer in time")]
+    assert [(one.name, one.error) for one in found] == [
+        ("adam", ""),
+        ("quant", "its process gave no answer in time"),
+    ]
 
 
 def test_ops_that_cannot_even_start() -> None:
     found = trial.ops(run=children(Child(1, (), "Traceback\nImportError: no flexops.ops")))
-    assert [(one.name, one.error) for one in found] == [("all", "its process exited 1: ImportError: no flexops.ops")]
+    assert [(one.name, one.error) for one in found] == [
+        ("all", "its process exited 1: ImportError: no flexops.ops")
+    ]
 
 
 def test_build_and_load(tmp_path: Any) -> None:
-    told = ({"device": "cpu", "build_seconds": 1.5, "architectures": []}, {"device": "cuda", "error": "no", "fix": "x"})
+    told = (
+        {"device": "cpu", "build_seconds": 1.5, "architectures": []},
+        {"device": "cuda", "error": "no", "fix": "x"},
+    )
     built = trial.build(["cpu", "cuda"], tmp_path, run=children(Child(0, told, "")))
     assert built["cuda"] == BuildTrial("cuda", error="no", fix="x")
-    loaded = trial.load(built, tmp_path, run=children(Child(0, ({"device": "cpu", "load_seconds": 0.002, "max_error": 0.0},), "")))
-    assert loaded == (BuildTrial("cpu", build_seconds=1.5, load_seconds=0.002, max_error=0.0), built["cuda"])
+    loaded = trial.load(
+        built,
+        tmp_path,
+        run=children(Child(0, ({"device": "cpu", "load_seconds": 0.002, "max_error": 0.0},), "")),
+    )
+    assert loaded == (
+        BuildTrial("cpu", build_seconds=1.5, load_seconds=0.002, max_error=0.0),
+        built["cuda"],
+    )
 
 
 def test_a_build_that_dies_and_a_load_that_crashes(tmp_path: Any) -> None:
@@ -228,7 +305,10 @@ def test_a_build_that_dies_and_a_load_that_crashes(tmp_path: Any) -> None:
     assert built["cpu"].error == "its process gave no answer in time"
     assert trial.load(built, tmp_path, run=children()) == (built["cpu"],)
     good = {"cpu": BuildTrial("cpu", build_seconds=1.0)}
-    assert trial.load(good, tmp_path, run=children(Child(-4, (), "")))[0].error == "its process was killed by SIGILL"
+    assert (
+        trial.load(good, tmp_path, run=children(Child(-4, (), "")))[0].error
+        == "its process was killed by SIGILL"
+    )
 
 
 def test_the_workplace_falls_back_to_the_temporary_directory(tmp_path: Any) -> None:
@@ -242,8 +322,13 @@ def test_the_workplace_falls_back_to_the_temporary_directory(tmp_path: Any) -> N
         assert place.is_dir()
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [([], (None, False, False)), (["--json", "--target", "cpu", "--strict"], ("cpu", True, True))])
-def test_both_command_lines_take_the_same_options(monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], (None, False, False)), (["--json", "--target", "cpu", "--strict"], ("cpu", True, True))],
+)
+def test_both_command_lines_take_the_same_options(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: tuple[object, ...]
+) -> None:
     import typer
     from typer.testing import CliRunner
 
@@ -251,7 +336,11 @@ def test_both_command_lines_take_the_same_options(monkeypatch: pytest.MonkeyPatc
     from flexops.doctor import __main__ as plain
 
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(report, "run", lambda target, *, as_json, strict: asked.append((target, as_json, strict)) or 1)
+    monkeypatch.setattr(
+        report,
+        "run",
+        lambda target, *, as_json, strict: asked.append((target, as_json, strict)) or 1,
+    )
     app = typer.Typer()
     app.command()(command)
     assert CliRunner().invoke(app, arguments).exit_code == 1
@@ -261,9 +350,19 @@ def test_both_command_lines_take_the_same_options(monkeypatch: pytest.MonkeyPatc
 
 
 def test_importing_doctor_needs_the_standard_library_only() -> None:
-    """No third-party module, and none of the project's that looks at anything, when doctor is imported."""
-    program = "import sys; sys.orig_argv[:] = ['python', '-m', 'flexops.doctor']; import flexops.doctor.__main__; print(*sys.modules)"
+    """No third-party module, and none of the project's that looks at anything, when doctor is
+    imported."""
+    program = (
+        "import sys; sys.orig_argv[:] = ['python', '-m', 'flexops.doctor']; import"
+        " flexops.doctor.__main__; print(*sys.modules)"
+    )
     environment = {"PYTHONPATH": str(Path(flexops.__file__).parents[1])}
-    listed = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, env=environment, check=True)
+    listed = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     names = {name.split(".")[0] for name in listed.stdout.split()}
     assert names - set(sys.stdlib_module_names) == {"flexops", "__main__"}

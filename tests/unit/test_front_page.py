@@ -118,9 +118,22 @@ def test_the_code_calls_what_there_is() -> None:
 
 def test_its_kernel_works_as_it_stands(tmp_path: Path) -> None:
     """In a process of its own: the operator's name is taken afterwards."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "flexops.kernel" in block)
-    program = f"import torch, flexops\nx = torch.arange(5.0)\n{code}\nassert torch.equal(y, 2 * x)\n"
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if "flexops.kernel" in block
+    )
+    program = (
+        f"import torch, flexops\nx = torch.arange(5.0)\n{code}\nassert torch.equal(y, 2 * x)\n"
+    )
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(tmp_path / "program.py")], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

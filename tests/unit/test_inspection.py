@@ -1,4 +1,5 @@
-"""What ``flexops inspect`` and ``flexops target prove`` compute: occupancy, instructions by kind, and what is worse than a baseline."""
+"""What ``flexops inspect`` and ``flexops target prove`` compute: occupancy, instructions by kind,
+and what is worse than a baseline."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ HOPPER = ComputeCapability(9, 0)
         (HOPPER, 32, 0, 0, None),
     ],
 )
-def test_occupancy(capability: ComputeCapability, registers: int, shared: int, threads: int, expected: float | None) -> None:
+def test_occupancy(
+    capability: ComputeCapability, registers: int, shared: int, threads: int, expected: float | None
+) -> None:
     assert occupancy(capability, registers, shared, threads) == expected
 
 
@@ -51,8 +54,12 @@ $L1:
  ret;
 }"""
     assert mix.of_ptx(ptx) == {
-        "parameters and constants": 1, "branches": 1, "global memory": 2, "floating point": 1, "barriers": 1,
-    }  # fmt: skip
+        "parameters and constants": 1,
+        "branches": 1,
+        "global memory": 2,
+        "floating point": 1,
+        "barriers": 1,
+    }
     sass = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @P0  BRA `(.L_x_0) ;
@@ -63,8 +70,14 @@ $L1:
         /*0060*/                   STL [R1], R5 ;
         /*0070*/                   NOP ;"""
     assert mix.of_sass(sass) == {
-        "parameters and constants": 1, "branches": 1, "global memory": 1, "matrix": 1, "floating point": 1, "integers, moves, predicates": 1, "local memory": 1,
-    }  # fmt: skip
+        "parameters and constants": 1,
+        "branches": 1,
+        "global memory": 1,
+        "matrix": 1,
+        "floating point": 1,
+        "integers, moves, predicates": 1,
+        "local memory": 1,
+    }
 
 
 def measured(tmp_path: Path, kernel: str, **resources: int) -> Measured:
@@ -91,26 +104,51 @@ def test_what_is_worse(tmp_path: Path, now: dict[str, int], worse: bool) -> None
 
 def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_path: Path) -> None:
     file = tmp_path / "baseline.json"
-    baseline.write(file, {}, [measured(tmp_path, "mine::old"), measured(tmp_path, "other::kept")._replace(family="other")])
+    baseline.write(
+        file,
+        {},
+        [
+            measured(tmp_path, "mine::old"),
+            measured(tmp_path, "other::kept")._replace(family="other"),
+        ],
+    )
     known = baseline.read(file)
     now = [measured(tmp_path, "mine::fresh", registers=250)]
     changes = baseline.compare(known, now)
-    assert [(str(change).rpartition(": ")[2], change.worse) for change in changes] == [("new", False), ("gone", False)]
-    assert baseline.compare(known, [measured(tmp_path, "mine::fresh", spill_loads=4)])[0].worse  # there is nothing to hold it against: none may
+    assert [(str(change).rpartition(": ")[2], change.worse) for change in changes] == [
+        ("new", False),
+        ("gone", False),
+    ]
+    # there is nothing to hold it against: none may
+    assert baseline.compare(known, [measured(tmp_path, "mine::fresh", spill_loads=4)])[0].worse
     baseline.write(file, known, now)
-    assert baseline.read(file) == {"NVRTC 13.0 sm_90": {"mine mine::fresh": [250, 0, 0, 0, 0], "other other::kept": [32, 0, 0, 0, 0]}}
+    assert baseline.read(file) == {
+        "NVRTC 13.0 sm_90": {
+            "mine mine::fresh": [250, 0, 0, 0, 0],
+            "other other::kept": [32, 0, 0, 0, 0],
+        }
+    }
     with pytest.raises(FlexopsError, match="flexops target prove --update"):
         baseline.read(tmp_path / "none.json")
 
 
 def test_a_report_names_what_spills(tmp_path: Path) -> None:
-    text = proving.report([measured(tmp_path, "mine::scale"), measured(tmp_path, "mine::hungry", registers=255, stack=16, spill_stores=8, spill_loads=12)])
+    text = proving.report(
+        [
+            measured(tmp_path, "mine::scale"),
+            measured(
+                tmp_path, "mine::hungry", registers=255, stack=16, spill_stores=8, spill_loads=12
+            ),
+        ]
+    )
     assert "| mine | NVRTC 13.0 | sm_90 | 2 | 32, 255, 255 | 1 | 0 |" in text
     assert "| `mine::hungry` | NVRTC 13.0 | sm_90 | 16 | 8, 12 |" in text
     assert "mine::scale" not in text
 
 
-@pytest.mark.parametrize("code", [b"", b"PTX", b"\x7fELF\x02" + b"\0" * 10, b"\x7fELF\x02" + b"\xff" * 100])
+@pytest.mark.parametrize(
+    "code", [b"", b"PTX", b"\x7fELF\x02" + b"\0" * 10, b"\x7fELF\x02" + b"\xff" * 100]
+)
 def test_what_is_no_cubin_is_refused(code: bytes) -> None:
     with pytest.raises(ValueError):
         cubin.most_threads(code, "kernel")
@@ -118,5 +156,11 @@ def test_what_is_no_cubin_is_refused(code: bytes) -> None:
 
 def test_the_baseline_is_committed_for_the_tests_compilers() -> None:
     known = baseline.read(Path(__file__).parents[2] / baseline.FILE)
-    assert {f"NVRTC {version} sm_{sm}" for version in ("12.1", "13.0") for sm in (80, 86, 89, 90)} <= set(known)
-    assert all(len(values) == len(baseline.NAMES) for kernels in known.values() for values in kernels.values())
+    assert {
+        f"NVRTC {version} sm_{sm}" for version in ("12.1", "13.0") for sm in (80, 86, 89, 90)
+    } <= set(known)
+    assert all(
+        len(values) == len(baseline.NAMES)
+        for kernels in known.values()
+        for values in kernels.values()
+    )

@@ -1,4 +1,5 @@
-"""The record beside a library: nothing damaged is believed, and nothing is opened that would not run."""
+"""The record beside a library: nothing damaged is believed, and nothing is opened that would not
+run."""
 
 from __future__ import annotations
 
@@ -16,9 +17,20 @@ from flexops.build.store import manifest as module
 from flexops.build.store.manifest import Manifest, judge, needed_versions, verify
 
 MANIFEST = Manifest(
-    name="adam-cuda", key="k" * 40, base="b" * 40, device="cuda", library="lib.so", size=3, crc32="0" * 8, torch_abi="stable-2.11",
-    cuda_version="13.0", architectures=("8.0", "9.0"), glibc="2.14", glibcxx="3.4.21", files={"<csrc>/a.cu": "1"},
-)  # fmt: skip
+    name="adam-cuda",
+    key="k" * 40,
+    base="b" * 40,
+    device="cuda",
+    library="lib.so",
+    size=3,
+    crc32="0" * 8,
+    torch_abi="stable-2.11",
+    cuda_version="13.0",
+    architectures=("8.0", "9.0"),
+    glibc="2.14",
+    glibcxx="3.4.21",
+    files={"<csrc>/a.cu": "1"},
+)
 
 
 def _fields(text: str) -> Manifest:
@@ -93,7 +105,8 @@ def test_amd_architectures_are_architectures() -> None:
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    """Whatever a flip makes of a manifest, one architecture of another included, it is not believed to be what was written."""
+    """Whatever a flip makes of a manifest, one architecture of another included, it is not believed
+    to be what was written."""
     good = MANIFEST._replace(files={"<csrc>/a.cu": "1" * 8}).to_json().encode()
     for position in range(len(good)):
         for bit in range(8):
@@ -103,16 +116,34 @@ def test_every_flipped_bit_is_noticed() -> None:
                 told = Manifest.from_json(flipped.decode())
             except ValueError:
                 continue
-            assert told.is_damaged() or told._replace(own_crc32="") == _fields(good.decode()), flipped
+            assert told.is_damaged() or told._replace(own_crc32="") == _fields(good.decode()), (
+                flipped
+            )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', MANIFEST.to_json()[:200], "\x00" * 20, "[" * 100_000, '{"a":' * 100_000, "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '"text"',
+        MANIFEST.to_json()[:200],
+        "\x00" * 20,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 5000,
+    ],
+)
 def test_a_damaged_file_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Manifest.from_json(text)
 
 
-@pytest.mark.parametrize("name", ["name", "key", "base", "device", "library", "size", "crc32", "torch_abi"])
+@pytest.mark.parametrize(
+    "name", ["name", "key", "base", "device", "library", "size", "crc32", "torch_abi"]
+)
 def test_a_missing_field_is_named(name: str) -> None:
     data = json.loads(MANIFEST.to_json())
     del data[name]
@@ -132,7 +163,11 @@ def test_a_missing_field_is_named(name: str) -> None:
 )
 def test_judgement(changes: dict[str, Any], torch: Any, said: str) -> None:
     refusal = judge(MANIFEST._replace(**changes), torch)
-    assert (refusal.reason if refusal else "") == "" if not said else said in (refusal.reason if refusal else "")
+    assert (
+        (refusal.reason if refusal else "") == ""
+        if not said
+        else said in (refusal.reason if refusal else "")
+    )
     assert refusal is None or refusal.fix
 
 
@@ -148,8 +183,16 @@ def test_symbol_versions_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_this_process_knows_its_own_libraries() -> None:
-    code = "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.build.store import manifest as m; print(m._glibc(), m._libstdcxx())"
-    said = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.build.store import"
+        " manifest as m; print(m._glibc(), m._libstdcxx())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     assert said[0].startswith("2.")
     assert "libstdc++" in said[1]
 
@@ -165,7 +208,10 @@ def test_verify(tmp_path: Path) -> None:
     truncated = verify(tmp_path, good)
     library.unlink()
     gone = verify(tmp_path, good)
-    assert all(refusal and "lib.so" in refusal.reason and refusal.fix for refusal in (swapped, truncated, gone))
+    assert all(
+        refusal and "lib.so" in refusal.reason and refusal.fix
+        for refusal in (swapped, truncated, gone)
+    )
 
 
 def test_needed_versions_of_a_real_library() -> None:

@@ -87,7 +87,9 @@ def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:
     wrong = []
     for name, targets in graph().items():
         for target in targets:
-            stages = [one.split(".")[2:3] for one in (name, target) if one.startswith("flexops.build.")]
+            stages = [
+                one.split(".")[2:3] for one in (name, target) if one.startswith("flexops.build.")
+            ]
             if len(stages) == 2 and all(one and one[0] in STAGES for one in stages):
                 own, other = (STAGES.index(one[0]) for one in stages)
                 wrong += [f"{name} imports {target}"] * (other > own)

@@ -72,7 +72,9 @@ def test_no_message_of_a_client_shows_what_a_variable_holds(password: str, form:
 
 
 @pytest.mark.parametrize("password", ["hun/ter2", "hun?ter2", "hun#ter2", "hun%2Fter2", "hunter2"])
-@pytest.mark.parametrize("command", ["cache info", "cache remote list", "warm --record {}", "new a"])
+@pytest.mark.parametrize(
+    "command", ["cache info", "cache remote list", "warm --record {}", "new a"]
+)
 def test_no_command_shows_a_password(
     password: str, command: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

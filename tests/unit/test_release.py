@@ -14,7 +14,13 @@ import flexops
 from flexops import _toml
 
 ROOT = Path(__file__).parents[2]
-KEPT = ("flexops/_version.py", "recipe/recipe.yaml", "CITATION.cff", "CHANGELOG.md", "pyproject.toml")
+KEPT = (
+    "flexops/_version.py",
+    "recipe/recipe.yaml",
+    "CITATION.cff",
+    "CHANGELOG.md",
+    "pyproject.toml",
+)
 
 
 @pytest.fixture
@@ -32,7 +38,9 @@ def clone(tmp_path: Path) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def commit(root: Path) -> None:
@@ -55,13 +63,19 @@ def note(root: Path) -> None:
     """Something to be released, whatever stands there: also right after a release."""
     path = root / "CHANGELOG.md"
     noted = "## [Unreleased]\n\n### Added\n\n- What nothing else has.\n\n"
-    path.write_text(re.sub(r"## \[Unreleased\]\n.*?(?=## \[)", noted, path.read_text(), count=1, flags=re.DOTALL))
+    path.write_text(
+        re.sub(
+            r"## \[Unreleased\]\n.*?(?=## \[)", noted, path.read_text(), count=1, flags=re.DOTALL
+        )
+    )
 
 
 def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
     done = release(ROOT, "verify", "--tag", "refs/heads/main")
     assert (done.returncode, done.stdout) == (0, f"flexops {flexops.__version__}\n"), done.stderr
-    assert _toml.load(ROOT / "pyproject.toml")["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "flexops._version.__version__"}
+    assert _toml.load(ROOT / "pyproject.toml")["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "flexops._version.__version__"
+    }
 
 
 def test_preparing_shows_and_writes_nothing_unless_told_to(clone: Path) -> None:
@@ -79,7 +93,9 @@ def test_a_whole_release(clone: Path) -> None:
     assert '  version: "9.8.7"\n' in (clone / "recipe/recipe.yaml").read_text()
     assert "\nversion: 9.8.7\ndate-released: 2031-02-03\n" in (clone / "CITATION.cff").read_text()
     after = (clone / "CHANGELOG.md").read_text()
-    assert after == before.replace("## [Unreleased]\n", "## [Unreleased]\n\n## [9.8.7] - 2031-02-03\n")
+    assert after == before.replace(
+        "## [Unreleased]\n", "## [Unreleased]\n\n## [9.8.7] - 2031-02-03\n"
+    )
     notes = release(clone, "notes", "9.8.7").stdout.strip()
     assert notes
     assert notes in before
@@ -96,12 +112,29 @@ def test_a_whole_release(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "old", "new", "said"),
     [
-        ("recipe/recipe.yaml", f'version: "{flexops.__version__}"', 'version: "7.7.7"', "recipe/recipe.yaml says 7.7.7"),
-        ("CITATION.cff", "version: " + flexops.__version__, "version: latest", "CITATION.cff has 0 lines with the version"),
-        ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n### Fixed\n\n### Fixed\n", "### Fixed stands"),
+        (
+            "recipe/recipe.yaml",
+            f'version: "{flexops.__version__}"',
+            'version: "7.7.7"',
+            "recipe/recipe.yaml says 7.7.7",
+        ),
+        (
+            "CITATION.cff",
+            "version: " + flexops.__version__,
+            "version: latest",
+            "CITATION.cff has 0 lines with the version",
+        ),
+        (
+            "CHANGELOG.md",
+            "## [Unreleased]\n",
+            "## [Unreleased]\n\n### Fixed\n\n### Fixed\n",
+            "### Fixed stands",
+        ),
     ],
 )
-def test_what_does_not_agree_is_named(clone: Path, path: str, old: str, new: str, said: str) -> None:
+def test_what_does_not_agree_is_named(
+    clone: Path, path: str, old: str, new: str, said: str
+) -> None:
     edit(clone / path, old, new)
     done = release(clone, "verify", "--tag", "refs/heads/main")
     assert done.returncode == 1
@@ -126,8 +159,14 @@ def test_what_is_no_version_is_refused(clone: Path, version: str) -> None:
 
 @pytest.mark.extra
 def test_a_tag_is_made_of_a_checked_clone(tmp_path: Path, require: Callable[..., None]) -> None:
-    """In a real clone, whose rendered files are all there: it is tagged with the changelog's section, once."""
-    require((ROOT / ".git").exists(), "a clone of the repository", "git clone", "these are sources without their history")
+    """In a real clone, whose rendered files are all there: it is tagged with the changelog's
+    section, once."""
+    require(
+        (ROOT / ".git").exists(),
+        "a clone of the repository",
+        "git clone",
+        "these are sources without their history",
+    )
     git(tmp_path, "clone", "--quiet", "--local", "--no-hardlinks", str(ROOT), "clone")
     clone = tmp_path / "clone"
     git(clone, "config", "user.name", "A Tester")
@@ -142,6 +181,8 @@ def test_a_tag_is_made_of_a_checked_clone(tmp_path: Path, require: Callable[...,
     assert release(clone, "tag", "--write").returncode == 0
     message = git(clone, "tag", "--list", "v9.8.7", "--format=%(contents)")
     assert message.startswith("flexops 9.8.7\n")
-    assert re.search(r"^### Added$", message, re.MULTILINE), "headings of the changelog are no comments"
+    assert re.search(r"^### Added$", message, re.MULTILINE), (
+        "headings of the changelog are no comments"
+    )
     again = release(clone, "tag", "--write")
     assert "there is a tag v9.8.7 already" in again.stderr

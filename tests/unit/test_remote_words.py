@@ -1,4 +1,5 @@
-"""What is said of a remote cache tells no secrets, and what is put there has names that every store takes."""
+"""What is said of a remote cache tells no secrets, and what is put there has names that every store
+takes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,18 @@ def test_it_is_one_line_of_bounded_length() -> None:
     assert scrubbed("several\n\n  lines\t" + "x" * 1000) == "several lines " + "x" * 286
 
 
-@pytest.mark.parametrize("name", ["rope-cpu", "mylib.scale-sm_90a-0123456789ab", "Name with blanks", "über", "x" * 250, "-dash", "a:b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rope-cpu",
+        "mylib.scale-sm_90a-0123456789ab",
+        "Name with blanks",
+        "über",
+        "x" * 250,
+        "-dash",
+        "a:b",
+    ],
+)
 def test_names_are_those_that_a_registry_takes_too(name: str) -> None:
     tag = entry_name(name, "0" * 40).replace("/", ".")
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", tag)

@@ -19,7 +19,12 @@ def read(**environ: str) -> Settings:
 
 def test_defaults() -> None:
     settings = read(HOME="/home/me")
-    assert (settings.fallback, settings.jit, settings.log, settings.aot) == ("warn", True, "info", ())
+    assert (settings.fallback, settings.jit, settings.log, settings.aot) == (
+        "warn",
+        True,
+        "info",
+        (),
+    )
     assert settings.cache_max_bytes == 5 * 2**30
     assert settings.arch_list is settings.max_jobs is settings.launcher is None
     assert not settings.cache_shared
@@ -40,7 +45,16 @@ def test_cache_dir(environ: dict[str, str], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5G", 5 * 2**30), ("500M", 500 * 2**20), ("1.5k", 1536), ("4096", 4096), ("2 TiB", 2 * 2**40), ("7GB", 7 * 2**30), ("0", 0)]
+    ("text", "size"),
+    [
+        ("5G", 5 * 2**30),
+        ("500M", 500 * 2**20),
+        ("1.5k", 1536),
+        ("4096", 4096),
+        ("2 TiB", 2 * 2**40),
+        ("7GB", 7 * 2**30),
+        ("0", 0),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size("X", text) == size
@@ -82,7 +96,15 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "names"), [("", ()), ("0", ()), ("none", ()), ("all", ("all",)), ("adam,quant", ("adam", "quant")), ("adam; quant", ("adam", "quant"))]
+    ("text", "names"),
+    [
+        ("", ()),
+        ("0", ()),
+        ("none", ()),
+        ("all", ("all",)),
+        ("adam,quant", ("adam", "quant")),
+        ("adam; quant", ("adam", "quant")),
+    ],
 )
 def test_aot_names(text: str, names: tuple[str, ...]) -> None:
     assert read(FLEXOPS_AOT=text).aot == names
@@ -101,16 +123,35 @@ def test_a_folder_of_libraries_compiled_ahead_of_time(monkeypatch: pytest.Monkey
 
 
 def test_familiar_variables_keep_their_meaning() -> None:
-    settings = read(TORCH_CUDA_ARCH_LIST=" 8.9;9.0 ", MAX_JOBS="3", NVCC_THREADS="2", CUDA_PATH="/cuda", CXX="g++-12", PATH="/a::/b")
+    settings = read(
+        TORCH_CUDA_ARCH_LIST=" 8.9;9.0 ",
+        MAX_JOBS="3",
+        NVCC_THREADS="2",
+        CUDA_PATH="/cuda",
+        CXX="g++-12",
+        PATH="/a::/b",
+    )
     assert (settings.arch_list, settings.max_jobs, settings.nvcc_threads) == ("8.9;9.0", 3, 2)
-    assert (settings.cuda_home, settings.cxx, settings.search_path) == (Path("/cuda"), "g++-12", ("/a", "/b"))
+    assert (settings.cuda_home, settings.cxx, settings.search_path) == (
+        Path("/cuda"),
+        "g++-12",
+        ("/a", "/b"),
+    )
     assert read(CUDA_HOME="/one", CUDA_PATH="/two").cuda_home == Path("/one")
     assert read(TORCH_CUDA_ARCH_LIST="  ").arch_list is None
 
 
 def test_what_compilers_read_by_themselves_is_kept() -> None:
-    environ = {"CPATH": "/a", "NVCC_APPEND_FLAGS": "-lineinfo", "LIBRARY_PATH": "", "CXXFLAGS": "-O3"}
-    assert dict(Settings.from_environ(environ).compiler_environment) == {"CPATH": "/a", "NVCC_APPEND_FLAGS": "-lineinfo"}
+    environ = {
+        "CPATH": "/a",
+        "NVCC_APPEND_FLAGS": "-lineinfo",
+        "LIBRARY_PATH": "",
+        "CXXFLAGS": "-O3",
+    }
+    assert dict(Settings.from_environ(environ).compiler_environment) == {
+        "CPATH": "/a",
+        "NVCC_APPEND_FLAGS": "-lineinfo",
+    }
     assert Settings.from_environ({}).compiler_environment == ()
 
 
@@ -130,7 +171,9 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(TMPDIR="/scratch").cache_dir == Path(f"/scratch/flexops-{os.getuid()}")
 
 
-def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_where_the_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -148,14 +191,32 @@ def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://b/p", "gs://b", "az://a/c", "https://user:pw@host/x?sig=1", "oci://ghcr.io/team/x", "file:///a", "http://localhost:80/x", "http://[::1]/x"]
+    "url",
+    [
+        "s3://b/p",
+        "gs://b",
+        "az://a/c",
+        "https://user:pw@host/x?sig=1",
+        "oci://ghcr.io/team/x",
+        "file:///a",
+        "http://localhost:80/x",
+        "http://[::1]/x",
+    ],
 )
 def test_remote_caches(url: str) -> None:
     assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote.reveal() == url
 
 
 @pytest.mark.parametrize(
-    "url", ["hunter2", "http://me:hunter2@host/x?hunter2", "ftp://hunter2@host", "s3://", "s3://a b?hunter2", "http://localhost.evil.example/hunter2"]
+    "url",
+    [
+        "hunter2",
+        "http://me:hunter2@host/x?hunter2",
+        "ftp://hunter2@host",
+        "s3://",
+        "s3://a b?hunter2",
+        "http://localhost.evil.example/hunter2",
+    ],
 )
 def test_what_is_no_remote_cache_is_refused_and_its_secrets_are_not_told(url: str) -> None:
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:

@@ -17,27 +17,79 @@ MATRIX = targets.load()
     ("machine", "expected", "reason"),
     [
         (Machine(), "cpu", "no GPU was found"),
-        (Machine(capabilities=("9.0",), driver="580.65.06"), "cu132-sm90", "carries CUDA 13.2 (it needs 580)"),
+        (
+            Machine(capabilities=("9.0",), driver="580.65.06"),
+            "cu132-sm90",
+            "carries CUDA 13.2 (it needs 580)",
+        ),
         (Machine(capabilities=("9.0",), driver="595.45.04"), "cu132-sm90", "driver 595.45.04"),
-        (Machine(capabilities=("9.0",), driver="580.65.06", python="3.10"), "cu130-sm90", "CUDA 13.0"),
-        (Machine(capabilities=("8.9",) * 4, driver="550.54.14"), "cu128-sm89", "GPU of capability 8.9; driver 550.54.14 carries CUDA 12.8 (it needs 525)"),
+        (
+            Machine(capabilities=("9.0",), driver="580.65.06", python="3.10"),
+            "cu130-sm90",
+            "CUDA 13.0",
+        ),
+        (
+            Machine(capabilities=("8.9",) * 4, driver="550.54.14"),
+            "cu128-sm89",
+            "GPU of capability 8.9; driver 550.54.14 carries CUDA 12.8 (it needs 525)",
+        ),
         (Machine(capabilities=("8.0",), driver="525.60.13"), "cu128-sm80", "525"),
-        (Machine(capabilities=("8.6",), driver="580.65.06"), "cu132-sm80", "no target is for 8.6 itself, and code for 8.0 runs on it"),
-        (Machine(capabilities=("10.3",), driver="580.65.06"), "cu132-sm100", "code for 10.0 runs on it"),
+        (
+            Machine(capabilities=("8.6",), driver="580.65.06"),
+            "cu132-sm80",
+            "no target is for 8.6 itself, and code for 8.0 runs on it",
+        ),
+        (
+            Machine(capabilities=("10.3",), driver="580.65.06"),
+            "cu132-sm100",
+            "code for 10.0 runs on it",
+        ),
         (Machine(capabilities=("12.1",), driver="580.65.06"), "cu132-sm120", "code for 12.0"),
-        (Machine(capabilities=("8.0", "8.9"), driver="580.65.06"), "cu132-sm80", "no target is for 8.9 itself"),
+        (
+            Machine(capabilities=("8.0", "8.9"), driver="580.65.06"),
+            "cu132-sm80",
+            "no target is for 8.9 itself",
+        ),
         (Machine(capabilities=("8.0", "9.0"), driver="580.65.06"), "cu132-sm90", "capability 9.0"),
         (Machine(capabilities=("9.0", "8.0", "8.6"), driver="580.65.06"), "cu132-sm80", "8.0, 8.6"),
-        (Machine(capabilities=("9.0",)), "cu128-sm90", "the driver is unknown, so it is taken for 525"),
+        (
+            Machine(capabilities=("9.0",)),
+            "cu128-sm90",
+            "the driver is unknown, so it is taken for 525",
+        ),
         (Machine(capabilities=("9.0",), driver="470.82.01"), "cpu", "470.82.01 is older than 525"),
-        (Machine(capabilities=("7.0",), driver="580.65.06"), "cpu", '7.0 (there are 8.0, 8.9, 9.0, 7.5, 10.0, 12.0); `flexops build --arch "7.0"`'),
+        (
+            Machine(capabilities=("7.0",), driver="580.65.06"),
+            "cpu",
+            '7.0 (there are 8.0, 8.9, 9.0, 7.5, 10.0, 12.0); `flexops build --arch "7.0"`',
+        ),
         (Machine(capabilities=("13.0",), driver="700.10"), "cpu", "capability 13.0"),
         (Machine(capabilities=("[N/A]",), driver="580.65.06"), "cpu", "(none understood)"),
-        (Machine(capabilities=("9.0",), driver="580.65.06", python="3.16"), "cpu", "has a torch for Python 3.16"),
-        (Machine(capabilities=("9.0",), driver="580.65.06", architecture="aarch64"), "cu132-sm90", "carries CUDA 13.2"),
-        (Machine(capabilities=("9.0",), driver="550.54.14", architecture="aarch64"), "cpu", "550.54.14 is older than 580"),
-        (Machine(capabilities=("8.0",), driver="580.65.06", architecture="aarch64"), "cpu", "there are 9.0, 10.0"),
-        (Machine(capabilities=("9.0",), driver="580.65.06", architecture="ppc64le"), "cpu", "Linux on x86_64 or aarch64, and this is Linux on ppc64le"),
+        (
+            Machine(capabilities=("9.0",), driver="580.65.06", python="3.16"),
+            "cpu",
+            "has a torch for Python 3.16",
+        ),
+        (
+            Machine(capabilities=("9.0",), driver="580.65.06", architecture="aarch64"),
+            "cu132-sm90",
+            "carries CUDA 13.2",
+        ),
+        (
+            Machine(capabilities=("9.0",), driver="550.54.14", architecture="aarch64"),
+            "cpu",
+            "550.54.14 is older than 580",
+        ),
+        (
+            Machine(capabilities=("8.0",), driver="580.65.06", architecture="aarch64"),
+            "cpu",
+            "there are 9.0, 10.0",
+        ),
+        (
+            Machine(capabilities=("9.0",), driver="580.65.06", architecture="ppc64le"),
+            "cpu",
+            "Linux on x86_64 or aarch64, and this is Linux on ppc64le",
+        ),
         (Machine(capabilities=("7.5",), driver="580.65.06"), "cu130-sm75", "GPU of capability 7.5"),
         (Machine(capabilities=("7.5", "8.6"), driver="535.10"), "cu128-sm80", "8.6"),
         (Machine(rocm=("gfx90a", "gfx90a")), "rocm72-gfx90a", "AMD GPU of architecture gfx90a"),
@@ -45,7 +97,11 @@ MATRIX = targets.load()
         (Machine(rocm=("gfx950",)), "cpu", "no target is for an AMD GPU of architecture gfx950"),
         (Machine(rocm=("gfx942",), python="3.9"), "cpu", "has a torch for Python 3.9"),
         (Machine(rocm=("gfx942",), capabilities=("9.0",), driver="580.65"), "cu132-sm90", "9.0"),
-        (Machine(rocm=("gfx942",), capabilities=("6.1",), driver="580.65"), "rocm72-gfx942", "gfx942"),
+        (
+            Machine(rocm=("gfx942",), capabilities=("6.1",), driver="580.65"),
+            "rocm72-gfx942",
+            "gfx942",
+        ),
     ],
 )
 def test_choice(machine: Machine, expected: str, reason: str) -> None:
@@ -55,7 +111,9 @@ def test_choice(machine: Machine, expected: str, reason: str) -> None:
 
 def test_a_newer_target_that_this_python_rules_out_is_named() -> None:
     found = choose(MATRIX, Machine(capabilities=("9.0",), driver="595.45.04", python="3.10"))
-    assert found.notes == ("cu132-sm90 would be newer, but its torch 2.15.0 is for Python 3.11 to 3.15, not 3.10",)
+    assert found.notes == (
+        "cu132-sm90 would be newer, but its torch 2.15.0 is for Python 3.11 to 3.15, not 3.10",
+    )
 
 
 def test_gpus_left_out_are_named() -> None:
@@ -71,7 +129,9 @@ def test_every_gpu_target_is_best_for_its_own_gpu_with_some_machine() -> None:
     for target in MATRIX.targets:
         if target.accelerator == "cuda":
             only = targets.Matrix((MATRIX.cpu, target))
-            machine = Machine(capabilities=target.capabilities, driver=target.least_driver, python=target.python)
+            machine = Machine(
+                capabilities=target.capabilities, driver=target.least_driver, python=target.python
+            )
             assert choose(only, machine).target == target
 
 
@@ -84,7 +144,11 @@ def test_nvidia_smi_is_read_line_by_line() -> None:
 
 def test_the_kernel_s_view_of_amd_gpus() -> None:
     node = "simd_count {}\ngfx_target_version {}\nvendor_id 4098\n"
-    assert probe.read_kfd(node.format(304, version) for version in (0, 90010, 90402, 110000)) == ("gfx90a", "gfx942", "gfx1100")
+    assert probe.read_kfd(node.format(304, version) for version in (0, 90010, 90402, 110000)) == (
+        "gfx90a",
+        "gfx942",
+        "gfx1100",
+    )
     assert probe.read_kfd(["", "nonsense"]) == ()
 
 
@@ -97,7 +161,12 @@ def test_the_kernel_s_view_of_amd_gpus() -> None:
     ],
 )
 def test_a_real_nvidia_smi_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, driver: str, capabilities: tuple[str, ...], problem: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    driver: str,
+    capabilities: tuple[str, ...],
+    problem: str,
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -109,20 +178,30 @@ def test_a_real_nvidia_smi_process(
     assert problem in "".join(found[2])
 
 
-def test_a_driver_without_nvidia_smi_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_nvidia_smi_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = tmp_path / "version"
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n")
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(probe, "_SMI_PLACES", ())
     monkeypatch.setattr(probe, "_DRIVER_FILE", str(version))
-    assert probe.nvidia() == ("535.129.03", (), ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",))
+    assert probe.nvidia() == (
+        "535.129.03",
+        (),
+        ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",),
+    )
 
 
 def _fake(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     monkeypatch.setattr(probe, "machine", lambda _python: machine)
 
 
-def test_scripts_get_the_id_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_get_the_id_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _fake(monkeypatch, Machine(capabilities=("8.9",), driver="550.1", problems=("odd",)))
     assert __main__.main(["detect"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -144,7 +223,9 @@ def test_scripts_get_requirements_and_fields(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("text", "python"), [("3.11.7", "3.11"), ("3.12", "3.12"), ("", "")])
-def test_the_python_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, python: str) -> None:
+def test_the_python_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str, python: str
+) -> None:
     asked: list[str | None] = []
 
     def machine(python: str | None) -> Machine:

@@ -14,7 +14,9 @@ from flexops.toolchain.model import TorchBuild, Version
 
 
 def torch(version: str, *, cuda: str | None = None, hip: str | None = None) -> TorchBuild:
-    return TorchBuild(version, cuda, hip, "", Version.parse(version) >= Version((2, 7)), Path("/torch"))
+    return TorchBuild(
+        version, cuda, hip, "", Version.parse(version) >= Version((2, 7)), Path("/torch")
+    )
 
 
 OWN = {
@@ -34,7 +36,9 @@ def test_only_the_rows_own_torch_and_compiler_make_its_build(row: targets.Target
         refusal = unfit(row, build, Version.parse(compiler) if compiler else None)
         own = name == row.toolkit_name
         assert (refusal is None) == own, name
-        assert is_of(row, build.abi_id, compiler or "") == (own or (row.accelerator == "cpu" and build.stable_abi)), name
+        assert is_of(row, build.abi_id, compiler or "") == (
+            own or (row.accelerator == "cpu" and build.stable_abi)
+        ), name
         if refusal is not None:
             assert f"scripts/setup_cuda_dev_environment.sh --target {row.id}" in refusal.fix
             assert build.version in refusal.found
@@ -55,17 +59,32 @@ def test_what_comes_close_is_not_it() -> None:
         refusal = unfit(row, build, compiler)
         assert refusal is not None
         assert '--arch "9.0"' in refusal.fix
-    assert unfit(targets.load().cpu, torch("2.13.0+cu130", cuda="13.0"), None) is None  # the default index's wheel runs on a CPU, too
+    # the default index's wheel runs on a CPU, too
+    assert unfit(targets.load().cpu, torch("2.13.0+cu130", cuda="13.0"), None) is None
 
 
 def test_an_operators_name_means_its_family() -> None:
-    assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {"activation", "norm", "adam"}
+    assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {
+        "activation",
+        "norm",
+        "adam",
+    }
     assert catalog.select(("all",)) == catalog.select(()) == catalog.CATALOG
     for spec in catalog.CATALOG:
-        assert [catalog.select((name,)) for name in (spec.family, *spec.ops)] == [(spec,)] * (1 + len(spec.ops))
+        assert [catalog.select((name,)) for name in (spec.family, *spec.ops)] == [(spec,)] * (
+            1 + len(spec.ops)
+        )
 
 
-@pytest.mark.parametrize(("name", "near"), [("swiglo", "swiglu"), ("rmsnorm", "rms_norm"), ("flash_attention", "attention"), ("adamw", "adam")])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("swiglo", "swiglu"),
+        ("rmsnorm", "rms_norm"),
+        ("flash_attention", "attention"),
+        ("adamw", "adam"),
+    ],
+)
 def test_an_unknown_name_gets_the_nearest_ones(name: str, near: str) -> None:
     with pytest.raises(FlexopsError) as caught:
         catalog.select((name,))

@@ -42,8 +42,10 @@ def test_a_line_has_all_that_was_done_with_a_toolkit_and_torch_and_the_oldest_da
     assert proven.table(MATRIX, facts)[2:] == [
         f"| none (CPU) | 2.13.0 | operators built and verified on x86_64 | {DAY} |",
         f"| CUDA 13.0 | 2.11.0 | tests: on NVIDIA H200 (3 passed, 1 failed) | {DAY} |",
-        "| CUDA 13.0 | 2.14.1 | kernels compiled for 9.0 (14 of 15 families), 10.0; "
-        "operators built and verified on x86_64 | 2026-11-20 |",
+        (
+            "| CUDA 13.0 | 2.14.1 | kernels compiled for 9.0 (14 of 15 families), 10.0; "
+            "operators built and verified on x86_64 | 2026-11-20 |"
+        ),
     ]
 
 

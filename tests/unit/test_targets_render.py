@@ -1,4 +1,5 @@
-"""Everything rendered follows from the matrix: golden files, this checkout, and the command that keeps it so."""
+"""Everything rendered follows from the matrix: golden files, this checkout, and the command that
+keeps it so."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ GOLDEN = ROOT / "tests" / "golden" / "targets"
 
 
 def tree(root: Path) -> dict[str, str]:
-    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -54,24 +57,34 @@ def test_every_generated_file_says_so(project: Path) -> None:
 def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) -> None:
     before = {path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()}
     assert not render.write(matrix, project)
-    assert {path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()
+    } == before
 
 
-def test_missing_differing_and_stray_files_are_listed_and_mended(project: Path, matrix: targets.Matrix) -> None:
+def test_missing_differing_and_stray_files_are_listed_and_mended(
+    project: Path, matrix: targets.Matrix
+) -> None:
     (project / "envs/cpu.yml").unlink()
     (project / "envs/cu121-sm89.yml").write_text("edited by hand\n")
     (project / "envs/old.yml").write_text(f"# {render.HEADER}\nname: old\n")
     (project / "envs/mine.yml").write_text(f"# mine\n# {render.HEADER}\n")
     (project / "envs/notes.bin").write_bytes(b"\xff\xfe\x00")
     found = render.compare(matrix, project)
-    assert found.lines() == ["missing  envs/cpu.yml", "differs  envs/cu121-sm89.yml", "stray    envs/old.yml"]
+    assert found.lines() == [
+        "missing  envs/cpu.yml",
+        "differs  envs/cu121-sm89.yml",
+        "stray    envs/old.yml",
+    ]
     assert render.write(matrix, project) == found
     assert not render.compare(matrix, project)
     assert {path.name for path in (project / "envs").iterdir()} >= {"mine.yml", "notes.bin"}
     assert not (project / "envs/old.yml").exists()
 
 
-def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(tmp_path: Path, matrix: targets.Matrix) -> None:
+def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(
+    tmp_path: Path, matrix: targets.Matrix
+) -> None:
     render.write(matrix, tmp_path)
     text = (tmp_path / render.TABLE).read_text()
     assert text == f"# Targets\n\n{render.table(matrix)}\n"
@@ -79,15 +92,22 @@ def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(tmp_path: Path
     assert not render.write(matrix, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["no markers", f"{render.END} {render.BEGIN}", f"{render.BEGIN} {render.BEGIN} {render.END}"])
+@pytest.mark.parametrize(
+    "text",
+    ["no markers", f"{render.END} {render.BEGIN}", f"{render.BEGIN} {render.BEGIN} {render.END}"],
+)
 def test_a_page_without_its_markers_is_an_error(matrix: targets.Matrix, text: str) -> None:
     with pytest.raises(TargetError, match="no place for the table"):
         render.page(matrix, text)
 
 
-def test_requirements_work_with_the_default_index_alone_except_for_rocm(matrix: targets.Matrix) -> None:
+def test_requirements_work_with_the_default_index_alone_except_for_rocm(
+    matrix: targets.Matrix,
+) -> None:
     for target in matrix.targets:
-        options = [line for line in render.requirements(target).splitlines() if line.startswith("-")]
+        options = [
+            line for line in render.requirements(target).splitlines() if line.startswith("-")
+        ]
         assert bool(options) == (target.accelerator == "rocm")
 
 
@@ -158,7 +178,9 @@ ARGUMENTS = r"^ARG (\w+)"
 
 def test_development_containers_are_the_dockerfiles_stage_for_it() -> None:
     matrix = targets.load()
-    found = {path.parent.name: path for path in (ROOT / ".devcontainer").glob("*/devcontainer.json")}
+    found = {
+        path.parent.name: path for path in (ROOT / ".devcontainer").glob("*/devcontainer.json")
+    }
     assert set(found) == {row.toolkit_name for row in matrix.targets}
     for name, path in found.items():
         document = json.loads(path.read_text().partition("\n")[2])
@@ -177,10 +199,17 @@ def test_development_containers_are_the_dockerfiles_stage_for_it() -> None:
 
 def test_compose_has_a_service_for_each_row_and_starts_none_unasked() -> None:
     text = (ROOT / "compose.yaml").read_text()
-    services = re.findall(r"^  ([\w-]+):\n    image: flexops:(\S+)\n    profiles: \[(\S+)\]\n", text, re.MULTILINE)
+    services = re.findall(
+        r"^  ([\w-]+):\n    image: flexops:(\S+)\n    profiles: \[(\S+)\]\n", text, re.MULTILINE
+    )
     assert services == [(row.id, row.id, row.id) for row in targets.load().targets]
     for row in targets.load().targets:
         own = text.partition(f"\n  {row.id}:\n")[2].partition("\n\n")[0]
         dockerfile = (ROOT / re.findall(r"dockerfile: (\S+)", own)[0]).read_text()
-        assert set(re.findall(r"^        (\w+):", own, re.MULTILINE)) <= set(re.findall(ARGUMENTS, dockerfile, re.MULTILINE))
-        assert ("driver: nvidia" in own, "/dev/kfd" in own) == (row.accelerator == "cuda", row.accelerator == "rocm")
+        assert set(re.findall(r"^        (\w+):", own, re.MULTILINE)) <= set(
+            re.findall(ARGUMENTS, dockerfile, re.MULTILINE)
+        )
+        assert ("driver: nvidia" in own, "/dev/kfd" in own) == (
+            row.accelerator == "cuda",
+            row.accelerator == "rocm",
+        )

@@ -42,11 +42,18 @@ def files(root: Path, *names: str) -> None:
 
 def toolkit(root: Path, version: str, include: str = "include", library: str = "lib64") -> Path:
     program(root / "bin/nvcc", NVCC.format(version))
-    files(root, f"{include}/cuda_runtime_api.h", f"{include}/crt/host_config.h", f"{library}/libcudart_static.a")
+    files(
+        root,
+        f"{include}/cuda_runtime_api.h",
+        f"{include}/crt/host_config.h",
+        f"{library}/libcudart_static.a",
+    )
     return root
 
 
-def torch_for(cuda: str | None = None, hip: str | None = None, version: str = "2.14.1") -> TorchBuild:
+def torch_for(
+    cuda: str | None = None, hip: str | None = None, version: str = "2.14.1"
+) -> TorchBuild:
     return TorchBuild(version, cuda, hip, "", True, Path("/torch"))
 
 
@@ -64,7 +71,9 @@ Search = Callable[..., SearchContext]
 @pytest.fixture
 def search(tree: Path) -> Search:
     def context(**changes: object) -> SearchContext:
-        plain = SearchContext(search_path=(f"{tree}/usr/bin",), prefix=f"{tree}/venv", root=str(tree))
+        plain = SearchContext(
+            search_path=(f"{tree}/usr/bin",), prefix=f"{tree}/venv", root=str(tree)
+        )
         return plain._replace(**changes)  # type: ignore[arg-type]
 
     return context
@@ -73,16 +82,26 @@ def search(tree: Path) -> Search:
 def test_the_wrong_major_first_on_path(tree: Path, search: Search) -> None:
     toolkit(tree / "old", "12.1")
     toolkit(tree / "usr/local/cuda-13.0", "13.0")
-    found = assemble(search(search_path=(f"{tree}/old/bin", f"{tree}/usr/bin")), torch_for("13.0"), device="cuda")
+    found = assemble(
+        search(search_path=(f"{tree}/old/bin", f"{tree}/usr/bin")), torch_for("13.0"), device="cuda"
+    )
     assert found.cuda
     assert (str(found.cuda.version), dict(found.found_via)["cuda"]) == ("13.0", "/usr/local")
-    assert [(one.path, "another major" in one.reason) for one in found.rejected] == [(tree / "old", True)]
+    assert [(one.path, "another major" in one.reason) for one in found.rejected] == [
+        (tree / "old", True)
+    ]
 
 
-def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(tree: Path, search: Search) -> None:
+def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(
+    tree: Path, search: Search
+) -> None:
     toolkit(tree / "wished", "12.4")
     toolkit(tree / "site/nvidia/cu13", "13.0", library="lib")
-    found = assemble(search(cuda_home=f"{tree}/wished", site_dirs=(f"{tree}/site",)), torch_for("13.0"), device="cuda")
+    found = assemble(
+        search(cuda_home=f"{tree}/wished", site_dirs=(f"{tree}/site",)),
+        torch_for("13.0"),
+        device="cuda",
+    )
     assert found.cuda
     assert dict(found.found_via)["cuda"] == "site-packages"
     assert found.rejected[0].path == tree / "wished"
@@ -96,7 +115,9 @@ def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(tree: Path, 
 def test_index_wheels(tree: Path, search: Search) -> None:
     root = toolkit(tree / "site/nvidia/cu13", "13.0", library="lib")
     files(root, "include/cccl/x.h")
-    found = assemble(search(site_dirs=(f"{tree}/none", f"{tree}/site")), torch_for("13.0"), device="cuda").cuda
+    found = assemble(
+        search(site_dirs=(f"{tree}/none", f"{tree}/site")), torch_for("13.0"), device="cuda"
+    ).cuda
     assert found
     assert found.root == root
     assert found.include_dirs == (root / "include", root / "include/cccl")
@@ -119,7 +140,9 @@ def test_the_12_wheels_have_no_nvcc_and_that_is_said(tree: Path, search: Search)
 def test_conda_keeps_headers_below_targets(tree: Path, search: Search) -> None:
     toolkit(tree / "conda", "12.6", "targets/x86_64-linux/include", "targets/x86_64-linux/lib")
     program(tree / "conda/bin/x86_64-conda-linux-gnu-c++", GXX.format("13.3.0"))
-    found = assemble(search(conda_prefix=f"{tree}/conda"), torch_for("12.6", version="2.7.1"), device="cuda")
+    found = assemble(
+        search(conda_prefix=f"{tree}/conda"), torch_for("12.6", version="2.7.1"), device="cuda"
+    )
     assert found.cuda
     assert found.host
     assert found.cuda.include_dirs == (tree / "conda/targets/x86_64-linux/include",)
@@ -179,7 +202,11 @@ def test_gcc_too_new_takes_the_older_one(tree: Path, search: Search) -> None:
 def test_cxx(tree: Path, search: Search) -> None:
     mine = program(tree / "own/my-g++", GXX.format("11.4.0"))
     for wish, path in ((str(mine), mine), ("my-g++", mine), ("ccache my-g++ -m64", mine)):
-        found = assemble(search(cxx=wish, search_path=(f"{tree}/usr/bin", f"{tree}/own")), torch_for(), device="cpu")
+        found = assemble(
+            search(cxx=wish, search_path=(f"{tree}/usr/bin", f"{tree}/own")),
+            torch_for(),
+            device="cpu",
+        )
         assert found.host
         assert found.host.path == path
 
@@ -201,7 +228,9 @@ def test_a_ccache_masquerade_is_no_compiler(tree: Path, search: Search) -> None:
     program(tree / "usr/bin/ccache", "ccache version 4.7.5")
     (tree / "masks").mkdir()
     (tree / "masks/g++").symlink_to("../usr/bin/ccache")
-    found = assemble(search(search_path=(f"{tree}/masks", f"{tree}/usr/bin")), torch_for(), device="cpu")
+    found = assemble(
+        search(search_path=(f"{tree}/masks", f"{tree}/usr/bin")), torch_for(), device="cpu"
+    )
     assert found.host
     assert found.host.path == tree / "usr/bin/g++"
     assert found.launcher
@@ -237,7 +266,9 @@ def test_ninja_in_the_environment_when_path_lacks_it(tree: Path, search: Search)
         ("distcc", ("ccache",), None),
     ],
 )
-def test_launchers(tree: Path, search: Search, wish: str | None, present: tuple[str, ...], taken: str | None) -> None:
+def test_launchers(
+    tree: Path, search: Search, wish: str | None, present: tuple[str, ...], taken: str | None
+) -> None:
     for name in present:
         program(tree / "usr/bin" / name, f"{name} 1.2.3")
     found = assemble(search(launcher=wish), None, device="cpu")
@@ -262,11 +293,15 @@ def test_rocm_in_opt_and_from_the_distribution(tree: Path, search: Search) -> No
 
 
 def test_identities_hold_versions_and_no_paths() -> None:
-    assert read_compiler("COLLECT_GCC=/a/g++\nTarget: x86_64-linux-gnu\ngcc version 12.2.0 (Debian 12.2.0-14) \n") == (
+    assert read_compiler(
+        "COLLECT_GCC=/a/g++\nTarget: x86_64-linux-gnu\ngcc version 12.2.0 (Debian 12.2.0-14) \n"
+    ) == (
         Version((12, 2, 0)),
         "gcc 12.2.0 (Debian 12.2.0-14) x86_64-linux-gnu",
     )
-    assert read_compiler("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\nInstalledDir: /usr/bin") == (
+    assert read_compiler(
+        "Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\nInstalledDir: /usr/bin"
+    ) == (
         Version((14, 0, 6)),
         "clang 14.0.6 Debian x86_64-pc-linux-gnu",
     )
@@ -302,11 +337,17 @@ def test_a_directory_is_listed_again_when_it_changes(tree: Path, search: Search)
     os.utime(tree / "usr/bin", (1, 1))
     assert list(search(memo=memo).on_path("g++", numbered=True)) == [f"{tree}/usr/bin/g++"]
     program(tree / "usr/bin/g++-11", "x")
-    assert list(search(memo=memo).on_path("g++", numbered=True)) == [f"{tree}/usr/bin/g++", f"{tree}/usr/bin/g++-11"]
+    assert list(search(memo=memo).on_path("g++", numbered=True)) == [
+        f"{tree}/usr/bin/g++",
+        f"{tree}/usr/bin/g++-11",
+    ]
     assert not list(search(memo=memo).on_path("g++-1"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 0}', b'{"schema": 1, "tables": {"toml": {"a": 3}}}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"schema": 0}', b'{"schema": 1, "tables": {"toml": {"a": 3}}}', b"\xff"],
+)
 def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tools.json"
     path.write_bytes(content)
@@ -317,7 +358,8 @@ def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
 
 
 def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path: Path) -> None:
-    """An answer of another shape raised at every start; one of another compiler would be believed."""
+    """An answer of another shape raised at every start; one of another compiler would be
+    believed."""
     path = tmp_path / "tools.json"
     memo = Memo(str(path))
     memo.recall("version", __file__, lambda _: {"path": "/usr/bin/g++", "numbers": [12, 2]})
@@ -355,8 +397,9 @@ def test_a_memo_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def fake_torch(site: Path, version: str, cuda: str = "None", content: bytes | None = None) -> Path:
     files(site, "torch/version.py")
     (site / "torch/version.py").write_text(
-        f"from typing import Optional\n__all__ = ['__version__', 'cuda']\n__version__ = '{version}'\ndebug = False\n"
-        f"cuda: Optional[str] = {cuda}\ngit_version = 'abc'\nhip: Optional[str] = None\nrocm: Optional[str] = None\n"
+        "from typing import Optional\n__all__ = ['__version__', 'cuda']\n__version__ ="
+        f" '{version}'\ndebug = False\ncuda: Optional[str] = {cuda}\ngit_version = 'abc'\nhip:"
+        " Optional[str] = None\nrocm: Optional[str] = None\n"
     )
     if content is not None:
         files(site, "torch/lib/libc10.so")
@@ -365,8 +408,15 @@ def fake_torch(site: Path, version: str, cuda: str = "None", content: bytes | No
 
 
 def test_torch_from_its_files(tmp_path: Path) -> None:
-    first = fake_torch(tmp_path / "a", "2.14.1+cu130", "'13.0'", b"..._ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_string...__cxx11")
-    second = fake_torch(tmp_path / "b", "2.4.1+cu121", "'12.1'", b"__cxx11 _ZN3c105ErrorC1ENS_14SourceLocationESs")
+    first = fake_torch(
+        tmp_path / "a",
+        "2.14.1+cu130",
+        "'13.0'",
+        b"..._ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_string...__cxx11",
+    )
+    second = fake_torch(
+        tmp_path / "b", "2.4.1+cu121", "'12.1'", b"__cxx11 _ZN3c105ErrorC1ENS_14SourceLocationESs"
+    )
     build = torch_build([str(tmp_path / "none"), str(first), str(second)])
     assert build == TorchBuild("2.14.1+cu130", "13.0", None, "abc", True, first / "torch")
     old = read(str(second / "torch"))
@@ -381,32 +431,60 @@ def test_torch_from_its_files(tmp_path: Path) -> None:
     assert torch_build([str(first)]) is None
 
 
-ASK = "import sys; from flexops.toolchain import torch_build; build = torch_build(); print(build.version, build.cxx11_abi, 'torch' in sys.modules)"
+ASK = (
+    "import sys; from flexops.toolchain import torch_build; build = torch_build();"
+    " print(build.version, build.cxx11_abi, 'torch' in sys.modules)"
+)
 
 
 def python(*arguments: str, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CUDA_HOME", "CXX")}
-    done = subprocess.run([sys.executable, *arguments], env={**inherited, **environment}, capture_output=True, text=True, timeout=60, check=False)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "CUDA_HOME", "CXX")
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def without_package_init(code: str) -> str:
     """Run below ``flexops`` without its ``__init__``, which needs a torch that works."""
-    return f"import sys, types; p = types.ModuleType('flexops'); p.__path__ = [{PACKAGE_ROOT!r} + '/flexops']; sys.modules['flexops'] = p\n{code}"
+    return (
+        f"import sys, types; p = types.ModuleType('flexops'); p.__path__ = [{PACKAGE_ROOT!r} +"
+        f" '/flexops']; sys.modules['flexops'] = p\n{code}"
+    )
 
 
 def test_torch_that_cannot_be_imported_is_still_found(tmp_path: Path) -> None:
     fake_torch(tmp_path, "2.14.1+cu130")
-    (tmp_path / "torch/__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    assert python("-c", without_package_init(f"try:\n    import torch\nexcept ImportError: pass\n{ASK}"), PYTHONPATH=str(tmp_path)) == "2.14.1+cu130 True False"
+    (tmp_path / "torch/__init__.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')"
+    )
+    assert (
+        python(
+            "-c",
+            without_package_init(f"try:\n    import torch\nexcept ImportError: pass\n{ASK}"),
+            PYTHONPATH=str(tmp_path),
+        )
+        == "2.14.1+cu130 True False"
+    )
 
 
 def test_torch_hidden_by_build_isolation_is_still_found() -> None:
     installed = torch_build()
     assert installed
     # What pip's isolation does: the same interpreter, with site-packages taken off sys.path.
-    hide = "import sys; sys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]"
+    hide = (
+        "import sys; sys.path[:] = [entry for entry in sys.path if not entry.endswith('-packages')]"
+    )
     assert python("-c", without_package_init(f"{hide}\n{ASK}")).split()[0] == installed.version
 
 
@@ -430,26 +508,39 @@ print(len(ran), found.host.identity if found.host else None, len(found.tried))
 
 
 def test_a_second_process_runs_nothing(tmp_path: Path) -> None:
-    first = python("-c", without_package_init(DISCOVER), FLEXOPS_CACHE_DIR=str(tmp_path)).split(" ", 1)
-    second = python("-c", without_package_init(DISCOVER), FLEXOPS_CACHE_DIR=str(tmp_path)).split(" ", 1)
+    first = python("-c", without_package_init(DISCOVER), FLEXOPS_CACHE_DIR=str(tmp_path)).split(
+        " ", 1
+    )
+    second = python("-c", without_package_init(DISCOVER), FLEXOPS_CACHE_DIR=str(tmp_path)).split(
+        " ", 1
+    )
     assert int(first[0]) > 0
     assert int(second[0]) == 0
     assert first[1] == second[1]
 
 
 def test_this_machine(tmp_path: Path, require: Callable[..., None]) -> None:
-    settings = Settings.from_environ({"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")})
+    settings = Settings.from_environ(
+        {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
+    )
     found = discover(settings, device="cpu")
     assert found.cuda is None
     assert found.torch
     require(found.host, "a C++ compiler", "apt-get install g++")
     assert found.host
-    told = subprocess.run([found.host.path, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
+    told = subprocess.run(
+        [found.host.path, "-dumpfullversion", "-dumpversion"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     assert str(found.host.version) == told
     assert (tmp_path / "cache/tools.json").exists()
 
 
 def test_a_cache_directory_that_is_a_file_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    settings = Settings.from_environ({"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "file")})
+    settings = Settings.from_environ(
+        {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "file")}
+    )
     assert discover(settings, device="cpu").torch

@@ -16,7 +16,9 @@ spec.loader.exec_module(build_docs)
 
 
 def test_the_page_follows_the_tables() -> None:
-    assert build_docs.TROUBLESHOOTING.read_text() == build_docs.troubleshooting(), "python scripts/build_docs.py --render"
+    assert build_docs.TROUBLESHOOTING.read_text() == build_docs.troubleshooting(), (
+        "python scripts/build_docs.py --render"
+    )
 
 
 def test_every_cause_and_mend_is_on_the_page() -> None:
@@ -27,5 +29,11 @@ def test_every_cause_and_mend_is_on_the_page() -> None:
 
 def test_every_check_that_says_something_of_its_own_is_on_the_page() -> None:
     page = build_docs.troubleshooting()
-    for name in ("`torch-gpu`", "`environment`", "`jobs`", "`build`, `op`", "unset CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "`torch-gpu`",
+        "`environment`",
+        "`jobs`",
+        "`build`, `op`",
+        "unset CUDA_VISIBLE_DEVICES",
+    ):
         assert name in page

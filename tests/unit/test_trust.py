@@ -1,4 +1,5 @@
-"""Whose code is opened: what another user could have written or could swap is refused, and what a key vouches for is all that a reader with keys opens."""
+"""Whose code is opened: what another user could have written or could swap is refused, and what a
+key vouches for is all that a reader with keys opens."""
 
 from __future__ import annotations
 
@@ -36,8 +37,13 @@ VICTIM, ATTACKER = 4711, 4712
 
 @pytest.fixture
 def place(require: Callable[..., None]) -> Iterator[Path]:
-    """A directory that every user can look into, and only root can change; the tests become other users in it."""
-    require(os.geteuid() == 0, "the right to become another user", "run the tests as root in a container")
+    """A directory that every user can look into, and only root can change; the tests become other
+    users in it."""
+    require(
+        os.geteuid() == 0,
+        "the right to become another user",
+        "run the tests as root in a container",
+    )
     made = Path(tempfile.mkdtemp(prefix="flexops-trust-"))
     made.chmod(0o755)
     yield made
@@ -82,11 +88,20 @@ def plan(place: Path) -> BuildPlan:
 
 
 def found(root: Path, plan: BuildPlan, name: str = "") -> dict[str, Any]:
-    """What a user gets from a cache: the content that a look-up would open, the candidates, and what is wrong."""
+    """What a user gets from a cache: the content that a look-up would open, the candidates, and
+    what is wrong."""
     cache = BuildCache(root)
     entry = cache.lookup(plan)
-    opened = [content for one in cache.candidates(name or plan.name) for content in _content(cache.verified(one)[0])]
-    return {"lookup": _content(entry), "candidates": [] if cache.problem() else opened, "problem": cache.problem()}
+    opened = [
+        content
+        for one in cache.candidates(name or plan.name)
+        for content in _content(cache.verified(one)[0])
+    ]
+    return {
+        "lookup": _content(entry),
+        "candidates": [] if cache.problem() else opened,
+        "problem": cache.problem(),
+    }
 
 
 def _content(entry: Entry | None) -> list[str]:
@@ -100,12 +115,17 @@ def publish(root: Path, plan: BuildPlan, content: str, umask: int = 0o022) -> st
 
 def loose(root: Path) -> list[str]:
     """What others may write to."""
-    return [str(path) for path in (root, *root.rglob("*")) if path.lstat().st_mode & 0o022 and not path.is_symlink()]
+    return [
+        str(path)
+        for path in (root, *root.rglob("*"))
+        if path.lstat().st_mode & 0o022 and not path.is_symlink()
+    ]
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o770])
 def test_a_root_that_others_may_write_to(place: Path, plan: BuildPlan, mode: int) -> None:
-    """Whoever may add entries may add code; that of a group counts as well, unless FLEXOPS_CACHE_SHARED says that it is trusted."""
+    """Whoever may add entries may add code; that of a group counts as well, unless
+    FLEXOPS_CACHE_SHARED says that it is trusted."""
     root = home_of(VICTIM, place) / "cache"
 
     def planted() -> str:
@@ -123,17 +143,28 @@ def test_a_root_that_others_may_write_to(place: Path, plan: BuildPlan, mode: int
     assert BuildCache(root, shared=True).problem() == ""
 
 
-def test_entries_that_another_user_left_while_the_root_was_open(place: Path, plan: BuildPlan) -> None:
-    """The root was made under umask 000, another user's entry came in, and then the owner closed the root: it stays refused, and a build mends it."""
+def test_entries_that_another_user_left_while_the_root_was_open(
+    place: Path, plan: BuildPlan
+) -> None:
+    """The root was made under umask 000, another user's entry came in, and then the owner closed
+    the root: it stays refused, and a build mends it."""
     root = home_of(VICTIM, place) / "cache"
     root.mkdir()
     os.chown(root, VICTIM, VICTIM)
     root.chmod(0o777)
     as_user(ATTACKER, lambda: publish_loosely(root, plan, "planted"))
     root.chmod(0o755)
-    assert as_user(VICTIM, lambda: found(root, plan)) == {"lookup": [], "candidates": [], "problem": ""}
+    assert as_user(VICTIM, lambda: found(root, plan)) == {
+        "lookup": [],
+        "candidates": [],
+        "problem": "",
+    }
     as_user(VICTIM, lambda: publish(root, plan, "mine"))
-    assert as_user(VICTIM, lambda: found(root, plan)) == {"lookup": ["mine"], "candidates": ["mine"], "problem": ""}
+    assert as_user(VICTIM, lambda: found(root, plan)) == {
+        "lookup": ["mine"],
+        "candidates": ["mine"],
+        "problem": "",
+    }
 
 
 def publish_loosely(root: Path, plan: BuildPlan, content: str) -> str:
@@ -148,15 +179,20 @@ def publish_loosely(root: Path, plan: BuildPlan, content: str) -> str:
 
 @pytest.mark.parametrize("which", ["name", "entry", "library", "manifest", "headers"])
 @pytest.mark.parametrize("how", ["0777", "somebody else's"])
-def test_one_part_that_somebody_else_could_change(place: Path, plan: BuildPlan, which: str, how: str) -> None:
+def test_one_part_that_somebody_else_could_change(
+    place: Path, plan: BuildPlan, which: str, how: str
+) -> None:
     root = home_of(VICTIM, place) / "cache"
     entry = Path(as_user(VICTIM, lambda: publish(root, plan, "mine")))
     manifest = read_manifest(entry)
     assert manifest is not None
     part = {
-        "name": entry.parent, "entry": entry, "library": manifest.library, "manifest": entry / "manifest.json",
+        "name": entry.parent,
+        "entry": entry,
+        "library": manifest.library,
+        "manifest": entry / "manifest.json",
         "headers": entry.parent / f"{manifest.manifest.base}.headers.json",
-    }[which]  # fmt: skip
+    }[which]
     part.chmod(part.stat().st_mode | 0o022) if how == "0777" else os.chown(part, ATTACKER, ATTACKER)
     seen = as_user(VICTIM, lambda: found(root, plan))
     assert seen["lookup"] == []
@@ -164,10 +200,14 @@ def test_one_part_that_somebody_else_could_change(place: Path, plan: BuildPlan, 
     as_user(VICTIM, lambda: publish(root, plan, "again"))
     seen = as_user(VICTIM, lambda: found(root, plan))
     assert seen["lookup"] == seen["candidates"] == (["mine"] if which == "headers" else ["again"])
-    assert not [path for path in loose(root) if "/.quarantine/" not in path and "/.refused-" not in path]
+    assert not [
+        path for path in loose(root) if "/.quarantine/" not in path and "/.refused-" not in path
+    ]
 
 
-def test_who_could_put_another_directory_in_the_cache_s_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_could_put_another_directory_in_the_cache_s_place(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = home_of(VICTIM, place)
     (home / "open" / "cache").mkdir(parents=True)
     for path in (home / "open", home / "open" / "cache"):
@@ -181,7 +221,9 @@ def test_who_could_put_another_directory_in_the_cache_s_place(place: Path, monke
     assert problem("open/cache") == problem("link/cache") == problem("not/there") == ""
     (home / "open").chmod(0o777)
     assert f"{home}/open can be written by everybody" in problem("open/cache")
-    assert f"{home}/open can be written by everybody" in problem("link/cache"), "also where a link leads there"
+    assert f"{home}/open can be written by everybody" in problem("link/cache"), (
+        "also where a link leads there"
+    )
     assert f"{home}/open can be written by everybody" in problem("open/not/there")
     (home / "open").chmod(0o1777)
     assert problem("open/cache") == "", "as in /tmp, only the owner of a directory may rename it"
@@ -249,21 +291,34 @@ def test_what_is_stored_under_umask_000_is_closed(tmp_path: Path, how: str) -> N
     root = tmp_path / "new" / "parents" / "cache"
     before = os.umask(0)
     try:
-        made_up_entry(BuildCache(root), plan) if how == "publish" else cache_archive.import_archive(BuildCache(root), archive)
+        (
+            made_up_entry(BuildCache(root), plan)
+            if how == "publish"
+            else cache_archive.import_archive(BuildCache(root), archive)
+        )
     finally:
         os.umask(before)
     assert loose(tmp_path / "new") == []
-    assert stat.S_IMODE((root / ".locks").stat().st_mode) == 0o700, "or anybody could hold a lock for ever"
+    assert stat.S_IMODE((root / ".locks").stat().st_mode) == 0o700, (
+        "or anybody could hold a lock for ever"
+    )
     assert BuildCache(root).lookup(plan)
 
 
-def test_a_name_that_was_open_is_put_aside_where_something_is_published(place: Path, plan: BuildPlan) -> None:
-    """A failed build under umask 000 left one, and the next build of that name could not be stored."""
+def test_a_name_that_was_open_is_put_aside_where_something_is_published(
+    place: Path, plan: BuildPlan
+) -> None:
+    """A failed build under umask 000 left one, and the next build of that name could not be
+    stored."""
     root = home_of(VICTIM, place) / "cache"
     as_user(VICTIM, lambda: publish(root, plan._replace(identity=(("another", "key"),)), "other"))
     (root / plan.name).chmod(0o777)
     as_user(VICTIM, lambda: publish(root, plan, "mine"))
-    assert as_user(VICTIM, lambda: found(root, plan)) == {"lookup": ["mine"], "candidates": ["mine"], "problem": ""}
+    assert as_user(VICTIM, lambda: found(root, plan)) == {
+        "lookup": ["mine"],
+        "candidates": ["mine"],
+        "problem": "",
+    }
 
 
 def test_a_team_s_cache_serves_and_takes_from_all_of_them(place: Path, plan: BuildPlan) -> None:
@@ -284,16 +339,23 @@ def test_a_team_s_cache_serves_and_takes_from_all_of_them(place: Path, plan: Bui
     assert as_user(VICTIM, lambda: len(BuildCache(root, shared=True).prune(max_bytes=0))) == 2
 
 
-# ---- signatures -------------------------------------------------------------------------------------------------------------------------------
+# ---- signatures ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
     """Two key pairs, ``team`` and ``other``, and ``allowed_signers`` with the first."""
-    require(shutil.which("ssh-keygen"), "ssh-keygen", "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does")
+    require(
+        shutil.which("ssh-keygen"),
+        "ssh-keygen",
+        "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does",
+    )
     folder = tmp_path_factory.mktemp("keys")
     for name in ("team", "other"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)],
+            check=True,
+        )
     (folder / "allowed_signers").write_text(f"builder@team {(folder / 'team.pub').read_text()}")
     return folder
 
@@ -322,7 +384,9 @@ def test_only_what_a_trusted_key_signed_is_opened(tmp_path: Path, keys: Path) ->
         assert entry.library.exists(), "whoever has no keys may go on using it"
 
 
-@pytest.mark.parametrize("what", ["library", "library and manifest", "signature", "nonsense for a signature"])
+@pytest.mark.parametrize(
+    "what", ["library", "library and manifest", "signature", "nonsense for a signature"]
+)
 def test_what_changed_after_it_was_signed(tmp_path: Path, keys: Path, what: str) -> None:
     plan = tiny_plan(tmp_path / "tiny")
     entry = made_up_entry(builder(tmp_path / "cache", keys), plan)
@@ -332,7 +396,9 @@ def test_what_changed_after_it_was_signed(tmp_path: Path, keys: Path, what: str)
     if what.endswith("manifest"):
         shutil.copy(other.directory / "manifest.json", entry.directory)
     if what.endswith("signature"):
-        (entry.directory / "manifest.json.sig").write_text("" if what == "signature" else "-----BEGIN SSH SIGNATURE-----\n\x00")
+        (entry.directory / "manifest.json.sig").write_text(
+            "" if what == "signature" else "-----BEGIN SSH SIGNATURE-----\n\x00"
+        )
     assert reader(tmp_path / "cache", keys).lookup(plan) is None
 
 
@@ -355,14 +421,19 @@ def test_nothing_is_built_that_could_not_be_opened(tmp_path: Path, keys: Path) -
     both.require_writable()
     assert made_up_entry(both, plan) == both.lookup(plan)
     with pytest.raises(CacheError, match="could not be stored") as caught:
-        made_up_entry(reader(tmp_path / "cache", keys, signing_key=keys / "other"), plan, header="1")
+        made_up_entry(
+            reader(tmp_path / "cache", keys, signing_key=keys / "other"), plan, header="1"
+        )
     assert "not of one of the keys" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["absent", "locked"])
 def test_a_key_that_cannot_sign_is_said(tmp_path: Path, keys: Path, key: str) -> None:
     if key == "locked" and not (keys / key).exists():
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "passphrase", "-f", str(keys / key)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "passphrase", "-f", str(keys / key)],
+            check=True,
+        )
     with pytest.raises(CacheError, match="cannot be signed") as caught:
         made_up_entry(builder(tmp_path / "cache", keys, key), tiny_plan(tmp_path / "tiny"))
     assert str(keys / key) in str(caught.value)
@@ -377,7 +448,9 @@ def test_a_signature_replaces_an_entry_without_one(tmp_path: Path, keys: Path) -
     assert cache.lookup(plan)
 
 
-def test_signed_entries_of_a_shared_cache_are_opened_where_nobody_else_can_write(tmp_path: Path, keys: Path) -> None:
+def test_signed_entries_of_a_shared_cache_are_opened_where_nobody_else_can_write(
+    tmp_path: Path, keys: Path
+) -> None:
     """What others may still swap after it was verified is not what is opened."""
     plan, root = tiny_plan(tmp_path / "tiny"), tmp_path / "team"
     root.mkdir()

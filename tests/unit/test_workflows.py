@@ -1,4 +1,5 @@
-"""The workflows: linted, pinned, without rights that they do not need, and made of this repository's own scripts."""
+"""The workflows: linted, pinned, without rights that they do not need, and made of this
+repository's own scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ ISA_OF_RUNNER = {"ubuntu-24.04": "x86_64", "ubuntu-24.04-arm": "aarch64"}
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
 
 
 def uses(path: Path) -> list[str]:
@@ -42,8 +51,15 @@ def steps(path: Path) -> list[str]:
 @pytest.fixture
 def tool(require: Callable[..., None]) -> Callable[[str], str]:
     def find(name: str) -> str:
-        found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        require(found, name, "pip install -r tests/requirements.txt", "" if os.uname().machine == "x86_64" else "there is no package of it for this machine")
+        found = shutil.which(
+            name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        )
+        require(
+            found,
+            name,
+            "pip install -r tests/requirements.txt",
+            "" if os.uname().machine == "x86_64" else "there is no package of it for this machine",
+        )
         return str(found)
 
     return find
@@ -89,9 +105,16 @@ def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
 
 def test_ci_runs_the_commands_of_the_readme_in_their_order_then_what_they_leave_out() -> None:
     section = (ROOT / "README.md").read_text().partition("## Work on it")[2].partition("\n## ")[0]
-    commands = [line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("bash ")]
-    assert [command.split()[1] for command in commands] == ["scripts/setup_cuda_dev_environment.sh", "scripts/run_tests.sh"]
-    performed = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")]
+    commands = [
+        line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("bash ")
+    ]
+    assert [command.split()[1] for command in commands] == [
+        "scripts/setup_cuda_dev_environment.sh",
+        "scripts/run_tests.sh",
+    ]
+    performed = [
+        line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")
+    ]
     assert performed == [*commands, "bash scripts/run_tests.sh --rest"]
 
 
@@ -99,7 +122,10 @@ def test_the_two_runs_of_ci_are_the_whole() -> None:
     script = (ROOT / "scripts/run_tests.sh").read_text()
     marks = dict(re.findall(r"(''|--all|--rest)\) run_part '(.*?)'", script))
     for slow, extra in itertools.product((False, True), repeat=2):
-        taken = {name: bool(eval(marks[name], {"slow": slow, "extra": extra})) for name in ("''", "--all", "--rest")}
+        taken = {
+            name: bool(eval(marks[name], {"slow": slow, "extra": extra}))
+            for name in ("''", "--all", "--rest")
+        }
         assert (taken["''"] or taken["--rest"]) == taken["--all"] == (not slow)
         assert not (taken["''"] and taken["--rest"])
 
@@ -109,17 +135,31 @@ def test_the_oldest_and_the_newest_torch_are_tested() -> None:
     assert found
     matrix = targets.load()
     versions = {row.id: tuple(map(int, row.torch.split("."))) for row in matrix.targets}
-    assert [versions[name] for name in found[1].split(", ")] == [min(versions.values()), max(versions.values())]
+    assert [versions[name] for name in found[1].split(", ")] == [
+        min(versions.values()),
+        max(versions.values()),
+    ]
 
 
 def test_the_images_jobs_are_the_matrix() -> None:
     done = run(sys.executable, "scripts/ci/matrix.py")
-    outputs = {name: json.loads(value) for name, _, value in (line.partition("=") for line in done.stdout.splitlines())}
+    outputs = {
+        name: json.loads(value)
+        for name, _, value in (line.partition("=") for line in done.stdout.splitlines())
+    }
     rows = targets.load().targets
     assert outputs["rows"] == [row.id for row in rows]
-    assert [(one["row"], one["machine"]) for one in outputs["builds"]] == [(row.id, machine) for row in rows for machine in row.machines]
+    assert [(one["row"], one["machine"]) for one in outputs["builds"]] == [
+        (row.id, machine) for row in rows for machine in row.machines
+    ]
     assert all(ISA_OF_RUNNER[one["runner"]] == one["machine"] for one in outputs["builds"])
-    assert {one["row"] for one in outputs["builds"] if one["machine"] == "aarch64"} == {"cpu", "cu130-sm90", "cu130-sm100", "cu132-sm90", "cu132-sm100"}
+    assert {one["row"] for one in outputs["builds"] if one["machine"] == "aarch64"} == {
+        "cpu",
+        "cu130-sm90",
+        "cu130-sm100",
+        "cu132-sm90",
+        "cu132-sm100",
+    }
 
 
 def publish(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -153,8 +193,10 @@ def test_an_image_is_checked_and_then_pushed_by_digest_with_sbom_and_provenance(
 def test_an_image_that_fails_its_check_is_not_pushed(tmp_path: Path) -> None:
     for name, text in {
         "docker": f'echo "$@" >>{tmp_path}/calls',
-        "python3": 'case "$*" in *venv*) mkdir -p "$3/bin"; '
-        f'cp {tmp_path}/failing "$3/bin/python";; *) exec {sys.executable} "$@";; esac',
+        "python3": (
+            'case "$*" in *venv*) mkdir -p "$3/bin"; '
+            f'cp {tmp_path}/failing "$3/bin/python";; *) exec {sys.executable} "$@";; esac'
+        ),
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -240,7 +282,11 @@ def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("build", "cu121-sm89", "aarch64"), "cu121-sm89 is not for aarch64"), (("build", "cu121-sm89"), "not understood"), ((), "not understood")],
+    [
+        (("build", "cu121-sm89", "aarch64"), "cu121-sm89 is not for aarch64"),
+        (("build", "cu121-sm89"), "not understood"),
+        ((), "not understood"),
+    ],
 )
 def test_what_is_asked_wrongly_is_refused(arguments: tuple[str, ...], said: str) -> None:
     done = publish(*arguments)
@@ -255,34 +301,62 @@ def test_the_bake_file_has_every_row_that_is_published() -> None:
 
 
 def test_releases_packages_go_into_the_folder_of_their_platform(tmp_path: Path) -> None:
-    """Both ways: what is attached to a release is named by its platform, and the channel puts it back."""
+    """Both ways: what is attached to a release is named by its platform, and the channel puts it
+    back."""
     for platform in ("linux-64", "linux-aarch64"):
         (tmp_path / "packages" / platform).mkdir(parents=True)
         (tmp_path / "packages" / platform / "flexops-0.2.0-cpu_h1_0.conda").write_text(platform)
     programs = tmp_path / "bin"
     programs.mkdir()
     gh = programs / "gh"
-    gh.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\ncase "$*" in *view*) exit 1;; *--notes-file*) cat >{tmp_path}/notes;; esac\n')
+    gh.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\ncase "$*" in *view*) exit 1;; *--notes-file*)'
+        f" cat >{tmp_path}/notes;; esac\n"
+    )
     gh.chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    done = run("bash", "scripts/ci/attach_to_release.sh", str(tmp_path / "packages"), GITHUB_REF="refs/tags/v9.9.9", PATH=path)
+    done = run(
+        "bash",
+        "scripts/ci/attach_to_release.sh",
+        str(tmp_path / "packages"),
+        GITHUB_REF="refs/tags/v9.9.9",
+        PATH=path,
+    )
     assert done.returncode == 1, "there is no such section in the changelog"
     gh.write_text(gh.read_text().replace("exit 1", "exit 0"))
-    done = run("bash", "scripts/ci/attach_to_release.sh", str(tmp_path / "packages"), GITHUB_REF="refs/tags/v9.9.9", PATH=path)
+    done = run(
+        "bash",
+        "scripts/ci/attach_to_release.sh",
+        str(tmp_path / "packages"),
+        GITHUB_REF="refs/tags/v9.9.9",
+        PATH=path,
+    )
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "release edit v9.9.9 --draft=false" in calls, "users cannot reach a draft's files"
     assert calls[-1] == "workflow run docs.yml --ref main", "which makes the channel"
-    uploads = [line.split()[3] for line in (tmp_path / "calls").read_text().splitlines() if " upload " in line]
-    assert [Path(one).name for one in uploads] == ["linux-64--flexops-0.2.0-cpu_h1_0.conda", "linux-aarch64--flexops-0.2.0-cpu_h1_0.conda"]
+    uploads = [
+        line.split()[3]
+        for line in (tmp_path / "calls").read_text().splitlines()
+        if " upload " in line
+    ]
+    assert [Path(one).name for one in uploads] == [
+        "linux-64--flexops-0.2.0-cpu_h1_0.conda",
+        "linux-aarch64--flexops-0.2.0-cpu_h1_0.conda",
+    ]
     script = (ROOT / "scripts/ci/build_conda.sh").read_text()
-    function = script[script.index("place() {") : script.index("\n}\n", script.index("place() {")) + 3]
+    function = script[
+        script.index("place() {") : script.index("\n}\n", script.index("place() {")) + 3
+    ]
     for one in uploads:
         placed: Any = run("bash", "-euc", f'{function}\nplace "{one}" "{tmp_path / "channel"}"')
         assert placed.returncode == 0, placed.stderr
-    assert {path.parent.name: path.read_text() for path in (tmp_path / "channel").rglob("*.conda")} == {
-        "linux-64": "linux-64", "linux-aarch64": "linux-aarch64",
-    }  # fmt: skip
+    assert {
+        path.parent.name: path.read_text() for path in (tmp_path / "channel").rglob("*.conda")
+    } == {
+        "linux-64": "linux-64",
+        "linux-aarch64": "linux-aarch64",
+    }
 
 
 def test_issue_forms_ask_for_doctor_s_report() -> None:

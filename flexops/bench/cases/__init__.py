@@ -1,4 +1,5 @@
-"""What ``flexops bench ops`` measures: a module for each kind of operator, all listed in ``SOURCES``."""
+"""What ``flexops bench ops`` measures: a module for each kind of operator, all listed in
+``SOURCES``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .case import Setup as Setup
 
 
 class Source(NamedTuple):
-    """Where a family's cases come from: ``<module>.<maker>(setup)``; the public functions that they are about; and its gradients' own family, if any."""
+    """Where a family's cases come from: ``<module>.<maker>(setup)``; the public functions that they
+    are about; and its gradients' own family, if any."""
 
     family: str
     module: str
@@ -25,17 +27,32 @@ class Source(NamedTuple):
         return (self.family, self.gradients) if self.gradients else (self.family,)
 
     def cases(self, setup: Setup) -> Iterator[Case]:
-        maker: Callable[[Setup], Iterator[Case]] = getattr(import_module(f".{self.module}", __name__), self.maker)
+        maker: Callable[[Setup], Iterator[Case]] = getattr(
+            import_module(f".{self.module}", __name__), self.maker
+        )
         return maker(setup)
 
 
 SOURCES: tuple[Source, ...] = (
-    Source("norm", "norm", "norm", ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized"), "norm_backward"),
-    Source("activation", "activation", "activation", ("bias_gelu", "bias_silu", "swiglu", "geglu", "swiglu_linear")),
+    Source(
+        "norm",
+        "norm",
+        "norm",
+        ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_quantized"),
+        "norm_backward",
+    ),
+    Source(
+        "activation",
+        "activation",
+        "activation",
+        ("bias_gelu", "bias_silu", "swiglu", "geglu", "swiglu_linear"),
+    ),
     Source("rope", "rope", "rope", ("rotary_embedding",)),
     Source("softmax", "softmax", "softmax", ("scaled_masked_softmax", "causal_softmax")),
     Source("attention", "attention", "attention", ("attention",)),
-    Source("cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")),
+    Source(
+        "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
+    ),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
@@ -43,7 +60,9 @@ SOURCES: tuple[Source, ...] = (
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
     Source("quant", "quant", "quant", ("quantize", "dequantize")),
-    Source("fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")),
+    Source(
+        "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
+    ),
 )
 
 
@@ -56,5 +75,11 @@ def sources(ops: Sequence[str]) -> tuple[Source, ...]:
     known = {name for source in SOURCES for name in (source.family, *source.functions)}
     unknown = sorted(set(ops) - known)
     if unknown:
-        raise SettingsError(f"no benchmark for {', '.join(unknown)}", required=", ".join(sorted(known)), fix="flexops bench ops --help")
-    return tuple(source for source in SOURCES if not ops or set(ops) & {source.family, *source.functions})
+        raise SettingsError(
+            f"no benchmark for {', '.join(unknown)}",
+            required=", ".join(sorted(known)),
+            fix="flexops bench ops --help",
+        )
+    return tuple(
+        source for source in SOURCES if not ops or set(ops) & {source.family, *source.functions}
+    )

@@ -34,8 +34,10 @@ class Case:
         function: the public function.
         name: what is done, with dtype and shape.
         part: ``forward``, ``backward``, ``step``, ``call`` or ``device``.
-        bytes: each input read once and each output written once; 0 where memory is not what bounds it.
-        contenders: name -> a call that does it; flexops's own is called ``flexops``. Forward passes write into memory of their own.
+        bytes: each input read once and each output written once; 0 where memory is not what bounds
+            it.
+        contenders: name -> a call that does it; flexops's own is called ``flexops``. Forward passes
+            write into memory of their own.
         reads_and_writes: the bytes in words, for the reader to check.
         measure: how calls are timed.
         memory: the memory that a call takes is measured, too.
@@ -69,7 +71,8 @@ class Setup:
     compile: str = ""
 
     def rows(self, count: int) -> int:
-        """Fewer than on a GPU where memory is slow: everything stays larger than the caches, which are larger where there are more cores."""
+        """Fewer than on a GPU where memory is slow: everything stays larger than the caches, which
+        are larger where there are more cores."""
         if self.device == "cpu":
             count //= 8 if torch.get_num_threads() < 8 else 2
         return count // 8 if self.small else count
@@ -79,11 +82,21 @@ class Setup:
 
     def compiled(self, function: Function, mode: str | None = None) -> Functions:
         """``function`` under ``torch.compile``, if that is wanted."""
-        return {COMPILE: torch.compile(function, dynamic=False, mode=mode or self.compile)} if self.compile else {}
+        return (
+            {COMPILE: torch.compile(function, dynamic=False, mode=mode or self.compile)}
+            if self.compile
+            else {}
+        )
 
 
-def library(label: str, module: str, name: str, adapt: Callable[[Function], Function] = lambda function: function) -> Functions:
-    """``{label: function}`` if the library is installed, else nothing. ``adapt`` gives it the arguments that the other contenders take."""
+def library(
+    label: str,
+    module: str,
+    name: str,
+    adapt: Callable[[Function], Function] = lambda function: function,
+) -> Functions:
+    """``{label: function}`` if the library is installed, else nothing. ``adapt`` gives it the
+    arguments that the other contenders take."""
     try:
         found = getattr(import_module(module), name)
     except Exception:  # absent, or made for another torch
@@ -91,13 +104,25 @@ def library(label: str, module: str, name: str, adapt: Callable[[Function], Func
     return {label: adapt(found)}
 
 
-def contenders(setup: Setup, ours: Function, torchs: Function, others: Functions | None = None) -> Functions:
+def contenders(
+    setup: Setup, ours: Function, torchs: Function, others: Functions | None = None
+) -> Functions:
     """Ours, torch's eager way, the same compiled, libraries, and our reference."""
-    return {FLEXOPS: ours, TORCH: torchs, **setup.compiled(torchs), **(others or {}), REFERENCE: on_reference(ours)}
+    return {
+        FLEXOPS: ours,
+        TORCH: torchs,
+        **setup.compiled(torchs),
+        **(others or {}),
+        REFERENCE: on_reference(ours),
+    }
 
 
 def tensors(value: object) -> list[Tensor]:
-    return [item for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, Tensor)]
+    return [
+        item
+        for item in (value if isinstance(value, (tuple, list)) else [value])
+        if isinstance(item, Tensor)
+    ]
 
 
 def forward_and_backward(
@@ -110,7 +135,8 @@ def forward_and_backward(
     backward: tuple[int, str] | None,
     operations: tuple[int, int] = (0, 0),
 ) -> Iterator[Case]:
-    """Both passes as training runs them: the forward one with what is saved for the other, the backward one by ``torch.autograd.grad``.
+    """Both passes as training runs them: the forward one with what is saved for the other, the
+    backward one by ``torch.autograd.grad``.
 
     Args:
         functions: name -> a function of ``args``.
@@ -119,15 +145,32 @@ def forward_and_backward(
         operations: floating-point ones of both passes, where these are what bounds them.
     """
     sets = input_sets(args)
-    calls = {label: rotating([_bound(call, each) for each in sets]) for label, call in functions.items()}
-    yield Case(family, function, name, "forward", forward[0], calls, forward[1], operations=operations[0])
+    calls = {
+        label: rotating([_bound(call, each) for each in sets]) for label, call in functions.items()
+    }
+    yield Case(
+        family, function, name, "forward", forward[0], calls, forward[1], operations=operations[0]
+    )
     if backward is not None:
-        calls = {label: rotating([_backward(label, call, each) for each in sets]) for label, call in functions.items()}
-        yield Case(family, function, name, "backward", backward[0], calls, backward[1], operations=operations[1])
+        calls = {
+            label: rotating([_backward(label, call, each) for each in sets])
+            for label, call in functions.items()
+        }
+        yield Case(
+            family,
+            function,
+            name,
+            "backward",
+            backward[0],
+            calls,
+            backward[1],
+            operations=operations[1],
+        )
 
 
 def input_sets(args: Sequence[Any]) -> list[Sequence[Any]]:
-    """The inputs, and two copies of them unless they are enormous: a call that takes those of the call before could find some of them in the cache."""
+    """The inputs, and two copies of them unless they are enormous: a call that takes those of the
+    call before could find some of them in the cache."""
     if sum(tensor.nbytes for tensor in tensors(args)) > 2**30:
         return [args]
     copies = [[_copy(arg) if isinstance(arg, Tensor) else arg for arg in args] for _ in range(2)]
@@ -135,7 +178,8 @@ def input_sets(args: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A call that is each of ``calls`` in turn; the first time, all of them, because some have something to prepare."""
+    """A call that is each of ``calls`` in turn; the first time, all of them, because some have
+    something to prepare."""
     turns = itertools.cycle(calls)
     waiting = list(calls[1:])
 
@@ -151,18 +195,45 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def small_calls(setup: Setup, family: str, function: str, functions: Functions, args: Callable[[int], Sequence[Any]], shape: str) -> Iterator[Case]:
-    """A call on few rows without gradients, as inference makes it: with the host's part, and in a CUDA graph without."""
+def small_calls(
+    setup: Setup,
+    family: str,
+    function: str,
+    functions: Functions,
+    args: Callable[[int], Sequence[Any]],
+    shape: str,
+) -> Iterator[Case]:
+    """A call on few rows without gradients, as inference makes it: with the host's part, and in a
+    CUDA graph without."""
     for rows in SMALL_ROWS:
         given = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args(rows)]
         name = f"{function}, {rows} x {shape}"
-        yield Case(family, function, name, "call", 0, {label: _bound(call, given) for label, call in functions.items()}, "", "call")
+        yield Case(
+            family,
+            function,
+            name,
+            "call",
+            0,
+            {label: _bound(call, given) for label, call in functions.items()},
+            "",
+            "call",
+        )
         if setup.device == "cuda":
-            yield Case(family, function, name, "device", 0, {label: _bound(call, given) for label, call in functions.items()}, "", "graph")
+            yield Case(
+                family,
+                function,
+                name,
+                "device",
+                0,
+                {label: _bound(call, given) for label, call in functions.items()},
+                "",
+                "graph",
+            )
 
 
 class Backward:
-    """A backward pass that can be called again and again; its forward pass is run at the first call."""
+    """A backward pass that can be called again and again; its forward pass is run at the first
+    call."""
 
     def __init__(self, function: Function, args: Sequence[Any]) -> None:
         self._function, self._args = function, args
@@ -172,18 +243,24 @@ class Backward:
 
     def __call__(self) -> object:
         if not self._outputs:
-            self._outputs = [output for output in tensors(self._function(*self._args)) if output.requires_grad]
-            self._gradients = [_random(output.shape, output.dtype, output.device) for output in self._outputs]
+            self._outputs = [
+                output for output in tensors(self._function(*self._args)) if output.requires_grad
+            ]
+            self._gradients = [
+                _random(output.shape, output.dtype, output.device) for output in self._outputs
+            ]
         return torch.autograd.grad(self._outputs, self._inputs, self._gradients, retain_graph=True)
 
 
 def _backward(label: str, function: Function, args: Sequence[Any]) -> Callable[[], object]:
     call = Backward(function, args)
-    return on_reference(call) if label == REFERENCE else call  # the backward pass, too, has to be told
+    # the backward pass, too, has to be told
+    return on_reference(call) if label == REFERENCE else call
 
 
 def _random(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Normal numbers; a million of them again and again where there are more, because CPUs take long to make them."""
+    """Normal numbers; a million of them again and again where there are more, because CPUs take
+    long to make them."""
     some = torch.randn(min(shape.numel(), 2**20), device=device, dtype=dtype)
     times = -(-shape.numel() // max(some.numel(), 1))
     return some.repeat(times)[: shape.numel()].view(shape)

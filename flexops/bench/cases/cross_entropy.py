@@ -1,4 +1,5 @@
-"""cross_entropy and linear_cross_entropy, each with its gradient, because that is what they are for."""
+"""cross_entropy and linear_cross_entropy, each with its gradient, because that is what they are
+for."""
 
 from __future__ import annotations
 
@@ -23,31 +24,86 @@ def cross_entropy(setup: Setup) -> Iterator[Case]:
     target = torch.randint(0, vocabulary, (rows,), device=setup.device)
     what = f"bf16 {rows}x{vocabulary}"
     count = "reads the logits, writes their gradient"
-    functions = contenders(setup, in_place, torch_loss, library("Liger", LIGER, "liger_cross_entropy"))
-    yield _both("cross_entropy", f"cross_entropy over the logits, {what}", functions, (logits, target), (0,), 2 * logits.nbytes, count)
+    functions = contenders(
+        setup, in_place, torch_loss, library("Liger", LIGER, "liger_cross_entropy")
+    )
+    yield _both(
+        "cross_entropy",
+        f"cross_entropy over the logits, {what}",
+        functions,
+        (logits, target),
+        (0,),
+        2 * logits.nbytes,
+        count,
+    )
     functions = contenders(setup, op.cross_entropy, torch_loss)
-    yield _both("cross_entropy", f"cross_entropy {what}", functions, (logits, target), (0,), 2 * logits.nbytes, count)
+    yield _both(
+        "cross_entropy",
+        f"cross_entropy {what}",
+        functions,
+        (logits, target),
+        (0,),
+        2 * logits.nbytes,
+        count,
+    )
     del logits
     cuda = setup.device == "cuda"
-    rows, width, dtype = (setup.rows(8192), 4096, torch.bfloat16) if cuda else (setup.rows(2048), 256, torch.float32)  # few CPUs multiply bfloat16
-    x, weight = setup.randn(rows, width, dtype=dtype), setup.randn(vocabulary, width, dtype=dtype).mul_(0.02)
+    # few CPUs multiply bfloat16
+    rows, width, dtype = (
+        (setup.rows(8192), 4096, torch.bfloat16) if cuda else (setup.rows(2048), 256, torch.float32)
+    )
+    x, weight = (
+        setup.randn(rows, width, dtype=dtype),
+        setup.randn(vocabulary, width, dtype=dtype).mul_(0.02),
+    )
     target = torch.randint(0, vocabulary, (rows,), device=setup.device)
-    functions = contenders(setup, linear.linear_cross_entropy, torch_linear, library("Liger", LIGER, "liger_fused_linear_cross_entropy"))
+    functions = contenders(
+        setup,
+        linear.linear_cross_entropy,
+        torch_linear,
+        library("Liger", LIGER, "liger_fused_linear_cross_entropy"),
+    )
     if setup.compile:
-        functions = {**functions, **setup.compiled(torch_linear, "default")}  # tuning its matrix products would take minutes
+        # tuning its matrix products would take minutes
+        functions = {**functions, **setup.compiled(torch_linear, "default")}
     what = f"linear_cross_entropy {'bf16' if cuda else 'fp32'} {rows}x{width} -> {vocabulary}"
-    yield _both("linear_cross_entropy", what, functions, (x, weight, target), (0, 1), 0, "three matrix products bound it, not memory")
+    yield _both(
+        "linear_cross_entropy",
+        what,
+        functions,
+        (x, weight, target),
+        (0, 1),
+        0,
+        "three matrix products bound it, not memory",
+    )
 
 
-def _both(function: str, name: str, functions: Functions, args: Sequence[Tensor], differentiable: Sequence[int], size: int, count: str) -> Case:
+def _both(
+    function: str,
+    name: str,
+    functions: Functions,
+    args: Sequence[Tensor],
+    differentiable: Sequence[int],
+    size: int,
+    count: str,
+) -> Case:
     calls = {label: _with_gradient(call, args, differentiable) for label, call in functions.items()}
-    return Case(FAMILY, function, name, "forward + backward", size, calls, count, "queued", memory=True)
+    return Case(
+        FAMILY, function, name, "forward + backward", size, calls, count, "queued", memory=True
+    )
 
 
-def _with_gradient(function: Function, args: Sequence[Tensor], differentiable: Sequence[int]) -> Callable[[], object]:
+def _with_gradient(
+    function: Function, args: Sequence[Tensor], differentiable: Sequence[int]
+) -> Callable[[], object]:
     def call() -> object:
-        given = [arg.detach().requires_grad_(position in differentiable) for position, arg in enumerate(args)]
-        return torch.autograd.grad(function(*given), [given[position] for position in differentiable])
+        given = [
+            arg.detach().requires_grad_(position in differentiable)
+            for position, arg in enumerate(args)
+        ]
+        return torch.autograd.grad(
+            function(*given), [given[position] for position in differentiable]
+        )
 
     return call
 

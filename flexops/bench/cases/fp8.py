@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from ...ops import fp8 as op
-from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, contenders, forward_and_backward, small_calls
+from .case import (
+    FLEXOPS,
+    TORCH,
+    Case,
+    Function,
+    Functions,
+    Setup,
+    contenders,
+    forward_and_backward,
+    small_calls,
+)
 
 FAMILY = "fp8"
 E4M3 = torch.float8_e4m3fn
@@ -20,20 +30,51 @@ def fp8(setup: Setup) -> Iterator[Case]:
     x = setup.randn(rows, 8192)
     what = f"bf16 {rows}x8192"
     once = (3 * x.numel(), "reads x, writes a byte an element")
-    yield from _forward("quantize_fp8", f"quantize_fp8 row, {what}", contenders(setup, op.quantize_fp8, fp8_rows), (x,), once)
-    yield from _forward("quantize_fp8", f"quantize_fp8 group 128, {what}", contenders(setup, fp8_groups, torch_fp8_groups), (x,), once)
+    yield from _forward(
+        "quantize_fp8",
+        f"quantize_fp8 row, {what}",
+        contenders(setup, op.quantize_fp8, fp8_rows),
+        (x,),
+        once,
+    )
+    yield from _forward(
+        "quantize_fp8",
+        f"quantize_fp8 group 128, {what}",
+        contenders(setup, fp8_groups, torch_fp8_groups),
+        (x,),
+        once,
+    )
     twice = (5 * x.numel(), "reads x twice, writes a byte an element")
-    yield from _forward("quantize_fp8", f"quantize_fp8 tensor, {what}", contenders(setup, fp8_tensor, torch_fp8_tensor), (x,), twice)
-    yield from _forward("quantize_int8", f"quantize_int8 {what}", contenders(setup, op.quantize_int8, int8_rows), (x,), once)
+    yield from _forward(
+        "quantize_fp8",
+        f"quantize_fp8 tensor, {what}",
+        contenders(setup, fp8_tensor, torch_fp8_tensor),
+        (x,),
+        twice,
+    )
+    yield from _forward(
+        "quantize_int8",
+        f"quantize_int8 {what}",
+        contenders(setup, op.quantize_int8, int8_rows),
+        (x,),
+        once,
+    )
     back = (3 * x.numel(), "reads a byte an element, writes x")
-    for function, ours, quantized in (("dequantize_fp8", op.dequantize_fp8, op.quantize_fp8(x)), ("dequantize_int8", op.dequantize_int8, op.quantize_int8(x))):
+    for function, ours, quantized in (
+        ("dequantize_fp8", op.dequantize_fp8, op.quantize_fp8(x)),
+        ("dequantize_int8", op.dequantize_int8, op.quantize_int8(x)),
+    ):
         functions = contenders(setup, _to_bfloat16(ours), torch_dequantize)
         yield from _forward(function, f"{function} row, {what}", functions, quantized, back)
     small: Functions = {FLEXOPS: op.quantize_fp8, TORCH: fp8_rows}
-    yield from small_calls(setup, FAMILY, "quantize_fp8", small, lambda n: (setup.randn(n, 4096),), "4096 bf16")
+    yield from small_calls(
+        setup, FAMILY, "quantize_fp8", small, lambda n: (setup.randn(n, 4096),), "4096 bf16"
+    )
 
 
-def _forward(function: str, name: str, functions: Functions, args: tuple[Any, ...], count: tuple[int, str]) -> Iterator[Case]:
+def _forward(
+    function: str, name: str, functions: Functions, args: tuple[Any, ...], count: tuple[int, str]
+) -> Iterator[Case]:
     yield from forward_and_backward(FAMILY, function, name, functions, args, count, None)
 
 

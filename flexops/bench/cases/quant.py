@@ -21,20 +21,38 @@ def quant(setup: Setup) -> Iterator[Case]:
 
 
 def _groups(setup: Setup, x: Tensor, bits: int, dim: int) -> Iterator[Case]:
-    """torch has no such operator: what torch.compile makes of our reference is the best that it offers."""
+    """torch has no such operator: what torch.compile makes of our reference is the best that it
+    offers."""
     quantized = op.quantize(x, bits=bits, dim=dim)
     count = (x.nbytes + quantized.nbytes, f"2 + {bits / 8} + 4/64 B an element")
     what = f"int{bits} group 64 along {dim}, bf16 {'x'.join(map(str, x.shape))}"
     there: dict[str, Function] = {FLEXOPS: lambda x: op.quantize(x, bits=bits, dim=dim)}
-    back: dict[str, Function] = {FLEXOPS: lambda packed, scales: op.dequantize(quantized._replace(packed=packed, scales=scales))}
+    back: dict[str, Function] = {
+        FLEXOPS: lambda packed, scales: op.dequantize(
+            quantized._replace(packed=packed, scales=scales)
+        )
+    }
     if bits == 4 and dim == -1:
-        plain = {name: _register.references[f"flexops::{name}"] for name in ("quantize", "dequantize")}
+        plain = {
+            name: _register.references[f"flexops::{name}"] for name in ("quantize", "dequantize")
+        }
         there |= setup.compiled(lambda x: plain["quantize"](x, bits, 64, 1, False))
-        back |= setup.compiled(lambda packed, scales: plain["dequantize"](packed, scales, x.shape[1], bits, 64, 1, x.dtype))
-        there |= library("bitsandbytes fp4", "bitsandbytes.functional", "quantize_4bit", _bitsandbytes)
-    for function, functions, args in (("quantize", there, (x,)), ("dequantize", back, quantized[:2])):
+        back |= setup.compiled(
+            lambda packed, scales: plain["dequantize"](
+                packed, scales, x.shape[1], bits, 64, 1, x.dtype
+            )
+        )
+        there |= library(
+            "bitsandbytes fp4", "bitsandbytes.functional", "quantize_4bit", _bitsandbytes
+        )
+    for function, functions, args in (
+        ("quantize", there, (x,)),
+        ("dequantize", back, quantized[:2]),
+    ):
         functions[REFERENCE] = on_reference(functions[FLEXOPS])
-        yield from forward_and_backward(FAMILY, function, f"{function} {what}", functions, args, count, None)
+        yield from forward_and_backward(
+            FAMILY, function, f"{function} {what}", functions, args, count, None
+        )
 
 
 def _bitsandbytes(function: Function) -> Function:

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from ...ops import rope as op
-from .case import FLEXOPS, TORCH, Case, Function, Functions, Setup, contenders, forward_and_backward, library, small_calls
+from .case import (
+    FLEXOPS,
+    TORCH,
+    Case,
+    Function,
+    Functions,
+    Setup,
+    contenders,
+    forward_and_backward,
+    library,
+    small_calls,
+)
 
 FAMILY = "rope"
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
@@ -20,17 +31,42 @@ def rope(setup: Setup) -> Iterator[Case]:
     query, key = (setup.randn(4, heads, length, SIZE, grad=True) for heads in (HEADS, KEY_HEADS))
     cos, sin = tables(setup, length)
     size = 2 * (query.nbytes + key.nbytes)
-    functions: Functions = contenders(setup, op.rotary_embedding, rotate, library("Liger", "liger_kernel.transformers.functional", "liger_rope", _liger))
+    functions: Functions = contenders(
+        setup,
+        op.rotary_embedding,
+        rotate,
+        library("Liger", "liger_kernel.transformers.functional", "liger_rope", _liger),
+    )
     what = f"q bf16 4x{HEADS}x{length}x{SIZE}, k {KEY_HEADS} heads"
     count = (size, "reads and writes query and key")
-    yield from forward_and_backward(FAMILY, "rotary_embedding", f"rotary_embedding {what}", functions, (query, key, cos, sin), count, count)
+    yield from forward_and_backward(
+        FAMILY,
+        "rotary_embedding",
+        f"rotary_embedding {what}",
+        functions,
+        (query, key, cos, sin),
+        count,
+        count,
+    )
     cos, sin = tables(setup, 64)
 
     def few(rows: int) -> tuple[Tensor, ...]:
-        return setup.randn(1, HEADS, rows, SIZE), setup.randn(1, KEY_HEADS, rows, SIZE), cos[:rows], sin[:rows]
+        return (
+            setup.randn(1, HEADS, rows, SIZE),
+            setup.randn(1, KEY_HEADS, rows, SIZE),
+            cos[:rows],
+            sin[:rows],
+        )
 
     functions = {FLEXOPS: op.rotary_embedding, TORCH: rotate}
-    yield from small_calls(setup, FAMILY, "rotary_embedding", functions, few, f"{HEADS} and {KEY_HEADS} heads of {SIZE} bf16")
+    yield from small_calls(
+        setup,
+        FAMILY,
+        "rotary_embedding",
+        functions,
+        few,
+        f"{HEADS} and {KEY_HEADS} heads of {SIZE} bf16",
+    )
 
 
 def tables(setup: Setup, length: int) -> tuple[Tensor, Tensor]:
@@ -52,6 +88,8 @@ def _half_turn(x: Tensor) -> Tensor:
 
 def _liger(function: Function) -> Function:
     def call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return function(query, key, torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None])
+        return function(
+            query, key, torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
+        )
 
     return call

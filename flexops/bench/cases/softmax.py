@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from ...ops import softmax as op
-from .case import FLEXOPS, TORCH, Case, Functions, Setup, contenders, forward_and_backward, library, small_calls
+from .case import (
+    FLEXOPS,
+    TORCH,
+    Case,
+    Functions,
+    Setup,
+    contenders,
+    forward_and_backward,
+    library,
+    small_calls,
+)
 
 FAMILY = "softmax"
 SCALE = 0.125
@@ -20,28 +30,64 @@ def softmax(setup: Setup) -> Iterator[Case]:
     x = setup.randn(4, heads, length, length, grad=True)
     what, size = f"bf16 4x{heads}x{length}x{length}", x.nbytes
     back = (3 * size, "reads dy and y, writes dx")
-    liger = library("Liger", "liger_kernel.transformers.functional", "liger_softmax", lambda function: lambda x: function(x * SCALE))
+    liger = library(
+        "Liger",
+        "liger_kernel.transformers.functional",
+        "liger_softmax",
+        lambda function: lambda x: function(x * SCALE),
+    )
     functions: Functions = contenders(setup, scaled, torch_scaled, liger)
-    yield from forward_and_backward(FAMILY, "scaled_masked_softmax", f"scaled softmax {what}", functions, (x,), (2 * size, "reads x, writes y"), back)
+    yield from forward_and_backward(
+        FAMILY,
+        "scaled_masked_softmax",
+        f"scaled softmax {what}",
+        functions,
+        (x,),
+        (2 * size, "reads x, writes y"),
+        back,
+    )
     keep = torch.rand(4, 1, length, length, device=setup.device) < 0.9
     count = (2 * size + keep.nbytes, "reads x and a boolean mask that heads share, writes y")
     functions = contenders(setup, masked, torch_masked)
-    yield from forward_and_backward(FAMILY, "scaled_masked_softmax", f"masked softmax {what}", functions, (x, keep), count, None)
+    yield from forward_and_backward(
+        FAMILY, "scaled_masked_softmax", f"masked softmax {what}", functions, (x, keep), count, None
+    )
     functions = contenders(setup, masked, torch_added)
     for dtype, shape, sharing in (
         (torch.bfloat16, (4, 1, length, length), "bf16 mask that heads share"),
         (torch.float32, (4, 1, length, length), "fp32 mask that heads share"),
         (torch.bfloat16, (4, 1, 1, length), "bf16 mask of keys"),
     ):
-        mask = torch.randn(shape, device=setup.device).masked_fill(torch.rand(shape, device=setup.device) < 0.1, -torch.inf).to(dtype)
+        mask = (
+            torch.randn(shape, device=setup.device)
+            .masked_fill(torch.rand(shape, device=setup.device) < 0.1, -torch.inf)
+            .to(dtype)
+        )
         count = (2 * size + mask.nbytes, "reads x and the mask, writes y")
         name = f"softmax, added {sharing}, {what}"
-        yield from forward_and_backward(FAMILY, "scaled_masked_softmax", name, functions, (x, mask), count, None)
+        yield from forward_and_backward(
+            FAMILY, "scaled_masked_softmax", name, functions, (x, mask), count, None
+        )
     functions = contenders(setup, causal, torch_causal)
     count = (size // 2 + size, "reads half of x, writes y")
-    yield from forward_and_backward(FAMILY, "causal_softmax", f"causal softmax {what}", functions, (x,), count, (2 * size, "reads half of dy and y, writes dx"))
+    yield from forward_and_backward(
+        FAMILY,
+        "causal_softmax",
+        f"causal softmax {what}",
+        functions,
+        (x,),
+        count,
+        (2 * size, "reads half of dy and y, writes dx"),
+    )
     functions = {FLEXOPS: scaled, TORCH: torch_scaled}
-    yield from small_calls(setup, FAMILY, "scaled_masked_softmax", functions, lambda n: (setup.randn(n, 2048),), "2048 bf16")
+    yield from small_calls(
+        setup,
+        FAMILY,
+        "scaled_masked_softmax",
+        functions,
+        lambda n: (setup.randn(n, 2048),),
+        "2048 bf16",
+    )
 
 
 def scaled(x: Tensor) -> Any:

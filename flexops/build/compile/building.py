@@ -1,4 +1,5 @@
-"""Plan in, artifact out: from the cache, or built and published. AOT, JIT and user extensions all come through here."""
+"""Plan in, artifact out: from the cache, or built and published. AOT, JIT and user extensions all
+come through here."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ _LAUNCHER_FAILED = re.compile(r"^s?ccache: error: ", re.MULTILINE)
 class Result:
     """What came of one plan: an entry, or the error that says why there is none.
 
-    ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``). ``kernels`` is the device code of a library for
-    CUDA, where that was built too, ``architectures`` what it is for, and ``notes`` which of those that were asked for it could not be.
+    ``seconds`` is the time that the build took, 0.0 if the entry was already there (``cached``).
+    ``kernels`` is the device code of a library for CUDA, where that was built too,
+    ``architectures`` what it is for, and ``notes`` which of those that were asked for it could not
+    be.
     """
 
     plan: BuildPlan
@@ -53,21 +56,36 @@ class Result:
         return self.entry
 
 
-def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress | None = None, debug: bool = False) -> list[Result]:
+def obtain(
+    plans: Sequence[BuildPlan],
+    cache: BuildCache,
+    *,
+    progress: Progress | None = None,
+    debug: bool = False,
+) -> list[Result]:
     """The artifacts of the plans, in their order; those that are missing are built together.
 
-    Another process building the same is waited for, and its failure is taken over rather than repeated.
+    Another process building the same is waited for, and its failure is taken over rather than
+    repeated.
 
     Raises:
-        CacheError: the cache cannot be written. Failed compiles do not raise: they are in the results.
+        CacheError: the cache cannot be written. Failed compiles do not raise: they are in the
+            results.
     """
-    results = {plan.name: Result(plan, entry, cached=True) for plan in plans if (entry := cache.lookup(plan))}
-    missing = sorted((plan for plan in plans if plan.name not in results), key=lambda plan: plan.name)
+    results = {
+        plan.name: Result(plan, entry, cached=True)
+        for plan in plans
+        if (entry := cache.lookup(plan))
+    }
+    missing = sorted(
+        (plan for plan in plans if plan.name not in results), key=lambda plan: plan.name
+    )
     if missing:
         cache.require_writable()
         earlier = {plan.name: _failure(plan, cache) for plan in missing}
         with contextlib.ExitStack() as locks:
-            for plan in missing:  # in one order everywhere, so that two processes never wait for each other
+            # in one order everywhere, so that two processes never wait for each other
+            for plan in missing:
                 locks.enter_context(cache.lock(f"{plan.name}-{_digest(plan)}"))
             for plan in missing:
                 if entry := cache.lookup(plan):
@@ -76,28 +94,50 @@ def obtain(plans: Sequence[BuildPlan], cache: BuildCache, *, progress: Progress 
                     results[plan.name] = Result(plan, error=error)
             todo = [plan for plan in missing if plan.name not in results]
             if todo:
-                results |= {result.plan.name: result for result in _make(todo, cache, progress, debug)}
+                results |= {
+                    result.plan.name: result for result in _make(todo, cache, progress, debug)
+                }
     return [results[plan.name] for plan in plans]
 
 
-def _make(plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool) -> list[Result]:
-    """What this machine has not got: from the remote cache, from another one that makes it now, or built here."""
+def _make(
+    plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool
+) -> list[Result]:
+    """What this machine has not got: from the remote cache, from another one that makes it now, or
+    built here."""
     results = [Result(plan, entry, cached=True) for plan in plans if (entry := cache.fetch(plan))]
     there = {result.plan.name for result in results}
     ballot = election.between(cache)
     turns = [(plan, _turn(plan, cache, ballot)) for plan in plans if plan.name not in there]
-    results += [Result(plan, turn, cached=True) for plan, turn in turns if not isinstance(turn, str)]
+    results += [
+        Result(plan, turn, cached=True) for plan, turn in turns if not isinstance(turn, str)
+    ]
     if mine := [plan for plan, turn in turns if turn == "make"]:
         results += _build_for_all(mine, cache, ballot, progress, debug)
     for plan in [plan for plan, turn in turns if turn == "wait"]:
         assert ballot is not None
-        entry = ballot.receive(plan.name, _digest(plan), functools.partial(cache.lookup, plan), functools.partial(cache.fetch, plan))
-        results += [Result(plan, entry, cached=True)] if entry else _build_for_all([plan], cache, ballot, progress, debug)
+        entry = ballot.receive(
+            plan.name,
+            _digest(plan),
+            functools.partial(cache.lookup, plan),
+            functools.partial(cache.fetch, plan),
+        )
+        results += (
+            [Result(plan, entry, cached=True)]
+            if entry
+            else _build_for_all([plan], cache, ballot, progress, debug)
+        )
     return results
 
 
-def _turn(plan: BuildPlan, cache: BuildCache, ballot: election.Election | None) -> Entry | election.Turn:
-    return ballot.begin(plan.name, _digest(plan), functools.partial(cache.fetch, plan)) if ballot else "make"
+def _turn(
+    plan: BuildPlan, cache: BuildCache, ballot: election.Election | None
+) -> Entry | election.Turn:
+    return (
+        ballot.begin(plan.name, _digest(plan), functools.partial(cache.fetch, plan))
+        if ballot
+        else "make"
+    )
 
 
 def _digest(plan: BuildPlan) -> str:
@@ -105,7 +145,11 @@ def _digest(plan: BuildPlan) -> str:
 
 
 def _build_for_all(
-    plans: list[BuildPlan], cache: BuildCache, ballot: election.Election | None, progress: Progress | None, debug: bool
+    plans: list[BuildPlan],
+    cache: BuildCache,
+    ballot: election.Election | None,
+    progress: Progress | None,
+    debug: bool,
 ) -> list[Result]:
     """Build, and let other machines have it."""
     digests = {plan.name: _digest(plan) for plan in plans}
@@ -115,7 +159,13 @@ def _build_for_all(
         results = _build(plans, cache, progress, debug)
         made = {result.plan.name: result.entry for result in results if result.entry}
         for result in results:
-            counters.count("compiler", cache.root, hit=result.entry is not None, size=result.entry.size if result.entry else 0, seconds=result.seconds)
+            counters.count(
+                "compiler",
+                cache.root,
+                hit=result.entry is not None,
+                size=result.entry.size if result.entry else 0,
+                seconds=result.seconds,
+            )
             if result.entry and cache.remote:
                 cache.remote.publish(cache, result.entry)
         return results
@@ -156,7 +206,9 @@ def _build(
             for plan in plans:
                 directory = workspace / plan.name
                 if outcome.failed(plan) or not (directory / plan.library).exists():
-                    error = _record_failure(plan, directory, cache, outcome, sources[plan.name], before)
+                    error = _record_failure(
+                        plan, directory, cache, outcome, sources[plan.name], before
+                    )
                     results.append(Result(plan, error=error))
                     continue
                 try:
@@ -171,9 +223,12 @@ def _build(
                     results.append(Result(plan, error=error))
     except OSError as error:
         raise CacheError(
-            "the build's files cannot be written", found=f"{error.filename or cache.root}: {error.strerror}", fix="free some space, or set FLEXOPS_CACHE_DIR"
+            "the build's files cannot be written",
+            found=f"{error.filename or cache.root}: {error.strerror}",
+            fix="free some space, or set FLEXOPS_CACHE_DIR",
         ) from error
-    with contextlib.suppress(CacheError):  # what was built is there; that something old cannot be removed is no reason to withhold it
+    # what was built is there; that something old cannot be removed is no reason to withhold it
+    with contextlib.suppress(CacheError):
         cache.prune(keep=tuple(result.entry.directory for result in results if result.entry))
     if unclear:
         again = [plan for plan in plans if plan.name in unclear]
@@ -182,11 +237,18 @@ def _build(
     return results
 
 
-def _compile(plans: list[BuildPlan], workspace: Path, progress: Progress | None, debug: bool) -> ninja.Outcome:
+def _compile(
+    plans: list[BuildPlan], workspace: Path, progress: Progress | None, debug: bool
+) -> ninja.Outcome:
     outcome = ninja.run(plans, workspace, progress=progress, debug=debug)
     if outcome.returncode and _LAUNCHER_FAILED.search(outcome.output):
         # Its own directory cannot be written, say. It is there to save time, not to cost the build.
-        outcome = ninja.run([plan._replace(launcher="") for plan in plans], workspace, progress=progress, debug=debug)
+        outcome = ninja.run(
+            [plan._replace(launcher="") for plan in plans],
+            workspace,
+            progress=progress,
+            debug=debug,
+        )
     return outcome
 
 
@@ -209,7 +271,11 @@ def _publish(
         raise _Unclear(seen)
     glibc, glibcxx = needed_versions(directory / plan.library)
     manifest = objects.manifest_of(plan, directory, sources, headers)._replace(
-        cuda_version=plan.cuda_version, architectures=plan.architectures, isa_levels=plan.isa_levels, glibc=glibc, glibcxx=glibcxx
+        cuda_version=plan.cuda_version,
+        architectures=plan.architectures,
+        isa_levels=plan.isa_levels,
+        glibc=glibc,
+        glibcxx=glibcxx,
     )
     for item in directory.iterdir():  # objects and dependency files have served their purpose
         if item.suffix in (".o", ".d"):
@@ -233,8 +299,14 @@ def _record_failure(
     own = _own_output(plan, outcome.output)
     found = _launcher_trouble(plan, directory, own) or diagnose(own)
     log = cache.root / plan.name / "failed-build.log"
-    record = {"what": f"{plan.name} could not be built: {found.cause}", "found": found.error, "fix": found.fix, "log": str(log)}
-    with contextlib.suppress(OSError):  # on a full disk the diagnosis itself must still come through
+    record = {
+        "what": f"{plan.name} could not be built: {found.cause}",
+        "found": found.error,
+        "fix": found.fix,
+        "log": str(log),
+    }
+    # on a full disk the diagnosis itself must still come through
+    with contextlib.suppress(OSError):
         cache.make_name(plan.name)
         replace_file(log, own)
         if outcome.complete:  # a build that was killed says nothing about the next
@@ -251,7 +323,8 @@ def _launcher_trouble(plan: BuildPlan, directory: Path, output: str) -> Diagnosi
         return None
     from .launcher_mismatch import explain
 
-    return explain(output, "\n".join(text for _, text in reversed(plan.texts)), directory)  # the header first: a binding may have declarations in macros
+    # the header first: a binding may have declarations in macros
+    return explain(output, "\n".join(text for _, text in reversed(plan.texts)), directory)
 
 
 def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:
@@ -261,12 +334,19 @@ def _failure(plan: BuildPlan, cache: BuildCache) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     texts = ("what", "found", "fix", "log", "number")
-    whole = isinstance(record, dict) and isinstance(record.get("headers"), dict) and all(isinstance(record.get(name), str) for name in texts)
+    whole = (
+        isinstance(record, dict)
+        and isinstance(record.get("headers"), dict)
+        and all(isinstance(record.get(name), str) for name in texts)
+    )
     return record if whole else {}
 
 
-def _failure_since(earlier: dict[str, Any], plan: BuildPlan, cache: BuildCache) -> CompileError | None:
-    """The failure of a build that ended while this process waited for it, with the headers as they are now. Told by its number: no clock is asked."""
+def _failure_since(
+    earlier: dict[str, Any], plan: BuildPlan, cache: BuildCache
+) -> CompileError | None:
+    """The failure of a build that ended while this process waited for it, with the headers as they
+    are now. Told by its number: no clock is asked."""
     record = _failure(plan, cache)
     if not record or record["number"] == earlier.get("number"):
         return None
@@ -278,7 +358,9 @@ def _failure_since(earlier: dict[str, Any], plan: BuildPlan, cache: BuildCache) 
 
 
 def _error(record: dict[str, Any]) -> CompileError:
-    return CompileError(record["what"], found=record["found"], fix=record["fix"], log=Path(record["log"]))
+    return CompileError(
+        record["what"], found=record["found"], fix=record["fix"], log=Path(record["log"])
+    )
 
 
 def _own_output(plan: BuildPlan, output: str) -> str:

@@ -1,4 +1,5 @@
-"""Device code: one kernel for one architecture is one artifact, a cubin (or PTX), compiled by NVRTC and kept in the cache as libraries are."""
+"""Device code: one kernel for one architecture is one artifact, a cubin (or PTX), compiled by NVRTC
+and kept in the cache as libraries are."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ class KernelResult(NamedTuple):
 
 
 def obtain(
-    plans: Sequence[KernelPlan], cache: BuildCache, *, jobs: int = 1, time_limit: float = 0.0, progress: Callable[[int, int, str], None] | None = None
+    plans: Sequence[KernelPlan],
+    cache: BuildCache,
+    *,
+    jobs: int = 1,
+    time_limit: float = 0.0,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> list[KernelResult]:
     """The code of the plans, in their order; what is missing is compiled, ``jobs`` at a time.
 
@@ -59,18 +65,24 @@ def obtain(
         CacheError: the cache cannot be written. Failed compiles are in the results.
     """
     found = [cache.read(plan.name, plan.key) for plan in plans]
-    results: list[KernelResult | None] = [KernelResult(plan, entry, cached=True) if entry else None for plan, entry in zip(plans, found, strict=True)]
+    results: list[KernelResult | None] = [
+        KernelResult(plan, entry, cached=True) if entry else None
+        for plan, entry in zip(plans, found, strict=True)
+    ]
     todo = [number for number, result in enumerate(results) if result is None]
     if todo:
         cache.require_writable()
         _Pool(plans, results, todo, cache, time_limit, progress).run(min(jobs, len(todo)))
         with contextlib.suppress(FlexopsError):
-            cache.prune(keep=tuple(result.entry.directory for result in results if result and result.entry))
+            cache.prune(
+                keep=tuple(result.entry.directory for result in results if result and result.entry)
+            )
     return [result or KernelResult(plan) for plan, result in zip(plans, results, strict=True)]
 
 
 def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, list[str]]:
-    """The architectures for which a cache has the code of all these kernels, by the CUDA version that made it. Looks at manifests only."""
+    """The architectures for which a cache has the code of all these kernels, by the CUDA version
+    that made it. Looks at manifests only."""
     wanted = set(names)
     hopper = str(HOPPER)
     made: dict[tuple[str, str], set[str]] = {}
@@ -80,8 +92,12 @@ def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, 
             made.setdefault((known.cuda_version, known.architectures[0]), set()).add(known.kernel)
     complete: dict[str, list[str]] = {}
     for (version, architecture), kernels in sorted(made.items()):
-        one = Architecture(ComputeCapability.parse(architecture), sass=not architecture.startswith("compute_"))
-        there = kernels | (made.get((version, hopper), set()) if one.capability.base == HOPPER.base else set())
+        one = Architecture(
+            ComputeCapability.parse(architecture), sass=not architecture.startswith("compute_")
+        )
+        there = kernels | (
+            made.get((version, hopper), set()) if one.capability.base == HOPPER.base else set()
+        )
         if set(ahead(names, one)) <= there:
             complete.setdefault(version, []).append(architecture)
     return complete
@@ -89,7 +105,9 @@ def kept_for(cache: BuildCache, family: str, names: Sequence[str]) -> dict[str, 
 
 def choose_jobs(resources: Resources, max_jobs: int | None) -> int:
     """How many compilers may run at once: bounded by processors, memory and the user."""
-    return max(1, min(resources.cpus, resources.memory_bytes // STEP_BYTES, max_jobs or resources.cpus))
+    return max(
+        1, min(resources.cpus, resources.memory_bytes // STEP_BYTES, max_jobs or resources.cpus)
+    )
 
 
 class _Pool:
@@ -104,7 +122,13 @@ class _Pool:
         time_limit: float,
         progress: Callable[[int, int, str], None] | None,
     ) -> None:
-        self.plans, self.results, self.cache, self.time_limit, self.progress = plans, results, cache, time_limit, progress
+        self.plans, self.results, self.cache, self.time_limit, self.progress = (
+            plans,
+            results,
+            cache,
+            time_limit,
+            progress,
+        )
         self.total, self.done = len(todo), 0
         from ..store import election
         from . import kernel_compiler  # a start that compiles nothing does without
@@ -150,7 +174,9 @@ class _Pool:
                 if worker is None or worker.compiler != plan.compiler or not worker.alive:
                     worker = self.worker_for(plan.compiler)
                     self.workers.append(worker)
-                result = _single_flight(plan, self.cache, worker, self.time_limit, self.ballot, waits)
+                result = _single_flight(
+                    plan, self.cache, worker, self.time_limit, self.ballot, waits
+                )
                 if result is None:  # another machine makes it: what nobody makes comes first
                     self.queue.put((number, True))
                     continue
@@ -168,15 +194,23 @@ class _Pool:
 
 
 def _single_flight(
-    plan: KernelPlan, cache: BuildCache, worker: Worker, time_limit: float, ballot: election.Election | None, waits: bool
+    plan: KernelPlan,
+    cache: BuildCache,
+    worker: Worker,
+    time_limit: float,
+    ballot: election.Election | None,
+    waits: bool,
 ) -> KernelResult | None:
-    """One kernel's code; None if another machine makes it and this one is not to wait for that yet."""
+    """One kernel's code; None if another machine makes it and this one is not to wait for that
+    yet."""
     started = time.monotonic()
     remote = functools.partial(cache.fetch_key, plan.name, plan.key)
     with cache.lock(f"{plan.name}-{plan.key}"):
         entry = cache.read(plan.name, plan.key)
         if entry is None and waits and ballot:
-            entry = ballot.receive(plan.name, plan.key, functools.partial(cache.read, plan.name, plan.key), remote)
+            entry = ballot.receive(
+                plan.name, plan.key, functools.partial(cache.read, plan.name, plan.key), remote
+            )
         elif entry is None:
             entry = remote()
             turn = ballot.begin(plan.name, plan.key, remote) if ballot and entry is None else entry
@@ -194,7 +228,13 @@ def _single_flight(
         except CompileError as error:
             return KernelResult(plan, error=error)
         finally:
-            counters.count("compiler", cache.root, hit=entry is not None, size=entry.size if entry else 0, seconds=time.monotonic() - started)
+            counters.count(
+                "compiler",
+                cache.root,
+                hit=entry is not None,
+                size=entry.size if entry else 0,
+                seconds=time.monotonic() - started,
+            )
             if ballot:
                 ballot.deliver(plan.name, plan.key, entry)
     return KernelResult(plan, entry, seconds=time.monotonic() - started)
@@ -203,8 +243,8 @@ def _single_flight(
 def _compiled(
     plan: KernelPlan, code: Path, worker: Worker, time_limit: float
 ) -> tuple[str, dict[str, int]]:
-    """Compile the headers that the plan is of; once more, if one may have been another for a time.
-    """
+    """Compile the headers that the plan is of; once more, if one may have been another for a
+    time."""
     for _ in range(2):
         before = _stamps(plan)
         if any(before[name].digest != digest for name, digest in plan.files.items()):
@@ -220,7 +260,9 @@ def _stamps(plan: KernelPlan) -> dict[str, cache_key.FileStamp]:
     return {name: cache_key.file_stamp(place_of(name, plan.roots)) for name in plan.files}
 
 
-def _publish(plan: KernelPlan, directory: Path, cache: BuildCache, worker: Worker, time_limit: float) -> Entry:
+def _publish(
+    plan: KernelPlan, directory: Path, cache: BuildCache, worker: Worker, time_limit: float
+) -> Entry:
     directory.mkdir()
     code = directory / plan.file_name
     symbol, resources = _compiled(plan, code, worker, time_limit)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from ..plan import kernel_names
 
 _ERROR_LINE = re.compile(
-    r"(\berror\s*:|\bfatal error\b|\berror #|undefined reference|cannot find -l|No space left on device|Disk quota|File size limit|Killed|nvcc fatal"
+    r"(\berror\s*:|\bfatal error\b|\berror #|undefined reference|cannot find -l|No space left on"
+    r" device|Disk quota|File size limit|Killed|nvcc fatal"
     r"|died due to signal|Permission denied|^flexops: )",
     re.IGNORECASE,
 )
-_NOISE = re.compile(r"^(\[\d+/\d+\]|FAILED:|ninja: (?!error)|compilation terminated|\d+ errors? detected|make\b)")
+_NOISE = re.compile(
+    r"^(\[\d+/\d+\]|FAILED:|ninja: (?!error)|compilation terminated|\d+ errors? detected|make\b)"
+)
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,31 @@ RULES: tuple[Rule, ...] = (
     Rule(
         r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large",
         "the disk is full",
-        "free some space, or move the cache: export FLEXOPS_CACHE_DIR=<dir>; large temporary files go to TMPDIR",
+        "free some space, or move the cache: export FLEXOPS_CACHE_DIR=<dir>; large temporary files"
+        " go to TMPDIR",
     ),
     Rule(
-        r"Killed.*(cc1plus|cicc|ptxas|nvcc|program)|fatal error: Killed|died due to signal 9|virtual memory exhausted|[Cc]annot allocate memory|out of memory",
+        r"Killed.*(cc1plus|cicc|ptxas|nvcc|program)|fatal error: Killed|died due to signal"
+        r" 9|virtual memory exhausted|[Cc]annot allocate memory|out of memory",
         "the compiler ran out of memory",
         "export MAX_JOBS=1",
     ),
-    Rule(r"^flexops: stopped, because", "a compiler took longer than it may", "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)"),
-    Rule(r"^flexops: ninja was ended", "the build was killed", "run it again; if memory was short: export MAX_JOBS=1"),
+    Rule(
+        r"^flexops: stopped, because",
+        "a compiler took longer than it may",
+        "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)",
+    ),
+    Rule(
+        r"^flexops: ninja was ended",
+        "the build was killed",
+        "run it again; if memory was short: export MAX_JOBS=1",
+    ),
     Rule(
         r"(Instruction|Feature) '[^']+'.*(\.target|architecture) '?sm_\d+",
-        "an instruction that the architectures asked for have not, or only with the suffix a (wgmma: 9.0a, tcgen05: 10.0a)",
-        'export TORCH_CUDA_ARCH_LIST="9.0a"   # the architecture list; with the suffix the code runs on exactly that capability',
+        "an instruction that the architectures asked for have not, or only with the suffix a"
+        " (wgmma: 9.0a, tcgen05: 10.0a)",
+        'export TORCH_CUDA_ARCH_LIST="9.0a"   # the architecture list; with the suffix the code'
+        " runs on exactly that capability",
     ),
     Rule(
         r"unsupported GNU version|unsupported clang version",
@@ -58,12 +73,14 @@ RULES: tuple[Rule, ...] = (
         "install an older g++ (for example `apt-get install g++-12`) or set CXX to one",
     ),
     Rule(
-        r"Unsupported gpu architecture|not supported.*gpu-architecture|Value '.*' is not defined for option 'gpu-(architecture|code)'",
+        r"Unsupported gpu architecture|not supported.*gpu-architecture|Value '.*' is not defined"
+        r" for option 'gpu-(architecture|code)'",
         "this nvcc cannot emit an architecture that was asked for",
         'export TORCH_CUDA_ARCH_LIST="<your GPU>", or use a newer CUDA toolkit',
     ),
     Rule(
-        r"C\+\+(20|17) or later|You need C\+\+(17|20) to compile PyTorch|unrecognized command.line option.*-std=c\+\+20",
+        r"C\+\+(20|17) or later|You need C\+\+(17|20) to compile PyTorch|unrecognized command.line"
+        r" option.*-std=c\+\+20",
         "the host compiler is too old for torch's headers",
         "install g++ 11.3 or newer and set CXX to it",
     ),
@@ -72,39 +89,71 @@ RULES: tuple[Rule, ...] = (
         "the CUDA runtime headers are missing",
         'pip install "cuda-toolkit[nvcc,cudart,cccl]" in torch\'s CUDA version',
     ),
-    Rule(r"Python\.h: No such file", "the Python headers are missing", "apt-get install python3-dev (or the -devel package of your Python)"),
-    Rule(r"cannot find -lcudart_static", "the static CUDA runtime is missing", 'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version'),
-    Rule(r"cannot find -l(\S+)", "a library to link with was not found", "add its directory to extra_ldflags with -L"),
-    Rule(r"(\S+): No such file or directory", "a file that a source includes was not found", "add its directory to the include paths"),
     Rule(
-        r"'(LaunchConfig|blocks|ceil_div|kernel|launch|last_error)' (does not name a type|was not declared|has not been declared)",
+        r"Python\.h: No such file",
+        "the Python headers are missing",
+        "apt-get install python3-dev (or the -devel package of your Python)",
+    ),
+    Rule(
+        r"cannot find -lcudart_static",
+        "the static CUDA runtime is missing",
+        'pip install "cuda-toolkit[cudart]" in torch\'s CUDA version',
+    ),
+    Rule(
+        r"cannot find -l(\S+)",
+        "a library to link with was not found",
+        "add its directory to extra_ldflags with -L",
+    ),
+    Rule(
+        r"(\S+): No such file or directory",
+        "a file that a source includes was not found",
+        "add its directory to the include paths",
+    ),
+    Rule(
+        r"'(LaunchConfig|blocks|ceil_div|kernel|launch|last_error)' (does not name a type|was not"
+        r" declared|has not been declared)",
         "a launcher does not include what launches kernels",
         '#include "common/launch.h"',
     ),
     Rule(
-        r"'(TensorView|TensorViews|TensorRow|Dtype)' (does not name a type|was not declared|has not been declared)",
-        "a name of flexops' headers is not known there: its header is not included, or the launcher is in another namespace than the library's",
-        '#include the kernels\' header, and open the library\'s own namespace; `using namespace flexops` in that one makes the names known',
+        r"'(TensorView|TensorViews|TensorRow|Dtype)' (does not name a type|was not declared|has not"
+        r" been declared)",
+        "a name of flexops' headers is not known there: its header is not included, or the launcher"
+        " is in another namespace than the library's",
+        "#include the kernels' header, and open the library's own namespace; `using namespace"
+        " flexops` in that one makes the names known",
     ),
     Rule(
         r"'(baseline|avx2|avx512)' is not a namespace-name",
-        "a kernel for the CPU does not include flexops' headers before `using namespace flexops::FLEXOPS_ISA`",
+        "a kernel for the CPU does not include flexops' headers before `using namespace"
+        " flexops::FLEXOPS_ISA`",
         '#include "common/cpu_elements.h"   # or "common/cpu.h", at the top',
     ),
     Rule(
         r"_cpu\.cpp:.*'(\w+)' (is not a member of 'std'|was not declared in this scope)",
-        "a kernel for the CPU names what is not declared: C++'s and C's mathematics are not, since each instruction set needs its own",
-        "take the compiler's own: __builtin_sqrtf, __builtin_expf, __builtin_fabsf ... for floats; else declare it, or include its C header",
+        "a kernel for the CPU names what is not declared: C++'s and C's mathematics are not, since"
+        " each instruction set needs its own",
+        "take the compiler's own: __builtin_sqrtf, __builtin_expf, __builtin_fabsf ... for floats;"
+        " else declare it, or include its C header",
     ),
-    Rule(r"undefined reference", "a symbol is declared and defined nowhere", "add the source or library that defines it"),
-    Rule(r"Permission denied", "a file or directory may not be used", "check the owner and mode of the path named"),
+    Rule(
+        r"undefined reference",
+        "a symbol is declared and defined nowhere",
+        "add the source or library that defines it",
+    ),
+    Rule(
+        r"Permission denied",
+        "a file or directory may not be used",
+        "check the owner and mode of the path named",
+    ),
 )
 
 LOAD_RULES: tuple[Rule, ...] = (
     Rule(
         r"undefined symbol: (\w[\w.$@]*)",
         "it needs a symbol that nothing defines",
-        "define it in one of the sources, or name the library that does in extra_ldflags; check its spelling, namespace and extern \"C\"",
+        "define it in one of the sources, or name the library that does in extra_ldflags; check its"
+        ' spelling, namespace and extern "C"',
     ),
     Rule(
         r"(\S+): cannot open shared object file",
@@ -119,18 +168,32 @@ _SILENCE = "the compiler said nothing"
 
 
 def diagnose(output: str) -> Diagnosis:
-    """The first real error in a build's output, and those of the other sources that failed. Output with no known error yields its last line."""
+    """The first real error in a build's output, and those of the other sources that failed. Output
+    with no known error yields its last line."""
     steps = output.split("FAILED: ")
-    found = [_first(step) for step in (steps[1:] or steps)]
-    # A full disk or a killed compiler explains every other message, wherever it stands; so the rules' order goes before the lines'.
-    general = min(found, key=lambda one: next((number for number, rule in enumerate(_GENERAL) if rule.cause == one.cause), len(_GENERAL)))
-    errors = list(dict.fromkeys([general.error, *(one.error for one in found if one.error != _SILENCE)]))
+    found = [_first(step) for step in steps[1:] or steps]
+    # A full disk or a killed compiler explains every other message, wherever it stands; so the
+    # rules' order goes before the lines'.
+    general = min(
+        found,
+        key=lambda one: next(
+            (number for number, rule in enumerate(_GENERAL) if rule.cause == one.cause),
+            len(_GENERAL),
+        ),
+    )
+    errors = list(
+        dict.fromkeys([general.error, *(one.error for one in found if one.error != _SILENCE)])
+    )
     more = [f"and {len(errors) - _MOST_ERRORS} more"] if len(errors) > _MOST_ERRORS else []
     return Diagnosis("\n    ".join([*errors[:_MOST_ERRORS], *more]), general.cause, general.fix)
 
 
 def _first(output: str) -> Diagnosis:
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not _NOISE.match(line.strip())]
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if line.strip() and not _NOISE.match(line.strip())
+    ]
     errors = [line for line in lines if _ERROR_LINE.search(line) and " -c " not in line]
     for rule in _GENERAL:
         for line in errors:
@@ -153,7 +216,13 @@ def load_trouble(said: str) -> Diagnosis | None:
     for rule in LOAD_RULES:
         if match := re.search(rule.pattern, said):
             name = demangled(match[1])
-            symbol = match[0] if rule is LOAD_RULES[1] else match[1] if name == match[1] else f"{name} ({match[1]})"
+            symbol = (
+                match[0]
+                if rule is LOAD_RULES[1]
+                else match[1]
+                if name == match[1]
+                else f"{name} ({match[1]})"
+            )
             return Diagnosis(symbol, rule.cause, rule.fix)
     return None
 

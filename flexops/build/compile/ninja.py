@@ -26,11 +26,14 @@ from ..plan.shared_headers import share
 Progress = Callable[[int, int, str], None]
 """Called with (steps finished, steps in all, what is being made)."""
 
-# nvcc's front ends (cudafe++, cicc) fill two gigabytes each when a source includes torch: a seventh of their processor time less (docs/benchmarks).
+# nvcc's front ends (cudafe++, cicc) fill two gigabytes each when a source includes torch: a seventh
+# of their processor time less (docs/benchmarks).
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _STATUS = "@flexops %f %t "
 _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
-_STOPPED = re.compile(r"^ninja: build stopped: (?:subcommands? failed|cannot make progress)", re.MULTILINE)
+_STOPPED = re.compile(
+    r"^ninja: build stopped: (?:subcommands? failed|cannot make progress)", re.MULTILINE
+)
 _ATTENTIVE_MS = 200
 TIMED_OUT = "flexops: stopped, because it took longer than"
 KILLED = "flexops: ninja was ended by"
@@ -45,27 +48,43 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether ninja came to its own end, so that it has named every step that failed. One that was killed or interrupted has not."""
-        return self.returncode == 0 or (self.returncode > 0 and _STOPPED.search(self.output) is not None)
+        """Whether ninja came to its own end, so that it has named every step that failed. One that
+        was killed or interrupted has not."""
+        return self.returncode == 0 or (
+            self.returncode > 0 and _STOPPED.search(self.output) is not None
+        )
 
     def failed(self, plan: BuildPlan, output: str = "") -> bool:
-        """Whether one of the plan's own steps failed, or the one that makes ``output``: a linker that was killed leaves half a library behind."""
+        """Whether one of the plan's own steps failed, or the one that makes ``output``: a linker
+        that was killed leaves half a library behind."""
         if not self.complete:
             return True
         path = re.escape(f"{plan.name}/{output}")
-        return self.returncode != 0 and re.search(rf"^FAILED: .*(?<![\w.-]){path}", self.output, re.MULTILINE) is not None
+        return (
+            self.returncode != 0
+            and re.search(rf"^FAILED: .*(?<![\w.-]){path}", self.output, re.MULTILINE) is not None
+        )
 
 
-def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | None = None, debug: bool = False) -> Outcome:
-    """Build every plan in ``directory/<plan name>/``, all in one ninja run so that their steps share the processors.
+def run(
+    plans: Sequence[BuildPlan],
+    directory: Path,
+    *,
+    progress: Progress | None = None,
+    debug: bool = False,
+) -> Outcome:
+    """Build every plan in ``directory/<plan name>/``, all in one ninja run so that their steps
+    share the processors.
 
-    A plan that fails does not stop the others (``-k 0``): look at which libraries exist. What a failed step left is removed, and everything if ninja itself
-    was ended, because then nobody knows what was being written. Everything said is in each one's ``build.log``.
-    The process that runs ninja may be interrupted at any moment: the compilers are stopped with it.
+    A plan that fails does not stop the others (``-k 0``): look at which libraries exist. What a
+    failed step left is removed, and everything if ninja itself was ended, because then nobody knows
+    what was being written. Everything said is in each one's ``build.log``. The process that runs
+    ninja may be interrupted at any moment: the compilers are stopped with it.
     """
     together = share(plans)
     outcome = _build(together, directory, progress, debug)
-    if len(together) > len(plans) and outcome.returncode and outcome.complete:  # it may be the shared headers' fault: the rest is made without them
+    # it may be the shared headers' fault: the rest is made without them
+    if len(together) > len(plans) and outcome.returncode and outcome.complete:
         outcome = _build(plans, directory, progress, debug)
     for plan in plans:
         (directory / plan.name / "build.ninja").write_text(render_ninja([plan]), encoding="utf-8")
@@ -73,15 +92,34 @@ def run(plans: Sequence[BuildPlan], directory: Path, *, progress: Progress | Non
     return outcome
 
 
-def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | None, debug: bool) -> Outcome:
+def _build(
+    plans: Sequence[BuildPlan], directory: Path, progress: Progress | None, debug: bool
+) -> Outcome:
     for plan in plans:
         (directory / plan.name).mkdir(parents=True, exist_ok=True)
         for name, text in plan.texts:
             (directory / plan.name / name).write_text(text, encoding="utf-8")
-    there = frozenset(f"{plan.name}/{step.output}" for plan in plans for step in plan.steps if (directory / plan.name / step.output).exists())
-    (directory / "build.ninja").write_text(render_ninja(plans, subdirectories=True, there=there), encoding="utf-8")
-    jobs = min(plan.jobs for plan in plans)  # each is what the memory allows for that plan's largest step
-    command = [plans[0].ninja, "-C", str(directory), "-j", str(jobs), "-k", "0", *(["-v"] if debug else [])]
+    there = frozenset(
+        f"{plan.name}/{step.output}"
+        for plan in plans
+        for step in plan.steps
+        if (directory / plan.name / step.output).exists()
+    )
+    (directory / "build.ninja").write_text(
+        render_ninja(plans, subdirectories=True, there=there), encoding="utf-8"
+    )
+    # each is what the memory allows for that plan's largest step
+    jobs = min(plan.jobs for plan in plans)
+    command = [
+        plans[0].ninja,
+        "-C",
+        str(directory),
+        "-j",
+        str(jobs),
+        "-k",
+        "0",
+        *(["-v"] if debug else []),
+    ]
     environment = dict(plans[0].environment)
     if any(step.kind == "device" for plan in plans for step in plan.steps):
         environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES)
@@ -95,14 +133,21 @@ def _build(plans: Sequence[BuildPlan], directory: Path, progress: Progress | Non
     return outcome
 
 
-def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, there: frozenset[str] = frozenset()) -> str:
-    """A ninja file for the plans, each in a directory of its name if there are several, less the outputs that are ``there`` already.
+def render_ninja(
+    plans: Sequence[BuildPlan], *, subdirectories: bool = False, there: frozenset[str] = frozenset()
+) -> str:
+    """A ninja file for the plans, each in a directory of its name if there are several, less the
+    outputs that are ``there`` already.
 
-    A build starts in an empty directory (but for objects kept from earlier), so ninja is given no depfiles: those that the compilers
-    write serve the cache key.
+    A build starts in an empty directory (but for objects kept from earlier), so ninja is given no
+    depfiles: those that the compilers write serve the cache key.
     """
-    lines = ["ninja_required_version = 1.5", "# Written by flexops. `ninja -v` in this directory repeats the build by hand."]
-    # Ninja starts what is ready in this order: GPU sources take longest, and one that is left for the end keeps a single processor busy.
+    lines = [
+        "ninja_required_version = 1.5",
+        "# Written by flexops. `ninja -v` in this directory repeats the build by hand.",
+    ]
+    # Ninja starts what is ready in this order: GPU sources take longest, and one that is left for
+    # the end keeps a single processor busy.
     steps = [(plan, number, step) for plan in plans for number, step in enumerate(plan.steps)]
     alike: dict[tuple[tuple[str, ...], ...], str] = {}
     for plan, number, step in sorted(steps, key=lambda item: item[2].kind != "device"):
@@ -115,7 +160,10 @@ def render_ninja(plans: Sequence[BuildPlan], *, subdirectories: bool = False, th
         if same := plan.alike(step):
             first = alike.setdefault(same, folder + step.output)
             if first != folder + step.output:
-                command, inputs = ("cp", f"../{first}", *([f"../{first}.d"] if step.kind == "host" else ()), "."), [first]
+                command, inputs = (
+                    ("cp", f"../{first}", *([f"../{first}.d"] if step.kind == "host" else ()), "."),
+                    [first],
+                )
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",
@@ -131,7 +179,11 @@ def full_command(plan: BuildPlan, step: Step) -> tuple[str, ...]:
     if step.kind in ("link", "hipify"):
         return step.command
     launcher = (plan.launcher,) if plan.launcher and step.launched else ()
-    threads = (f"--threads={plan.nvcc_threads}",) if step.kind == "device" and plan.nvcc_threads > 1 else ()
+    threads = (
+        (f"--threads={plan.nvcc_threads}",)
+        if step.kind == "device" and plan.nvcc_threads > 1
+        else ()
+    )
     return (*launcher, *step.command, *step.speed, *threads, "-MD", "-MF", f"{step.output}.d")
 
 
@@ -141,7 +193,8 @@ def depfiles(plan: BuildPlan, directory: Path) -> list[Path]:
 
 
 class _Watch:
-    """Stops the steps of a ninja that take longer than their plans allow. Before the first of them can, it does nothing."""
+    """Stops the steps of a ninja that take longer than their plans allow. Before the first of them
+    can, it does nothing."""
 
     def __init__(self, plans: Sequence[BuildPlan]) -> None:
         self._limit = max(plan.timeout for plan in plans)
@@ -167,22 +220,49 @@ class _Watch:
 
     def _note(self, command: str) -> None:
         for plan, step in self._steps:
-            if any(text in command for text in (shlex.join(full_command(plan, step)), " ".join(full_command(plan, step)))):
+            if any(
+                text in command
+                for text in (
+                    shlex.join(full_command(plan, step)),
+                    " ".join(full_command(plan, step)),
+                )
+            ):
                 made = f"the link of {step.output}" if step.kind == "link" else step.output
                 source = next((name for name in step.inputs if not name.endswith(".o")), made)
-                self.stopped[f"{plan.name}/{step.output}"] = f"{TIMED_OUT} {self._limit} s (FLEXOPS_COMPILE_TIMEOUT): {source}\n"
+                self.stopped[f"{plan.name}/{step.output}"] = (
+                    f"{TIMED_OUT} {self._limit} s (FLEXOPS_COMPILE_TIMEOUT): {source}\n"
+                )
 
 
-def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Progress | None, watch: _Watch) -> Outcome:
-    # The launcher must not let the private directory's name into its hash; the compilers' messages must be in one language to be understood.
-    environ = {**os.environ, "CCACHE_NOHASHDIR": "1", "LC_ALL": "C", **environment, "NINJA_STATUS": _STATUS}
+def _run_ninja(
+    command: list[str], environment: Mapping[str, str], progress: Progress | None, watch: _Watch
+) -> Outcome:
+    # The launcher must not let the private directory's name into its hash; the compilers' messages
+    # must be in one language to be understood.
+    environ = {
+        **os.environ,
+        "CCACHE_NOHASHDIR": "1",
+        "LC_ALL": "C",
+        **environment,
+        "NINJA_STATUS": _STATUS,
+    }
     try:
         with _fork.postponed():  # a child would hold the pipes open that Popen waits for
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True, bufsize=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+                bufsize=0,
             )
     except OSError as error:
-        raise ToolchainError("ninja cannot be started", found=f"{command[0]}: {error.strerror}", fix="pip install ninja") from error
+        raise ToolchainError(
+            "ninja cannot be started",
+            found=f"{command[0]}: {error.strerror}",
+            fix="pip install ninja",
+        ) from error
     said: list[str] = []
     try:
         assert process.stdout is not None
@@ -207,14 +287,19 @@ def _run_ninja(command: list[str], environment: Mapping[str, str], progress: Pro
 
 
 def _lines(process: subprocess.Popen[bytes], descriptor: int, watch: _Watch) -> Iterator[str]:
-    """What a process writes to a pipe, line by line, until the pipe's end or, if something that it started keeps the pipe open, the process's.
+    """What a process writes to a pipe, line by line, until the pipe's end or, if something that it
+    started keeps the pipe open, the process's.
 
-    Not a plain read, which a signal need not end: in a large process another thread may be the one that takes it, or a library's handler in front of
-    Python's may have the kernel go on reading. Then Ctrl-C would count only after the compiler's next word. Here it does within ``_ATTENTIVE_MS``.
+    Not a plain read, which a signal need not end: in a large process another thread may be the one
+    that takes it, or a library's handler in front of Python's may have the kernel go on reading.
+    Then Ctrl-C would count only after the compiler's next word. Here it does within
+    ``_ATTENTIVE_MS``.
     """
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8")("replace"), translate=True
+    )
     rest = ""
     data = b"..."
     while data:

@@ -1,4 +1,5 @@
-"""A child process that compiles with NVRTC: a crash, a hang or a lack of memory is then its own. Run as a script, by ``kernel_compiler``.
+"""A child process that compiles with NVRTC: a crash, a hang or a lack of memory is then its own.
+Run as a script, by ``kernel_compiler``.
 
     python -I -S nvrtc_worker.py LIBNVRTC BUILTINS
 
@@ -27,13 +28,27 @@ class Nvrtc:
     def compile(self, job: dict[str, object]) -> dict[str, str]:
         lib, program = self.library, ctypes.c_void_p()
         source = str(job["source"]).encode("utf-8", "surrogateescape")
-        expressions, options, empty = ([str(item).encode() for item in job[name]] for name in ("expressions", "options", "empty"))  # type: ignore[attr-defined]
-        texts = ((ctypes.c_char_p * len(empty))(*[b""] * len(empty)), (ctypes.c_char_p * len(empty))(*empty)) if empty else (None, None)
-        self._check(lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", len(empty), *texts))
+        expressions, options, empty = (
+            [str(item).encode() for item in job[name]]  # type: ignore[attr-defined]
+            for name in ("expressions", "options", "empty")
+        )
+        texts = (
+            (
+                (ctypes.c_char_p * len(empty))(*[b""] * len(empty)),
+                (ctypes.c_char_p * len(empty))(*empty),
+            )
+            if empty
+            else (None, None)
+        )
+        self._check(
+            lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", len(empty), *texts)
+        )
         try:
             for expression in expressions:
                 self._check(lib.nvrtcAddNameExpression(program, expression))
-            status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+            status = lib.nvrtcCompileProgram(
+                program, len(options), (ctypes.c_char_p * len(options))(*options)
+            )
             log = self._get("ProgramLog", program).decode(errors="replace").rstrip("\0\n")
             if status:
                 return {"error": lib.nvrtcGetErrorString(status).decode(), "log": log}

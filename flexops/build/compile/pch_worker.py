@@ -4,7 +4,8 @@ Standard library only: it is run by its path, so that it starts in no time.
 
     python -I pch_worker.py '{"command": [...], ...}'
 
-It holds a lock that dies with it, builds in a private directory and renames it into place, so it may be killed at any moment.
+It holds a lock that dies with it, builds in a private directory and renames it into place, so it
+may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 
 def main(order: dict[str, Any]) -> int:
-    """Carry out one order, as ``pch.order`` writes it; the exit status is 0 if the header is there afterwards."""
+    """Carry out one order, as ``pch.order`` writes it; the exit status is 0 if the header is there
+    afterwards."""
     if order["own"]:
         os.umask(os.umask(0o077) | 0o022)  # what others could write to is not used
     final = Path(order["final"])
@@ -55,18 +57,28 @@ def _compile(order: dict[str, Any], workspace: Path, final: Path) -> int:
     (entry / order["header"]).write_text(order["text"], encoding="utf-8")
     try:
         result = subprocess.run(
-            order["command"], cwd=entry, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=lambda: _yield(order),
-            timeout=order["timeout"], check=False,
-        )  # fmt: skip
+            order["command"],
+            cwd=entry,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: _yield(order),
+            timeout=order["timeout"],
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        result = subprocess.CompletedProcess([], 1, f"took longer than {order['timeout']} s".encode())
+        result = subprocess.CompletedProcess(
+            [], 1, f"took longer than {order['timeout']} s".encode()
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     product = entry / order["manifest"]["library"]
     if result.returncode != 0 or not product.exists():
         final.with_suffix(".failed").write_bytes(result.stdout)
         return 1
     manifest = {**order["manifest"], "size": product.stat().st_size}
-    (entry / order["manifest_file"]).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+    (entry / order["manifest_file"]).write_text(
+        json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8"
+    )
     for path in entry.iterdir():
         with open(path, "rb") as stream:
             os.fsync(stream.fileno())

@@ -21,7 +21,8 @@ def say(text: str, log: LogLevel) -> None:
 
 @contextlib.contextmanager
 def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
-    """A progress callback while ``what`` is built. Writes to standard error only, and nothing at all with ``quiet``.
+    """A progress callback while ``what`` is built. Writes to standard error only, and nothing at
+    all with ``quiet``.
 
     Without a terminal it writes one line, in the process that compiled: of all that wait for the
     same artifact only one does.
@@ -51,7 +52,12 @@ def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
         print(f"flexops: building {what}", file=sys.stderr)
         yield None
         return
-    columns = (TextColumn("flexops: {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("flexops: {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"building {what}", total=None)
 

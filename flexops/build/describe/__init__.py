@@ -1,1 +1,2 @@
-"""What is to be built: families and their sources, operators and their schemas, what a `.cu` says."""
+"""What is to be built: families and their sources, operators and their schemas, what a `.cu`
+says."""

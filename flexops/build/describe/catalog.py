@@ -1,4 +1,5 @@
-"""The families that there are: those that flexops ships, and those of the projects that registered theirs (``flexops.builder``).
+"""The families that there are: those that flexops ships, and those of the projects that registered
+theirs (``flexops.builder``).
 
 What a family is built from, and which operators it has, its folder in ``csrc/`` says (``spec.py``).
 """
@@ -10,7 +11,8 @@ from . import declared
 from .spec import FLEXOPS, OpSpec, Project
 
 _LISTS = (7, 0)
-"""Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older GPUs have 4."""
+"""Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older
+GPUs have 4."""
 
 CATALOG: tuple[OpSpec, ...] = (
     OpSpec("activation", declared=declared.ACTIVATIONS),
@@ -18,13 +20,26 @@ CATALOG: tuple[OpSpec, ...] = (
     OpSpec("adam", least_capability=_LISTS, declared=(declared.ADAM, declared.ADAM_COPY)),
     OpSpec("adam8bit", least_capability=_LISTS, declared=(declared.ADAM8BIT,)),
     OpSpec("fp8"),
-    OpSpec("grad_norm", least_capability=_LISTS, declared=(declared.GRAD_NORM, declared.CLIP_GRADS)),
-    OpSpec("lamb", least_capability=_LISTS, declared=(declared.LAMB, declared.LAMB_MOMENTS, declared.LAMB_APPLY)),
+    OpSpec(
+        "grad_norm", least_capability=_LISTS, declared=(declared.GRAD_NORM, declared.CLIP_GRADS)
+    ),
+    OpSpec(
+        "lamb",
+        least_capability=_LISTS,
+        declared=(declared.LAMB, declared.LAMB_MOMENTS, declared.LAMB_APPLY),
+    ),
     OpSpec("lion", least_capability=_LISTS, declared=(declared.LION,)),
     OpSpec("attention", hip=False, least_capability=(8, 0)),
     OpSpec("quant"),
     OpSpec("rope"),
-    OpSpec("softmax", declared=(declared.SCALED_MASKED_SOFTMAX, declared.CAUSAL_SOFTMAX, declared.SOFTMAX_BACKWARD)),
+    OpSpec(
+        "softmax",
+        declared=(
+            declared.SCALED_MASKED_SOFTMAX,
+            declared.CAUSAL_SOFTMAX,
+            declared.SOFTMAX_BACKWARD,
+        ),
+    ),
     OpSpec("cross_entropy", declared=declared.LOSSES),
     OpSpec("norm"),
     OpSpec("norm_backward"),
@@ -43,7 +58,12 @@ def register(project: Project) -> None:
     if other := _projects.get(project.name):
         found = f"by {other.package or 'flexops itself'}, and now by {project.package}"
         required = "one builder.Library for each namespace"
-        raise FlexopsError(f"the namespace {project.name} is registered twice", found=found, required=required, fix="give one of the libraries another name")
+        raise FlexopsError(
+            f"the namespace {project.name} is registered twice",
+            found=found,
+            required=required,
+            fix="give one of the libraries another name",
+        )
     _projects[project.name] = project
 
 
@@ -65,14 +85,22 @@ def find(name: str) -> OpSpec:
     import difflib  # only for an error
 
     families = [spec.name for spec in specs()]
-    near = difflib.get_close_matches(name, dict.fromkeys([*families, *(op for spec in CATALOG for op in spec.ops)]), n=3)
+    near = difflib.get_close_matches(
+        name, dict.fromkeys([*families, *(op for spec in CATALOG for op in spec.ops)]), n=3
+    )
     found = f"did you mean {' or '.join(near)}?" if near else ""
     required = f"{', '.join(families)}; or an operator of theirs, such as swiglu"
-    raise SettingsError(f"there is no op called {name!r}", found=found, required=required, fix="correct the name, or install the package that has it")
+    raise SettingsError(
+        f"there is no op called {name!r}",
+        found=found,
+        required=required,
+        fix="correct the name, or install the package that has it",
+    )
 
 
 def select(names: tuple[str, ...]) -> tuple[OpSpec, ...]:
-    """The specs of ``names``, in catalogue order: of families (``adam``, ``mylib.scale``), of operators of flexops, of projects (``mylib``).
+    """The specs of ``names``, in catalogue order: of families (``adam``, ``mylib.scale``), of
+    operators of flexops, of projects (``mylib``).
 
     No names, or ``all`` (or ``1``), means every family of flexops.
     """

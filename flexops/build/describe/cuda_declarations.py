@@ -1,4 +1,5 @@
-"""Reads a `.cu`: its own headers with it, its macros as far as they are attributes, its declarations, and what at a launch is the kernel.
+"""Reads a `.cu`: its own headers with it, its macros as far as they are attributes, its
+declarations, and what at a launch is the kernel.
 
 Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.
 """
@@ -15,57 +16,145 @@ from . import cuda_tokens
 from .cuda_names import DEVICE_NAMES, HOST_NAMESPACES
 from .cuda_tokens import Token, Unclear, after_angles, before_angles, brackets
 
-# ---- names ----------------------------------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 _ATTRIBUTES = {
-    "__global__": "global", "__device__": "device", "__host__": "host", "constexpr": "constexpr", "consteval": "constexpr",
-    "C10_DEVICE": "device", "C10_HOST": "host", "C10_HOST_DEVICE": "host device", "AT_HOST_DEVICE": "host device", "AT_DEVICE": "device",
-}  # fmt: skip
+    "__global__": "global",
+    "__device__": "device",
+    "__host__": "host",
+    "constexpr": "constexpr",
+    "consteval": "constexpr",
+    "C10_DEVICE": "device",
+    "C10_HOST": "host",
+    "C10_HOST_DEVICE": "host device",
+    "AT_HOST_DEVICE": "host device",
+    "AT_DEVICE": "device",
+}
 _WITH_PARENTHESES = frozenset(
     [
-        "__launch_bounds__", "__attribute__", "__align__", "__builtin_align__", "alignas", "noexcept", "decltype", "throw", "explicit", "requires",
-        "__maxnreg__", "C10_LAUNCH_BOUNDS_0", "C10_LAUNCH_BOUNDS_1", "C10_LAUNCH_BOUNDS_2", "__cluster_dims__", "typeof", "sizeof",
+        "__launch_bounds__",
+        "__attribute__",
+        "__align__",
+        "__builtin_align__",
+        "alignas",
+        "noexcept",
+        "decltype",
+        "throw",
+        "explicit",
+        "requires",
+        "__maxnreg__",
+        "C10_LAUNCH_BOUNDS_0",
+        "C10_LAUNCH_BOUNDS_1",
+        "C10_LAUNCH_BOUNDS_2",
+        "__cluster_dims__",
+        "typeof",
+        "sizeof",
     ]
 )
 _CLASS = ("class", "struct", "union")
 _BEFORE_A_CLASS = ("typedef", "static", "const", "constexpr", "inline", "extern")
-_TYPES = frozenset([
-    "void", "bool", "char", "short", "int", "long", "float", "double", "unsigned", "signed", "const", "volatile", "auto", "size_t", "int32_t", "int64_t",
-    "uint8_t", "uint32_t", "uint64_t",
-])
+_TYPES = frozenset(
+    [
+        "void",
+        "bool",
+        "char",
+        "short",
+        "int",
+        "long",
+        "float",
+        "double",
+        "unsigned",
+        "signed",
+        "const",
+        "volatile",
+        "auto",
+        "size_t",
+        "int32_t",
+        "int64_t",
+        "uint8_t",
+        "uint32_t",
+        "uint64_t",
+    ]
+)
 
 # What conditions may ask for: defined alike in both passes, or in neither.
 KNOWN = frozenset(
     [
-        "defined", "__CUDACC__", "__NVCC__", "__CUDA_ARCH__", "__cplusplus", "CUDA_VERSION", "CUDART_VERSION", "TORCH_VERSION_MAJOR",
-        "TORCH_VERSION_MINOR", "TORCH_VERSION_PATCH", "USE_ROCM", "__HIPCC__", "__HIP_PLATFORM_AMD__", "__HIP_PLATFORM_HCC__", "__HIP_DEVICE_COMPILE__",
-        "HIP_VERSION", "_WIN32", "_WIN64", "WIN32", "_MSC_VER", "__APPLE__", "true", "false", "and", "or", "not", "__CUDA_NO_HALF_OPERATORS__",
-        "__CUDA_NO_HALF_CONVERSIONS__", "__CUDA_NO_BFLOAT16_CONVERSIONS__", "__CUDA_NO_HALF2_OPERATORS__",
+        "defined",
+        "__CUDACC__",
+        "__NVCC__",
+        "__CUDA_ARCH__",
+        "__cplusplus",
+        "CUDA_VERSION",
+        "CUDART_VERSION",
+        "TORCH_VERSION_MAJOR",
+        "TORCH_VERSION_MINOR",
+        "TORCH_VERSION_PATCH",
+        "USE_ROCM",
+        "__HIPCC__",
+        "__HIP_PLATFORM_AMD__",
+        "__HIP_PLATFORM_HCC__",
+        "__HIP_DEVICE_COMPILE__",
+        "HIP_VERSION",
+        "_WIN32",
+        "_WIN64",
+        "WIN32",
+        "_MSC_VER",
+        "__APPLE__",
+        "true",
+        "false",
+        "and",
+        "or",
+        "not",
+        "__CUDA_NO_HALF_OPERATORS__",
+        "__CUDA_NO_HALF_CONVERSIONS__",
+        "__CUDA_NO_BFLOAT16_CONVERSIONS__",
+        "__CUDA_NO_HALF2_OPERATORS__",
     ]
 )
 
-# Which of the standard's macros nvcc has from the first line on, as extension_device.cuh has them; and which only once a header has been read.
+# Which of the standard's macros nvcc has from the first line on, as extension_device.cuh has them;
+# and which only once a header has been read.
 OF_MATHEMATICS = re.compile(r"M_\w+|INFINITY|NAN|(?:U?INT|LONG|LLONG)_(?:MAX|MIN)")
 OF_LIMITS = re.compile(r"U?INT(?:8|16|32|64)_(?:MAX|MIN|C)|(?:FLT|DBL)_\w+")
 
-# ---- what there is no surely faithful translation of ------------------------------------------------------------------------------------------
+# ---- what there is no surely faithful translation of ---------------------------------------------
 
 _REFUSED = (
     (re.compile(r"__constant__|__managed__"), "a variable in constant or managed memory"),
     (re.compile(r"cuda\w*Symbol\w*"), "a variable on the device that the host reads or writes"),
-    (re.compile(r"cudaFunc(?!SetAttribute$|Attribute)\w+|cudaOccupancy\w+|cudaGetKernel\w*"), "CUDA's runtime asked about a kernel"),
-    (re.compile(r"cudaFuncAttribute(?!MaxDynamicSharedMemorySize$|PreferredSharedMemoryCarveout$|s$)\w+"), "an attribute of a kernel"),
-    (re.compile(r"cudaLaunch\w+|cudaGraph\w*Kernel\w*|cuLaunch\w+|cuModule\w+|cuLibrary\w+"), "a kernel launched by a call, or as a cluster or together"),
-    (re.compile(r"this_grid|grid_group|this_multi_grid|multi_grid_group|this_cluster|cluster_group"), "a cooperative launch or a cluster"),
+    (
+        re.compile(r"cudaFunc(?!SetAttribute$|Attribute)\w+|cudaOccupancy\w+|cudaGetKernel\w*"),
+        "CUDA's runtime asked about a kernel",
+    ),
+    (
+        re.compile(
+            r"cudaFuncAttribute(?!MaxDynamicSharedMemorySize$|PreferredSharedMemoryCarveout$|s$)\w+"
+        ),
+        "an attribute of a kernel",
+    ),
+    (
+        re.compile(r"cudaLaunch\w+|cudaGraph\w*Kernel\w*|cuLaunch\w+|cuModule\w+|cuLibrary\w+"),
+        "a kernel launched by a call, or as a cluster or together",
+    ),
+    (
+        re.compile(
+            r"this_grid|grid_group|this_multi_grid|multi_grid_group|this_cluster|cluster_group"
+        ),
+        "a cooperative launch or a cluster",
+    ),
     (re.compile(r"thrust|cub"), "thrust or CUB"),
     (re.compile(r"texture|surface|tex[123]D\w*|surf[123]D\w*"), "a texture or a surface"),
     (re.compile(r"gpu_kernel\w*|GPU_LAMBDA"), "torch's own kernel templates"),
     (re.compile(r"__nv_\w+|__nvcc_\w+|__NVCC_\w+"), "what is nvcc's own"),
-    (re.compile(r"__COUNTER__"), "a number that torch's headers, which the device's half has not, have a part in"),
+    (
+        re.compile(r"__COUNTER__"),
+        "a number that torch's headers, which the device's half has not, have a part in",
+    ),
 )
 _FOLLOWED_BY = {"thrust": "::", "cub": "::", "texture": "<", "surface": "<"}
 
-# ---- headers ------------------------------------------------------------------------------------------------------------------------------------
+# ---- headers -------------------------------------------------------------------------------------
 
 FOR_BOTH = re.compile(
     r"cuda_(?:fp16|bf16|fp8|fp6|fp4|pipeline\w*)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
@@ -86,8 +175,9 @@ class Unsplittable(Exception):
 
 
 class Item(NamedTuple):
-    """A declaration, as numbers of tokens. ``open``, ``close``: the braces of its body, -1 if it has none; ``body``: where that begins, with a constructor's
-    initialisers; ``parameters``: a function's opening parenthesis, else -1."""
+    """A declaration, as numbers of tokens. ``open``, ``close``: the braces of its body, -1 if it
+    has none; ``body``: where that begins, with a constructor's initialisers; ``parameters``: a
+    function's opening parenthesis, else -1."""
 
     kind: Literal["function", "prototype", "class", "scope", "other", "directive"]
     start: int
@@ -99,7 +189,8 @@ class Item(NamedTuple):
 
 
 class Macros(NamedTuple):
-    """Of all files: what each macro that stands for attributes is (``HD``: host device), every name that is defined, and those that the command defines."""
+    """Of all files: what each macro that stands for attributes is (``HD``: host device), every name
+    that is defined, and those that the command defines."""
 
     attributes: dict[str, frozenset[str]]
     defined: frozenset[str]
@@ -114,11 +205,12 @@ class File(NamedTuple):
     included: dict[int, File]
 
 
-# ---- files and macros -----------------------------------------------------------------------------------------------------------------------------
+# ---- files and macros ----------------------------------------------------------------------------
 
 
 def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ...] = ()) -> File:
-    """A source with the headers of the user's that it includes. ``above``: the files that include this one."""
+    """A source with the headers of the user's that it includes. ``above``: the files that include
+    this one."""
     from .includes import resolve
 
     try:
@@ -133,11 +225,15 @@ def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ..
         name = re.match(r'#\s*include\s*(?:<([^>]+)>|"([^"]+)")', token.text)
         if name is None:
             raise Unsplittable("an #include of a name that is a macro", path, token.line)
-        found = resolve(name[1] or name[2], os.path.dirname(path) if name[2] else None, include_dirs)
+        found = resolve(
+            name[1] or name[2], os.path.dirname(path) if name[2] else None, include_dirs
+        )
         if found and found not in above and found != path:
             with open(found, encoding="utf-8", errors="surrogateescape") as stream:
                 included[place] = read(found, stream.read(), include_dirs, (*above, path))
-        elif found is None and not (FOR_BOTH.fullmatch(name[1] or name[2]) or FOR_THE_HOST.fullmatch(name[1] or name[2])):
+        elif found is None and not (
+            FOR_BOTH.fullmatch(name[1] or name[2]) or FOR_THE_HOST.fullmatch(name[1] or name[2])
+        ):
             raise Unsplittable(f"the header {name[1] or name[2]}", path, token.line)
     return File(path, text, tokens, partner, included)
 
@@ -158,38 +254,67 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
     bodies: dict[str, set[str]] = {}
     for file in files:
         for token in file.tokens:
-            if token.directive == "define" and (match := re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)(\()?", token.text)):
+            if token.directive == "define" and (
+                match := re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)(\()?", token.text)
+            ):
                 rest = cuda_tokens.without_comments(token.text[match.end() :])
                 body = set(re.findall(r"[A-Za-z_]\w*|\{", rest))
                 bodies.setdefault(match[1], set()).update(body)
                 if match[1] in _ATTRIBUTES or match[1] in KNOWN:
                     raise Unsplittable(f"a macro {match[1]} of its own", file.path, token.line)
-    attributes: dict[str, frozenset[str]] = {name: frozenset(words.split()) for name, words in _ATTRIBUTES.items()}
+    attributes: dict[str, frozenset[str]] = {
+        name: frozenset(words.split()) for name, words in _ATTRIBUTES.items()
+    }
     for _ in range(len(bodies) + 1):
-        found = {name: frozenset(one for word in body for one in attributes.get(word, ())) for name, body in bodies.items()}
+        found = {
+            name: frozenset(one for word in body for one in attributes.get(word, ()))
+            for name, body in bodies.items()
+        }
         if all(attributes.get(name, frozenset()) == value for name, value in found.items()):
             break
         attributes.update(found)
     for file in files:
         for token in file.tokens:
-            name = re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text) if token.directive == "define" else None
-            if name and "{" in token.text and attributes.get(name[1], frozenset()) & {"global", "device"}:
-                raise Unsplittable(f"the macro {name[1]}, which defines device code", file.path, token.line)
-    return Macros({name: value for name, value in attributes.items() if value}, defined | bodies.keys(), defined)
+            name = (
+                re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text)
+                if token.directive == "define"
+                else None
+            )
+            if (
+                name
+                and "{" in token.text
+                and attributes.get(name[1], frozenset()) & {"global", "device"}
+            ):
+                raise Unsplittable(
+                    f"the macro {name[1]}, which defines device code", file.path, token.line
+                )
+    return Macros(
+        {name: value for name, value in attributes.items() if value},
+        defined | bodies.keys(),
+        defined,
+    )
 
 
 def refuse(file: File) -> None:
     """Raises ``Unsplittable`` where a file names what has no surely faithful translation."""
     for number, token in enumerate(file.tokens):
-        words = [token.text] if token.kind == "word" else re.findall(r"[A-Za-z_]\w*", token.text) if token.directive == "define" else ()
+        words = (
+            [token.text]
+            if token.kind == "word"
+            else re.findall(r"[A-Za-z_]\w*", token.text)
+            if token.directive == "define"
+            else ()
+        )
         following = file.tokens[number + 1].text if number + 1 < len(file.tokens) else ""
         for word in words:
             what = next((what for pattern, what in _REFUSED if pattern.fullmatch(word)), "")
-            if what and (token.kind == "directive" or _FOLLOWED_BY.get(word, following) == following):
+            if what and (
+                token.kind == "directive" or _FOLLOWED_BY.get(word, following) == following
+            ):
                 raise Unsplittable(f"{what} ({word})", file.path, token.line)
 
 
-# ---- declarations ---------------------------------------------------------------------------------------------------------------------------------
+# ---- declarations --------------------------------------------------------------------------------
 
 
 def items_of(file: File, first: int, last: int) -> Iterator[Item]:
@@ -202,7 +327,9 @@ def items_of(file: File, first: int, last: int) -> Iterator[Item]:
             number += 1
         elif token.text == ";":
             number += 1
-        elif token.text in ("public", "private", "protected") and file.tokens[number + 1].text == ":":
+        elif (
+            token.text in ("public", "private", "protected") and file.tokens[number + 1].text == ":"
+        ):
             number += 2
         else:
             item = _item(file, number, last)
@@ -228,7 +355,8 @@ def _item(file: File, first: int, last: int) -> Item:
                 return Item("prototype", first, number + 1, parameters=groups[-1])
             return Item("other", first, number + 1)
         if text == "(":
-            if tokens[number - 1].text not in _WITH_PARENTHESES and colon < 0:  # what follows a colon are a constructor's initialisers
+            # what follows a colon are a constructor's initialisers
+            if tokens[number - 1].text not in _WITH_PARENTHESES and colon < 0:
                 groups.append(number)
             elif tokens[number - 1].text == "requires":
                 raise Unsplittable("a constraint", file.path, token.line)
@@ -248,7 +376,15 @@ def _item(file: File, first: int, last: int) -> Item:
             if opened == "scope":
                 return Item("scope", first, close + 1, number, close)
             if opened == "function":
-                return Item("function", first, close + 1, number, close, colon if colon >= 0 else number, groups[-1])
+                return Item(
+                    "function",
+                    first,
+                    close + 1,
+                    number,
+                    close,
+                    colon if colon >= 0 else number,
+                    groups[-1],
+                )
             if opened == "class":
                 end = next((one for one in range(close + 1, last) if tokens[one].text == ";"), -1)
                 if end < 0 or any(one.kind == "directive" for one in tokens[close:end]):
@@ -259,9 +395,15 @@ def _item(file: File, first: int, last: int) -> Item:
     raise Unsplittable("a declaration that is not understood", file.path, tokens[first].line)
 
 
-def _braces(file: File, words: list[str], groups: list[int], number: int, assigned: bool, colon: int) -> str:
+def _braces(
+    file: File, words: list[str], groups: list[int], number: int, assigned: bool, colon: int
+) -> str:
     """What a brace in a declaration begins."""
-    if words[:1] == ["namespace"] or words[:2] == ["inline", "namespace"] or (len(words) == 2 and words[0] == "extern" and words[1].startswith('"')):
+    if (
+        words[:1] == ["namespace"]
+        or words[:2] == ["inline", "namespace"]
+        or (len(words) == 2 and words[0] == "extern" and words[1].startswith('"'))
+    ):
         return "scope"
     if assigned:
         return "value"
@@ -295,22 +437,39 @@ def name_of(file: File, item: Item) -> Token | None:
         number = item.parameters - 1
         if file.tokens[number].text == ">":
             number = before_angles(file.tokens, file.partner, number)
-        return file.tokens[number] if number >= item.start and file.tokens[number].kind == "word" else None
-    words = [file.tokens[one] for one in range(item.start, item.open if item.open >= 0 else item.end)]
+        return (
+            file.tokens[number]
+            if number >= item.start and file.tokens[number].kind == "word"
+            else None
+        )
+    words = [
+        file.tokens[one] for one in range(item.start, item.open if item.open >= 0 else item.end)
+    ]
     if words[0].text == "using" or item.kind == "class":
         others = (*_CLASS, *_BEFORE_A_CLASS, "using", "namespace", "template", "typename")
-        return next((word for word in words if word.kind == "word" and word.text not in others), None)
-    ends = (")",) if words[0].text == "typedef" and "(" in (word.text for word in words) else ("=", "{", "[", ";")
+        return next(
+            (word for word in words if word.kind == "word" and word.text not in others), None
+        )
+    ends = (
+        (")",)
+        if words[0].text == "typedef" and "(" in (word.text for word in words)
+        else ("=", "{", "[", ";")
+    )
     stop = next((number for number, word in enumerate(words) if word.text in ends), len(words))
     return next((word for word in reversed(words[:stop]) if word.kind == "word"), None)
 
 
-# ---- launches, parameters, variables --------------------------------------------------------------------------------------------------------------
+# ---- launches, parameters, variables -------------------------------------------------------------
 
 
 def is_closed(tokens: Sequence[Token], number: int) -> bool:
     three = tokens[number : number + 3]
-    return [one.text for one in three] == [">"] * 3 and three[0].end == three[1].start and three[1].end == three[2].start and tokens[number + 3].text == "("
+    return (
+        [one.text for one in three] == [">"] * 3
+        and three[0].end == three[1].start
+        and three[1].end == three[2].start
+        and tokens[number + 3].text == "("
+    )
 
 
 def launched(file: File, number: int) -> int:
@@ -329,10 +488,17 @@ def launched(file: File, number: int) -> int:
         elif text in (")", "]"):
             first = partner[place]
             place = first - 1
-            if text == ")" and not (place >= 0 and (tokens[place].kind == "word" or tokens[place].text in (">", ")", "]"))):
+            if text == ")" and not (
+                place >= 0
+                and (tokens[place].kind == "word" or tokens[place].text in (">", ")", "]"))
+            ):
                 break
             continue
-        if place < 0 or tokens[place].kind != "word" or tokens[place].text in ("return", "else", "do", "if", "while", "for", "case"):
+        if (
+            place < 0
+            or tokens[place].kind != "word"
+            or tokens[place].text in ("return", "else", "do", "if", "while", "for", "case")
+        ):
             break
         first = place
         place -= 1
@@ -340,7 +506,15 @@ def launched(file: File, number: int) -> int:
             place -= 1
         if place < 0 or tokens[place].text not in ("::", ".", "->"):
             break
-        first = place if tokens[place].text == "::" and (place == 0 or not (tokens[place - 1].kind == "word" or tokens[place - 1].text == ">")) else first
+        first = (
+            place
+            if tokens[place].text == "::"
+            and (
+                place == 0
+                or not (tokens[place - 1].kind == "word" or tokens[place - 1].text == ">")
+            )
+            else first
+        )
         if first == place:
             place -= 1
             break
@@ -348,7 +522,9 @@ def launched(file: File, number: int) -> int:
     before = tokens[place] if place >= 0 else None
     allowed = (";", "{", "}", ")", "(", ",", ":", "?", "else", "do", "return", "&&", "||")
     if first < 0 or not (before is None or before.text in allowed or before.kind == "directive"):
-        raise Unsplittable("a launch of something that is not understood", file.path, tokens[number].line)
+        raise Unsplittable(
+            "a launch of something that is not understood", file.path, tokens[number].line
+        )
     return first
 
 
@@ -389,38 +565,82 @@ def _parameter(file: File, words: list[Token]) -> str:
     while place > 0 and words[place].text == "]":
         place = next((one for one in range(place, -1, -1) if words[one].text == "["), 0) - 1
     name = words[place] if place > 0 else words[0]
-    if place <= 0 or name.kind != "word" or name.text in _TYPES or words[place - 1].text in ("::", "struct", "class", "typename", "enum"):
-        raise Unsplittable("a kernel's parameter without a name, or a function's pointer", file.path, words[0].line)
+    if (
+        place <= 0
+        or name.kind != "word"
+        or name.text in _TYPES
+        or words[place - 1].text in ("::", "struct", "class", "typename", "enum")
+    ):
+        raise Unsplittable(
+            "a kernel's parameter without a name, or a function's pointer", file.path, words[0].line
+        )
     return f"{name.text}..." if any(word.text == "..." for word in words) else name.text
 
 
 def variables_of(file: File, item: Item, *, member: bool) -> list[Token]:
-    """The host's variables that a class brings, which device code would have one more of: those declared with it, and of its members the static ones."""
+    """The host's variables that a class brings, which device code would have one more of: those
+    declared with it, and of its members the static ones."""
     tokens = file.tokens[item.close + 1 if item.kind == "class" else item.start : item.end]
-    words = [token.text for token in file.tokens[item.start : item.open if item.kind == "class" else item.end]]
-    if {"const", "constexpr", "typedef", "using"} & set(words) or (member and "static" not in words) or not (member or item.kind == "class"):
+    words = [
+        token.text
+        for token in file.tokens[item.start : item.open if item.kind == "class" else item.end]
+    ]
+    if (
+        {"const", "constexpr", "typedef", "using"} & set(words)
+        or (member and "static" not in words)
+        or not (member or item.kind == "class")
+    ):
         return []
     named = itertools.pairwise(tokens)
-    return [token for token, after in named if item.kind in ("class", "other") and token.kind == "word" and after.text in (",", "=", "[", "{", ";")]
+    return [
+        token
+        for token, after in named
+        if item.kind in ("class", "other")
+        and token.kind == "word"
+        and after.text in (",", "=", "[", "{", ";")
+    ]
 
 
 def is_host_variable(tokens: Sequence[Token], where: frozenset[str]) -> bool:
     """Whether it is a variable, and none that device code may read: a constant of a number."""
-    first = next((number for number, token in enumerate(tokens) if token.text == ">"), -1) + 1 if tokens[0].text == "template" else 0
+    first = (
+        next((number for number, token in enumerate(tokens) if token.text == ">"), -1) + 1
+        if tokens[0].text == "template"
+        else 0
+    )
     words = [token.text for token in tokens[first:] if token.kind == "word"] or [""]
-    if "constexpr" in where or words[0] in ("using", "typedef", "static_assert", "friend", "enum", *_CLASS):
+    if "constexpr" in where or words[0] in (
+        "using",
+        "typedef",
+        "static_assert",
+        "friend",
+        "enum",
+        *_CLASS,
+    ):
         return False
-    stop = next((number for number, token in enumerate(tokens) if token.text in ("=", "{", "[", ";", "(")), len(tokens))
+    stop = next(
+        (number for number, token in enumerate(tokens) if token.text in ("=", "{", "[", ";", "(")),
+        len(tokens),
+    )
     kinds = [token.text for token in tokens[: stop - 1]]
-    return "const" not in kinds or not all(kind in _TYPES or kind in ("static", "inline") for kind in kinds)
+    return "const" not in kinds or not all(
+        kind in _TYPES or kind in ("static", "inline") for kind in kinds
+    )
 
 
 def mentions_host(tokens: Sequence[Token]) -> bool:
-    """Whether a declaration is of something that device code has no definition of: torch's, pybind11's, most of the standard library's."""
+    """Whether a declaration is of something that device code has no definition of: torch's,
+    pybind11's, most of the standard library's."""
     texts = [token.text for token in tokens]
-    if texts[:1] == ["namespace"] or (texts[:2] == ["using", "namespace"] and texts[2] in ("pybind11", "py")):
+    if texts[:1] == ["namespace"] or (
+        texts[:2] == ["using", "namespace"] and texts[2] in ("pybind11", "py")
+    ):
         return True
     for number, text in enumerate(texts[:-2]):
-        if text in HOST_NAMESPACES and texts[number + 1] == "::" and texts[number + 2] not in DEVICE_NAMES.get(text, frozenset()):
+        if (
+            text in HOST_NAMESPACES
+            and texts[number + 1] == "::"
+            and texts[number + 2] not in DEVICE_NAMES.get(text, frozenset())
+        ):
             return True
     return False

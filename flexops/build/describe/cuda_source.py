@@ -1,7 +1,10 @@
-"""Splits a `.cu` with kernels, launches and torch in it: into C++ for the host compiler, and device code for NVRTC.
+"""Splits a `.cu` with kernels, launches and torch in it: into C++ for the host compiler, and device
+code for NVRTC.
 
-On the host a kernel's body is a call that launches it, as nvcc makes it, and `k<<<grid, block>>>(x)` is `(Configured(grid, block), k(x))`. The device code is
-what is left without host functions and torch's headers. Lines stay where they are, or ``#line`` tells where they were, so that errors name the user's.
+On the host a kernel's body is a call that launches it, as nvcc makes it, and `k<<<grid,
+block>>>(x)` is `(Configured(grid, block), k(x))`. The device code is what is left without host
+functions and torch's headers. Lines stay where they are, or ``#line`` tells where they were, so
+that errors name the user's.
 
 Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.
 """
@@ -19,13 +22,22 @@ from .cuda_tokens import Token, Unclear, brackets
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"
-# What a half calls what nvcc defines in both of its passes: torch's headers must not see __CUDACC__ on the host, and NVRTC is no nvcc to CUDA's.
-_HOST_NAMES = {"__CUDACC__": "FLEXOPS_CUDACC", "__NVCC__": "FLEXOPS_CUDACC", "CUDA_VERSION": "CUDART_VERSION"}
+# What a half calls what nvcc defines in both of its passes: torch's headers must not see __CUDACC__
+# on the host, and NVRTC is no nvcc to CUDA's.
+_HOST_NAMES = {
+    "__CUDACC__": "FLEXOPS_CUDACC",
+    "__NVCC__": "FLEXOPS_CUDACC",
+    "CUDA_VERSION": "CUDART_VERSION",
+}
 _DEVICE_NAMES = {"__NVCC__": "__CUDACC__", "CUDA_VERSION": "CUDART_VERSION"}
 # What is defined only once a header has been read, which NVRTC is not given.
 _OF_HEADERS = (
     (re.compile(r"CUDA_VERSION"), re.compile(r"cuda\.h"), "#include <cuda.h>"),
-    (re.compile(r"TORCH_VERSION_\w+"), re.compile(r"torch/(?:extension|torch|all|version)\.h"), "#include <torch/version.h>"),
+    (
+        re.compile(r"TORCH_VERSION_\w+"),
+        re.compile(r"torch/(?:extension|torch|all|version)\.h"),
+        "#include <torch/version.h>",
+    ),
 )
 _MOST_TEXT = 4 * 2**20
 
@@ -44,12 +56,19 @@ class _Edit(NamedTuple):
     text: str
 
 
-def split(path: str, text: str, include_dirs: Sequence[str], number: int, defined: frozenset[str] = frozenset()) -> Split:
+def split(
+    path: str,
+    text: str,
+    include_dirs: Sequence[str],
+    number: int,
+    defined: frozenset[str] = frozenset(),
+) -> Split:
     """Both halves of a source.
 
     Args:
         path: what errors call it; its folder is where headers in quotes are looked for.
-        include_dirs: the user's include path. Headers found there, and beside the source, are part of the source.
+        include_dirs: the user's include path. Headers found there, and beside the source, are part
+            of the source.
         number: of the source within its extension, which stubs' names have in them.
         defined: macros that the command defines.
 
@@ -68,7 +87,7 @@ def split(path: str, text: str, include_dirs: Sequence[str], number: int, define
     return Split(host, device, halves.words())
 
 
-# ---- the two halves -----------------------------------------------------------------------------------------------------------------------------
+# ---- the two halves ------------------------------------------------------------------------------
 
 
 class _Halves:
@@ -78,9 +97,11 @@ class _Halves:
         self.stub = f"{STUB}_{number}"
         self.macros = macros
         self.kept: list[tuple[File, int]] = []
-        self.dropped: dict[str, bool] = {}  # what is declared for the host alone, and whether that is a function
+        # what is declared for the host alone, and whether that is a function
+        self.dropped: dict[str, bool] = {}
         self._declared: set[int] = set()
-        self._included: list[str] = []  # headers, and macros that are defined, in the order of the text
+        # headers, and macros that are defined, in the order of the text
+        self._included: list[str] = []
         self._defined = set(macros.commands)
 
     def of(self, file: File) -> tuple[str, str]:
@@ -94,21 +115,46 @@ class _Halves:
         self._launches(file, host)
         gone = sorted((edit.start, edit.end) for edit in device)
         self.kept += [(file, number) for number in _outside(file.tokens, gone)]
-        once = file.path if any(token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text) for token in file.tokens) else ""
-        return tuple(_guarded(once, file.path, _edited(file.text, edits)) for edits in (host, device))  # type: ignore[return-value]
+        once = (
+            file.path
+            if any(
+                token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text)
+                for token in file.tokens
+            )
+            else ""
+        )
+        return tuple(
+            _guarded(once, file.path, _edited(file.text, edits)) for edits in (host, device)
+        )  # type: ignore[return-value]
 
     def require_no_host_names(self) -> None:
-        """What host functions are called is not said in device code: whatever was meant there, it would mean something else now."""
+        """What host functions are called is not said in device code: whatever was meant there, it
+        would mean something else now."""
         for file, number in self.kept:
             token = file.tokens[number]
-            if token.kind != "word" or token.text not in self.dropped or id(token) in self._declared:
+            if (
+                token.kind != "word"
+                or token.text not in self.dropped
+                or id(token) in self._declared
+            ):
                 continue
-            if not self.dropped[token.text] or (number + 1 < len(file.tokens) and file.tokens[number + 1].text in ("(", "<")):
-                raise Unsplittable(f"{token.text} in device code, which is declared for the host alone", file.path, token.line)
+            if not self.dropped[token.text] or (
+                number + 1 < len(file.tokens) and file.tokens[number + 1].text in ("(", "<")
+            ):
+                raise Unsplittable(
+                    f"{token.text} in device code, which is declared for the host alone",
+                    file.path,
+                    token.line,
+                )
 
     def words(self) -> frozenset[str]:
         tokens = (file.tokens[number] for file, number in self.kept)
-        return frozenset(word for token in tokens if token.kind != "string" for word in re.findall(r"[A-Za-z_]\w*", token.text))
+        return frozenset(
+            word
+            for token in tokens
+            if token.kind != "string"
+            for word in re.findall(r"[A-Za-z_]\w*", token.text)
+        )
 
     # ---- preprocessor lines
 
@@ -119,48 +165,88 @@ class _Halves:
         elif place in file.included:
             halves = self.of(file.included[place])
             for edits, text in zip((host, device), halves, strict=True):
-                edits.append(_Edit(token.start, token.end, f"{text}\n{_line(token.line + token.text.count(chr(10)) + 1, file.path)}"))
+                edits.append(
+                    _Edit(
+                        token.start,
+                        token.end,
+                        f"{text}\n{_line(token.line + token.text.count(chr(10)) + 1, file.path)}",
+                    )
+                )
         elif token.directive == "include":
             name = re.match(r'#\s*include\s*[<"]([^>"]+)[>"]', token.text)
             self._included.append(name[1] if name else "")
-            if name is None or not FOR_BOTH.fullmatch(name[1]):  # a header of torch's, or one that includes this
+            # a header of torch's, or one that includes this
+            if name is None or not FOR_BOTH.fullmatch(name[1]):
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
             if name and not (FOR_BOTH.fullmatch(name[1]) or FOR_THE_HOST.fullmatch(name[1])):
                 host.append(_Edit(token.start, token.end, _blank(token.text)))
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
             for edits in (host, device):
                 edits.append(_Edit(token.start, token.end, _blank(token.text)))
-        elif token.directive in ("define", "undef") and re.search(r"^#\s*\w+\s+NDEBUG\b", token.text):  # NVRTC's assert is there before the first line
+        elif token.directive in ("define", "undef") and re.search(
+            r"^#\s*\w+\s+NDEBUG\b", token.text
+        ):  # NVRTC's assert is there before the first line
             raise Unsplittable(f"#{token.directive} NDEBUG", file.path, token.line)
         elif token.directive == "define":
             self._defined.update(re.findall(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text))
             launching = "<<<" in token.text or "cudaFuncSetAttribute" in token.text
             launcher = self._launching_macro(file, token) if launching else token.text
-            for edits, text, names in ((host, launcher, _HOST_NAMES), (device, token.text, _DEVICE_NAMES)):
+            for edits, text, names in (
+                (host, launcher, _HOST_NAMES),
+                (device, token.text, _DEVICE_NAMES),
+            ):
                 if (renamed := _renamed(text, names)) != token.text:
                     edits.append(_Edit(token.start, token.end, renamed))
 
     def _condition(self, file: File, token: Token, host: list[_Edit], device: list[_Edit]) -> None:
-        """A condition must be true in both halves where it is under nvcc, which has read torch's headers for both."""
+        """A condition must be true in both halves where it is under nvcc, which has read torch's
+        headers for both."""
         plain = re.sub(r"//.*|/\*[\s\S]*?\*/", " ", token.text)
         guards = ""
-        for name in dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain.partition(token.directive)[2])):
+        for name in dict.fromkeys(
+            re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain.partition(token.directive)[2])
+        ):
             if name not in KNOWN and name not in self.macros.defined:
-                raise Unsplittable(f"a condition on {name}, which nothing here defines", file.path, token.line)
+                raise Unsplittable(
+                    f"a condition on {name}, which nothing here defines", file.path, token.line
+                )
             for macro, header, wanted in _OF_HEADERS:
-                if macro.fullmatch(name) and not any(header.fullmatch(one) for one in self._included):
-                    raise Unsplittable(f"a condition on {name} without {wanted} above it", file.path, token.line)
+                if macro.fullmatch(name) and not any(
+                    header.fullmatch(one) for one in self._included
+                ):
+                    raise Unsplittable(
+                        f"a condition on {name} without {wanted} above it", file.path, token.line
+                    )
             if reading.OF_LIMITS.fullmatch(name):
-                raise Unsplittable(f"a condition on {name}, which a header may define", file.path, token.line)
-            if name not in KNOWN and name not in self._defined and not reading.OF_MATHEMATICS.fullmatch(name):
+                raise Unsplittable(
+                    f"a condition on {name}, which a header may define", file.path, token.line
+                )
+            if (
+                name not in KNOWN
+                and name not in self._defined
+                and not reading.OF_MATHEMATICS.fullmatch(name)
+            ):
                 if token.directive == "elif":
-                    raise Unsplittable(f"a condition on {name} above what defines it", file.path, token.line)
-                what = f"{name} is defined by a header that device code has not been given: nvcc has to compile this"
+                    raise Unsplittable(
+                        f"a condition on {name} above what defines it", file.path, token.line
+                    )
+                what = (
+                    f"{name} is defined by a header that device code has not been given: nvcc has"
+                    " to compile this"
+                )
                 guards += f"#ifdef {name}\n#error {what}\n#endif\n"
         if guards:
-            host.append(_Edit(token.start, token.end, f"{guards}{_line(token.line, file.path)}\n{_renamed(token.text, _HOST_NAMES)}"))
+            host.append(
+                _Edit(
+                    token.start,
+                    token.end,
+                    f"{guards}{_line(token.line, file.path)}\n{_renamed(token.text, _HOST_NAMES)}",
+                )
+            )
         for edits, names in ((host, _HOST_NAMES), (device, _DEVICE_NAMES)):
-            if (renamed := _renamed(token.text, names)) != token.text and not (guards and edits is host):
+            if (renamed := _renamed(token.text, names)) != token.text and not (
+                guards and edits is host
+            ):
                 edits.append(_Edit(token.start, token.end, renamed))
 
     def _launching_macro(self, file: File, token: Token) -> str:
@@ -171,14 +257,25 @@ class _Halves:
             tokens = cuda_tokens.tokens_of(body, token.line)
             inner = File(file.path, body, tokens, brackets(tokens), {})
         except Unclear as problem:
-            raise Unsplittable(f"{problem.what}, in a macro that launches a kernel", file.path, problem.line) from None
+            raise Unsplittable(
+                f"{problem.what}, in a macro that launches a kernel", file.path, problem.line
+            ) from None
         edits: list[_Edit] = []
         self._launches(inner, edits)
         return token.text[: head.end()] + _edited(body, edits)
 
     # ---- declarations
 
-    def _declarations(self, file: File, first: int, last: int, host: list[_Edit], device: list[_Edit], *, member: bool = False) -> None:
+    def _declarations(
+        self,
+        file: File,
+        first: int,
+        last: int,
+        host: list[_Edit],
+        device: list[_Edit],
+        *,
+        member: bool = False,
+    ) -> None:
         for item in reading.items_of(file, first, last):
             if item.kind == "directive":
                 continue
@@ -186,7 +283,14 @@ class _Halves:
                 self._declarations(file, item.open + 1, item.close, host, device)
                 continue
             where = reading.attributes_of(file, item, self.macros)
-            if inner := next((token for token in file.tokens[item.start : item.end] if token.directive == "include"), None):
+            if inner := next(
+                (
+                    token
+                    for token in file.tokens[item.start : item.end]
+                    if token.directive == "include"
+                ),
+                None,
+            ):
                 raise Unsplittable("an #include within a declaration", file.path, inner.line)
             if "device" not in where:
                 for variable in reading.variables_of(file, item, member=member):
@@ -209,31 +313,62 @@ class _Halves:
             host.append(_Edit(*body, stub + _without(file, item.body, item.close + 1)))
         elif "device" in where and "host" not in where:
             name = reading.name_of(file, item)
-            number = next((one for one in range(item.start, item.parameters) if tokens[one] is name or tokens[one].text == "operator"), item.start)
-            if number == item.start or tokens[number - 1 - (tokens[number - 1].text == "~")].text != "::":
+            number = next(
+                (
+                    one
+                    for one in range(item.start, item.parameters)
+                    if tokens[one] is name or tokens[one].text == "operator"
+                ),
+                item.start,
+            )
+            if (
+                number == item.start
+                or tokens[number - 1 - (tokens[number - 1].text == "~")].text != "::"
+            ):
                 host.append(_Edit(*body, ";" + _without(file, item.body, item.close + 1)))
             else:  # a member's definition outside of its class, which a declaration cannot be
-                host.append(_Edit(tokens[item.start].start, tokens[item.close].end, _without(file, item.start, item.close + 1)))
+                host.append(
+                    _Edit(
+                        tokens[item.start].start,
+                        tokens[item.close].end,
+                        _without(file, item.start, item.close + 1),
+                    )
+                )
         elif not where & {"global", "device"}:
             for token in tokens[item.body : item.close]:
-                if token.kind == "word" and self.macros.attributes.get(token.text, frozenset()) & {"device", "global"}:
+                if token.kind == "word" and self.macros.attributes.get(token.text, frozenset()) & {
+                    "device",
+                    "global",
+                }:
                     raise Unsplittable("a lambda for the device", file.path, token.line)
         if where & {"global", "device"}:
             for token in tokens[item.body : item.close]:
                 if token.text == "<<<":
                     raise Unsplittable("a kernel launched by device code", file.path, token.line)
 
-    def _on_device(self, file: File, item: Item, where: frozenset[str], device: list[_Edit]) -> None:
+    def _on_device(
+        self, file: File, item: Item, where: frozenset[str], device: list[_Edit]
+    ) -> None:
         """Leaves a declaration out of the device's half if it is the host's."""
         tokens = file.tokens[item.start : item.end]
         name = reading.name_of(file, item)
         callable_ = item.kind in ("function", "prototype")
-        own = bool(where & {"global", "device"}) or (callable_ and "constexpr" in where and "host" not in where)
-        if own or not (callable_ or reading.mentions_host(tokens) or "host" in where or (item.kind == "other" and reading.is_host_variable(tokens, where))):
+        own = bool(where & {"global", "device"}) or (
+            callable_ and "constexpr" in where and "host" not in where
+        )
+        if own or not (
+            callable_
+            or reading.mentions_host(tokens)
+            or "host" in where
+            or (item.kind == "other" and reading.is_host_variable(tokens, where))
+        ):
             if name is not None:
                 self._declared.add(id(name))
             return
-        if ((name is not None and tokens[0].text != "using") or (len(tokens) > 2 and tokens[2].text == "=")) and name is not None:
+        if (
+            (name is not None and tokens[0].text != "using")
+            or (len(tokens) > 2 and tokens[2].text == "=")
+        ) and name is not None:
             self.dropped[name.text] = callable_ and self.dropped.get(name.text, True)
         device.append(_Edit(tokens[0].start, tokens[-1].end, _without(file, item.start, item.end)))
 
@@ -269,12 +404,18 @@ class _Halves:
         configuration = file.text[tokens[number].end : tokens[last].start]
         if "//" in configuration.rpartition("\n")[2]:
             configuration += "\n"
-        host.append(_Edit(tokens[first].start, tokens[first].start, f"({NAMESPACE}::Configured({configuration}), "))
+        host.append(
+            _Edit(
+                tokens[first].start,
+                tokens[first].start,
+                f"({NAMESPACE}::Configured({configuration}), ",
+            )
+        )
         host.append(_Edit(tokens[number].start, tokens[last + 2].end, ""))
         host.append(_Edit(tokens[end].end, tokens[end].end, ")"))
 
 
-# ---- texts --------------------------------------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 def _line(number: int, path: str) -> str:
@@ -286,7 +427,9 @@ def _guarded(once: str, path: str, text: str) -> str:
     """A file's text with its name, and once only if it says so."""
     if not once:
         return f"{_line(1, path)}\n{text}"
-    mark = "FLEXOPS_ONCE_" + "".join(letter if letter.isalnum() and letter.isascii() else f"_{ord(letter):x}_" for letter in once)
+    mark = "FLEXOPS_ONCE_" + "".join(
+        letter if letter.isalnum() and letter.isascii() else f"_{ord(letter):x}_" for letter in once
+    )
     return f"#ifndef {mark}\n#define {mark}\n{_line(1, path)}\n{text}\n#endif"
 
 
@@ -330,5 +473,3 @@ def _edited(text: str, edits: Sequence[_Edit]) -> str:
         pieces += [text[position : edit.start], edit.text]
         position = edit.end
     return "".join([*pieces, text[position:]])
-
-

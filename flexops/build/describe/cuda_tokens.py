@@ -1,4 +1,5 @@
-"""CUDA C++ as tokens: enough to tell code from comments, strings and preprocessor lines, and to match its brackets. No preprocessor runs."""
+"""CUDA C++ as tokens: enough to tell code from comments, strings and preprocessor lines, and to
+match its brackets. No preprocessor runs."""
 
 from __future__ import annotations
 
@@ -59,19 +60,31 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
     """Everything but blanks and comments.
 
     Raises:
-        Unclear: a comment, string or character that does not end, a line that may or may not go on, or a character that C++ has no use for.
+        Unclear: a comment, string or character that does not end, a line that may or may not go on,
+            or a character that C++ has no use for.
     """
     found: list[Token] = []
     position, fresh = 0, True  # fresh: nothing but blanks and comments on this line so far
     while position < len(text):
         match = _TOKEN.match(text, position)
         kind = (match.lastgroup or "") if match else ""
-        if match is None or _has_no_end(match[0], kind, text, match.end()) or (kind == "directive" and not fresh):
-            raise Unclear(f"a comment or string that does not end, or a stray {text[position]!r}", line)
-        if kind in ("comment", "directive") and re.search(r"\\[ \t\f\v]+$", match[0]):  # to g++ the line goes on
-            raise Unclear("a backslash with blanks behind it, at a line's end", line + match[0].count("\n"))
+        if (
+            match is None
+            or _has_no_end(match[0], kind, text, match.end())
+            or (kind == "directive" and not fresh)
+        ):
+            raise Unclear(
+                f"a comment or string that does not end, or a stray {text[position]!r}", line
+            )
+        # to g++ the line goes on
+        if kind in ("comment", "directive") and re.search(r"\\[ \t\f\v]+$", match[0]):
+            raise Unclear(
+                "a backslash with blanks behind it, at a line's end", line + match[0].count("\n")
+            )
         if kind not in ("blank", "comment"):
-            found.append(Token("string" if kind in ("raw", "mark") else kind, match[0], position, line))  # type: ignore[arg-type]
+            found.append(
+                Token("string" if kind in ("raw", "mark") else kind, match[0], position, line)  # type: ignore[arg-type]
+            )
             fresh = False
         if "\n" in match[0] and kind in ("blank", "comment"):
             fresh = True
@@ -89,7 +102,9 @@ def _has_no_end(token: str, kind: str, text: str, end: int) -> bool:
     """Whether it only looks like this token: it begins a comment or a raw string without an end."""
     if kind == "directive":
         return "/*" in without_comments(token)
-    return (token == "/" and text.startswith("*", end)) or (kind == "word" and token in _RAW and text.startswith('"', end))
+    return (token == "/" and text.startswith("*", end)) or (
+        kind == "word" and token in _RAW and text.startswith('"', end)
+    )
 
 
 def brackets(tokens: Sequence[Token]) -> dict[int, int]:
@@ -105,8 +120,14 @@ def brackets(tokens: Sequence[Token]) -> dict[int, int]:
         if token.kind == "punctuation" and token.text in _OPEN:
             opened.append(number)
         elif token.kind == "punctuation" and token.text in _CLOSE:
-            if not opened or _OPEN.index(tokens[opened[-1]].text) != _CLOSE.index(token.text) or (conditions and conditions[-1] >= len(opened)):
-                raise Unclear(f"a {token.text} without its partner (in one branch of an #if?)", token.line)
+            if (
+                not opened
+                or _OPEN.index(tokens[opened[-1]].text) != _CLOSE.index(token.text)
+                or (conditions and conditions[-1] >= len(opened))
+            ):
+                raise Unclear(
+                    f"a {token.text} without its partner (in one branch of an #if?)", token.line
+                )
             partner[number] = opened.pop()
             partner[partner[number]] = number
         elif token.directive in ("if", "ifdef", "ifndef"):

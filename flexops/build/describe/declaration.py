@@ -1,4 +1,5 @@
-"""What an operator's declaration says beside its schema: its results, and lists of tensors as rows."""
+"""What an operator's declaration says beside its schema: its results, and lists of tensors as
+rows."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ class Output(NamedTuple):
     """How a result is allocated.
 
     Attributes:
-        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number, the name of an int argument, ``len(xs)`` for how many
-            tensors a list holds; one of them times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down), one added, ``x[-1] + 1``; ``[]``
-            for none, of a tensor of one number. "" for the first tensor's.
-        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a ScalarType argument. Of an optional tensor that is not given,
-            and of "", the first tensor's.
-        when: the result is there only if a bool argument is true, an int is not 0, or an optional one is given, or several, with ``and``. Else the operator
-            returns a tensor of no elements, and the launcher gets a view that is false.
+        shape: dimensions, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number,
+            the name of an int argument, ``len(xs)`` for how many tensors a list holds; one of them
+            times or divided by a number, ``x[-1] * 2`` and ``x[-1] // 2`` (rounded down), one
+            added, ``x[-1] + 1``; ``[]`` for none, of a tensor of one number. "" for the first
+            tensor's.
+        dtype: of which tensor it has the dtype, or which one: ``x``, ``float32``, the name of a
+            ScalarType argument. Of an optional tensor that is not given, and of "", the first
+            tensor's.
+        when: the result is there only if a bool argument is true, an int is not 0, or an optional
+            one is given, or several, with ``and``. Else the operator returns a tensor of no
+            elements, and the launcher gets a view that is false.
         otherwise: the shape that it has else, in the place of that.
     """
 
@@ -32,19 +37,24 @@ class Output(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Lists of one length, whose tensors at one place belong together: parameters, their gradients, their states.
+    """Lists of one length, whose tensors at one place belong together: parameters, their gradients,
+    their states.
 
-    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their stead, whose arrays hold their elements in one order: where
-    tensors lie in memory otherwise, copies stand in for them, and what is written is copied back.
+    The launcher gets a ``TensorRow`` (``csrc/common/multi_tensor.h``) for each place in their
+    stead, whose arrays hold their elements in one order: where tensors lie in memory otherwise,
+    copies stand in for them, and what is written is copied back.
 
     Attributes:
-        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are float32, float16 or bfloat16, each on its own, or as
-            ``dtypes`` says.
-        steps: a further list, of tensors of one float32 element, or of one tensor that has an element for each place: a row's ``step``.
+        lists: in the order of a row's arrays. Tensors have the shape of the first list's, and are
+            float32, float16 or bfloat16, each on its own, or as ``dtypes`` says.
+        steps: a further list, of tensors of one float32 element, or of one tensor that has an
+            element for each place: a row's ``step``.
         optional: those that may be empty: then rows have no such array, or no ``step``.
         written_if: lists that are written only if another argument, an optional one, is given.
-        blocks: lists with a number for each so many elements of a row, such as scales; they are contiguous, of whatever shape.
-        row_major: whether the order must be row-major, as for states that are no tensors of that shape.
+        blocks: lists with a number for each so many elements of a row, such as scales; they are
+            contiguous, of whatever shape.
+        row_major: whether the order must be row-major, as for states that are no tensors of that
+            shape.
     """
 
     lists: tuple[str, ...]
@@ -60,8 +70,8 @@ class Rows(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told beside it. It has a host function, unless that says
-    otherwise."""
+    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told
+    beside it. It has a host function, unless that says otherwise."""
 
     schema: str
     said: Mapping[str, Any]

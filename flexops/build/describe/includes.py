@@ -1,4 +1,5 @@
-"""Reads ``#include`` lines as far as that goes without a preprocessor: enough to be sure of the simple cases, and to know the others."""
+"""Reads ``#include`` lines as far as that goes without a preprocessor: enough to be sure of the
+simple cases, and to know the others."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _HARMLESS_PRAGMA = re.compile(r"once\b|GCC diagnostic\b|clang diagnostic\b")
 def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[str]) -> Verdict:
     """Whether a source reaches ``header`` before anything that could change what the header means.
 
-    "reached": only includes, comments and declarations stand before it, so it may as well be included first. "unclear": a macro or a
-    condition stands before it, here or in one of the user's own headers.
+    "reached": only includes, comments and declarations stand before it, so it may as well be
+    included first. "unclear": a macro or a condition stands before it, here or in one of the user's
+    own headers.
 
     Args:
         text: the source.
@@ -32,7 +34,8 @@ def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[st
 def own_headers(
     text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None] | None = None
 ) -> list[str]:
-    """Every file of the user's own that a source can reach, whichever branch of a condition its ``#include`` stands in.
+    """Every file of the user's own that a source can reach, whichever branch of a condition its
+    ``#include`` stands in.
 
     ``found`` has those of the sources before it, with the same include path: each is read once.
     """
@@ -41,7 +44,9 @@ def own_headers(
     return list(found)
 
 
-def _scan(header: str, text: str, folder: str, include_dirs: Sequence[str], seen: set[str]) -> Verdict:
+def _scan(
+    header: str, text: str, folder: str, include_dirs: Sequence[str], seen: set[str]
+) -> Verdict:
     directives = list(_directives(text))
     if _guard(directives):
         directives = directives[2:-1]
@@ -55,7 +60,9 @@ def _scan(header: str, text: str, folder: str, include_dirs: Sequence[str], seen
     return "not reached"
 
 
-def _follow(header: str, rest: str, folder: str, include_dirs: Sequence[str], seen: set[str]) -> Verdict:
+def _follow(
+    header: str, rest: str, folder: str, include_dirs: Sequence[str], seen: set[str]
+) -> Verdict:
     match = _FILE.match(rest)
     if match is None:
         return "unclear"  # the name is a macro
@@ -72,7 +79,11 @@ def _follow(header: str, rest: str, folder: str, include_dirs: Sequence[str], se
 def _collect(text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None]) -> None:
     for word, rest in _directives(text):
         match = _FILE.match(rest) if word == "include" else None
-        path = resolve(match[1] or match[2], folder if match[2] else None, include_dirs) if match else None
+        path = (
+            resolve(match[1] or match[2], folder if match[2] else None, include_dirs)
+            if match
+            else None
+        )
         if path and path not in found:
             found[path] = None
             _collect(_read(path), os.path.dirname(path), include_dirs, found)
@@ -84,8 +95,13 @@ def _directives(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _guard(directives: Sequence[tuple[str, str]]) -> bool:
-    """Whether the file is wrapped in an include guard: ``#ifndef X``, ``#define X``, ..., ``#endif``."""
-    if len(directives) < 3 or [word for word, _ in directives[:2]] != ["ifndef", "define"] or directives[-1][0] != "endif":
+    """Whether the file is wrapped in an include guard: ``#ifndef X``, ``#define X``, ...,
+    ``#endif``."""
+    if (
+        len(directives) < 3
+        or [word for word, _ in directives[:2]] != ["ifndef", "define"]
+        or directives[-1][0] != "endif"
+    ):
         return False
     return directives[0][1] == directives[1][1]
 

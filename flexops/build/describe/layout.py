@@ -1,4 +1,5 @@
-"""Where the package keeps its own sources and its ahead-of-time libraries: computed here and nowhere else."""
+"""Where the package keeps its own sources and its ahead-of-time libraries: computed here and
+nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An operator's schema and what else its declaration says, read without torch: from this its binding is written, and its checks and fake kernel are made."""
+"""An operator's schema and what else its declaration says, read without torch: from this its
+binding is written, and its checks and fake kernel are made."""
 
 from __future__ import annotations
 
@@ -12,10 +13,21 @@ from ...errors import FlexopsError
 from .declaration import Output, Rows
 
 DTYPES = {
-    "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
-    "bool": "boolean", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
-}  # fmt: skip
-"""torch's names of the dtypes that bindings tell apart, and those of ``Dtype`` in ``csrc/common/tensor_view.h``."""
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float64": "f64",
+    "uint8": "u8",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "bool": "boolean",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+"""torch's names of the dtypes that bindings tell apart, and those of ``Dtype`` in
+``csrc/common/tensor_view.h``."""
 FLOATS = ("float32", "float16", "bfloat16")
 SPLITS = ("elements", "rows", "whole", "host")
 
@@ -31,14 +43,22 @@ _BINDINGS = frozenset(
     empty end flexops guard_ Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape size_of std stream table_ take TensorTable type_
     view_of""".split()  # noqa: SIM905
 )
-"""What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work``, ``_strides`` and ``_dtype``."""
+"""What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work``,
+``_strides`` and ``_dtype``."""
 
-_SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL)
-_ARGUMENT = re.compile(r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)")
+_SCHEMA = re.compile(
+    r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(\(.*\)|[^()]+(?:\([a-z]!?\))?[^()]*)\s*", re.DOTALL
+)
+_ARGUMENT = re.compile(
+    r"(Tensor|SymInt|int|float|bool|ScalarType)(\([a-z]!\))?(\[\])?(\?)?\s+([A-Za-z_]\w*)"
+)
 _RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
-_DIMENSIONS = re.compile(r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?(?:\s*\+\s*(\d+))?")
+_DIMENSIONS = re.compile(
+    r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?(?:\s*\+\s*(\d+))?"
+)
 LAYOUTS = ("any", "rows", "aligned", "aligned rows")
-"""How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast to x."""
+"""How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast
+to x."""
 MOST_ARRAYS = 6
 """Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
@@ -81,12 +101,22 @@ def parse(text: str) -> Schema:
     for number, result in enumerate(results):
         found = _RESULT.fullmatch(result)
         if found is None:
-            raise _unread(text, f"{result!r} is no result that the builder knows: Tensor, several of them in parentheses, or ()")
+            raise _unread(
+                text,
+                f"{result!r} is no result that the builder knows: Tensor, several of them in"
+                " parentheses, or ()",
+            )
         names.append(found[1] or ("out" if len(results) == 1 else f"out{number}"))
     every = [argument.name for argument in arguments] + names
     if reserved := sorted(RESERVED.intersection(every)):
-        raise _unread(text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written")
-    if used := sorted(_BINDINGS.union(f"{name}_{what}" for name in every for what in ("view", "work", "strides", "dtype")).intersection(every)):
+        raise _unread(
+            text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written"
+        )
+    if used := sorted(
+        _BINDINGS.union(
+            f"{name}_{what}" for name in every for what in ("view", "work", "strides", "dtype")
+        ).intersection(every)
+    ):
         raise _unread(text, f"{', '.join(used)} is what the binding calls something else")
     if repeated := sorted({name for name in every if every.count(name) > 1}):
         raise _unread(text, f"{', '.join(repeated)} stands there twice")
@@ -99,24 +129,43 @@ def _split(text: str) -> list[str]:
 
 def _argument(schema: str, text: str) -> Argument:
     if "=" in text or text == "*":
-        raise _unread(schema, f"{text!r}: defaults and keyword-only arguments are the Python function's, not the schema's")
+        raise _unread(
+            schema,
+            f"{text!r}: defaults and keyword-only arguments are the Python function's, not the"
+            " schema's",
+        )
     match = _ARGUMENT.fullmatch(text)
-    if match is None or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4])) or (match[1] == "ScalarType" and match[4]):
-        known = "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?, bool?"
+    if (
+        match is None
+        or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4]))
+        or (match[1] == "ScalarType" and match[4])
+    ):
+        known = (
+            "Tensor, Tensor?, Tensor[], Tensor(a!), float, int, bool, ScalarType, and float?, int?,"
+            " bool?"
+        )
         raise _unread(schema, f"{text!r} is no argument that the builder knows: {known}")
-    return Argument(match[5], match[1].replace("SymInt", "int"), bool(match[4]), bool(match[3]), bool(match[2]))
+    return Argument(
+        match[5], match[1].replace("SymInt", "int"), bool(match[4]), bool(match[3]), bool(match[2])
+    )
 
 
 def _unread(schema: str, found: str) -> FlexopsError:
-    return FlexopsError(f"the schema {schema!r} cannot be read", found=found, required=f"such as {_EXAMPLE}", fix="correct the schema")
+    return FlexopsError(
+        f"the schema {schema!r} cannot be read",
+        found=found,
+        required=f"such as {_EXAMPLE}",
+        fix="correct the schema",
+    )
 
 
-# ---- what a declaration says beside the schema ---------------------------------------------------------------------------------------------
+# ---- what a declaration says beside the schema ---------------------------------------------------
 
 
 class Dimensions(NamedTuple):
-    """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value of an argument, how many tensors it holds (``many``), or a
-    number (no ``name``); ``times`` a number, and divided by one (``over``), and one added (``plus``)."""
+    """A part of a shape: dimensions [first, last) of a tensor, one of them (``single``), the value
+    of an argument, how many tensors it holds (``many``), or a number (no ``name``); ``times`` a
+    number, and divided by one (``over``), and one added (``plus``)."""
 
     name: str = ""
     first: int | None = None
@@ -135,12 +184,15 @@ class Signature:
 
     Attributes:
         schema: its schema.
-        dtypes: for tensor arguments, which dtypes they may have, or (one item, an argument's name) whose they must have.
+        dtypes: for tensor arguments, which dtypes they may have, or (one item, an argument's name)
+            whose they must have.
         shapes: for tensor arguments, which shape they must have, in ``Output``'s words.
-        strided: tensor arguments that the launcher takes otherwise than contiguous, and how: one of ``LAYOUTS``, or ``as x``.
+        strided: tensor arguments that the launcher takes otherwise than contiguous, and how: one of
+            ``LAYOUTS``, or ``as x``.
         outputs: one for each result.
-        split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first result (or of what is written), or the ``whole``; ``host``: a
-            function of the family's own is called instead of launchers.
+        split: what the CPU's launcher is given a part of: ``elements`` or ``rows`` of the first
+            result (or of what is written), or the ``whole``; ``host``: a function of the family's
+            own is called instead of launchers.
         rows: the lists that the launcher gets as rows.
         numbers: tensor arguments of one float32 element, whose address the launcher gets.
         plain: whether it is registered as ``<name>_plain``, too (``ops/_register.py``).
@@ -158,17 +210,23 @@ class Signature:
 
     @property
     def first(self) -> str:
-        """The tensor whose device, and without other word whose shape and dtype, counts; or the list, of rows, whose first one is that."""
+        """The tensor whose device, and without other word whose shape and dtype, counts; or the
+        list, of rows, whose first one is that."""
         if self.rows:
             return self.rows.lists[0]
-        return next(argument.name for argument in self.schema.arguments if argument.type == "Tensor" and not argument.optional and not argument.many)
+        return next(
+            argument.name
+            for argument in self.schema.arguments
+            if argument.type == "Tensor" and not argument.optional and not argument.many
+        )
 
     @property
     def writes(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.schema.arguments if argument.written)
 
     def layout(self, name: str) -> str:
-        """How the launcher takes a tensor: "" for contiguous, or one of ``LAYOUTS``, or ``as`` with another tensor's name."""
+        """How the launcher takes a tensor: "" for contiguous, or one of ``LAYOUTS``, or ``as`` with
+        another tensor's name."""
         return dict(self.strided).get(name, "")
 
 
@@ -191,30 +249,64 @@ def declare(
     """
     read = parse(schema)
     tensors = [argument.name for argument in read.arguments if argument.type == "Tensor"]
-    first = next((argument.name for argument in read.arguments if argument.type == "Tensor" and not argument.optional and not argument.many), None)
+    first = next(
+        (
+            argument.name
+            for argument in read.arguments
+            if argument.type == "Tensor" and not argument.optional and not argument.many
+        ),
+        None,
+    )
     if rows:
         _check_rows(read, rows)
         first = rows.lists[0]
     if first is None:
-        raise _unread(schema, "it has no argument of type Tensor, whose device would say which kernel runs")
+        raise _unread(
+            schema, "it has no argument of type Tensor, whose device would say which kernel runs"
+        )
     asked = {name: _dtypes(value) for name, value in (dtypes or {}).items()}
     asked |= {name: ("float32",) for name in (*numbers, rows.steps if rows else "") if name}
-    every = tuple((name, asked.get(name, FLOATS if name == first or rows else (first,))) for name in tensors)
+    every = tuple(
+        (name, asked.get(name, FLOATS if name == first or rows else (first,))) for name in tensors
+    )
     if outputs and len(outputs) != len(read.results):
-        raise FlexopsError(f"{read.name} declares {len(outputs)} outputs", required=f"one for each of its {len(read.results)} results", fix="correct outputs=")
+        raise FlexopsError(
+            f"{read.name} declares {len(outputs)} outputs",
+            required=f"one for each of its {len(read.results)} results",
+            fix="correct outputs=",
+        )
     if strange := [one for one in outputs if not isinstance(one, Output)]:
         fix = f"outputs=builder.Output({strange[0]!r})"
-        raise FlexopsError(f"{read.name}: outputs cannot be understood", found=repr(strange[0]), required="builder.Output, one for each result", fix=fix)
+        raise FlexopsError(
+            f"{read.name}: outputs cannot be understood",
+            found=repr(strange[0]),
+            required="builder.Output, one for each result",
+            fix=fix,
+        )
     made = tuple(outputs) or (Output(),) * len(read.results)
-    lists = {argument.name: "any" for argument in read.arguments if argument.many and argument.written}  # nothing is copied in their stead
+    # nothing is copied in their stead
+    lists = {
+        argument.name: "any" for argument in read.arguments if argument.many and argument.written
+    }
     layouts = dict(strided) if isinstance(strided, Mapping) else dict.fromkeys(strided, "any")
-    signature = Signature(read, every, tuple((shapes or {}).items()), tuple((layouts | lists).items()), made, split, rows, tuple(numbers), plain)
+    signature = Signature(
+        read,
+        every,
+        tuple((shapes or {}).items()),
+        tuple((layouts | lists).items()),
+        made,
+        split,
+        rows,
+        tuple(numbers),
+        plain,
+    )
     _check(signature, asked)
     return signature
 
 
 def without_defaults(schema: str) -> str:
-    """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go by name only, is nothing to a binding."""
+    """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go
+    by name only, is nothing to a binding."""
     return re.sub(r"\*, |=[^,)]+", "", schema)
 
 
@@ -238,7 +330,13 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
             part = Dimensions(name)
         if (not begin and not colon and "[" in item) or ((sign or added) and colon):
             raise ValueError(item)
-        parts.append(part._replace(times=int(factor)) if sign == "*" else part._replace(over=int(factor)) if sign else part)
+        parts.append(
+            part._replace(times=int(factor))
+            if sign == "*"
+            else part._replace(over=int(factor))
+            if sign
+            else part
+        )
         parts[-1] = parts[-1]._replace(plus=int(added or 0))
     return tuple(parts)
 
@@ -253,7 +351,12 @@ def _dtypes(value: object) -> tuple[str, ...]:
 
 
 def _refused(schema: Schema, what: str, found: str, required: str) -> FlexopsError:
-    return FlexopsError(f"{schema.name}: {what} cannot be understood", found=found, required=required, fix=f"correct {what.partition('[')[0]}=")
+    return FlexopsError(
+        f"{schema.name}: {what} cannot be understood",
+        found=found,
+        required=required,
+        fix=f"correct {what.partition('[')[0]}=",
+    )
 
 
 def _check_rows(schema: Schema, rows: Rows) -> None:
@@ -264,19 +367,43 @@ def _check_rows(schema: Schema, rows: Rows) -> None:
     if not rows.lists or len(rows.lists) > MOST_ARRAYS:
         raise _refused(schema, "rows", f"{len(rows.lists)} lists", f"from one to {MOST_ARRAYS}")
     if rows.lists[0] in rows.optional:
-        raise _refused(schema, "rows", f"{rows.lists[0]} is optional", "a first list, whose tensors say the others' shapes and device")
-    if taken := sorted({"row", "rows", "count"}.intersection(argument.name for argument in schema.arguments)):
-        raise _refused(schema, "rows", f"an argument called {taken[0]}", "other names: so the launcher's own are called")
+        raise _refused(
+            schema,
+            "rows",
+            f"{rows.lists[0]} is optional",
+            "a first list, whose tensors say the others' shapes and device",
+        )
+    if taken := sorted(
+        {"row", "rows", "count"}.intersection(argument.name for argument in schema.arguments)
+    ):
+        raise _refused(
+            schema,
+            "rows",
+            f"an argument called {taken[0]}",
+            "other names: so the launcher's own are called",
+        )
     for name in rows.optional:
         if name not in rows.every:
-            raise _refused(schema, "rows", f"{name} is optional", f"lists among {', '.join(rows.every)}")
+            raise _refused(
+                schema, "rows", f"{name} is optional", f"lists among {', '.join(rows.every)}"
+            )
     for name, other in rows.written_if:
         argument = schema.find(other)
         if name not in rows.lists or argument is None or not argument.optional:
-            raise _refused(schema, "rows", f"{name} is written if {other} is given", f"a list among {', '.join(rows.lists)}, and an optional argument")
+            raise _refused(
+                schema,
+                "rows",
+                f"{name} is written if {other} is given",
+                f"a list among {', '.join(rows.lists)}, and an optional argument",
+            )
     for name, size in rows.blocks:
         if name not in rows.lists[1:] or size < 1:
-            raise _refused(schema, "rows", f"{name} in blocks of {size}", f"a list among {', '.join(rows.lists[1:])}, and at least 1")
+            raise _refused(
+                schema,
+                "rows",
+                f"{name} in blocks of {size}",
+                f"a list among {', '.join(rows.lists[1:])}, and at least 1",
+            )
 
 
 def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
@@ -284,66 +411,151 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
     schema = signature.schema
     refuse = functools.partial(_refused, schema)
     tensors = [argument.name for argument in schema.arguments if argument.type == "Tensor"]
-    single = [argument.name for argument in schema.arguments if argument.type == "Tensor" and not argument.many]
+    single = [
+        argument.name
+        for argument in schema.arguments
+        if argument.type == "Tensor" and not argument.many
+    ]
     always = [name for name in single if not (found := schema.find(name)) or not found.optional]
-    for what, names in (("dtypes", asked), ("shapes", dict(signature.shapes)), ("strided", dict(signature.strided)), ("numbers", signature.numbers)):
+    for what, names in (
+        ("dtypes", asked),
+        ("shapes", dict(signature.shapes)),
+        ("strided", dict(signature.strided)),
+        ("numbers", signature.numbers),
+    ):
         for name in names:
             if name not in tensors:
                 raise refuse(what, name, f"a tensor argument: {', '.join(tensors)}")
     for name in signature.rows.lists if signature.rows else ():
         allowed = dict(signature.dtypes)[name]
         if len(allowed) > 1 and set(allowed) != set(FLOATS):
-            raise refuse(f"dtypes[{name!r}]", in_words(allowed), f"{in_words(FLOATS)}, or one dtype: rows know no others")
+            raise refuse(
+                f"dtypes[{name!r}]",
+                in_words(allowed),
+                f"{in_words(FLOATS)}, or one dtype: rows know no others",
+            )
     for name, allowed in signature.dtypes:
         for one in allowed:
             if one not in DTYPES and (one not in always or len(allowed) > 1):
-                raise refuse(f"dtypes[{name!r}]", one, f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}")
-    scalars = {argument.name: argument.type for argument in schema.arguments if argument.type != "Tensor" and not argument.optional}
+                raise refuse(
+                    f"dtypes[{name!r}]",
+                    one,
+                    f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}",
+                )
+    scalars = {
+        argument.name: argument.type
+        for argument in schema.arguments
+        if argument.type != "Tensor" and not argument.optional
+    }
     for output in signature.outputs:
         if signature.rows and not (output.shape and output.dtype):
-            raise refuse("outputs", "a result as the first tensor", 'shape and dtype, such as Output("len(params)", "float32"): there are rows of tensors')
-        if output.dtype and output.dtype not in (*DTYPES, *single) and scalars.get(output.dtype) != "ScalarType":
-            raise refuse("outputs", output.dtype, f"a dtype; or an argument that has one: {', '.join(single)}")
+            raise refuse(
+                "outputs",
+                "a result as the first tensor",
+                'shape and dtype, such as Output("len(params)", "float32"): there are rows of'
+                " tensors",
+            )
+        if (
+            output.dtype
+            and output.dtype not in (*DTYPES, *single)
+            and scalars.get(output.dtype) != "ScalarType"
+        ):
+            raise refuse(
+                "outputs",
+                output.dtype,
+                f"a dtype; or an argument that has one: {', '.join(single)}",
+            )
     _check_results(signature, refuse)
     _check_layouts(signature, refuse, always)
-    for shape in (*dict(signature.shapes).values(), *(shape for output in signature.outputs for shape in (output.shape, output.otherwise))):
+    for shape in (
+        *dict(signature.shapes).values(),
+        *(shape for output in signature.outputs for shape in (output.shape, output.otherwise)),
+    ):
         try:
             parts = dimensions(shape)
         except ValueError as error:
-            raise refuse("shapes" if shape in dict(signature.shapes).values() else "outputs", str(error), "dimensions such as x[:-1], 4") from None
+            raise refuse(
+                "shapes" if shape in dict(signature.shapes).values() else "outputs",
+                str(error),
+                "dimensions such as x[:-1], 4",
+            ) from None
         for part in parts:
             plain = part.first is None and scalars.get(part.name) == "int"
             if part.many and (found := schema.find(part.name)) and found.many:
                 continue
             if (part.times, part.over, part.plus) != (1, 1, 0) and not part.single and not plain:
-                raise refuse("outputs or shapes", shape, "one dimension, or an int, where it is multiplied, divided or added to")
+                raise refuse(
+                    "outputs or shapes",
+                    shape,
+                    "one dimension, or an int, where it is multiplied, divided or added to",
+                )
             if part.name and not plain and part.name not in always:
-                raise refuse("outputs or shapes", part.name, f"an int, or a tensor that is always there: {', '.join(always)}")
+                raise refuse(
+                    "outputs or shapes",
+                    part.name,
+                    f"an int, or a tensor that is always there: {', '.join(always)}",
+                )
     if signature.split not in SPLITS:
         raise refuse("split", signature.split, " or ".join(SPLITS))
     if signature.rows and signature.split == "rows":
-        raise refuse("split", signature.split, "elements (of each row), whole or host, since rows= is given")
+        raise refuse(
+            "split", signature.split, "elements (of each row), whole or host, since rows= is given"
+        )
 
 
 def _check_results(signature: Signature, refuse: Callable[[str, str, str], FlexopsError]) -> None:
     """Of results that are there only sometimes: what they depend on."""
-    conditions = [argument.name for argument in signature.schema.arguments if argument.optional or argument.type in ("bool", "int")]
+    conditions = [
+        argument.name
+        for argument in signature.schema.arguments
+        if argument.optional or argument.type in ("bool", "int")
+    ]
     for number, output in enumerate(signature.outputs):
         for name in output.conditions:
             if name not in conditions:
-                raise refuse("outputs", f"when={output.when!r}", f"bool, int or optional arguments, joined by and: {', '.join(conditions) or 'there are none'}")
+                raise refuse(
+                    "outputs",
+                    f"when={output.when!r}",
+                    "bool, int or optional arguments, joined by and:"
+                    f" {', '.join(conditions) or 'there are none'}",
+                )
         if output.otherwise and not output.when:
-            raise refuse("outputs", f"otherwise={output.otherwise!r}", "when=, which says when the other shape counts")
-        if output.when and not output.otherwise and number == 0 and signature.split in ("elements", "rows"):
-            raise refuse("split", f"{signature.split} of {signature.schema.results[0]}, which may not be there", "another result first, or whole or host")
+            raise refuse(
+                "outputs",
+                f"otherwise={output.otherwise!r}",
+                "when=, which says when the other shape counts",
+            )
+        if (
+            output.when
+            and not output.otherwise
+            and number == 0
+            and signature.split in ("elements", "rows")
+        ):
+            raise refuse(
+                "split",
+                f"{signature.split} of {signature.schema.results[0]}, which may not be there",
+                "another result first, or whole or host",
+            )
 
 
-def _check_layouts(signature: Signature, refuse: Callable[[str, str, str], FlexopsError], always: Sequence[str]) -> None:
+def _check_layouts(
+    signature: Signature, refuse: Callable[[str, str, str], FlexopsError], always: Sequence[str]
+) -> None:
     """Of tensors that the launcher takes as they lie: how."""
     for name, layout in signature.strided:
         argument = signature.schema.find(name)
         to = layout.removeprefix("as ") if layout.startswith("as ") else ""
         if layout not in LAYOUTS and (to not in always or to == name):
-            raise refuse("strided", f"{name}: {layout!r}", f"{in_words(LAYOUTS)}, or as and another tensor that is always there, for what is broadcast to it")
+            raise refuse(
+                "strided",
+                f"{name}: {layout!r}",
+                f"{in_words(LAYOUTS)}, or as and another tensor that is always there, for what is"
+                " broadcast to it",
+            )
         if layout != "any" and argument and (argument.many or argument.written):
-            raise refuse("strided", f"{name}: {layout!r}", "any, or no word, since it is a list or written: no copy that is laid out so takes its place")
+            raise refuse(
+                "strided",
+                f"{name}: {layout!r}",
+                "any, or no word, since it is a list or written: no copy that is laid out so takes"
+                " its place",
+            )

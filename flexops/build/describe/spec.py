@@ -1,4 +1,5 @@
-"""What an op is, to the builder: its folder, and what is in it. Nothing is resolved here; a folder is read when it is first asked about."""
+"""What an op is, to the builder: its folder, and what is in it. Nothing is resolved here; a folder
+is read when it is first asked about."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Project(NamedTuple):
 
     Attributes:
         name: the namespace of its operators in torch and of its launchers in C++.
-        package: the directory of its Python package; None for flexops, whose places ``layout`` knows.
+        package: the directory of its Python package; None for flexops, whose places ``layout``
+            knows.
     """
 
     name: str
@@ -44,12 +46,18 @@ class Project(NamedTuple):
 
     @property
     def aot(self) -> Path:
-        """The libraries that an install compiled in: ``<aot>/<label>-<device>/{manifest.json, lib.so}``; it need not exist."""
+        """The libraries that an install compiled in: ``<aot>/<label>-<device>/{manifest.json,
+        lib.so}``; it need not exist."""
         return layout.aot_root() if self.package is None else self.package / layout.AOT
 
     def roots(self, common: Path) -> tuple[tuple[str, Path], ...]:
-        """Where includes are looked for, and the names under which keys and manifests record what was found: its own sources, then flexops' (``common``)."""
-        return (("<csrc>", common),) if self.package is None else ((f"<{self.name}>", self.csrc), ("<csrc>", common))
+        """Where includes are looked for, and the names under which keys and manifests record what
+        was found: its own sources, then flexops' (``common``)."""
+        return (
+            (("<csrc>", common),)
+            if self.package is None
+            else ((f"<{self.name}>", self.csrc), ("<csrc>", common))
+        )
 
     def label(self, family: str) -> str:
         """What a family is called among all projects'."""
@@ -73,9 +81,10 @@ class _Fields(NamedTuple):
 class OpSpec(_Fields):
     """One folder of a project's sources, built into one library per device type.
 
-    The folder ``csrc/<family>/`` holds ``<family>_binding.cpp`` (compiled once per device type with ``FLEXOPS_DEVICE_CPU`` or
-    ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``*_cpu.cpp`` (compiled once per ISA level with ``FLEXOPS_ISA`` defined to
-    ``baseline``, ``avx2`` or ``avx512``), ``*_cuda.cpp`` (the launchers, host code) and ``*.cuh`` (the kernels).
+    The folder ``csrc/<family>/`` holds ``<family>_binding.cpp`` (compiled once per device type with
+    ``FLEXOPS_DEVICE_CPU`` or ``FLEXOPS_DEVICE_CUDA`` defined to 1), ``*_cpu.cpp`` (compiled once
+    per ISA level with ``FLEXOPS_ISA`` defined to ``baseline``, ``avx2`` or ``avx512``),
+    ``*_cuda.cpp`` (the launchers, host code) and ``*.cuh`` (the kernels).
 
     Attributes:
         family: the folder's name.
@@ -84,7 +93,8 @@ class OpSpec(_Fields):
         files: what the folder has, if it is not to be read.
         hip: whether its CUDA sources compile for AMD GPUs too.
         least_capability: of the NVIDIA GPUs that its kernels run on.
-        signatures: of the operators, where they are declared: from them the binding is written, unless the folder has one.
+        signatures: of the operators, where they are declared: from them the binding is written,
+            unless the folder has one.
         declared: in the place of signatures, what they are made from when they are asked for.
     """
 
@@ -94,22 +104,31 @@ class OpSpec(_Fields):
             return self.signatures
         from . import schema
 
-        return tuple(schema.declare(schema.without_defaults(one.schema), **{"split": "host", **one.said}) for one in self.declared)
+        return tuple(
+            schema.declare(schema.without_defaults(one.schema), **{"split": "host", **one.said})
+            for one in self.declared
+        )
 
     @property
     def name(self) -> str:
-        """What it is called among all projects': in the cache, in ``status()``, on the command line."""
+        """What it is called among all projects': in the cache, in ``status()``, on the command
+        line."""
         return self.project.label(self.family)
 
     @property
     def binding(self) -> str:
         """Relative to ``csrc``; "" if it is written by the builder."""
         name = f"{self.family}_binding.cpp"
-        return "" if (self.signatures or self.declared) and name not in self._files else f"{self.family}/{name}"
+        return (
+            ""
+            if (self.signatures or self.declared) and name not in self._files
+            else f"{self.family}/{name}"
+        )
 
     @property
     def one_binding(self) -> bool:
-        """Whether one object of its binding serves every device type. Other projects' functions before launchers may ask for theirs by ``#if``."""
+        """Whether one object of its binding serves every device type. Other projects' functions
+        before launchers may ask for theirs by ``#if``."""
         return self.project.own and not self.binding
 
     @property
@@ -136,9 +155,14 @@ class OpSpec(_Fields):
 
     @kept
     def ops(self) -> tuple[str, ...]:
-        """The torch operators that its libraries implement, without namespace and overloads: those that the binding registers."""
+        """The torch operators that its libraries implement, without namespace and overloads: those
+        that the binding registers."""
         if not self.binding:
-            declared = (one.schema.partition("(")[0] + more for one in self.declared for more in ("", *(("_plain",) if one.said.get("plain") else ())))
+            declared = (
+                one.schema.partition("(")[0] + more
+                for one in self.declared
+                for more in ("", *(("_plain",) if one.said.get("plain") else ()))
+            )
             return (*declared, *(signature.schema.name for signature in self.signatures))
         try:
             text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
@@ -153,14 +177,16 @@ class OpSpec(_Fields):
 
     @property
     def cuda_sources(self) -> tuple[str, ...]:
-        """The launchers, relative to ``csrc``. Which kernels there are, the built library says (``kernel_names``)."""
+        """The launchers, relative to ``csrc``. Which kernels there are, the built library says
+        (``kernel_names``)."""
         return self._ending("_cuda.cpp")
 
     def _ending(self, suffix: str) -> tuple[str, ...]:
         return tuple(f"{self.family}/{name}" for name in self._files if name.endswith(suffix))
 
     def runs_on(self, capability: ComputeCapability) -> bool:
-        """Whether its kernels run on GPUs of that capability, so that it is worth compiling them for it."""
+        """Whether its kernels run on GPUs of that capability, so that it is worth compiling them
+        for it."""
         return (capability.major, capability.minor) >= self.least_capability
 
     @property

@@ -1,7 +1,9 @@
-"""``flexops.load``: what ``torch.utils.cpp_extension.load`` does, keyed by content, faster, and safe to interrupt.
+"""``flexops.load``: what ``torch.utils.cpp_extension.load`` does, keyed by content, faster, and
+safe to interrupt.
 
-A source, a header that it reaches, a flag, the compiler, torch or Python changed: built again. Nothing changed: loaded from the cache, with
-no subprocess, no lock and no write. The same name may be loaded again in one process after an edit, and is the new code.
+A source, a header that it reaches, a flag, the compiler, torch or Python changed: built again.
+Nothing changed: loaded from the cache, with no subprocess, no lock and no write. The same name may
+be loaded again in one process after an edit, and is the new code.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 
 
 class ExtensionBuildError(CompileError, RuntimeError):
-    """A user's extension does not compile. A ``RuntimeError`` too, because that is what torch raises here."""
+    """A user's extension does not compile. A ``RuntimeError`` too, because that is what torch
+    raises here."""
 
 
 class SourceNotFoundError(FlexopsError, FileNotFoundError):
@@ -50,7 +53,8 @@ class SourceNotFoundError(FlexopsError, FileNotFoundError):
 
 
 class ExtensionImportError(FlexopsError, ImportError):
-    """A module was built and cannot be opened: it needs a symbol that nothing defines, or a library that is not found."""
+    """A module was built and cannot be opened: it needs a symbol that nothing defines, or a library
+    that is not found."""
 
 
 class ExtensionOpenError(FlexopsError, OSError):
@@ -63,16 +67,20 @@ class PathError(FlexopsError, ValueError):
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_LONGEST_NAME = 200  # CPython looks for PyInit_ and so many characters; a file name has at most 255 bytes
+# CPython looks for PyInit_ and so many characters; a file name has at most 255 bytes
+_LONGEST_NAME = 200
 _lock = _fork.Lock()
 _modules: dict[tuple[str, str], ModuleType] = {}
 _numbers = itertools.count()
-_given: dict[str, tuple[Program, ...]] = {}  # path of each library opened -> the device code that it asks for
-_opened: dict[str, str] = {}  # path of each library opened by this process -> key of what it was then
+# path of each library opened -> the device code that it asks for
+_given: dict[str, tuple[Program, ...]] = {}
+# path of each library opened by this process -> key of what it was then
+_opened: dict[str, str] = {}
 
 
 def explained(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Lets what fails in a process that may open no more files say so, whatever failed first: an import, the cache, a tool."""
+    """Lets what fails in a process that may open no more files say so, whatever failed first: an
+    import, the cache, a tool."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -87,13 +95,18 @@ def explained(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _no_descriptor() -> FlexopsError | None:
-    """The error of a process that has no file descriptor left; imports nothing, as that would take one."""
+    """The error of a process that has no file descriptor left; imports nothing, as that would take
+    one."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             required = "some dozens: for sources, the cache, the compiler's pipes and locks"
-            return FlexopsError(f"no file can be opened: {error.strerror}", required=required, fix="ulimit -n 1024, or close files")
+            return FlexopsError(
+                f"no file can be opened: {error.strerror}",
+                required=required,
+                fix="ulimit -n 1024, or close files",
+            )
     return None
 
 
@@ -115,29 +128,41 @@ def load(
     keep_intermediates: bool = True,
     device_compiler: Literal["auto", "nvcc", "nvrtc"] | None = None,
 ) -> ModuleType | str:
-    """Compile C++ and CUDA sources, unless that has been done before, and load the result. A drop-in for torch's function of this name.
+    """Compile C++ and CUDA sources, unless that has been done before, and load the result. A
+    drop-in for torch's function of this name.
 
     Args:
-        name: of the extension; for a Python module it must be the one that ``PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`` is to get.
-        sources: paths of ``.cpp`` and ``.cu`` files; relative ones are relative to the working directory.
-        extra_cflags, extra_cuda_cflags, extra_ldflags: more arguments for the C++ compiler, nvcc (or hipcc) and the linker.
+        name: of the extension; for a Python module it must be the one that
+            ``PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`` is to get.
+        sources: paths of ``.cpp`` and ``.cu`` files; relative ones are relative to the working
+            directory.
+        extra_cflags, extra_cuda_cflags, extra_ldflags: more arguments for the C++ compiler, nvcc
+            (or hipcc) and the linker.
         extra_sycl_cflags, with_sycl: taken for compatibility; SYCL is not supported.
         extra_include_paths: directories for headers, whose edits are noticed too.
-        build_directory: a directory that gets a copy of the result, from which it is then loaded. The work itself is done in the cache.
+        build_directory: a directory that gets a copy of the result, from which it is then loaded.
+            The work itself is done in the cache.
         verbose: show every command on standard error.
-        with_cuda: use CUDA's headers and libraries; by default if there is a ``.cu`` among the sources.
-        is_python_module: import the result as a Python module; otherwise it is opened as a plain library, whose operators then are in ``torch.ops``.
+        with_cuda: use CUDA's headers and libraries; by default if there is a ``.cu`` among the
+            sources.
+        is_python_module: import the result as a Python module; otherwise it is opened as a plain
+            library, whose operators then are in ``torch.ops``.
         is_standalone: build an executable; needs ``is_python_module=False``.
-        keep_intermediates: keep compiled objects in the cache, so that an edit of one of several sources compiles that one only.
-        device_compiler: what compiles ``.cu`` sources: ``nvcc``, ``nvrtc`` (without nvcc: docs/splitting.md says what it takes), or ``auto``: nvrtc what
-            it takes, nvcc the rest, and what has a ``build_directory``. By default what ``FLEXOPS_DEVICE_COMPILER`` says.
+        keep_intermediates: keep compiled objects in the cache, so that an edit of one of several
+            sources compiles that one only.
+        device_compiler: what compiles ``.cu`` sources: ``nvcc``, ``nvrtc`` (without nvcc:
+            docs/splitting.md says what it takes), or ``auto``: nvrtc what it takes, nvcc the rest,
+            and what has a ``build_directory``. By default what ``FLEXOPS_DEVICE_COMPILER`` says.
 
     Returns:
-        The module; or the path of the opened library; or, if ``is_standalone``, the path of the executable.
+        The module; or the path of the opened library; or, if ``is_standalone``, the path of the
+        executable.
 
     Raises:
-        ExtensionBuildError: it does not compile; says the first real error, its cause, what to do and where the log is.
-        ExtensionImportError, ExtensionOpenError: it compiles, but needs a symbol (named as it was written) or a library that is not there.
+        ExtensionBuildError: it does not compile; says the first real error, its cause, what to do
+            and where the log is.
+        ExtensionImportError, ExtensionOpenError: it compiles, but needs a symbol (named as it was
+            written) or a library that is not there.
         SourceNotFoundError: a source is not there.
         ToolchainError: a compiler or toolkit is missing.
     """
@@ -145,7 +170,10 @@ def load(
     paths = tuple(map(Path, absolute([sources] if isinstance(sources, (str, Path)) else sources)))
     for path in paths:
         if not path.is_file():
-            raise SourceNotFoundError(f"extension {name}: there is no source {path}", required="paths relative to the working directory, or absolute ones")
+            raise SourceNotFoundError(
+                f"extension {name}: there is no source {path}",
+                required="paths relative to the working directory, or absolute ones",
+            )
     if not paths:
         raise ValueError(f"extension {name}: at least one source is required")
     request = Request(
@@ -155,7 +183,11 @@ def load(
         cuda_cflags=arguments(extra_cuda_cflags),
         ldflags=arguments(extra_ldflags),
         include_dirs=absolute([str(path).strip() for path in extra_include_paths or ()]),
-        with_cuda=any(is_cuda(str(path), toolchain.torch_build()) for path in paths) if with_cuda is None else with_cuda,
+        with_cuda=(
+            any(is_cuda(str(path), toolchain.torch_build()) for path in paths)
+            if with_cuda is None
+            else with_cuda
+        ),
         is_python_module=is_python_module,
         is_standalone=is_standalone,
         keep_objects=keep_intermediates,
@@ -164,14 +196,26 @@ def load(
     return load_request(request, build_directory=build_directory, verbose=verbose)
 
 
-def load_request(request: Request, *, build_directory: str | Path | None = None, verbose: bool = False, precompile: bool = False) -> ModuleType | str:
-    """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's headers first, whatever that takes."""
+def load_request(
+    request: Request,
+    *,
+    build_directory: str | Path | None = None,
+    verbose: bool = False,
+    precompile: bool = False,
+) -> ModuleType | str:
+    """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's
+    headers first, whatever that takes."""
     for flag in (*request.cflags, *request.cuda_cflags, *request.ldflags):
         if not _is_writable(flag.replace("\t", " ")):
-            raise ValueError(f"extension {request.name}: the argument {flag!a} has a newline or what is not UTF-8, which no build file can hold")
+            raise ValueError(
+                f"extension {request.name}: the argument {flag!a} has a newline or what is not"
+                " UTF-8, which no build file can hold"
+            )
     for text_name, text in request.texts:
         if odd := next((character for character in text if "\ud800" <= character <= "\udfff"), ""):
-            raise ValueError(f"extension {request.name}: {text_name} has {odd!a}, which is not UTF-8")
+            raise ValueError(
+                f"extension {request.name}: {text_name} has {odd!a}, which is not UTF-8"
+            )
     try:
         return _load_request(request, build_directory, verbose, precompile)
     except FileNotFoundError as error:
@@ -182,26 +226,45 @@ def load_request(request: Request, *, build_directory: str | Path | None = None,
         raise SourceNotFoundError(what, fix="put it back, and run it again") from error
 
 
-def _load_request(request: Request, build_directory: str | Path | None, verbose: bool, precompile: bool) -> ModuleType | str:
-    chosen = Settings.from_environ(os.environ)  # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
+def _load_request(
+    request: Request, build_directory: str | Path | None, verbose: bool, precompile: bool
+) -> ModuleType | str:
+    # not the settings of this process's start: people set TORCH_CUDA_ARCH_LIST between two loads
+    chosen = Settings.from_environ(os.environ)
     if verbose:
         chosen = chosen._replace(log="debug")
     if precompile:
         chosen = chosen._replace(pch="1")
-    if build_directory and _asked(request, chosen) == "auto" and toolchain.discover(chosen, device="cuda").cuda:
-        request = request._replace(device_compiler="nvcc")  # a library that lies elsewhere has to have its kernels in it
+    if (
+        build_directory
+        and _asked(request, chosen) == "auto"
+        and toolchain.discover(chosen, device="cuda").cuda
+    ):
+        # a library that lies elsewhere has to have its kernels in it
+        request = request._replace(device_compiler="nvcc")
     entry, programs = obtain(request, chosen)
     try:
         return _loaded(request, chosen, entry, programs, build_directory)
     except (ExtensionImportError, ExtensionOpenError) as error:
-        if not programs or _asked(request, chosen) != "auto" or toolchain.discover(chosen, device="cuda").cuda is None:
+        if (
+            not programs
+            or _asked(request, chosen) != "auto"
+            or toolchain.discover(chosen, device="cuda").cuda is None
+        ):
             raise
-        _say_nvcc(request, error, chosen)  # device code that the host's half declares and calls, say, for which nvcc has a body
+        # device code that the host's half declares and calls, say, for which nvcc has a body
+        _say_nvcc(request, error, chosen)
     entry, programs = obtain(request._replace(device_compiler="nvcc"), chosen)
     return _loaded(request, chosen, entry, programs, build_directory)
 
 
-def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Program, ...], build_directory: str | Path | None) -> ModuleType | str:
+def _loaded(
+    request: Request,
+    chosen: Settings,
+    entry: Entry,
+    programs: tuple[Program, ...],
+    build_directory: str | Path | None,
+) -> ModuleType | str:
     if chosen.record:
         from . import record
 
@@ -220,7 +283,9 @@ def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Pr
         _opened[str(path)] = entry.manifest.key
         try:
             fresh = (request.name, str(path)) not in _modules
-            module: ModuleType | str = _imported(request.name, path) if request.is_python_module else _opened_library(path)
+            module: ModuleType | str = (
+                _imported(request.name, path) if request.is_python_module else _opened_library(path)
+            )
             if programs and fresh:
                 from . import extension_nvrtc
 
@@ -228,17 +293,28 @@ def _loaded(request: Request, chosen: Settings, entry: Entry, programs: tuple[Pr
             return module
         except (ImportError, OSError) as error:
             if refusal := cannot_run(path):
-                raise CacheError(f"extension {request.name} cannot be loaded", found=refusal.reason, fix=refusal.fix) from error
+                raise CacheError(
+                    f"extension {request.name} cannot be loaded",
+                    found=refusal.reason,
+                    fix=refusal.fix,
+                ) from error
             from ..compile.diagnose import load_trouble, told
 
             if found := load_trouble(told(error)):
-                kind = ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
-                raise kind(f"extension {request.name} was built, but {found.cause}", found=found.error, fix=found.fix) from error
+                kind = (
+                    ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
+                )
+                raise kind(
+                    f"extension {request.name} was built, but {found.cause}",
+                    found=found.error,
+                    fix=found.fix,
+                ) from error
             raise
 
 
 def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ...]]:
-    """The cache entry of an extension, built if it is not there; and the device code that its library asks for, if NVRTC compiles that."""
+    """The cache entry of an extension, built if it is not there; and the device code that its
+    library asks for, if NVRTC compiles that."""
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
     asked = _asked(request, chosen)
@@ -248,21 +324,35 @@ def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ..
 
         tools = tools._replace(cuda=runtime_headers.complete(tools.cuda, chosen, torch))
     device_code = any(map(is_cuda, request.inputs)) or tools.cuda is None
-    if not (request.with_cuda and device_code) or asked == "nvcc" or torch is None or not torch.cuda:
+    if (
+        not (request.with_cuda and device_code)
+        or asked == "nvcc"
+        or torch is None
+        or not torch.cuda
+    ):
         return _built(request, tools, chosen, cache), ()
     if asked == "nvrtc" or tools.cuda is None:
         prepared = _without_nvcc(request, tools, chosen)
-        return _by_nvrtc(prepared, chosen, cache) if prepared else (_built(request, tools, chosen, cache), ())
+        return (
+            _by_nvrtc(prepared, chosen, cache)
+            if prepared
+            else (_built(request, tools, chosen, cache), ())
+        )
     return _by_either(request, tools, chosen, cache)
 
 
-def _by_either(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache) -> tuple[Entry, tuple[Program, ...]]:
-    """NVRTC compiles what it surely compiles to what nvcc would; nvcc the rest, which one line tells. What nvcc has compiled stays so while it is as it was."""
+def _by_either(
+    request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache
+) -> tuple[Entry, tuple[Program, ...]]:
+    """NVRTC compiles what it surely compiles to what nvcc would; nvcc the rest, which one line
+    tells. What nvcc has compiled stays so while it is as it was."""
     plan, _ = _planned(request, tools, chosen)
     if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry, ()
     try:
-        if (prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)) is None:
+        if (
+            prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)
+        ) is None:
             raise ToolchainError("torch's own headers of CUDA's runtime are not there")
         _require_nvrtc(chosen)
         return _by_nvrtc(prepared, chosen, cache)
@@ -272,9 +362,12 @@ def _by_either(request: Request, tools: toolchain.model.Toolchain, chosen: Setti
 
 
 def _require_nvrtc(chosen: Settings) -> None:
-    """Raises ``ToolchainError`` where NVRTC is not there, or not for the architectures that are asked for."""
+    """Raises ``ToolchainError`` where NVRTC is not there, or not for the architectures that are
+    asked for."""
     if re.search(r"\d[af]\b", chosen.arch_list or ""):
-        raise ToolchainError(f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions that no other GPU has")
+        raise ToolchainError(
+            f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions that no other GPU has"
+        )
     if toolchain.device_compiler(chosen).value is None:
         raise ToolchainError("there is no NVRTC")
 
@@ -282,11 +375,17 @@ def _require_nvrtc(chosen: Settings) -> None:
 def _say_nvcc(request: Request, problem: FlexopsError, chosen: Settings) -> None:
     from ..compile.progress import say
 
-    reason = problem.what if isinstance(problem, ToolchainError) or not problem.found else problem.found.partition("\n")[0]
+    reason = (
+        problem.what
+        if isinstance(problem, ToolchainError) or not problem.found
+        else problem.found.partition("\n")[0]
+    )
     say(f"nvcc compiles extension {request.name}, NVRTC does not: {reason}", chosen.log)
 
 
-def _by_nvrtc(prepared: Prepared, chosen: Settings, cache: BuildCache) -> tuple[Entry, tuple[Program, ...]]:
+def _by_nvrtc(
+    prepared: Prepared, chosen: Settings, cache: BuildCache
+) -> tuple[Entry, tuple[Program, ...]]:
     from . import extension_nvrtc
 
     entry = _built(prepared.request, prepared.tools, chosen, cache)
@@ -301,11 +400,16 @@ def _by_nvrtc(prepared: Prepared, chosen: Settings, cache: BuildCache) -> tuple[
 def _asked(request: Request, chosen: Settings) -> str:
     asked = request.device_compiler or chosen.device_compiler
     if asked not in get_args(DeviceCompiler):
-        raise ValueError(f"extension {request.name}: device_compiler is one of {', '.join(get_args(DeviceCompiler))}, not {asked!r}")
+        raise ValueError(
+            f"extension {request.name}: device_compiler is one of"
+            f" {', '.join(get_args(DeviceCompiler))}, not {asked!r}"
+        )
     return asked
 
 
-def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> Prepared | None:
+def _without_nvcc(
+    request: Request, tools: toolchain.model.Toolchain, chosen: Settings
+) -> Prepared | None:
     """The request as it is built without nvcc; None if there is nothing to build it with.
 
     Raises:
@@ -327,7 +431,9 @@ def _without_nvcc(request: Request, tools: toolchain.model.Toolchain, chosen: Se
         if lacking is None:
             raise
         found = f"no nvcc; {problem.found}" if problem.found else "no nvcc"
-        raise ToolchainError(problem.what, found=found, required=problem.required, fix=lacking.fix) from None
+        raise ToolchainError(
+            problem.what, found=found, required=problem.required, fix=lacking.fix
+        ) from None
 
 
 def _splits(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> bool:
@@ -339,12 +445,22 @@ def _splits(request: Request, tools: toolchain.model.Toolchain, chosen: Settings
 
 
 def _of_extension(error: CompileError) -> ExtensionBuildError:
-    return ExtensionBuildError(error.what, found=error.found, required=error.required, fix=error.fix, log=error.log)
+    return ExtensionBuildError(
+        error.what, found=error.found, required=error.required, fix=error.fix, log=error.log
+    )
 
 
 def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
-    """A copy of a library, which the process opens beside the first: its host code is the same, its kernels are not."""
-    known = next((Path(copy) for copy, given in _given.items() if given == programs and os.path.basename(copy) == path.name), None)
+    """A copy of a library, which the process opens beside the first: its host code is the same, its
+    kernels are not."""
+    known = next(
+        (
+            Path(copy)
+            for copy, given in _given.items()
+            if given == programs and os.path.basename(copy) == path.name
+        ),
+        None,
+    )
     if known is None:
         known = Path(tempfile.mkdtemp(prefix="flexops-")) / path.name
         atexit.register(shutil.rmtree, known.parent, ignore_errors=True)
@@ -353,14 +469,24 @@ def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
     return known
 
 
-def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache, *, split: bool = True) -> Entry:
-    """``split``: whether the advice after a long build may be to do without nvcc, which then was not tried."""
+def _built(
+    request: Request,
+    tools: toolchain.model.Toolchain,
+    chosen: Settings,
+    cache: BuildCache,
+    *,
+    split: bool = True,
+) -> Entry:
+    """``split``: whether the advice after a long build may be to do without nvcc, which then was
+    not tried."""
     plan, notes = _planned(request, tools, chosen)
     if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry
     if not chosen.jit:
         raise NativeUnavailableError(
-            f"extension {request.name} is not in the cache, and FLEXOPS_JIT=0 rules out compiling", found=str(cache.root), fix="unset FLEXOPS_JIT"
+            f"extension {request.name} is not in the cache, and FLEXOPS_JIT=0 rules out compiling",
+            found=str(cache.root),
+            fix="unset FLEXOPS_JIT",
         )
     from ..compile import progress as progress_lines
     from ..compile.extension_build import build
@@ -373,7 +499,9 @@ def _built(request: Request, tools: toolchain.model.Toolchain, chosen: Settings,
         if isinstance(result.error, CompileError):
             raise _of_extension(result.error)
         entry = result.require()
-    if line := extension_advice.split_device_code(plan, request, result.seconds, without_nvcc=split and _splits(request, tools, chosen)):
+    if line := extension_advice.split_device_code(
+        plan, request, result.seconds, without_nvcc=split and _splits(request, tools, chosen)
+    ):
         progress_lines.say(line, chosen.log)
     if chosen.log == "debug":
         _show_warnings(entry)
@@ -384,24 +512,38 @@ def absolute(paths: Sequence[str | Path] | None) -> tuple[str, ...]:
     """Paths as a compiler that runs elsewhere finds them.
 
     Raises:
-        PathError: a name that cannot stand in a build file, or a relative one in a working directory that has been removed.
+        PathError: a name that cannot stand in a build file, or a relative one in a working
+            directory that has been removed.
     """
     found = []
     for path in paths or ():
         text = str(path)
         if not _is_writable(text):
-            raise PathError(f"the path {text!a} cannot be used in a build", required="a name in UTF-8 without newlines and tabs", fix="rename it")
+            raise PathError(
+                f"the path {text!a} cannot be used in a build",
+                required="a name in UTF-8 without newlines and tabs",
+                fix="rename it",
+            )
         try:
             found.append(os.path.abspath(text))
         except FileNotFoundError:
             gone = "no working directory: it has been removed"
-            raise PathError(f"the path {text} is relative to a directory that is gone", found=gone, required="an absolute path", fix="cd elsewhere") from None
+            raise PathError(
+                f"the path {text} is relative to a directory that is gone",
+                found=gone,
+                required="an absolute path",
+                fix="cd elsewhere",
+            ) from None
     return tuple(found)
 
 
 def _is_writable(text: str) -> bool:
-    """Whether a text can stand in a build file: without control characters, and with nothing that is not UTF-8 (which Python holds as surrogates)."""
-    return all(character >= " " and character != "\x7f" and not "\ud800" <= character <= "\udfff" for character in text)
+    """Whether a text can stand in a build file: without control characters, and with nothing that
+    is not UTF-8 (which Python holds as surrogates)."""
+    return all(
+        character >= " " and character != "\x7f" and not "\ud800" <= character <= "\udfff"
+        for character in text
+    )
 
 
 def python_build() -> PythonBuild:
@@ -412,22 +554,42 @@ def python_build() -> PythonBuild:
         import sysconfig  # takes a millisecond, so only where the usual place is not the place
 
         include = sysconfig.get_path("include")
-    identity = f"{sys.implementation.cache_tag} {'.'.join(map(str, version[:3]))} {importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    from ..._torch import pybind_abi  # here, since a start that finds torch broken comes by this module, too
+    identity = (
+        f"{sys.implementation.cache_tag} {'.'.join(map(str, version[:3]))}"
+        f" {importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    )
+    # here, since a start that finds torch broken comes by this module, too
+    from ..._torch import pybind_abi
 
-    return PythonBuild(identity, Path(include), tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items()))
+    return PythonBuild(
+        identity,
+        Path(include),
+        tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items()),
+    )
 
 
-def _planned(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> tuple[BuildPlan, tuple[str, ...]]:
+def _planned(
+    request: Request, tools: toolchain.model.Toolchain, chosen: Settings
+) -> tuple[BuildPlan, tuple[str, ...]]:
     """The plan, and how it differs from what was asked for."""
     if request.with_cuda and tools.torch and tools.torch.hip:
         from ..plan.extension_hip import plan_hip_extension
 
-        return plan_hip_extension(request, tools, python_build(), architectures=toolchain.gpus.gfx_targets(chosen.rocm_arch_list)), ()
+        return (
+            plan_hip_extension(
+                request,
+                tools,
+                python_build(),
+                architectures=toolchain.gpus.gfx_targets(chosen.rocm_arch_list),
+            ),
+            (),
+        )
     architectures: tuple[Architecture, ...] = ()
     notes = tuple(note for note in tools.notes if note.startswith("CXX="))
     if request.with_cuda and tools.cuda:
-        choice = toolchain.resolve_architectures(chosen, tools.cuda, detected=toolchain.local_capabilities())
+        choice = toolchain.resolve_architectures(
+            chosen, tools.cuda, detected=toolchain.local_capabilities()
+        )
         architectures, notes = choice.architectures, (*notes, *choice.notes)
     return plan_extension(request, tools, python_build(), architectures=architectures), notes
 
@@ -437,12 +599,24 @@ def check_request(name: str, is_python_module: bool, is_standalone: bool, sycl: 
         raise ValueError("is_python_module and is_standalone exclude each other")
     if len(name.encode(errors="replace")) > _LONGEST_NAME:
         what = f"{name[:20]!r}... cannot name an extension: it has {len(name)} characters"
-        raise ValueError(f"{what}, and {_LONGEST_NAME} is the most that CPython and file names have room for")
+        raise ValueError(
+            f"{what}, and {_LONGEST_NAME} is the most that CPython and file names have room for"
+        )
     fit = not is_python_module or (name.isidentifier() and name.isascii())
-    if not _is_writable(name) or not name or os.sep in name or name.startswith((".", "-")) or not fit:
-        raise ValueError(f"{name!r} cannot name an extension: it becomes part of C++ code and of file names")
+    if (
+        not _is_writable(name)
+        or not name
+        or os.sep in name
+        or name.startswith((".", "-"))
+        or not fit
+    ):
+        raise ValueError(
+            f"{name!r} cannot name an extension: it becomes part of C++ code and of file names"
+        )
     if sycl:
-        raise ToolchainError("flexops.load does not build SYCL sources", fix="torch.utils.cpp_extension.load does")
+        raise ToolchainError(
+            "flexops.load does not build SYCL sources", fix="torch.utils.cpp_extension.load does"
+        )
 
 
 @contextlib.contextmanager
@@ -469,7 +643,8 @@ def _show_warnings(entry: Entry) -> None:
 def _installed(
     entry: Entry, directory: Path, *, shared: bool, texts: tuple[tuple[str, str], ...] = ()
 ) -> Path:
-    """The result's copy in the user's build directory; it and what is beside it are renewed only if they are of another build.
+    """The result's copy in the user's build directory; it and what is beside it are renewed only if
+    they are of another build.
 
     Args:
         shared: whoever may write to the directory is trusted.
@@ -478,8 +653,16 @@ def _installed(
     target = directory / entry.manifest.library
     try:
         if not shared and (problem := trust.path_problem(str(directory), passage=True)):
-            required, fix = "a directory that only you can write to, or FLEXOPS_CACHE_SHARED=1", "name another one, or none"
-            raise CacheError("build_directory is not safe to load from", found=problem, required=required, fix=fix)
+            required, fix = (
+                "a directory that only you can write to, or FLEXOPS_CACHE_SHARED=1",
+                "name another one, or none",
+            )
+            raise CacheError(
+                "build_directory is not safe to load from",
+                found=problem,
+                required=required,
+                fix=fix,
+            )
         if verify(directory, entry.manifest, own=not shared) is None:
             return target
         trust.make_directory(str(directory))
@@ -490,7 +673,11 @@ def _installed(
             replace_file(directory / name, text)
         _copy(entry.library, target)  # a library that a process has open must not change under it
     except OSError as error:
-        raise CacheError("build_directory cannot be written", found=f"{directory}: {error.strerror}", fix="name another one, or none") from error
+        raise CacheError(
+            "build_directory cannot be written",
+            found=f"{directory}: {error.strerror}",
+            fix="name another one, or none",
+        ) from error
     return target
 
 
@@ -502,8 +689,9 @@ def _copy(source: Path, target: Path) -> None:
 def _imported(name: str, path: Path) -> ModuleType:
     """The module in a library.
 
-    pybind11 from 3.0 keeps the modules of a process by their specs' names alone and would give the first of that name for every other library. So each
-    library gets a spec name of its own: Python looks for ``PyInit_`` with the part after the last dot, which is the extension's name.
+    pybind11 from 3.0 keeps the modules of a process by their specs' names alone and would give the
+    first of that name for every other library. So each library gets a spec name of its own: Python
+    looks for ``PyInit_`` with the part after the last dot, which is the extension's name.
     """
     known = _modules.get((name, str(path)))
     if known is not None:
@@ -513,7 +701,8 @@ def _imported(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(unique, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    module.__name__ = name  # before the module's own code runs, whose classes take it for their __module__
+    # before the module's own code runs, whose classes take it for their __module__
+    module.__name__ = name
     loader.exec_module(module)
     _modules[name, str(path)] = module
     return module

@@ -1,7 +1,9 @@
-"""People's `.cu` without nvcc: the host compiler takes the host's half of each, NVRTC the kernels that it launches, the driver has them at their first launch.
+"""People's `.cu` without nvcc: the host compiler takes the host's half of each, NVRTC the kernels
+that it launches, the driver has them at their first launch.
 
-Which kernels those are the built library says, as families' libraries do: each instantiation of a kernel has a type of its own, whose name has the kernel's
-in it, as compilers mangle it. NVRTC has to give each of its kernels that very name, or the build fails.
+Which kernels those are the built library says, as families' libraries do: each instantiation of a
+kernel has a type of its own, whose name has the kernel's in it, as compilers mangle it. NVRTC has
+to give each of its kernels that very name, or the build fails.
 """
 
 from __future__ import annotations
@@ -33,23 +35,51 @@ if TYPE_CHECKING:
 _FIX = 'device_compiler="nvcc" (or FLEXOPS_DEVICE_COMPILER=nvcc), on a machine that has one'
 _LAUNCH_HEADER = "common/extension_launch.h"
 _STUB_NAME = re.compile(rb"[\w.$*]*E\d+" + STUB.encode() + rb"_\d+(?=\0)")
-# ---- nvcc's arguments ---------------------------------------------------------------------------------------------------------------------------
+# ---- nvcc's arguments ----------------------------------------------------------------------------
 
-_NO_MATTER = re.compile(  # what says for which GPUs, which is known when a kernel is launched; how fast nvcc is, and how much it talks
+# what says for which GPUs, which is known when a kernel is launched; how fast nvcc is, and how much
+# it talks
+_NO_MATTER = re.compile(
     r"--?(?:expt-relaxed-constexpr|expt-extended-lambda|extended-lambda|allow-unsupported-compiler|res-usage|resource-usage|verbose|v|time|split-compile|keep|w)"
     r"|(?:--threads|-t|-arch|--gpu-architecture|-gencode|--generate-code|-code|--gpu-code|-Xcudafe|-diag-suppress|--diag-suppress)=.*"
 )
-_NO_MATTER_WITH_VALUE = ("-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code", "--threads", "-t", "-Xcudafe")
-_WITH_VALUE = ("-Xcompiler", "--compiler-options", "-Xptxas", "--ptxas-options", "-I", "-D", "-U", "-std", "--std", "-maxrregcount", "--maxrregcount")
+_NO_MATTER_WITH_VALUE = (
+    "-gencode",
+    "--generate-code",
+    "-arch",
+    "--gpu-architecture",
+    "-code",
+    "--gpu-code",
+    "--threads",
+    "-t",
+    "-Xcudafe",
+)
+_WITH_VALUE = (
+    "-Xcompiler",
+    "--compiler-options",
+    "-Xptxas",
+    "--ptxas-options",
+    "-I",
+    "-D",
+    "-U",
+    "-std",
+    "--std",
+    "-maxrregcount",
+    "--maxrregcount",
+)
 _FOR_DEVICE = re.compile(
     r"--?(?:use_fast_math|ftz=\w+|prec-div=\w+|prec-sqrt=\w+|fmad=\w+|maxrregcount=\d+|lineinfo|generate-line-info|extra-device-vectorization)"
 )
 _FOR_BOTH = re.compile(r"-[DU]\w.*")
 _FOR_HOST = re.compile(r"-O[0-3]|-g")
-_OWN_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_\d+[af]\b")  # whose instructions no other GPU has
-_LAUNCHES_ELSEWHERE = re.compile(r"-DCUDA_API_PER_THREAD_DEFAULT_STREAM\b")  # which nvcc's launches heed
+# whose instructions no other GPU has
+_OWN_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_\d+[af]\b")
+# which nvcc's launches heed
+_LAUNCHES_ELSEWHERE = re.compile(r"-DCUDA_API_PER_THREAD_DEFAULT_STREAM\b")
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
-_FOR_THE_PREPROCESSOR = re.compile(r"-I|-include|-imacros|-i(?:system|quote|dirafter|prefix)|-[DU]$")
+_FOR_THE_PREPROCESSOR = re.compile(
+    r"-I|-include|-imacros|-i(?:system|quote|dirafter|prefix)|-[DU]$"
+)
 
 
 class Flags(NamedTuple):
@@ -77,8 +107,18 @@ def flags_of(arguments: Sequence[str]) -> Flags:
         name, _, value = one.partition("=")
         if name in ("-Xcompiler", "--compiler-options"):
             pieces = [piece for piece in value.strip("\"'").split(",") if piece]
-            if strange := next((piece for piece in pieces if _FOR_THE_PREPROCESSOR.match(piece) or _LAUNCHES_ELSEWHERE.search(piece)), ""):
-                raise ToolchainError(f"the argument {one}: {strange} would change what the host alone reads", required="it without -Xcompiler")
+            if strange := next(
+                (
+                    piece
+                    for piece in pieces
+                    if _FOR_THE_PREPROCESSOR.match(piece) or _LAUNCHES_ELSEWHERE.search(piece)
+                ),
+                "",
+            ):
+                raise ToolchainError(
+                    f"the argument {one}: {strange} would change what the host alone reads",
+                    required="it without -Xcompiler",
+                )
             host += pieces
             device += [piece for piece in pieces if _FOR_BOTH.fullmatch(piece)]  # so does nvcc
         elif name in ("-Xptxas", "--ptxas-options"):
@@ -96,15 +136,19 @@ def flags_of(arguments: Sequence[str]) -> Flags:
         elif _FOR_HOST.fullmatch(one):
             host.append(one)
         elif _OWN_ARCHITECTURE.search(one) or not _NO_MATTER.fullmatch(one):
-            raise ToolchainError(f"the argument {one} is nvcc's, and means nothing that is known to NVRTC", required="nvcc, or to do without it")
+            raise ToolchainError(
+                f"the argument {one} is nvcc's, and means nothing that is known to NVRTC",
+                required="nvcc, or to do without it",
+            )
     return Flags(tuple(host), tuple(device), tuple(include))
 
 
-# ---- the request, split ---------------------------------------------------------------------------------------------------------------------------
+# ---- the request, split --------------------------------------------------------------------------
 
 
 class Prepared(NamedTuple):
-    """What there is to build in the place of a request: host code alone, and the programs of its device code."""
+    """What there is to build in the place of a request: host code alone, and the programs of its
+    device code."""
 
     request: Request
     tools: Toolchain
@@ -118,31 +162,75 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
         ToolchainError: a source or an argument is nvcc's.
     """
     if variable := next((name for name, _ in tools.environment if name in _NVCC_VARIABLES), ""):
-        raise ToolchainError(f"{variable} is set, which nvcc reads and NVRTC does not", required="nvcc, or to do without it")
+        raise ToolchainError(
+            f"{variable} is set, which nvcc reads and NVRTC does not",
+            required="nvcc, or to do without it",
+        )
     flags = flags_of(request.cuda_cflags)
     include = (*request.include_dirs, *flags.include_dirs)
     if request.is_standalone:
-        raise ToolchainError(f"extension {request.name} is an executable of its own, whose kernels flexops could not provide", required="nvcc")
+        raise ToolchainError(
+            f"extension {request.name} is an executable of its own, whose kernels flexops could not"
+            " provide",
+            required="nvcc",
+        )
     texts, programs, files = [], [], []
-    roots = (("<csrc>", layout.csrc_root()), ("<torch>", torch.include_dirs[0]), *((f"<cuda {number}>", path) for number, path in enumerate(cuda.include_dirs)))
+    roots = (
+        ("<csrc>", layout.csrc_root()),
+        ("<torch>", torch.include_dirs[0]),
+        *((f"<cuda {number}>", path) for number, path in enumerate(cuda.include_dirs)),
+    )
     version = _version_macros(torch)
-    standard = () if any(flag.startswith("--std") for flag in flags.device) else (f"--std=c++{torch.cxx_standard}",)
-    options = (*standard, "--device-as-default-execution-space", *NVCC_DEFINES, *version, *flags.device)
-    defined = frozenset(flag[2:].partition("=")[0] for flag in (*flags.device, *version) if flag.startswith("-D"))
+    standard = (
+        ()
+        if any(flag.startswith("--std") for flag in flags.device)
+        else (f"--std=c++{torch.cxx_standard}",)
+    )
+    options = (
+        *standard,
+        "--device-as-default-execution-space",
+        *NVCC_DEFINES,
+        *version,
+        *flags.device,
+    )
+    defined = frozenset(
+        flag[2:].partition("=")[0] for flag in (*flags.device, *version) if flag.startswith("-D")
+    )
     for number, source in enumerate(one for one in request.inputs if is_cuda(one)):
-        text = dict(request.texts).get(source) or Path(source).read_text(encoding="utf-8", errors="surrogateescape")
+        text = dict(request.texts).get(source) or Path(source).read_text(
+            encoding="utf-8", errors="surrogateescape"
+        )
         try:
             halves = split(source, text, include, number, defined)
         except Unsplittable as problem:
             raise ToolchainError(
-                f"extension {request.name}: {os.path.basename(problem.path)}, line {problem.line}, needs nvcc: {problem.what}",
-                found=f"{problem.path}:{problem.line}, which NVRTC would not surely compile to what it means",
+                f"extension {request.name}: {os.path.basename(problem.path)}, line {problem.line},"
+                f" needs nvcc: {problem.what}",
+                found=(
+                    f"{problem.path}:{problem.line}, which NVRTC would not surely compile to what"
+                    " it means"
+                ),
                 required="nvcc for such a source",
             ) from None
         label = f"{Path(source).stem}_{number}.cu.cpp"
-        accessors = "#include <common/extension_accessors.h>\n" if "RestrictPtrTraits" in halves.host else ""
+        accessors = (
+            "#include <common/extension_accessors.h>\n"
+            if "RestrictPtrTraits" in halves.host
+            else ""
+        )
         texts.append((label, f"#include <{_LAUNCH_HEADER}>\n{accessors}{halves.host}"))
-        programs.append(Program(request.name, number, source, halves.device, options, roots, halves.words, f"{torch.version} {torch.git_version}"))
+        programs.append(
+            Program(
+                request.name,
+                number,
+                source,
+                halves.device,
+                options,
+                roots,
+                halves.words,
+                f"{torch.version} {torch.git_version}",
+            )
+        )
         files.append(label)
     host = request._replace(
         sources=tuple(path for path in request.sources if not is_cuda(str(path))),
@@ -157,25 +245,41 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
 
 def _version_macros(torch: TorchBuild) -> tuple[str, ...]:
     numbers = [*re.findall(r"\d+", torch.version.partition("+")[0])[:3], "0", "0"][:3]
-    return tuple(f"-DTORCH_VERSION_{part}={number}" for part, number in zip(("MAJOR", "MINOR", "PATCH"), numbers, strict=True))
+    return tuple(
+        f"-DTORCH_VERSION_{part}={number}"
+        for part, number in zip(("MAJOR", "MINOR", "PATCH"), numbers, strict=True)
+    )
 
 
-# ---- the kernels of a library ---------------------------------------------------------------------------------------------------------------------
+# ---- the kernels of a library --------------------------------------------------------------------
 
 
 def kernel_of(stub: str) -> tuple[int, str] | None:
-    """The number of a kernel's source and its symbol, from the name of the type that is local to it; None of what is no such name.
+    """The number of a kernel's source and its symbol, from the name of the type that is local to
+    it; None of what is no such name.
 
     In a library's file other bytes may stand before it: it is the longest end that has a meaning.
     """
     stub = stub.removeprefix("_ZTS").removeprefix("_ZTI")  # symbols, where the library has them
-    starts = [match.start() for match in re.finditer("Z", stub)] if not stub.startswith("_Z") else []
-    name = next((stub[start:] for start in starts if demangled(f"_{stub[start:]}").endswith(stub[stub.rindex(STUB) :])), "")
+    starts = (
+        [match.start() for match in re.finditer("Z", stub)] if not stub.startswith("_Z") else []
+    )
+    name = next(
+        (
+            stub[start:]
+            for start in starts
+            if demangled(f"_{stub[start:]}").endswith(stub[stub.rindex(STUB) :])
+        ),
+        "",
+    )
     if not name:
         return None
     encoding = re.sub(rf"E\d+{STUB}_\d+$", "", name[1:])
     mangled = f"_Z{encoding}"
-    return int(name.rpartition("_")[2]), mangled if "(" in demangled(mangled) else demangled(mangled)  # a function of C's has no parameters in its name
+    # a function of C's has no parameters in its name
+    return int(name.rpartition("_")[2]), (
+        mangled if "(" in demangled(mangled) else demangled(mangled)
+    )
 
 
 def expression_of(symbol: str) -> str:
@@ -192,10 +296,12 @@ def expression_of(symbol: str) -> str:
 
 
 def wanted_of(programs: Sequence[Program], library: Path) -> tuple[Program, ...]:
-    """The programs with the kernels that a library launches; without those that it launches none of.
+    """The programs with the kernels that a library launches; without those that it launches none
+    of.
 
     Raises:
-        CompileError: a type of torch's is among a kernel's arguments that device code has no definition of.
+        CompileError: a type of torch's is among a kernel's arguments that device code has no
+            definition of.
     """
     kernels: dict[int, set[str]] = {}
     for match in _STUB_NAME.finditer(library.read_bytes()):
@@ -206,16 +312,23 @@ def wanted_of(programs: Sequence[Program], library: Path) -> tuple[Program, ...]
         symbols = sorted(kernels.get(number, ()))
         expressions = [expression_of(symbol) for symbol in symbols]
         for expression in expressions:
-            if unknown := [one for one in TORCH_TYPES.findall(expression) if one not in HALVES | ACCESSORS]:
+            if unknown := [
+                one for one in TORCH_TYPES.findall(expression) if one not in HALVES | ACCESSORS
+            ]:
                 found = f"torch's type {unknown[0]} is no part of what NVRTC is given"
-                raise CompileError(f"{program.source}: the kernel {expression} cannot be compiled without nvcc", found=found, fix=_FIX)
+                raise CompileError(
+                    f"{program.source}: the kernel {expression} cannot be compiled without nvcc",
+                    found=found,
+                    fix=_FIX,
+                )
         if symbols:
             wanted.append(program._replace(expressions=tuple(expressions), symbols=tuple(symbols)))
     return tuple(wanted)
 
 
 def compile_kernels(programs: Sequence[Program], cache: BuildCache, chosen: Settings) -> None:
-    """Have the kernels' code, for the architectures that were asked for, or the GPUs here; where neither is known, for one: to see that it compiles.
+    """Have the kernels' code, for the architectures that were asked for, or the GPUs here; where
+    neither is known, for one: to see that it compiles.
 
     Raises:
         CompileError: it does not, or the two compilers do not mean the same kernel.
@@ -229,7 +342,10 @@ def compile_kernels(programs: Sequence[Program], cache: BuildCache, chosen: Sett
     detected = toolchain.local_capabilities()
     choice = provider.compiler_for(chosen, detected, asked=chosen.arch_list)
     if choice.compiler.kind != "nvrtc":
-        raise ToolchainError("there is no NVRTC, and no nvcc that is wanted", fix=toolchain.nvrtc_fix(choice.compiler.version))
+        raise ToolchainError(
+            "there is no NVRTC, and no nvcc that is wanted",
+            fix=toolchain.nvrtc_fix(choice.compiler.version),
+        )
     architectures = list(single(choice.architectures))
     if not detected and not chosen.arch_list:
         architectures = [one for one in architectures if one.sass][-1:]
@@ -238,12 +354,16 @@ def compile_kernels(programs: Sequence[Program], cache: BuildCache, chosen: Sett
     if missing:
         if not chosen.jit:
             found = ", ".join(sorted({plan.name for plan in missing}))
-            what = "an extension's kernels are not in the cache, and FLEXOPS_JIT=0 rules out compiling"
+            what = (
+                "an extension's kernels are not in the cache, and FLEXOPS_JIT=0 rules out compiling"
+            )
             raise NativeUnavailableError(what, found=found, fix="unset FLEXOPS_JIT")
         cache.require_writable()
         progress.say(_line(missing, choice.compiler), chosen.log)
         jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
-        for result in device_code.obtain(missing, cache, jobs=jobs, time_limit=chosen.compile_timeout):
+        for result in device_code.obtain(
+            missing, cache, jobs=jobs, time_limit=chosen.compile_timeout
+        ):
             result.require()
 
 
@@ -253,11 +373,12 @@ def _line(plans: Sequence[KernelPlan], compiler: DeviceCompiler) -> str:
     return f"{compiler}, and no nvcc, compiles the kernels of {sources} for {architectures}"
 
 
-# ---- in the process -------------------------------------------------------------------------------------------------------------------------------
+# ---- in the process ------------------------------------------------------------------------------
 
 
 def attach(library: Path, programs: Sequence[Program]) -> None:
-    """Let a library that is loaded ask for its kernels. A source's are of one module: they share its variables."""
+    """Let a library that is loaded ask for its kernels. A source's are of one module: they share
+    its variables."""
     from . import provider
 
     numbered = {program.number: program for program in programs}
@@ -266,7 +387,9 @@ def attach(library: Path, programs: Sequence[Program]) -> None:
     def find(name: bytes, capability: ComputeCapability) -> int:
         kernel = kernel_of(name.decode())
         if kernel is None or kernel[0] not in numbered:
-            raise RuntimeError(f"{library} asks for {name.decode()}, which is no kernel of its sources")
+            raise RuntimeError(
+                f"{library} asks for {name.decode()}, which is no kernel of its sources"
+            )
         number, symbol = kernel
         if (number, capability) not in modules:
             handles = provider.load_all(numbered[number], capability)

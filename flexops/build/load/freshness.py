@@ -12,9 +12,11 @@ from ..store.manifest import Refusal
 
 
 def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
-    """Whether the sources have changed since the library was made from them (in a checkout that is being worked on).
+    """Whether the sources have changed since the library was made from them (in a checkout that is
+    being worked on).
 
-    A project's installed library was made with the headers and by the rules of another flexops, perhaps, which is as good: ``judge`` compares their ABI.
+    A project's installed library was made with the headers and by the rules of another flexops,
+    perhaps, which is as good: ``judge`` compares their ABI.
     """
     places = dict(spec.project.roots(layout.csrc_root())) | {"<build>": layout.recipe_root()}
     if not spec.project.own and entry.directory.parent == spec.project.aot:
@@ -30,16 +32,29 @@ def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
         except OSError:
             current = ""
         if current != digest:
-            return Refusal(f"{rest.lstrip('/') or name} has changed since it was built", "flexops build")
+            return Refusal(
+                f"{rest.lstrip('/') or name} has changed since it was built", "flexops build"
+            )
     return None
 
 
 def _made_of_less(entry: Entry, spec: OpSpec) -> Refusal | None:
-    """Whether a library was not made from all that its family has today: sources, and what the declarations say."""
+    """Whether a library was not made from all that its family has today: sources, and what the
+    declarations say."""
     files, root = entry.manifest.files, spec.project.roots(layout.csrc_root())[0][0]
     for name, text in spec.texts:
         if files.get(name) != hashlib.sha256(text.encode()).hexdigest():
-            return Refusal(f"the declaration of {spec.name}'s operators has changed since it was built", "flexops build")
+            return Refusal(
+                f"the declaration of {spec.name}'s operators has changed since it was built",
+                "flexops build",
+            )
     sources = spec.cpu_sources if entry.manifest.device == "cpu" else spec.cuda_sources
-    new = next((source for source in (spec.binding, *sources) if source and f"{root}/{source}" not in files), None)
+    new = next(
+        (
+            source
+            for source in (spec.binding, *sources)
+            if source and f"{root}/{source}" not in files
+        ),
+        None,
+    )
     return Refusal(f"{new} was not there yet when it was built", "flexops build") if new else None

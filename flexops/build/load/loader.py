@@ -1,9 +1,10 @@
-"""The only policy in the code base: where an op's native library comes from, and what happens when there is none.
+"""The only policy in the code base: where an op's native library comes from, and what happens when
+there is none.
 
     already loaded -> ahead-of-time library in the package -> cache -> JIT build -> reference
 
-Every refusal on the way is kept as a reason; ``status()`` returns them. What builds is imported only when something is built, because a warm
-start should cost next to nothing.
+Every refusal on the way is kept as a reason; ``status()`` returns them. What builds is imported
+only when something is built, because a warm start should cost next to nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Backend = Literal["aot", "jit", "reference", "unasked"]
 
 
 class FallbackWarning(UserWarning):
-    """An op runs as plain PyTorch because no native library could be had; the message says why and what to do."""
+    """An op runs as plain PyTorch because no native library could be had; the message says why and
+    what to do."""
 
 
 class OpStatus(NamedTuple):
@@ -43,8 +45,8 @@ class OpStatus(NamedTuple):
     Attributes:
         op: name in the catalogue.
         device: ``cpu`` or ``cuda``.
-        backend: ``aot`` (compiled at install), ``jit`` (compiled at first use, or found in the cache), ``reference`` (plain PyTorch), or
-            ``unasked`` while no call has needed it.
+        backend: ``aot`` (compiled at install), ``jit`` (compiled at first use, or found in the
+            cache), ``reference`` (plain PyTorch), or ``unasked`` while no call has needed it.
         reason: why it is not native, or how the library came to be.
         fix: what would make it native.
         path: the library that is loaded.
@@ -64,13 +66,16 @@ _statuses: dict[tuple[str, str], OpStatus] = {}
 _declined: dict[tuple[str, str, str], OpStatus] = {}
 _lacking: set[str] = set()
 when_lacking: Callable[[str], None] | None = None
-"""Called once for a family that is loaded for CUDA, of whose rare kernels some are not compiled, where none can be compiled."""
+"""Called once for a family that is loaded for CUDA, of whose rare kernels some are not compiled,
+where none can be compiled."""
 
 
 def ensure(op: str, device: str) -> bool:
-    """Load the native kernels of ``op`` for a device type if they can be had; True if they are loaded.
+    """Load the native kernels of ``op`` for a device type if they can be had; True if they are
+    loaded.
 
-    The work is done at the first call for an op and device type; the answer is kept for the life of the process.
+    The work is done at the first call for an op and device type; the answer is kept for the life of
+    the process.
 
     Raises:
         NativeUnavailableError: there are none, and ``FLEXOPS_FALLBACK=forbid``.
@@ -86,30 +91,42 @@ def ensure(op: str, device: str) -> bool:
                     when_lacking(op)
     if status.backend == "reference" and settings.current().fallback == "forbid":
         raise NativeUnavailableError(
-            f"flexops has no native {op} kernels for {device}, and FLEXOPS_FALLBACK=forbid", found=status.reason,
+            f"flexops has no native {op} kernels for {device}, and FLEXOPS_FALLBACK=forbid",
+            found=status.reason,
             fix=status.fix or "export FLEXOPS_FALLBACK=warn",
         )
     return status.backend != "reference"
 
 
 def decline(op: str, device: str, reason: str, fix: str = "docs/attention.md") -> None:
-    """Record that native kernels do not take what a call gave, and what computes it instead. Said once, as a fallback is.
+    """Record that native kernels do not take what a call gave, and what computes it instead. Said
+    once, as a fallback is.
 
     Raises:
         NativeUnavailableError: ``FLEXOPS_FALLBACK=forbid``.
     """
     if (op, device, reason) not in _declined:
-        _announce(_declined.setdefault((op, device, reason), OpStatus(op, device, "reference", reason)))
+        _announce(
+            _declined.setdefault((op, device, reason), OpStatus(op, device, "reference", reason))
+        )
     if settings.current().fallback == "forbid":
-        raise NativeUnavailableError(f"flexops has no native {op} kernels for this, and FLEXOPS_FALLBACK=forbid", found=reason, fix=fix)
+        raise NativeUnavailableError(
+            f"flexops has no native {op} kernels for this, and FLEXOPS_FALLBACK=forbid",
+            found=reason,
+            fix=fix,
+        )
 
 
 def status() -> tuple[OpStatus, ...]:
-    """Where every op stands on every device type, in catalogue order; then what some calls gave that native kernels do not take."""
+    """Where every op stands on every device type, in catalogue order; then what some calls gave
+    that native kernels do not take."""
     pairs = [(spec.name, device) for spec in catalog.specs() for device in spec.devices]
     extra = [pair for pair in _statuses if pair not in pairs]
     unasked = "no call has needed it yet"
-    return tuple(_statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked) for pair in [*pairs, *extra]) + tuple(_declined.values())
+    return tuple(
+        _statuses.get(pair) or OpStatus(*pair, backend="unasked", reason=unasked)
+        for pair in [*pairs, *extra]
+    ) + tuple(_declined.values())
 
 
 def _announce(status: OpStatus) -> None:
@@ -122,7 +139,10 @@ def _announce(status: OpStatus) -> None:
     topic = f"fallback {status.op} {status.device} {status.reason}"
     if chosen.fallback == "warn" and election.speaks(topic):
         fix = f"\n  fix: {status.fix}" if status.fix else ""
-        message = f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n  silence: FLEXOPS_FALLBACK=allow"
+        message = (
+            f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n"
+            "  silence: FLEXOPS_FALLBACK=allow"
+        )
         warnings.warn(message, FallbackWarning, stacklevel=5)
 
 
@@ -131,7 +151,9 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
         return OpStatus(spec.name, device, "reference", *_no_sources(spec, device))
     torch = toolchain.torch_build()
     if device == "cuda" and not spec.hip and torch and torch.hip:
-        return OpStatus(spec.name, device, "reference", f"flexops has no {spec.name} kernels for AMD GPUs")
+        return OpStatus(
+            spec.name, device, "reference", f"flexops has no {spec.name} kernels for AMD GPUs"
+        )
     refusals: list[Refusal] = []
     try:
         for entry, backend, reason in _sources(spec, device, refusals):
@@ -139,7 +161,12 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
                 refusals.append(refusal)
                 continue
             tier: counters.Tier = "installed" if backend == "aot" else "cache"
-            counters.count(tier, settings.current().cache_dir, hit=reason in (_INSTALLED, _CACHED), size=entry.manifest.size)
+            counters.count(
+                tier,
+                settings.current().cache_dir,
+                hit=reason in (_INSTALLED, _CACHED),
+                size=entry.manifest.size,
+            )
             if settings.current().record and backend != "aot":
                 from . import record
 
@@ -147,25 +174,43 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Refusal(str(error), "flexops doctor"))
-    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])  # who reads one reason reads that which the fix is for
-    return OpStatus(spec.name, device, "reference", "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))), mended.fix)
+    # who reads one reason reads that which the fix is for
+    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
+    return OpStatus(
+        spec.name,
+        device,
+        "reference",
+        "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))),
+        mended.fix,
+    )
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
     """Why a family has nothing for a device type, and what would mend it."""
     package = spec.project.package
     if package and not package.is_dir():
-        reason = f"{package} is no directory: a package imported from a zip archive has no sources to compile and no libraries that can be opened"
+        reason = (
+            f"{package} is no directory: a package imported from a zip archive has no sources to"
+            " compile and no libraries that can be opened"
+        )
         return reason, f"install {spec.project.name} as files (pip does)"
     if device not in DISPATCHED:
         return f"{spec.name} has no kernels for device type {device!r}", ""
     folder = spec.project.csrc / spec.family
     there = "there is no such folder" if not folder.is_dir() else "the folder has no such file"
     fix = f"write it, or correct family={spec.family!r} of its declaration" if package else ""
-    return f"{spec.name} has no kernels for {device}: {folder}/{spec.family}_{device}.cpp or another *_{device}.cpp: {there}", fix
+    return (
+        (
+            f"{spec.name} has no kernels for {device}: {folder}/{spec.family}_{device}.cpp or"
+            f" another *_{device}.cpp: {there}"
+        ),
+        fix,
+    )
 
 
-def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Iterator[tuple[Entry, Backend, str]]:
+def _sources(
+    spec: OpSpec, device: DeviceType, refusals: list[Refusal]
+) -> Iterator[tuple[Entry, Backend, str]]:
     """Libraries to try, best first; what is ruled out on the way goes to ``refusals``."""
     chosen = settings.current()
     torch = toolchain.torch_build()
@@ -178,7 +223,9 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     refusals.append(refusal or Refusal("no ahead-of-time library"))
     cache = open_cache(chosen)
     if problem := cache.problem():
-        refusals.append(Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>"))
+        refusals.append(
+            Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>")
+        )
     else:
         for entry in _intact(cache, _fitting(spec, device, torch, cache, refusals), refusals):
             yield entry, "jit", _CACHED
@@ -187,7 +234,12 @@ def _sources(spec: OpSpec, device: DeviceType, refusals: list[Refusal]) -> Itera
     if chosen.jit:
         yield from _compiled(spec, device, chosen, cache, refusals)
     else:
-        refusals.append(Refusal("nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling", f"flexops build {spec.name}"))
+        refusals.append(
+            Refusal(
+                "nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling",
+                f"flexops build {spec.name}",
+            )
+        )
 
 
 def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
@@ -199,7 +251,9 @@ def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) ->
             refusals.append(refusal)
 
 
-def _ahead_of_time(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> tuple[Entry | None, Refusal | None]:
+def _ahead_of_time(
+    spec: OpSpec, device: DeviceType, torch: TorchBuild
+) -> tuple[Entry | None, Refusal | None]:
     entry, damage = read_entry(spec.project.aot / f"{spec.name}-{device}")
     if entry is None:
         return None, damage
@@ -208,21 +262,30 @@ def _ahead_of_time(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> tuple
     return entry, None
 
 
-def _fitting(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
+def _fitting(
+    spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]
+) -> list[Entry]:
     """Cache entries made from these very sources that can run here, told by their manifests alone.
 
-    This is not a look-up by key: that would need the compilers, which a machine that only runs need not have, and which take longer to find than
-    all the rest. So an entry from another machine's compiler serves as well.
+    This is not a look-up by key: that would need the compilers, which a machine that only runs need
+    not have, and which take longer to find than all the rest. So an entry from another machine's
+    compiler serves as well.
     """
-    judged = [(entry, judge(entry.manifest, torch) or stale(entry, spec)) for entry in cache.candidates(f"{spec.name}-{device}")]
+    judged = [
+        (entry, judge(entry.manifest, torch) or stale(entry, spec))
+        for entry in cache.candidates(f"{spec.name}-{device}")
+    ]
     fitting = [entry for entry, refusal in judged if refusal is None]
     if judged and not fitting and (newest := judged[0][1]):
         refusals.append(Refusal(f"cached library: {newest.reason}", newest.fix))
     return fitting
 
 
-def _remote(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]) -> list[Entry]:
-    """The library from the remote cache, made from these very sources; told by its manifest that it can run here."""
+def _remote(
+    spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]
+) -> list[Entry]:
+    """The library from the remote cache, made from these very sources; told by its manifest that it
+    can run here."""
     if cache.remote is None:
         return []
     from ..store import made_of
@@ -238,7 +301,11 @@ def _remote(spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCac
 
 
 def _compiled(
-    spec: OpSpec, device: DeviceType, chosen: settings.Settings, cache: BuildCache, refusals: list[Refusal]
+    spec: OpSpec,
+    device: DeviceType,
+    chosen: settings.Settings,
+    cache: BuildCache,
+    refusals: list[Refusal],
 ) -> Iterator[tuple[Entry, Backend, str]]:
     from ..compile import building, progress
 
@@ -249,10 +316,24 @@ def _compiled(
             entry = result.require()
             share(spec, device, cache, None if result.cached else entry)
     except FlexopsError as error:
-        refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
+        refusals.append(
+            Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+        )
         return
-    trouble = f"; remote cache {cache.remote.name}: {cache.remote.problem}" if cache.remote and cache.remote.problem else ""
-    yield entry, "jit", "made by another process" if result.cached else f"compiled in {result.seconds:.1f} s{trouble}"
+    trouble = (
+        f"; remote cache {cache.remote.name}: {cache.remote.problem}"
+        if cache.remote and cache.remote.problem
+        else ""
+    )
+    yield (
+        entry,
+        "jit",
+        (
+            "made by another process"
+            if result.cached
+            else f"compiled in {result.seconds:.1f} s{trouble}"
+        ),
+    )
 
 
 def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | None) -> None:
@@ -265,10 +346,12 @@ def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | No
 
 
 def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:
-    """The plan for this machine: its toolchain, its processors and memory; for AMD GPUs also the architectures.
+    """The plan for this machine: its toolchain, its processors and memory; for AMD GPUs also the
+    architectures.
 
     Raises:
-        ToolchainError, ArchitectureError: something that the build needs is missing or does not match.
+        ToolchainError, ArchitectureError: something that the build needs is missing or does not
+            match.
     """
     from ..plan.plan import plan_op
 
@@ -276,37 +359,71 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
     if device == "cuda" and torch and torch.hip:
         from ..plan.hip import plan_hip_op
 
-        tools, gfx = toolchain.discover(chosen, device="cuda"), toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
-        plan = plan_hip_op(spec, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs, architectures=gfx)
+        tools, gfx = (
+            toolchain.discover(chosen, device="cuda"),
+            toolchain.gpus.gfx_targets(chosen.rocm_arch_list),
+        )
+        plan = plan_hip_op(
+            spec,
+            tools,
+            csrc=layout.csrc_root(),
+            resources=resources,
+            max_jobs=chosen.max_jobs,
+            architectures=gfx,
+        )
     else:
-        tools = toolchain.discover(chosen, device="cpu")  # no toolkit: a library for CUDA holds host code only
-        plan = plan_op(spec, device, tools, csrc=layout.csrc_root(), resources=resources, max_jobs=chosen.max_jobs)
+        # no toolkit: a library for CUDA holds host code only
+        tools = toolchain.discover(chosen, device="cpu")
+        plan = plan_op(
+            spec,
+            device,
+            tools,
+            csrc=layout.csrc_root(),
+            resources=resources,
+            max_jobs=chosen.max_jobs,
+        )
     return plan._replace(timeout=chosen.compile_timeout)
 
 
 def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
     """Open a library, if its kernels can be had."""
     torch = toolchain.torch_build()
-    asks = entry.manifest.device == "cuda" and not (torch and torch.hip)  # for AMD GPUs the kernels are in it
+    # for AMD GPUs the kernels are in it
+    asks = entry.manifest.device == "cuda" and not (torch and torch.hip)
     if asks and (refusal := _no_kernels(entry, spec)):
         return refusal
     try:
         open_library(entry.library, spec if asks else None, _headers(entry, spec))
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch refuses what the library registers
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: torch refuses what the library registers
         from ..compile.diagnose import load_trouble, told
 
         trouble = load_trouble(told(error))
         why = f"{trouble.cause}: {trouble.error}" if trouble else told(error)
-        return cannot_run(entry.library) or Refusal(f"{entry.library} cannot be opened: {why}", "flexops doctor")
+        return cannot_run(entry.library) or Refusal(
+            f"{entry.library} cannot be opened: {why}", "flexops doctor"
+        )
     return None
 
 
 def _headers(entry: Entry, spec: OpSpec) -> tuple[tuple[str, str], ...]:
     """flexops' headers that a project's library was compiled with."""
-    return () if spec.project.own else tuple((name, digest) for name, digest in entry.manifest.files.items() if name.startswith("<csrc>/"))
+    return (
+        ()
+        if spec.project.own
+        else tuple(
+            (name, digest)
+            for name, digest in entry.manifest.files.items()
+            if name.startswith("<csrc>/")
+        )
+    )
 
 
-def open_library(library: Path, asks: OpSpec | None, made: tuple[tuple[str, str], ...] = ()) -> None:
+def open_library(
+    library: Path, asks: OpSpec | None, made: tuple[tuple[str, str], ...] = ()
+) -> None:
     """Open a library, whose operators torch then knows.
 
     Args:
@@ -323,17 +440,24 @@ def open_library(library: Path, asks: OpSpec | None, made: tuple[tuple[str, str]
 
 
 def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
-    """Why a library's kernels can be had for the GPUs here neither by compiling them when they are launched nor compiled already."""
+    """Why a library's kernels can be had for the GPUs here neither by compiling them when they are
+    launched nor compiled already."""
     capabilities = toolchain.local_capabilities()
-    if not capabilities:  # nobody will call it: a build for another machine, or a look at what was built
+    # nobody will call it: a build for another machine, or a look at what was built
+    if not capabilities:
         return None
     from . import provider
 
     if older := [one for one in capabilities if not spec.runs_on(one)]:
-        return Refusal(f"{spec.name} kernels need GPUs of capability {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}")
+        return Refusal(
+            f"{spec.name} kernels need GPUs of capability"
+            f" {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}"
+        )
     why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
     made = _headers(entry, spec)
-    today = {name: cache_key.file_state(layout.csrc_root() / name.partition(">/")[2]) for name, _ in made}
+    today = {
+        name: cache_key.file_state(layout.csrc_root() / name.partition(">/")[2]) for name, _ in made
+    }
     if apart := provider.other_headers(spec, made, today):
         why = apart
     elif settings.current().jit:
@@ -342,8 +466,11 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
             return None
         except FlexopsError as error:
             why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
-    # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its launch, if it is launched.
-    refusal = provider.incomplete(entry.library, spec, capabilities, made, some=settings.current().fallback == "forbid")
+    # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its
+    # launch, if it is launched.
+    refusal = provider.incomplete(
+        entry.library, spec, capabilities, made, some=settings.current().fallback == "forbid"
+    )
     if refusal:
         return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix)
     if provider.lacks_rare(entry.library, spec, capabilities, made):

@@ -1,7 +1,8 @@
-"""Gives a library the kernels that it launches, at the first launch of each on a GPU: compiled at install, from the cache, or compiled now.
+"""Gives a library the kernels that it launches, at the first launch of each on a GPU: compiled at
+install, from the cache, or compiled now.
 
-The library calls in here from C++ (``obtain`` in ``csrc/common/launch.h``), on whatever thread launches; afterwards it keeps the kernel's handle
-and no Python runs.
+The library calls in here from C++ (``obtain`` in ``csrc/common/launch.h``), on whatever thread
+launches; afterwards it keeps the kernel's handle and no Python runs.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
-_Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
+)
 
 _lock = _fork.Lock()
 _kept: list[Any] = []  # callbacks: C++ holds their addresses
 
 
 class FamilyKernel(NamedTuple):
-    """A kernel of a family's headers. ``made``: flexops' headers that its launcher was compiled with, if today's may be others (a project's)."""
+    """A kernel of a family's headers. ``made``: flexops' headers that its launcher was compiled
+    with, if today's may be others (a project's)."""
 
     spec: OpSpec
     expression: str
@@ -70,7 +74,8 @@ def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) 
 
 
 def give(library: Path, find: Callable[[bytes, ComputeCapability], int]) -> None:
-    """Let a library that is loaded ask ``find`` for its kernels: each once for GPUs of one capability."""
+    """Let a library that is loaded ask ``find`` for its kernels: each once for GPUs of one
+    capability."""
     handles: dict[tuple[bytes, ComputeCapability], int] = {}
 
     def provide(name: bytes, device: int, error: int, error_size: int) -> int | None:
@@ -82,7 +87,9 @@ def give(library: Path, find: Callable[[bytes, ComputeCapability], int]) -> None
                     known = handles[name, capability] = find(name, capability)
             return known
         except BaseException as problem:  # an interrupt, too: C++ must hear of it, and raises
-            text = (str(problem) or type(problem).__name__).encode(errors="replace")[: error_size - 1] + b"\0"
+            text = (str(problem) or type(problem).__name__).encode(errors="replace")[
+                : error_size - 1
+            ] + b"\0"
             ctypes.memmove(error, text, len(text))
             return None
 
@@ -94,41 +101,78 @@ def give(library: Path, find: Callable[[bytes, ComputeCapability], int]) -> None
 def _called(spec: OpSpec, name: bytes, made: tuple[tuple[str, str], ...]) -> FamilyKernel:
     """The kernel that a library asks for: its name, or ``<name>#<number of a text>``."""
     kernel, _, number = name.partition(b"#")
-    return FamilyKernel(spec, kernel_names.expression_of(kernel), made, provider_texts.of(int(number)) if number else "")
+    return FamilyKernel(
+        spec,
+        kernel_names.expression_of(kernel),
+        made,
+        provider_texts.of(int(number)) if number else "",
+    )
 
 
 def incomplete(
-    library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = (), *, some: bool = False
+    library: Path,
+    spec: OpSpec,
+    capabilities: tuple[ComputeCapability, ...],
+    made: tuple[tuple[str, str], ...] = (),
+    *,
+    some: bool = False,
 ) -> Refusal | None:
-    """None if every kernel of a library that is built ahead of time (``some``: at least one) is there for every GPU here; else how many are not."""
+    """None if every kernel of a library that is built ahead of time (``some``: at least one) is
+    there for every GPU here; else how many are not."""
     names = kernel_names.names_in(library)
     return _lacking(lambda one: kernel_names.ahead(names, one), spec, capabilities, made, some=some)
 
 
-def lacks_rare(library: Path, spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...] = ()) -> bool:
-    """Whether any of its kernels, those that few calls launch included, is not compiled for a GPU here."""
+def lacks_rare(
+    library: Path,
+    spec: OpSpec,
+    capabilities: tuple[ComputeCapability, ...],
+    made: tuple[tuple[str, str], ...] = (),
+) -> bool:
+    """Whether any of its kernels, those that few calls launch included, is not compiled for a GPU
+    here."""
     names = (*kernel_names.names_in(library), *kernel_names.rare_names_in(library))
-    return _lacking(lambda one: [name for name in names if kernel_names.fitted(name, one)], spec, capabilities, made) is not None
+    return (
+        _lacking(
+            lambda one: [name for name in names if kernel_names.fitted(name, one)],
+            spec,
+            capabilities,
+            made,
+        )
+        is not None
+    )
 
 
 def _lacking(
-    names: Callable[[Architecture], list[str]], spec: OpSpec, capabilities: tuple[ComputeCapability, ...], made: tuple[tuple[str, str], ...],
-    *, some: bool = False,
-) -> Refusal | None:  # fmt: skip
+    names: Callable[[Architecture], list[str]],
+    spec: OpSpec,
+    capabilities: tuple[ComputeCapability, ...],
+    made: tuple[tuple[str, str], ...],
+    *,
+    some: bool = False,
+) -> Refusal | None:
     for capability in capabilities:
         wanted = names(Architecture(capability))
         architectures = [*machine_code(capability), *ptx(capability)]
         kernels = [FamilyKernel(spec, name, made) for name in wanted]
-        there = (bool(next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability)) for kernel in kernels)
+        there = (
+            bool(next(_ready(kernel, architectures, []), None) or _fetched(kernel, capability))
+            for kernel in kernels
+        )
         lacking = len(kernels) * (not any(there)) if some else sum(not one for one in there)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
-            return Refusal(f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU of capability {capability}", fix)
+            return Refusal(
+                f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU"
+                f" of capability {capability}",
+                fix,
+            )
     return None
 
 
 def machine_code(capability: ComputeCapability) -> Iterator[str]:
-    """The architectures whose machine code runs on a GPU, as artifacts are named, best first: its own, and older ones of its major."""
+    """The architectures whose machine code runs on a GPU, as artifacts are named, best first: its
+    own, and older ones of its major."""
     yield f"{capability.sm}a"
     yield from (f"sm_{capability.major}{minor}" for minor in range(capability.minor, -1, -1))
 
@@ -146,7 +190,8 @@ def load(kernel: AnyKernel, capability: ComputeCapability) -> int:
 
 
 def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
-    """The CUkernels of a program, for GPUs of one capability: of code that is there, or is compiled now.
+    """The CUkernels of a program, for GPUs of one capability: of code that is there, or is compiled
+    now.
 
     Raises:
         NativeUnavailableError: there is none, for the reasons that it names.
@@ -156,17 +201,29 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
     mend = ""
     for entry, compiled in _entries(kernel, capability, refusals):
         try:
-            loaded = libcuda.driver().load(entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n"))  # PTX is a text, and ends so
-            if settings.current().record and not isinstance(kernel, Program) and not (isinstance(kernel, FamilyKernel) and kernel.text):
+            # PTX is a text, and ends so
+            loaded = libcuda.driver().load(
+                entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n")
+            )
+            if (
+                settings.current().record
+                and not isinstance(kernel, Program)
+                and not (isinstance(kernel, FamilyKernel) and kernel.text)
+            ):
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
             refused = _refused(entry, kernel, capability, error, compiled=compiled)
             refusals.append(refused)
-            mend = mend or refusals[-1].fix  # what mends the newest code, rather than what is old in the cache
-    fix = mend or next((refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor")
+            # what mends the newest code, rather than what is old in the cache
+            mend = mend or refusals[-1].fix
+    fix = mend or next(
+        (refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor"
+    )
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
-    raise NativeUnavailableError(f"{NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix)
+    raise NativeUnavailableError(
+        f"{NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix
+    )
 
 
 def _refused(
@@ -204,7 +261,12 @@ def _entries(
     """
     for entry in _ready(kernel, machine_code(capability), refusals):
         installed = entry.directory.is_relative_to(kernel.spec.project.aot)
-        counters.count("installed" if installed else "cache", settings.current().cache_dir, hit=True, size=entry.manifest.size)
+        counters.count(
+            "installed" if installed else "cache",
+            settings.current().cache_dir,
+            hit=True,
+            size=entry.manifest.size,
+        )
         yield entry, False
     counters.count("cache", settings.current().cache_dir, hit=False)
     if settings.current().jit:
@@ -212,14 +274,19 @@ def _entries(
     elif fetched := _fetched(kernel, capability):
         yield fetched, False
     else:
-        refusals.append(Refusal("it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)))
+        refusals.append(
+            Refusal(
+                "it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)
+            )
+        )
     yield from ((entry, False) for entry in _ready(kernel, ptx(capability), refusals))
 
 
 def _ready(
     kernel: AnyKernel, architectures: Iterable[str], refusals: list[Refusal]
 ) -> Iterator[Entry]:
-    """What was compiled before, from these very sources, for one of these architectures: at install, or in the cache."""
+    """What was compiled before, from these very sources, for one of these architectures: at
+    install, or in the cache."""
     cache = open_cache(settings.current())
     usable = not cache.problem()
     for architecture in architectures:
@@ -229,7 +296,11 @@ def _ready(
             refusals.append(damage)
         for one in [*([entry] if entry else []), *(cache.candidates(name) if usable else ())]:
             whole: Entry | None = one
-            refusal = freshness.stale(one, kernel.spec) or _apart(kernel, one.manifest.files) or _too_new(one)
+            refusal = (
+                freshness.stale(one, kernel.spec)
+                or _apart(kernel, one.manifest.files)
+                or _too_new(one)
+            )
             if not refusal and one is not entry:
                 whole, refusal = cache.verified(one)
             if refusal:
@@ -261,12 +332,29 @@ def _compiled(
     except FlexopsError as error:
         if isinstance(error, CompileError) and not isinstance(kernel, FamilyKernel):
             raise
-        refusals.append(Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix))
+        refusals.append(
+            Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+        )
 
 
-def plan_kernel(spec: OpSpec, expression: str, architecture: Architecture, compiler: DeviceCompiler, text: str = "") -> kernel_plan.KernelPlan:
+def plan_kernel(
+    spec: OpSpec,
+    expression: str,
+    architecture: Architecture,
+    compiler: DeviceCompiler,
+    text: str = "",
+) -> kernel_plan.KernelPlan:
     csrc = layout.csrc_root()
-    return kernel_plan.plan_kernel(spec.name, spec.cuda_sources, expression, architecture, compiler, csrc, roots=spec.project.roots(csrc), text=text)
+    return kernel_plan.plan_kernel(
+        spec.name,
+        spec.cuda_sources,
+        expression,
+        architecture,
+        compiler,
+        csrc,
+        roots=spec.project.roots(csrc),
+        text=text,
+    )
 
 
 def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
@@ -281,7 +369,9 @@ def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
     return cache.fetch_key(plan.name, plan.key)
 
 
-def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[kernel_plan.KernelPlan, tuple[str, ...]]:
+def _plan(
+    kernel: AnyKernel, capability: ComputeCapability
+) -> tuple[kernel_plan.KernelPlan, tuple[str, ...]]:
     choice = compiler_for(settings.current(), (capability,))
     plan = kernel.plan(choice.architectures[0], choice.compiler)
     if refusal := _apart(kernel, plan.files):
@@ -293,22 +383,38 @@ def _apart(kernel: AnyKernel, files: Digests) -> Refusal | None:
     return kernel.apart(files) if isinstance(kernel, FamilyKernel) else None
 
 
-def other_headers(spec: OpSpec, made: tuple[tuple[str, str], ...], files: Digests) -> Refusal | None:
-    """Why what is made of ``files`` does not go with a launcher that was compiled with the headers in ``made``; None if it does."""
+def other_headers(
+    spec: OpSpec, made: tuple[tuple[str, str], ...], files: Digests
+) -> Refusal | None:
+    """Why what is made of ``files`` does not go with a launcher that was compiled with the headers
+    in ``made``; None if it does."""
     name = next((name for name, digest in made if files.get(name, digest) != digest), None)
     if name is None:
         return None
-    return Refusal(f"{spec.name} was compiled with another flexops' {name.partition('>/')[2]} than this one's", f"install {spec.project.name} anew")
+    return Refusal(
+        f"{spec.name} was compiled with another flexops' {name.partition('>/')[2]} than this one's",
+        f"install {spec.project.name} anew",
+    )
 
 
 def _too_new(entry: Entry) -> Refusal | None:
-    """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own version or an older one."""
+    """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own
+    version or an older one."""
     made, runs = Version.parse(entry.manifest.cuda_version), libcuda.driver().cuda()
     if made > runs if entry.manifest.library.endswith(".ptx") else made.major > runs.major:
         toolkit = toolchain.compat.rules().facts(made)
-        least = toolkit.least_driver or toolkit.family_driver if made.major == runs.major else toolkit.family_driver
-        reason = f"{entry.library} is of CUDA {made}, which needs the NVIDIA driver {least} or newer; this one runs CUDA {runs}"
-        return Refusal(reason, "update the driver, or take a torch of an older CUDA: flexops target detect")
+        least = (
+            toolkit.least_driver or toolkit.family_driver
+            if made.major == runs.major
+            else toolkit.family_driver
+        )
+        reason = (
+            f"{entry.library} is of CUDA {made}, which needs the NVIDIA driver {least} or newer;"
+            f" this one runs CUDA {runs}"
+        )
+        return Refusal(
+            reason, "update the driver, or take a torch of an older CUDA: flexops target detect"
+        )
     return None
 
 
@@ -320,8 +426,14 @@ class Choice(NamedTuple):
     notes: tuple[str, ...]
 
 
-def compiler_for(chosen: settings.Settings, capabilities: tuple[ComputeCapability, ...], *, asked: str | None = None) -> Choice:
-    """The device compiler of this machine, and what it makes for these GPUs, or for the list of architectures that was asked for.
+def compiler_for(
+    chosen: settings.Settings,
+    capabilities: tuple[ComputeCapability, ...],
+    *,
+    asked: str | None = None,
+) -> Choice:
+    """The device compiler of this machine, and what it makes for these GPUs, or for the list of
+    architectures that was asked for.
 
     Raises:
         ToolchainError: there is none that matches torch.
@@ -331,5 +443,7 @@ def compiler_for(chosen: settings.Settings, capabilities: tuple[ComputeCapabilit
     if found.taken is None:
         raise toolchain.no_device_compiler(found, toolchain.torch_build())
     compiler = found.taken.value
-    resolved = toolchain.architectures.resolve(asked, compiler.version, detected=capabilities, known=toolchain.compat.rules())
+    resolved = toolchain.architectures.resolve(
+        asked, compiler.version, detected=capabilities, known=toolchain.compat.rules()
+    )
     return Choice(compiler, resolved.architectures, found.notes + resolved.notes)

@@ -1,4 +1,5 @@
-"""Texts that kernels are compiled with besides their source, by number: what people's own expressions became. A library asks for ``<kernel>#<number>``."""
+"""Texts that kernels are compiled with besides their source, by number: what people's own
+expressions became. A library asks for ``<kernel>#<number>``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What a run needs compiled, written down as it loads and launches it (``FLEXOPS_RECORD=FILE``); ``warm`` makes exactly that elsewhere.
+"""What a run needs compiled, written down as it loads and launches it (``FLEXOPS_RECORD=FILE``);
+``warm`` makes exactly that elsewhere.
 
-A line of JSON for each thing, once for each process: several may write to one file, because a line is one write to its end.
+A line of JSON for each thing, once for each process: several may write to one file, because a line
+is one write to its end.
 
     {"library": "rope", "device": "cpu"}
     {"kernel": "flexops::rope::rotate<float>", "family": "rope", "capability": "9.0"}
@@ -57,9 +59,17 @@ def kernel(launched: AnyKernel, capability: ComputeCapability) -> None:
 
     if settings.current().record is None:
         return
-    fact: dict[str, Any] = {"kernel": launched.expression, "family": launched.spec.name, "capability": str(capability)}
+    fact: dict[str, Any] = {
+        "kernel": launched.expression,
+        "family": launched.spec.name,
+        "capability": str(capability),
+    }
     if isinstance(launched, TextKernel):
-        fact |= {"text": launched.text, "include": list(launched.include), "options": list(launched.options)}
+        fact |= {
+            "text": launched.text,
+            "include": list(launched.include),
+            "options": list(launched.options),
+        }
     _write(fact)
 
 
@@ -108,9 +118,17 @@ def read(paths: Iterable[Path]) -> Record:
                     kernels.add((str(fact["family"]), str(fact["kernel"])))
         except (ValueError, KeyError, TypeError) as error:
             required = "lines that FLEXOPS_RECORD wrote"
-            raise FlexopsError("this is no record of a run", found=place, required=required, fix="record it again") from error
+            raise FlexopsError(
+                "this is no record of a run", found=place, required=required, fix="record it again"
+            ) from error
     own = tuple(texts[key] for key in sorted(texts))
-    return Record(tuple(sorted(libraries)), tuple(sorted(kernels)), own, tuple(sorted(extensions)), tuple(sorted(capabilities)))
+    return Record(
+        tuple(sorted(libraries)),
+        tuple(sorted(kernels)),
+        own,
+        tuple(sorted(extensions)),
+        tuple(sorted(capabilities)),
+    )
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
@@ -119,5 +137,9 @@ def _lines(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
         try:
             lines = _json.read(path).splitlines()
         except OSError as error:
-            raise FlexopsError("the record cannot be read", found=f"{path}: {error.strerror}", fix="FLEXOPS_RECORD=FILE <what is to start warm>") from error
+            raise FlexopsError(
+                "the record cannot be read",
+                found=f"{path}: {error.strerror}",
+                fix="FLEXOPS_RECORD=FILE <what is to start warm>",
+            ) from error
         yield from ((f"{path}:{number}", line) for number, line in enumerate(lines, 1))

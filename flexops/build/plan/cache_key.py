@@ -1,7 +1,9 @@
-"""The key that names an artifact: a digest of everything that decides what a build produces, and of nothing else.
+"""The key that names an artifact: a digest of everything that decides what a build produces, and of
+nothing else.
 
-It has two parts, because a compiler tells which headers a source reaches only by compiling it. The *base key* covers the commands, the
-compilers, torch's ABI and the sources. Under it, the last build left the list of headers it saw; the *key* covers their contents too.
+It has two parts, because a compiler tells which headers a source reaches only by compiling it. The
+*base key* covers the commands, the compilers, torch's ABI and the sources. Under it, the last build
+left the list of headers it saw; the *key* covers their contents too.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
     from .plan import BuildPlan
 
 SCHEMA = "flexops-3"
-"""Raised when the meaning of a key or the format of an entry changes; older entries then simply miss."""
+"""Raised when the meaning of a key or the format of an entry changes; older entries then simply
+miss."""
 
 SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/lib/")
-"""The distribution's own directories. ``/usr/local`` is not: people install what they are working on there."""
+"""The distribution's own directories. ``/usr/local`` is not: people install what they are working
+on there."""
 
 ABSENT = ""
 """In the place of a digest: a file that is not there, and must not be."""
@@ -37,7 +41,8 @@ Digests = dict[str, str]
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 of a file's content, in hex; ``OSError`` for a device or pipe, whose content need never end."""
+    """sha256 of a file's content, in hex; ``OSError`` for a device or pipe, whose content need
+    never end."""
     digest = hashlib.sha256()
     # A start digests a dozen small files: a stream for each would take longer than reading it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -77,9 +82,11 @@ def file_stamp(path: str | Path) -> FileStamp:
 
 
 def header_states(recorded: Digests, places: Sequence[str]) -> Digests:
-    """Recorded headers as they are now at their places of today; raises ``OSError`` if one that was there cannot be read.
+    """Recorded headers as they are now at their places of today; raises ``OSError`` if one that was
+    there cannot be read.
 
-    What was absent is hundreds of names in a few directories: reading those takes a tenth of asking for each name.
+    What was absent is hundreds of names in a few directories: reading those takes a tenth of asking
+    for each name.
     """
     folders: dict[str, list[tuple[str, str]]] = {}
     states: Digests = {}
@@ -90,7 +97,17 @@ def header_states(recorded: Digests, places: Sequence[str]) -> Digests:
             states[name] = file_digest(path)
     for folder, absent in folders.items():
         there = _names_in(folder) if len(absent) > _FEW else None
-        states.update((name, ABSENT if there is not None and os.path.basename(path) not in there else file_state(path)) for name, path in absent)
+        states.update(
+            (
+                name,
+                (
+                    ABSENT
+                    if there is not None and os.path.basename(path) not in there
+                    else file_state(path)
+                ),
+            )
+            for name, path in absent
+        )
     return states
 
 
@@ -105,13 +122,19 @@ def _names_in(folder: str) -> frozenset[str] | None:
 
 
 def library_state(path: str | Path) -> str:
-    """What tells a library from another of its name: its digest, or for one too large to be read at every start its size and its date."""
+    """What tells a library from another of its name: its digest, or for one too large to be read at
+    every start its size and its date."""
     seen = os.stat(path)
-    return file_digest(path) if seen.st_size <= _LARGE_LIBRARY else f"{seen.st_size} bytes of {seen.st_mtime_ns}"
+    return (
+        file_digest(path)
+        if seen.st_size <= _LARGE_LIBRARY
+        else f"{seen.st_size} bytes of {seen.st_mtime_ns}"
+    )
 
 
 def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
-    """sha256 over labelled, length-prefixed fields, so that no two different lists of fields have the same text."""
+    """sha256 over labelled, length-prefixed fields, so that no two different lists of fields have
+    the same text."""
     digest = hashlib.sha256(SCHEMA.encode())
     for label, value in fields:
         for part in (label.encode(), value.encode("utf-8", "surrogateescape")):
@@ -120,37 +143,63 @@ def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
 
 
 def source_digests(plan: BuildPlan) -> Digests:
-    """The digests of the plan's sources, recipe and libraries; raises ``FileNotFoundError`` naming one that is not there."""
+    """The digests of the plan's sources, recipe and libraries; raises ``FileNotFoundError`` naming
+    one that is not there."""
     texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in plan.texts}
-    libraries = {plan.relocatable(str(library)): library_state(library) for library in plan.libraries}
-    return texts | libraries | {plan.relocatable(str(source)): file_digest(source) for source in (*plan.sources, *plan.recipe)}
+    libraries = {
+        plan.relocatable(str(library)): library_state(library) for library in plan.libraries
+    }
+    return (
+        texts
+        | libraries
+        | {
+            plan.relocatable(str(source)): file_digest(source)
+            for source in (*plan.sources, *plan.recipe)
+        }
+    )
 
 
 def base_key(plan: BuildPlan, sources: Digests) -> str:
     """The part of the key that is known before anything has been compiled."""
-    commands = [(f"command {step.output}", plan.relocatable("\0".join(step.command))) for step in plan.steps]
+    commands = [
+        (f"command {step.output}", plan.relocatable("\0".join(step.command))) for step in plan.steps
+    ]
     return digest_fields([("name", plan.name), *plan.identity, *commands, *sorted(sources.items())])
 
 
 def full_key(base: str, headers: Digests) -> str:
-    """The artifact's name: the base key with the contents of every header that the build reached, and with what it looked for in vain."""
+    """The artifact's name: the base key with the contents of every header that the build reached,
+    and with what it looked for in vain."""
     absent = "\0".join(sorted(name for name, digest in headers.items() if digest == ABSENT))
     present = sorted(item for item in headers.items() if item[1] != ABSENT)
     return digest_fields([("base", base), *present, *([("absent", absent)] if absent else [])])
 
 
 def reached_headers(plan: BuildPlan, depfiles: Sequence[Path]) -> list[str]:
-    """The headers in the compilers' depfiles that neither belong to the system nor are covered by the plan's identity."""
+    """The headers in the compilers' depfiles that neither belong to the system nor are covered by
+    the plan's identity."""
     sources = {str(source) for source in plan.sources}
     beside = {depfile.parent.parent for depfile in depfiles}
-    shared = [f"{path / SHARED_HEADERS}/" for path in (*beside, *(path.resolve() for path in beside))]  # clang gives whole paths; nothing of its own is there
+    # clang gives whole paths; nothing of its own is there
+    shared = [
+        f"{path / SHARED_HEADERS}/" for path in (*beside, *(path.resolve() for path in beside))
+    ]
     skip = (*SYSTEM_ROOTS, *(root.rstrip("/") + "/" for root in plan.trusted_roots), *shared)
-    found = {name for depfile in depfiles for name in parse_depfile(depfile.read_text(encoding="utf-8", errors="surrogateescape"))}
-    return sorted(name for name in found - sources if name.startswith("/") and not name.startswith(skip))
+    found = {
+        name
+        for depfile in depfiles
+        for name in parse_depfile(depfile.read_text(encoding="utf-8", errors="surrogateescape"))
+    }
+    return sorted(
+        name for name in found - sources if name.startswith("/") and not name.startswith(skip)
+    )
 
 
 def parse_depfile(text: str) -> list[str]:
     """The prerequisites in a make rule as ``-MD`` writes it, with escaped blanks restored."""
     _, _, tail = text.replace("\\\n", " ").partition(": ")
-    names = tail.replace("\\ ", "\0").replace("\n", " ").split(" ")  # other white space is part of a name, and not escaped
-    return [name.replace("\0", " ").replace("$$", "$").replace("\\#", "#") for name in names if name]
+    # other white space is part of a name, and not escaped
+    names = tail.replace("\\ ", "\0").replace("\n", " ").split(" ")
+    return [
+        name.replace("\0", " ").replace("$$", "$").replace("\\#", "#") for name in names if name
+    ]

@@ -72,6 +72,7 @@ def _included(plans: Sequence[BuildPlan]) -> set[str]:
             own = tuple(path for path in places if not f"{path}/".startswith(trusted))
             known = found.setdefault(own, {})
             for source in step.inputs if step.kind != "link" else ():
-                with contextlib.suppress(OSError):  # one that cannot be read has the compiler say so
+                # one that cannot be read has the compiler say so
+                with contextlib.suppress(OSError):
                     includes.own_headers(*search.text_of(plan, source), own, known)
     return {path for known in found.values() for path in known}

@@ -1,4 +1,5 @@
-"""What would make somebody's extension build faster, in one line: said when it was built and took long."""
+"""What would make somebody's extension build faster, in one line: said when it was built and took
+long."""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ WORTH_SECONDS = 10.0
 PAGE = "docs/splitting.md"
 
 _WHOLE_TORCH = re.compile(
-    r"^[ \t]*#[ \t]*include[ \t]*[<\"]((?:torch/(?:extension|torch|all|types|script|library)|ATen/ATen|torch/csrc/[^>\"]+)\.h)[>\"]", re.MULTILINE
+    r"^[ \t]*#[ \t]*include["
+    r" \t]*[<\"]((?:torch/(?:extension|torch|all|types|script|library)|ATen/ATen|torch/csrc/[^>\"]+)\.h)[>\"]",
+    re.MULTILINE,
 )
 
 
-def split_device_code(plan: BuildPlan, request: Request, seconds: float, *, without_nvcc: bool) -> str:
-    """The line that says how to split CUDA sources which read torch's headers; "" if none does, or the build was quick.
+def split_device_code(
+    plan: BuildPlan, request: Request, seconds: float, *, without_nvcc: bool
+) -> str:
+    """The line that says how to split CUDA sources which read torch's headers; "" if none does, or
+    the build was quick.
 
-    nvcc reads a source three times and more: once for the host, once for each architecture, and once to bring both together.
+    nvcc reads a source three times and more: once for the host, once for each architecture, and
+    once to bring both together.
 
     Args:
         without_nvcc: flexops can split them by itself.
@@ -35,14 +42,24 @@ def split_device_code(plan: BuildPlan, request: Request, seconds: float, *, with
     names = ", ".join(sorted({os.path.basename(source) for source, _ in found}))
     headers = ", ".join(sorted({header for _, header in found}))
     passes = f"{2 + max(1, len(plan.architectures))} times"
-    told = f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for {names}. "
+    told = (
+        f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for"
+        f" {names}. "
+    )
     if without_nvcc:
-        return f'{told}device_compiler="nvrtc" (or FLEXOPS_DEVICE_COMPILER=nvrtc) reads them once, and not at all after an edit of a kernel ({PAGE})'
-    return f"{told}Kernels alone in the .cu, torch in a .cpp beside it: they are read once, and not at all after an edit of a kernel ({PAGE})"
+        return (
+            f'{told}device_compiler="nvrtc" (or FLEXOPS_DEVICE_COMPILER=nvrtc) reads them once, and'
+            f" not at all after an edit of a kernel ({PAGE})"
+        )
+    return (
+        f"{told}Kernels alone in the .cu, torch in a .cpp beside it: they are read once, and not at"
+        f" all after an edit of a kernel ({PAGE})"
+    )
 
 
 def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[str, str]]:
-    """CUDA sources, with the header by which each reaches all of torch: its own include or one of the user's headers'."""
+    """CUDA sources, with the header by which each reaches all of torch: its own include or one of
+    the user's headers'."""
     for source in (step.inputs[0] for step in plan.steps if step.kind == "device"):
         text, folder = search.text_of(plan, source)
         for one in (text, *map(read_text, own_headers(text, folder, request.include_dirs))):

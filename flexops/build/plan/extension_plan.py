@@ -1,6 +1,8 @@
-"""The build of a user's extension: ``Request + Toolchain + PythonBuild -> BuildPlan``, by pure functions.
+"""The build of a user's extension: ``Request + Toolchain + PythonBuild -> BuildPlan``, by pure
+functions.
 
-The flags are those that ``torch.utils.cpp_extension`` gives, in its order, so that a source means here what it means there.
+The flags are those that ``torch.utils.cpp_extension`` gives, in its order, so that a source means
+here what it means there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ToolchainError
 from ..describe.layout import csrc_root
-from .plan import HOST_STEP_BYTES, MIB, TORCH_HEADER_STEP_BYTES, BuildPlan, Step, anchors, compiler_roots, environment_identity, for_nvcc
+from .plan import (
+    HOST_STEP_BYTES,
+    MIB,
+    TORCH_HEADER_STEP_BYTES,
+    BuildPlan,
+    Step,
+    anchors,
+    compiler_roots,
+    environment_identity,
+    for_nvcc,
+)
 
 if TYPE_CHECKING:
     from ...compute_capability import Architecture
@@ -37,7 +49,8 @@ class PythonBuild(NamedTuple):
     Attributes:
         identity: its version and what its extension modules are called, which enters the key.
         include: the directory with Python.h.
-        abi_flags: what pybind11 needs to share types with torch's own bindings; empty for a torch of today.
+        abi_flags: what pybind11 needs to share types with torch's own bindings; empty for a torch
+            of today.
     """
 
     identity: str
@@ -46,7 +59,8 @@ class PythonBuild(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What ``load`` and ``load_inline`` were asked for, with paths made absolute and flags split into arguments.
+    """What ``load`` and ``load_inline`` were asked for, with paths made absolute and flags split
+    into arguments.
 
     Attributes:
         name: the extension's; for a Python module the one in its ``PyInit_`` function.
@@ -58,7 +72,8 @@ class Request(NamedTuple):
         is_python_module, is_standalone: as in torch.
         keep_objects: whether objects are kept for the next build.
         device_compiler: ``nvcc`` or ``nvrtc`` for the CUDA sources; "" leaves it to the settings.
-        halves, halves_cflags: the texts that are the host's halves of CUDA sources, and what they are compiled with in the place of ``cflags``.
+        halves, halves_cflags: the texts that are the host's halves of CUDA sources, and what they
+            are compiled with in the place of ``cflags``.
     """
 
     name: str
@@ -88,27 +103,40 @@ class Request(NamedTuple):
 
 
 def arguments(flags: Iterable[str] | None) -> tuple[str, ...]:
-    """A user's flags as separate arguments. torch joins them into a ninja file, so one string may hold several, quoted for ninja and shell."""
+    """A user's flags as separate arguments. torch joins them into a ninja file, so one string may
+    hold several, quoted for ninja and shell."""
     if not flags:
         return ()
     import shlex
 
-    return tuple(argument for flag in flags for argument in shlex.split(str(flag).replace("$$", "$")))
+    return tuple(
+        argument for flag in flags for argument in shlex.split(str(flag).replace("$$", "$"))
+    )
 
 
 def is_cuda(source: str, torch: TorchBuild | None = None) -> bool:
     """Whether a source is for nvcc (or hipcc), by its name."""
     suffix = os.path.splitext(source)[1]
-    return suffix in CUDA_SUFFIXES or (suffix == ".hip" and torch is not None and torch.hip is not None)
+    return suffix in CUDA_SUFFIXES or (
+        suffix == ".hip" and torch is not None and torch.hip is not None
+    )
 
 
 def torch_identity(torch: TorchBuild) -> str:
-    """Which torch a user's extension runs with: this very build, since it may use any of its C++."""
+    """Which torch a user's extension runs with: this very build, since it may use any of its
+    C++."""
     return f"torch-{torch.version}-{torch.git_version[:12] or 'unknown'}-cxx11abi{int(torch.cxx11_abi)}"
 
 
-def plan_extension(request: Request, toolchain: Toolchain, python: PythonBuild, *, architectures: tuple[Architecture, ...] = ()) -> BuildPlan:
-    """The build of an extension. How many jobs it may use is left at one: that does not enter the key, and a warm start need not know.
+def plan_extension(
+    request: Request,
+    toolchain: Toolchain,
+    python: PythonBuild,
+    *,
+    architectures: tuple[Architecture, ...] = (),
+) -> BuildPlan:
+    """The build of an extension. How many jobs it may use is left at one: that does not enter the
+    key, and a warm start need not know.
 
     Raises:
         ToolchainError: a part of the toolchain that this build needs is missing.
@@ -119,20 +147,42 @@ def plan_extension(request: Request, toolchain: Toolchain, python: PythonBuild, 
     if cuda is None:
         return base_plan(request, toolchain, torch, python, steps, [])
     listed = tuple(map(str, architectures))
-    plan = base_plan(request, toolchain, torch, python, steps, [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(listed))])
+    plan = base_plan(
+        request,
+        toolchain,
+        torch,
+        python,
+        steps,
+        [("nvcc", cuda.nvcc.identity), ("architectures", " ".join(listed))],
+    )
     return plan._replace(
-        device="cuda", cuda_version=cuda.version.major_minor, architectures=listed, trusted_roots=(*plan.trusted_roots, str(cuda.root))
+        device="cuda",
+        cuda_version=cuda.version.major_minor,
+        architectures=listed,
+        trusted_roots=(*plan.trusted_roots, str(cuda.root)),
     )
 
 
 def base_plan(
-    request: Request, toolchain: Toolchain, torch: TorchBuild, python: PythonBuild, steps: list[Step], identity: list[tuple[str, str]]
+    request: Request,
+    toolchain: Toolchain,
+    torch: TorchBuild,
+    python: PythonBuild,
+    steps: list[Step],
+    identity: list[tuple[str, str]],
 ) -> BuildPlan:
-    """The plan with those steps, for the CPU; ``identity`` is added to what every extension's key covers."""
+    """The plan with those steps, for the CPU; ``identity`` is added to what every extension's key
+    covers."""
     host = toolchain.host
     assert host is not None  # whoever made the steps has looked
     places = _anchors(request, toolchain, python)
-    facts = [("host compiler", host.identity), ("torch", torch_identity(torch)), ("python", python.identity), *_wishes(request), *identity]
+    facts = [
+        ("host compiler", host.identity),
+        ("torch", torch_identity(torch)),
+        ("python", python.identity),
+        *_wishes(request),
+        *identity,
+    ]
     return BuildPlan(
         name=request.name,
         steps=tuple(steps),
@@ -151,19 +201,29 @@ def base_plan(
         texts=request.texts,
         keep_objects=request.keep_objects and len(request.inputs) > 1,
         watched=True,
-        # Their quick look-ups trust the list of headers of an earlier compile, which a new header can make wrong.
+        # Their quick look-ups trust the list of headers of an earlier compile, which a new header
+        # can make wrong.
         environment=(("CCACHE_NODIRECT", "1"), ("SCCACHE_DIRECT", "false")),
     )
 
 
-def precompilable_flags(request: Request, toolchain: Toolchain, python: PythonBuild) -> tuple[str, ...]:
-    """The host flags less the extension's name and the user's include path: what its compile shares with other extensions'."""
+def precompilable_flags(
+    request: Request, toolchain: Toolchain, python: PythonBuild
+) -> tuple[str, ...]:
+    """The host flags less the extension's name and the user's include path: what its compile shares
+    with other extensions'."""
     torch, cuda = _require(request, toolchain)
-    return (*defines(request, with_name=False), *_system_includes(torch, cuda, python), *arguments_for_torch(torch, python), *request.cflags)
+    return (
+        *defines(request, with_name=False),
+        *_system_includes(torch, cuda, python),
+        *arguments_for_torch(torch, python),
+        *request.cflags,
+    )
 
 
 def _trusted_roots(toolchain: Toolchain, python: PythonBuild) -> tuple[str, ...]:
-    """Directories whose headers the key's identity covers: torch's, Python's and the compiler's own."""
+    """Directories whose headers the key's identity covers: torch's, Python's and the compiler's
+    own."""
     roots = [str(python.include)]
     if toolchain.torch:
         roots.append(str(toolchain.torch.root))
@@ -173,39 +233,69 @@ def _trusted_roots(toolchain: Toolchain, python: PythonBuild) -> tuple[str, ...]
 
 
 def _require(request: Request, toolchain: Toolchain) -> tuple[TorchBuild, CudaToolkit | None]:
-    if request.with_cuda and toolchain.torch and not toolchain.torch.cuda and not toolchain.torch.hip:
+    if (
+        request.with_cuda
+        and toolchain.torch
+        and not toolchain.torch.cuda
+        and not toolchain.torch.hip
+    ):
         raise ToolchainError(
-            f"extension {request.name} has CUDA sources (or with_cuda=True), and this torch is built without CUDA",
+            f"extension {request.name} has CUDA sources (or with_cuda=True), and this torch is"
+            " built without CUDA",
             found=f"torch {toolchain.torch.version}",
             required="a torch built for CUDA or ROCm",
-            fix="install one (`flexops target list` shows which), or pass with_cuda=False and no .cu sources",
+            fix=(
+                "install one (`flexops target list` shows which), or pass with_cuda=False and no"
+                " .cu sources"
+            ),
         )
     cuda = toolchain.cuda if request.with_cuda else None
     if toolchain.torch and toolchain.host and toolchain.ninja and (cuda or not request.with_cuda):
         return toolchain.torch, cuda
     from ...toolchain import missing  # imported for its message only
 
-    raise missing(toolchain, "cuda" if request.with_cuda else "cpu") or ToolchainError("the toolchain is incomplete", fix="flexops doctor")
+    raise missing(toolchain, "cuda" if request.with_cuda else "cpu") or ToolchainError(
+        "the toolchain is incomplete", fix="flexops doctor"
+    )
 
 
 def _wishes(request: Request) -> list[tuple[str, str]]:
-    """The user's own arguments, word for word: a path in them may end up in the binary, so it is not made relocatable."""
-    groups = (("cflags", request.cflags), ("cuda cflags", request.cuda_cflags), ("ldflags", request.ldflags))
+    """The user's own arguments, word for word: a path in them may end up in the binary, so it is
+    not made relocatable."""
+    groups = (
+        ("cflags", request.cflags),
+        ("cuda cflags", request.cuda_cflags),
+        ("ldflags", request.ldflags),
+    )
     return [(label, "\0".join(flags)) for label, flags in groups]
 
 
 def linked_files(request: Request, toolchain: Toolchain) -> tuple[Path, ...]:
-    """The files that the user's arguments name by path, and every library that a ``-l`` can mean in the user's directories (``-L``, ``LIBRARY_PATH``)."""
+    """The files that the user's arguments name by path, and every library that a ``-l`` can mean in
+    the user's directories (``-L``, ``LIBRARY_PATH``)."""
     arguments = [*request.cflags, *request.cuda_cflags, *request.ldflags]
     pieces = [piece for argument in arguments for piece in argument.replace("=", ",").split(",")]
     named = [piece.lstrip("@") for piece in pieces if piece.lstrip("@").startswith("/")]
     words = [piece for argument in request.ldflags for piece in argument.split(",")]
     directories = _values(words, "-L", "--library-path")
-    searched = [part for name, value in toolchain.environment if name == "LIBRARY_PATH" for part in value.split(":")]
-    directories += [f"{part}{further}" for part in searched for further in ("", "/../lib64", "/../lib")]  # gcc looks there, too
+    searched = [
+        part
+        for name, value in toolchain.environment
+        if name == "LIBRARY_PATH"
+        for part in value.split(":")
+    ]
+    # gcc looks there, too
+    directories += [
+        f"{part}{further}" for part in searched for further in ("", "/../lib64", "/../lib")
+    ]
     for name in _values(words, "-l", "--library"):
         files = (name[1:],) if name.startswith(":") else (f"lib{name}.so", f"lib{name}.a")
-        named += [f"{directory}/{file}" for directory in directories for file in files if os.path.isabs(directory)]
+        named += [
+            f"{directory}/{file}"
+            for directory in directories
+            for file in files
+            if os.path.isabs(directory)
+        ]
     return tuple(Path(path) for path in dict.fromkeys(named) if os.path.isfile(path))
 
 
@@ -222,11 +312,19 @@ def _values(words: list[str], short: str, long: str) -> list[str]:
     return found
 
 
-def _anchors(request: Request, toolchain: Toolchain, python: PythonBuild) -> tuple[tuple[str, str], ...]:
-    directories = dict.fromkeys([*(str(source.parent) for source in request.sources), *request.include_dirs])
+def _anchors(
+    request: Request, toolchain: Toolchain, python: PythonBuild
+) -> tuple[tuple[str, str], ...]:
+    directories = dict.fromkeys(
+        [*(str(source.parent) for source in request.sources), *request.include_dirs]
+    )
     own = [(csrc_root(), "<csrc>")] if request.halves else []
-    own += [(Path(path), f"<dir{number}>") for number, path in enumerate(directories) if path != "/"]
-    return anchors(toolchain, "cuda" if request.with_cuda else "cpu", *own, (python.include, "<python>"))
+    own += [
+        (Path(path), f"<dir{number}>") for number, path in enumerate(directories) if path != "/"
+    ]
+    return anchors(
+        toolchain, "cuda" if request.with_cuda else "cpu", *own, (python.include, "<python>")
+    )
 
 
 def defines(request: Request, *, with_name: bool = True) -> tuple[str, ...]:
@@ -240,8 +338,11 @@ def _user_includes(request: Request) -> tuple[str, ...]:
     return tuple(f"-I{path}" for path in request.include_dirs)
 
 
-def _system_includes(torch: TorchBuild, cuda: CudaToolkit | None, python: PythonBuild) -> tuple[str, ...]:
-    extra = [path for path in (cuda.include_dirs if cuda else ()) if str(path) != "/usr/include"]  # g++ minds that one being named
+def _system_includes(
+    torch: TorchBuild, cuda: CudaToolkit | None, python: PythonBuild
+) -> tuple[str, ...]:
+    # g++ minds that one being named
+    extra = [path for path in (cuda.include_dirs if cuda else ()) if str(path) != "/usr/include"]
     return system_includes((*torch.include_dirs, *extra, python.include))
 
 
@@ -252,50 +353,95 @@ def system_includes(directories: Iterable[Path]) -> tuple[str, ...]:
 
 def arguments_for_torch(torch: TorchBuild, python: PythonBuild) -> tuple[str, ...]:
     """The C++ standard and ABI that go with torch's headers."""
-    return ("-fPIC", f"-std=c++{torch.cxx_standard}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}", *python.abi_flags)
+    return (
+        "-fPIC",
+        f"-std=c++{torch.cxx_standard}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
+        *python.abi_flags,
+    )
 
 
 def _compile_steps(
-    request: Request, toolchain: Toolchain, torch: TorchBuild, cuda: CudaToolkit | None, python: PythonBuild, architectures: tuple[Architecture, ...]
+    request: Request,
+    toolchain: Toolchain,
+    torch: TorchBuild,
+    cuda: CudaToolkit | None,
+    python: PythonBuild,
+    architectures: tuple[Architecture, ...],
 ) -> list[Step]:
     assert toolchain.host is not None  # _require() has looked
     common = (*defines(request), *_user_includes(request), *_system_includes(torch, cuda, python))
     host = (str(toolchain.host.path), *common, *arguments_for_torch(torch, python))
-    device = _nvcc_command(request, toolchain, torch, cuda, python, common, architectures) if cuda else ()
+    device = (
+        _nvcc_command(request, toolchain, torch, cuda, python, common, architectures)
+        if cuda
+        else ()
+    )
     steps = []
     for source, output in zip(request.inputs, object_names(request.inputs, torch), strict=True):
         tail = ("-c", source, "-o", output)
         if device and is_cuda(source):
             steps.append(Step("device", output, (source,), (*device, *tail), NVCC_TORCH_STEP_BYTES))
         else:
-            # Where CUDA's own are torch's: those have neither crt/ nor nv/, which its headers include.
+            # Where CUDA's own are torch's: those have neither crt/ nor nv/, which its headers
+            # include.
             stand_ins = ("-idirafter", str(csrc_root())) if request.halves else ()
-            own = (*stand_ins, *(request.halves_cflags if source in request.halves else request.cflags))
-            steps.append(Step("host", output, (source,), (*host, *own, *tail), TORCH_HEADER_STEP_BYTES))
+            own = (
+                *stand_ins,
+                *(request.halves_cflags if source in request.halves else request.cflags),
+            )
+            steps.append(
+                Step("host", output, (source,), (*host, *own, *tail), TORCH_HEADER_STEP_BYTES)
+            )
     return steps
 
 
 def _nvcc_command(
-    request: Request, toolchain: Toolchain, torch: TorchBuild, cuda: CudaToolkit | None, python: PythonBuild, common: tuple[str, ...],
+    request: Request,
+    toolchain: Toolchain,
+    torch: TorchBuild,
+    cuda: CudaToolkit | None,
+    python: PythonBuild,
+    common: tuple[str, ...],
     architectures: tuple[Architecture, ...],
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     assert cuda is not None
     assert toolchain.host is not None
     mine = request.cuda_cflags
     from ...compute_capability import gencodes
 
     chosen = () if any("arch" in flag for flag in mine) else gencodes(architectures)
-    compiler = () if any(flag.startswith(("-ccbin", "--compiler-bindir")) for flag in mine) else ("-ccbin", str(toolchain.host.path))
-    standard = () if any(flag.startswith(("-std", "--std")) for flag in mine) else (f"-std=c++{torch.cxx_standard}",)
+    compiler = (
+        ()
+        if any(flag.startswith(("-ccbin", "--compiler-bindir")) for flag in mine)
+        else ("-ccbin", str(toolchain.host.path))
+    )
+    standard = (
+        ()
+        if any(flag.startswith(("-std", "--std")) for flag in mine)
+        else (f"-std=c++{torch.cxx_standard}",)
+    )
     abi = (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}", *python.abi_flags)
-    return (str(cuda.nvcc.path), *compiler, *map(for_nvcc, common), *_NVCC_FLAGS, *abi, *chosen, "--compiler-options", "-fPIC", *mine, *standard)
+    return (
+        str(cuda.nvcc.path),
+        *compiler,
+        *map(for_nvcc, common),
+        *_NVCC_FLAGS,
+        *abi,
+        *chosen,
+        "--compiler-options",
+        "-fPIC",
+        *mine,
+        *standard,
+    )
 
 
 def object_names(sources: Iterable[str], torch: TorchBuild | None = None) -> list[str]:
     """An object file name for each source, no two alike."""
     names: list[str] = []
     for source in sources:
-        stem = os.path.splitext(os.path.basename(source))[0].lstrip("-") or "source"  # a linker would take -x.o for an option
+        # a linker would take -x.o for an option
+        stem = os.path.splitext(os.path.basename(source))[0].lstrip("-") or "source"
         suffix = ".cuda.o" if is_cuda(source, torch) else ".o"
         number, name = 1, stem + suffix
         while name in names:
@@ -304,10 +450,20 @@ def object_names(sources: Iterable[str], torch: TorchBuild | None = None) -> lis
     return names
 
 
-def _link_step(request: Request, toolchain: Toolchain, torch: TorchBuild, cuda: CudaToolkit | None, objects: list[str]) -> Step:
+def _link_step(
+    request: Request,
+    toolchain: Toolchain,
+    torch: TorchBuild,
+    cuda: CudaToolkit | None,
+    objects: list[str],
+) -> Step:
     assert toolchain.host is not None
     shared = () if request.is_standalone else ("-shared",)
-    flags = (*request.ldflags, *torch_libraries(request, torch), *(_runtime_library(cuda) if cuda else ()))
+    flags = (
+        *request.ldflags,
+        *torch_libraries(request, torch),
+        *(_runtime_library(cuda) if cuda else ()),
+    )
     command = (str(toolchain.host.path), *objects, *shared, *flags, "-o", request.library)
     return Step("link", request.library, tuple(objects), command, HOST_STEP_BYTES)
 
@@ -315,13 +471,25 @@ def _link_step(request: Request, toolchain: Toolchain, torch: TorchBuild, cuda: 
 def torch_libraries(request: Request, torch: TorchBuild) -> tuple[str, ...]:
     """The torch libraries that torch's own builder links an extension with, in its order."""
     accelerator = ("hip" if torch.hip else "cuda") if request.with_cuda else ""
-    names = ["c10", f"c10_{accelerator}", "torch_cpu", f"torch_{accelerator}", "torch", "" if request.is_standalone else "torch_python"]
+    names = [
+        "c10",
+        f"c10_{accelerator}",
+        "torch_cpu",
+        f"torch_{accelerator}",
+        "torch",
+        "" if request.is_standalone else "torch_python",
+    ]
     rpath = (f"-Wl,-rpath,{torch.library_dir}",) if request.is_standalone else ()
-    return (f"-L{torch.library_dir}", *(f"-l{name}" for name in names if name and not name.endswith("_")), *rpath)
+    return (
+        f"-L{torch.library_dir}",
+        *(f"-l{name}" for name in names if name and not name.endswith("_")),
+        *rpath,
+    )
 
 
 def _runtime_library(cuda: CudaToolkit) -> tuple[str, ...]:
-    """The shared CUDA runtime that torch has loaded already. NVIDIA's wheels have it under its versioned name only."""
+    """The shared CUDA runtime that torch has loaded already. NVIDIA's wheels have it under its
+    versioned name only."""
     for directory in cuda.library_dirs:
         for name in ("libcudart.so", f"libcudart.so.{cuda.version.major}"):
             if (directory / name).exists():

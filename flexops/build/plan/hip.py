@@ -1,4 +1,5 @@
-"""The build of an op for AMD GPUs: the same sources, compiled as HIP. ``csrc/common`` hides the difference, so nothing is hipified."""
+"""The build of an op for AMD GPUs: the same sources, compiled as HIP. ``csrc/common`` hides the
+difference, so nothing is hipified."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from .plan import (
 
 
 def plan_hip_op(
-    spec: OpSpec, toolchain: Toolchain, *, csrc: Path, resources: Resources, max_jobs: int | None = None, architectures: tuple[str, ...]
+    spec: OpSpec,
+    toolchain: Toolchain,
+    *,
+    csrc: Path,
+    resources: Resources,
+    max_jobs: int | None = None,
+    architectures: tuple[str, ...],
 ) -> BuildPlan:
     """The build of one op's library for ``architectures`` such as ``("gfx90a",)``.
 
@@ -42,21 +49,72 @@ def plan_hip_op(
     own = spec.project.roots(csrc)[0][1]
     common = (*include_flags(spec, csrc), "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
     binding = str(own / spec.binding) if spec.binding else BINDING
-    command = (str(host.path), "-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch), "-c", binding, "-o", "binding.o")
+    command = (
+        str(host.path),
+        "-O1",
+        *common,
+        "-DUSE_ROCM",
+        "-D__HIP_PLATFORM_AMD__=1",
+        *binding_flags(torch),
+        "-c",
+        binding,
+        "-o",
+        "binding.o",
+    )
     header = BINDING_HEADER if host.kind == "gcc" else ""
-    steps = [Step("host", "binding.o", (binding,), command, TORCH_HEADER_STEP_BYTES, shared_header=header)]
+    steps = [
+        Step(
+            "host", "binding.o", (binding,), command, TORCH_HEADER_STEP_BYTES, shared_header=header
+        )
+    ]
     offload = [f"--offload-arch={name}" for name in architectures]
     for source in spec.cuda_sources:
         path, output = str(own / source), f"{Path(source).stem}.hip.o"
-        device = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3", *common, *declared(spec), *offload, "-c", path, "-o", output)
+        device = (
+            str(rocm.hipcc.path),
+            "-x",
+            "hip",
+            "-std=c++17",
+            "-O3",
+            *common,
+            *declared(spec),
+            *offload,
+            "-c",
+            path,
+            "-o",
+            output,
+        )
         steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
     objects = [step.output for step in steps]
-    libraries = (f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10", *(f"-L{path}" for path in rocm.library_dirs), "-lamdhip64")
+    libraries = (
+        f"-L{torch.library_dir}",
+        "-ltorch_cpu",
+        "-lc10",
+        *(f"-L{path}" for path in rocm.library_dirs),
+        "-lamdhip64",
+    )
     library = library_name(spec, "cuda")
-    steps.append(Step("link", library, tuple(objects), (str(host.path), "-shared", *objects, "-o", library, *libraries)))
+    steps.append(
+        Step(
+            "link",
+            library,
+            tuple(objects),
+            (str(host.path), "-shared", *objects, "-o", library, *libraries),
+        )
+    )
     recipe = Path(__file__).resolve()
     identity = (("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
-    plan = plan_of(spec, "cuda", toolchain, steps, csrc=csrc, resources=resources, max_jobs=max_jobs, compiles="cuda", identity=identity)
+    plan = plan_of(
+        spec,
+        "cuda",
+        toolchain,
+        steps,
+        csrc=csrc,
+        resources=resources,
+        max_jobs=max_jobs,
+        compiles="cuda",
+        identity=identity,
+    )
     return plan._replace(
         trusted_roots=(str(torch.root), str(rocm.root / "include" / "hip"), str(rocm.root / "lib")),
         architectures=architectures,
@@ -67,4 +125,8 @@ def plan_hip_op(
 
 def no_architecture() -> ArchitectureError:
     found = "no GPU here, PYTORCH_ROCM_ARCH unset"
-    return ArchitectureError("no AMD architecture to compile for", found=found, fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"')
+    return ArchitectureError(
+        "no AMD architecture to compile for",
+        found=found,
+        fix='export PYTORCH_ROCM_ARCH="gfx90a;gfx942"',
+    )

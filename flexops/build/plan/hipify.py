@@ -1,7 +1,9 @@
-"""Translates a user's CUDA sources to HIP, privately: originals are read, everything written goes into the build directory.
+"""Translates a user's CUDA sources to HIP, privately: originals are read, everything written goes
+into the build directory.
 
-torch's own translator does the work (``torch/utils/hipify``, which every torch wheel has); torch itself is not imported. It writes beside what
-it reads, so the sources and the user's headers that they reach are first copied:
+torch's own translator does the work (``torch/utils/hipify``, which every torch wheel has); torch
+itself is not imported. It writes beside what it reads, so the sources and the user's headers that
+they reach are first copied:
 
     hipified/...                     the copies, in their places relative to each other, and the translations beside them
     hipified_<number>.hip, .cpp      what is compiled: includes the translation of one source
@@ -24,7 +26,9 @@ from typing import Any
 
 FOLDER = "hipified"
 STAMP = f"{FOLDER}.stamp"
-_TEXTS = "texts"  # sources that came as text are no files of the user's; they get a directory of their own among the copies
+# sources that came as text are no files of the user's; they get a directory of their own among the
+# copies
+_TEXTS = "texts"
 
 
 def wrapper(number: int, source: str) -> str:
@@ -39,7 +43,9 @@ def order(sources: Sequence[str], include_dirs: Sequence[str], torch_root: Path)
         sources: absolute paths, or names of files in the build directory.
         include_dirs: the user's include path.
     """
-    return json.dumps({"sources": list(sources), "include_dirs": list(include_dirs), "torch": str(torch_root)})
+    return json.dumps(
+        {"sources": list(sources), "include_dirs": list(include_dirs), "torch": str(torch_root)}
+    )
 
 
 def mirrored(include_dirs: Sequence[str]) -> tuple[str, ...]:
@@ -47,31 +53,49 @@ def mirrored(include_dirs: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{FOLDER}{directory}" for directory in include_dirs)
 
 
-def translate(sources: Sequence[str], include_dirs: Sequence[str], torch_root: Path, directory: Path) -> None:
+def translate(
+    sources: Sequence[str], include_dirs: Sequence[str], torch_root: Path, directory: Path
+) -> None:
     """Translate into ``directory``, the build directory."""
-    own_headers = _module("flexops_includes", Path(__file__).parents[1] / "describe/includes.py").own_headers
+    own_headers = _module(
+        "flexops_includes", Path(__file__).parents[1] / "describe/includes.py"
+    ).own_headers
     originals: dict[str, Path] = {}  # file -> its copy
     for source in sources:
         path = directory / source
         copies = [(str(path), _copy_of(source, directory))]
-        headers = own_headers(path.read_text(encoding="utf-8", errors="replace"), str(path.parent), include_dirs)
+        headers = own_headers(
+            path.read_text(encoding="utf-8", errors="replace"), str(path.parent), include_dirs
+        )
         copies += [(header, _copy_of(header, directory)) for header in headers]
         for original, copy in copies:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(original, copy)
             originals[original] = copy
-    results = _hipify(torch_root, directory / FOLDER, [str(directory / place) for place in mirrored(include_dirs)])
+    results = _hipify(
+        torch_root, directory / FOLDER, [str(directory / place) for place in mirrored(include_dirs)]
+    )
     for number, source in enumerate(sources):
         copy = originals[str(directory / source)]
         translated = os.path.relpath(_translation(results, copy), directory)
-        (directory / wrapper(number, source)).write_text(f'#include "{translated}"\n', encoding="utf-8")
-    read = " ".join(path.replace("$", "$$").replace(" ", "\\ ") for path in originals if not path.startswith(f"{directory}/"))
+        (directory / wrapper(number, source)).write_text(
+            f'#include "{translated}"\n', encoding="utf-8"
+        )
+    read = " ".join(
+        path.replace("$", "$$").replace(" ", "\\ ")
+        for path in originals
+        if not path.startswith(f"{directory}/")
+    )
     (directory / f"{STAMP}.d").write_text(f"{STAMP}: {read}\n", encoding="utf-8")
     (directory / STAMP).write_text("", encoding="utf-8")
 
 
 def _copy_of(source: str, directory: Path) -> Path:
-    return Path(f"{directory / FOLDER}{source}" if os.path.isabs(source) else directory / FOLDER / _TEXTS / source)
+    return Path(
+        f"{directory / FOLDER}{source}"
+        if os.path.isabs(source)
+        else directory / FOLDER / _TEXTS / source
+    )
 
 
 def _hipify(torch_root: Path, tree: Path, include_dirs: Sequence[str]) -> Mapping[str, Any]:
@@ -96,7 +120,9 @@ def _translation(results: Mapping[str, Any], copy: Path) -> str:
 
 def _module(name: str, path: Path, package: Path | None = None) -> ModuleType:
     """Import a file under a name of our own."""
-    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=[str(package)] if package else None)
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(package)] if package else None
+    )
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)

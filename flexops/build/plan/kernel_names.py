@@ -1,7 +1,9 @@
-"""What kernels are called: by the C++ expressions that a family's library holds, and as artifacts; and for which architectures each is compiled.
+"""What kernels are called: by the C++ expressions that a family's library holds, and as artifacts;
+and for which architectures each is compiled.
 
-A library for CUDA holds no device code. It holds the names of the kernels that its launchers name (``csrc/common/launch.h``), and ``names_in`` reads
-them from its file: that is the only list of instantiations.
+A library for CUDA holds no device code. It holds the names of the kernels that its launchers name
+(``csrc/common/launch.h``), and ``names_in`` reads them from its file: that is the only list of
+instantiations.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from pathlib import Path
 
 from ...compute_capability import Architecture, ComputeCapability
 
-# As g++ writes a function template's argument, and as compilers mangle the type that has it; see kernel_name() in csrc/common/launch.h.
+# As g++ writes a function template's argument, and as compilers mangle the type that has it; see
+# kernel_name() in csrc/common/launch.h.
 _NAME = re.compile(
     rb"(?:(?P<rare>rare)|kernel)_name\(\) \[with auto function = (?P<expression>[^\]\0]+)\]"
     rb"|(?P<mangled>N7flexops6detail(?:6NameOf|(?P<rare_type>10RareNameOf))I\w+E)\0"
@@ -23,7 +26,8 @@ HOPPER = ComputeCapability(9, 0, "a")
 
 
 def names_in(library: Path) -> list[str]:
-    """The kernels that a library launches, as C++ names them, sorted; without those that are compiled at their first launch only (``rare_kernel``)."""
+    """The kernels that a library launches, as C++ names them, sorted; without those that are
+    compiled at their first launch only (``rare_kernel``)."""
     return sorted(_common_and_rare(library)[0])
 
 
@@ -53,13 +57,18 @@ def expression_of(name: bytes) -> str:
 
 
 def _expression(match: re.Match[bytes]) -> str:
-    return match["expression"].decode() if match["expression"] else _demangled(match["mangled"].decode())
+    return (
+        match["expression"].decode()
+        if match["expression"]
+        else _demangled(match["mangled"].decode())
+    )
 
 
 @functools.cache
 def _demangled(mangled: str) -> str:
-    """The function that a ``NameOf`` is of: ``flexops::detail::NameOf<&(void flexops::rope::rotate<float>(flexops::rope::Params))>``; of a function that is
-    no template's, the name alone."""
+    """The function that a ``NameOf`` is of: ``flexops::detail::NameOf<&(void
+    flexops::rope::rotate<float>(flexops::rope::Params))>``; of a function that is no template's,
+    the name alone."""
     name = demangled(mangled).partition("NameOf<&")[2].removesuffix(">")
     if name and not name.startswith("("):
         return name
@@ -73,7 +82,8 @@ def _demangled(mangled: str) -> str:
 
 
 def demangled(mangled: str) -> str:
-    """A C++ name or type as it was written, by the demangler of the libstdc++ that torch brings; itself where it is none, or nothing here can tell."""
+    """A C++ name or type as it was written, by the demangler of the libstdc++ that torch brings;
+    itself where it is none, or nothing here can tell."""
     import ctypes
 
     try:
@@ -91,7 +101,8 @@ def demangled(mangled: str) -> str:
 
 
 def alike(symbol: str) -> str:
-    """A symbol without what compilers call unnamed namespaces and internal linkage, which is theirs alone."""
+    """A symbol without what compilers call unnamed namespaces and internal linkage, which is theirs
+    alone."""
     found: list[str] = []
     position = 0
     while position < len(symbol):
@@ -108,19 +119,26 @@ def alike(symbol: str) -> str:
 
 
 def fitted(expression: str, architecture: Architecture) -> Architecture | None:
-    """The architecture that a kernel is compiled for, to run where ``architecture`` does; None if it does not run there.
+    """The architecture that a kernel is compiled for, to run where ``architecture`` does; None if
+    it does not run there.
 
-    Kernels called ``..._hopper`` use instructions that are Hopper's own, which 9.0a is the name for.
+    Kernels called ``..._hopper`` use instructions that are Hopper's own, which 9.0a is the name
+    for.
     """
     if not expression.partition("<")[0].endswith("_hopper"):
         return architecture
-    return architecture._replace(capability=HOPPER, ptx=False) if architecture.sass and architecture.capability.base == HOPPER.base else None
+    return (
+        architecture._replace(capability=HOPPER, ptx=False)
+        if architecture.sass and architecture.capability.base == HOPPER.base
+        else None
+    )
 
 
 def ahead(names: Sequence[str], architecture: Architecture) -> list[str]:
     """Those of a library's kernels that builds ahead of time make for an architecture.
 
-    On Hopper, ``name_hopper<T, a, b, ...>`` takes the place of ``name<T, a, b, ...>`` in all but odd calls, whose kernel is compiled when it is launched.
+    On Hopper, ``name_hopper<T, a, b, ...>`` takes the place of ``name<T, a, b, ...>`` in all but
+    odd calls, whose kernel is compiled when it is launched.
     """
     fitting = [name for name in names if fitted(name, architecture)]
     replaced = {_tiling(name) for name in fitting if "_hopper<" in name}

@@ -1,4 +1,5 @@
-"""What one kernel's code is made of: everything that decides it, worked out from the headers' text and a kernel's name."""
+"""What one kernel's code is made of: everything that decides it, worked out from the headers' text
+and a kernel's name."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from .kernel_names import artifact_name, fitted
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
-# 177: declared and not used, in instantiations that need it not. -v: what kernel_compiler.resources_in() reads.
+# 177: declared and not used, in instantiations that need it not. -v: what
+# kernel_compiler.resources_in() reads.
 OPTIONS = ("--ptxas-options=-v", "--std=c++17", "-diag-suppress=177")
 Roots = tuple[tuple[str, Path], ...]
 
@@ -38,7 +40,8 @@ class KernelPlan(NamedTuple):
         roots: what includes are relative to, with their names.
         files: the headers that it reaches, relocatable name -> sha256.
         options: of this kernel alone, as NVRTC spells them.
-        expressions, symbols: of a program with several kernels, as C++ names them and as the host compiler mangled them; ``expression`` then names the program.
+        expressions, symbols: of a program with several kernels, as C++ names them and as the host
+            compiler mangled them; ``expression`` then names the program.
         standard: headers that it finds and that have nothing in them.
     """
 
@@ -74,7 +77,8 @@ def plan_kernel(
     """The plan of one kernel.
 
     Args:
-        sources: the family's launchers, relative to the first root: the kernel is in a header that one of them reaches.
+        sources: the family's launchers, relative to the first root: the kernel is in a header that
+            one of them reaches.
         architecture: where it shall run; see ``fitted``.
         csrc: flexops' sources.
         roots: where includes are looked for, each with its name, if that is not ``csrc`` alone.
@@ -88,20 +92,51 @@ def plan_kernel(
     roots = roots or (("<csrc>", csrc),)
     header = defining_header(tuple(sources), kernel, roots)
     if not header:
-        raise CompileError(f"no header of {family} defines the kernel {expression}", found=", ".join(sources), fix="flexops doctor")
-    source = text + f'#include "{header.partition(">/")[2]}"\n' + (f"using namespace {namespace};\n" if namespace else "")  # g++ writes a kernel's arguments so
-    files = {name: cache_key.file_digest(place_of(name, roots)) for name in (header, *_reached(header, roots))}
+        raise CompileError(
+            f"no header of {family} defines the kernel {expression}",
+            found=", ".join(sources),
+            fix="flexops doctor",
+        )
+    # g++ writes a kernel's arguments so
+    source = (
+        text
+        + f'#include "{header.partition(">/")[2]}"\n'
+        + (f"using namespace {namespace};\n" if namespace else "")
+    )
+    files = {
+        name: cache_key.file_digest(place_of(name, roots))
+        for name in (header, *_reached(header, roots))
+    }
     key = _key([("kernel", expression), ("source", source)], architecture, compiler, files)
-    return KernelPlan(artifact_name(family, architecture.code, text + expression), key, expression, source, architecture, compiler, roots, files)
+    return KernelPlan(
+        artifact_name(family, architecture.code, text + expression),
+        key,
+        expression,
+        source,
+        architecture,
+        compiler,
+        roots,
+        files,
+    )
 
 
-def _key(kernel: list[tuple[str, str]], architecture: Architecture, compiler: DeviceCompiler, files: Digests) -> str:
-    how = [("architecture", architecture.code), ("compiler", compiler.identity), ("options", " ".join(OPTIONS))]
+def _key(
+    kernel: list[tuple[str, str]],
+    architecture: Architecture,
+    compiler: DeviceCompiler,
+    files: Digests,
+) -> str:
+    how = [
+        ("architecture", architecture.code),
+        ("compiler", compiler.identity),
+        ("options", " ".join(OPTIONS)),
+    ]
     return cache_key.digest_fields([*kernel, *how, *sorted(files.items())])
 
 
 class TextKernel(NamedTuple):
-    """A kernel in a source text of somebody's own, which may include our headers, and those of the directories ``include``.
+    """A kernel in a source text of somebody's own, which may include our headers, and those of the
+    directories ``include``.
 
     ``options`` are NVRTC's.
     """
@@ -123,31 +158,69 @@ class TextKernel(NamedTuple):
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
         reached, roots = self._reached(), self._roots()
-        files = {name_under(path, roots): digest for path, digest in reached.items() if not os.path.isabs(name_under(path, roots))}
+        files = {
+            name_under(path, roots): digest
+            for path, digest in reached.items()
+            if not os.path.isabs(name_under(path, roots))
+        }
         digest = self._digest(reached)
-        name, key = artifact_name(self.family, architecture.code, digest), _key([("text", digest)], architecture, compiler, files)
-        return KernelPlan(name, key, self.expression, self.text, architecture, compiler, roots, files, self.options)
+        name, key = (
+            artifact_name(self.family, architecture.code, digest),
+            _key([("text", digest)], architecture, compiler, files),
+        )
+        return KernelPlan(
+            name,
+            key,
+            self.expression,
+            self.text,
+            architecture,
+            compiler,
+            roots,
+            files,
+            self.options,
+        )
 
     def mend(self, _: ComputeCapability) -> str:
         return "unset FLEXOPS_JIT"
 
     def _roots(self) -> Roots:
         """The compiler itself looks where it runs for what stands in quotes."""
-        own = ((f"<include {number}>", Path(path)) for number, path in enumerate((*self.include, os.getcwd())))
+        own = (
+            (f"<include {number}>", Path(path))
+            for number, path in enumerate((*self.include, os.getcwd()))
+        )
         return (*own, ("<csrc>", self.csrc))
 
     def _reached(self) -> Digests:
-        return {path: cache_key.file_digest(path) for path in includes.own_headers(self.text, os.getcwd(), [str(root) for _, root in self._roots()])}
+        return {
+            path: cache_key.file_digest(path)
+            for path in includes.own_headers(
+                self.text, os.getcwd(), [str(root) for _, root in self._roots()]
+            )
+        }
 
     def _digest(self, reached: Digests) -> str:
-        """Of all but the compiler and the headers of this package: what is found under a name made of it is of this text, whoever compiled it."""
-        own = [("header", digest) for path, digest in reached.items() if not path.startswith(f"{self.csrc}/")]
-        return cache_key.digest_fields([("kernel", self.expression), ("source", self.text), ("options", "\0".join(self.options)), *own])
+        """Of all but the compiler and the headers of this package: what is found under a name made
+        of it is of this text, whoever compiled it."""
+        own = [
+            ("header", digest)
+            for path, digest in reached.items()
+            if not path.startswith(f"{self.csrc}/")
+        ]
+        return cache_key.digest_fields(
+            [
+                ("kernel", self.expression),
+                ("source", self.text),
+                ("options", "\0".join(self.options)),
+                *own,
+            ]
+        )
 
 
 @functools.cache
 def defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
-    """The header that defines a kernel, by its relocatable name; "" if none does that the sources reach."""
+    """The header that defines a kernel, by its relocatable name; "" if none does that the sources
+    reach."""
     for source in sources:
         for header in _reached(f"{roots[0][0]}/{source}", roots):
             with open(place_of(header, roots), encoding="utf-8") as stream:
@@ -160,13 +233,20 @@ def defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
 def _reached(source: str, roots: Roots) -> tuple[str, ...]:
     path = place_of(source, roots)
     with open(path, encoding="utf-8") as stream:
-        found = includes.own_headers(stream.read(), os.path.dirname(path), [str(root) for _, root in roots])
+        found = includes.own_headers(
+            stream.read(), os.path.dirname(path), [str(root) for _, root in roots]
+        )
     return tuple(name_under(reached, roots) for reached in found)
 
 
 def name_under(path: str, roots: Roots) -> str:
-    """``<root>/folder/name`` of a path, by the innermost root; the path itself if it is under none."""
-    name, root = max((one for one in roots if path.startswith(f"{one[1]}/")), key=lambda one: len(str(one[1])), default=("", ""))
+    """``<root>/folder/name`` of a path, by the innermost root; the path itself if it is under
+    none."""
+    name, root = max(
+        (one for one in roots if path.startswith(f"{one[1]}/")),
+        key=lambda one: len(str(one[1])),
+        default=("", ""),
+    )
     return f"{name}{path[len(str(root)) :]}"
 
 

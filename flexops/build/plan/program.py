@@ -1,4 +1,5 @@
-"""The device code of a `.cu` of somebody's own, as NVRTC gets it: a whole program, whose kernels are one module of the driver's, as nvcc makes one."""
+"""The device code of a `.cu` of somebody's own, as NVRTC gets it: a whole program, whose kernels
+are one module of the driver's, as nvcc makes one."""
 
 from __future__ import annotations
 
@@ -20,14 +21,54 @@ if TYPE_CHECKING:
 
 DEVICE_HEADER = "common/extension_device.cuh"
 _ACCESSORS = "common/extension_accessors.cuh"
-# Headers that have nothing in them for device code: C's and C++'s, in whose place DEVICE_HEADER stands, and those that extension_accessors.cuh does without.
+# Headers that have nothing in them for device code: C's and C++'s, in whose place DEVICE_HEADER
+# stands, and those that extension_accessors.cuh does without.
 _STANDARD = (
-    "algorithm", "array", "assert.h", "bit", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio", "cstdlib", "cstring", "float.h",
-    "iosfwd", "iostream", "istream", "limits", "limits.h", "math.h", "numeric", "functional", "initializer_list", "iterator", "memory", "vector", "string",
-    "sstream", "stdexcept", "torch/headeronly/util/Exception.h", "torch/headeronly/util/HeaderOnlyArrayRef.h", "c10/util/ArrayRef.h",
-    "c10/util/Deprecated.h", "c10/util/Exception.h", "c10/util/irange.h", "ostream", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h", "tuple",
-    "type_traits", "utility",
-)  # fmt: skip
+    "algorithm",
+    "array",
+    "assert.h",
+    "bit",
+    "cassert",
+    "cfloat",
+    "climits",
+    "cmath",
+    "cstddef",
+    "cstdint",
+    "cstdio",
+    "cstdlib",
+    "cstring",
+    "float.h",
+    "iosfwd",
+    "iostream",
+    "istream",
+    "limits",
+    "limits.h",
+    "math.h",
+    "numeric",
+    "functional",
+    "initializer_list",
+    "iterator",
+    "memory",
+    "vector",
+    "string",
+    "sstream",
+    "stdexcept",
+    "torch/headeronly/util/Exception.h",
+    "torch/headeronly/util/HeaderOnlyArrayRef.h",
+    "c10/util/ArrayRef.h",
+    "c10/util/Deprecated.h",
+    "c10/util/Exception.h",
+    "c10/util/irange.h",
+    "ostream",
+    "stddef.h",
+    "stdint.h",
+    "stdio.h",
+    "stdlib.h",
+    "string.h",
+    "tuple",
+    "type_traits",
+    "utility",
+)
 _CUDA_HALF = re.compile(r"(?:__)?(?:nv_)?(?:half|bfloat16)2?(?:_raw)?")
 TORCH_TYPES = re.compile(r"\b(?:c10|at|torch)::(?:headeronly::)?(\w+)")
 
@@ -36,12 +77,14 @@ class Program(NamedTuple):
     """The device code of one source: a module of the driver's, as nvcc makes one.
 
     Attributes:
-        extension, number, source: whose it is: the extension's name, the source's number in it and its path.
+        extension, number, source: whose it is: the extension's name, the source's number in it and
+            its path.
         text, words: the device's half, and the words in it.
         options: NVRTC's.
         roots: where includes are looked for, each with its name.
         torch: which one it is compiled for.
-        expressions, symbols: the kernels that are wanted of it, as C++ names them and as the host compiler mangles them.
+        expressions, symbols: the kernels that are wanted of it, as C++ names them and as the host
+            compiler mangles them.
     """
 
     extension: str
@@ -68,10 +111,28 @@ class Program(NamedTuple):
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
         digest, files = self._digest(), self._files()
-        key = cache_key.digest_fields([("program", digest), ("architecture", architecture.code), ("compiler", compiler.identity), *sorted(files.items())])
+        key = cache_key.digest_fields(
+            [
+                ("program", digest),
+                ("architecture", architecture.code),
+                ("compiler", compiler.identity),
+                *sorted(files.items()),
+            ]
+        )
         name = artifact_name(self.spec.family, architecture.code, digest)
         return KernelPlan(
-            name, key, self.expression, self._program(), architecture, compiler, self.roots, files, self.options, self.expressions, self.symbols, _STANDARD
+            name,
+            key,
+            self.expression,
+            self._program(),
+            architecture,
+            compiler,
+            self.roots,
+            files,
+            self.options,
+            self.expressions,
+            self.symbols,
+            _STANDARD,
         )
 
     def mend(self, _: ComputeCapability) -> str:
@@ -81,7 +142,8 @@ class Program(NamedTuple):
         return "".join(f"#include <{header}>\n" for header in self._headers()) + self.text
 
     def _headers(self) -> Iterator[str]:
-        """What the program includes first: what torch's and CUDA's headers would have brought, as far as it is used."""
+        """What the program includes first: what torch's and CUDA's headers would have brought, as
+        far as it is used."""
         yield DEVICE_HEADER
         types = {match for one in self.expressions for match in TORCH_TYPES.findall(one)}
         if ACCESSORS & (types | self.words):
@@ -91,18 +153,34 @@ class Program(NamedTuple):
         for half, header in (("Half", "cuda_fp16.h"), ("BFloat16", "cuda_bf16.h")):
             if half in types | self.words:
                 yield self._torch(f"util/{half}.h")
-            elif any(_CUDA_HALF.fullmatch(word) and (word.find("bfloat") >= 0) == (half == "BFloat16") for word in self.words):
+            elif any(
+                _CUDA_HALF.fullmatch(word) and (word.find("bfloat") >= 0) == (half == "BFloat16")
+                for word in self.words
+            ):
                 yield header
 
     def _torch(self, header: str) -> str:
         include = dict(self.roots)["<torch>"]
-        return f"torch/headeronly/{header}" if (include / "torch" / "headeronly" / header).exists() else f"c10/{header}"
+        return (
+            f"torch/headeronly/{header}"
+            if (include / "torch" / "headeronly" / header).exists()
+            else f"c10/{header}"
+        )
 
     def _files(self) -> cache_key.Digests:
-        """Of what the compiler's identity and torch's do not cover: our own header, and CUDA's, which a package has besides."""
+        """Of what the compiler's identity and torch's do not cover: our own header, and CUDA's,
+        which a package has besides."""
         found = {}
         for name, root in self.roots:
-            for header in (DEVICE_HEADER, "common/integers.cuh", _ACCESSORS, "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
+            for header in (
+                DEVICE_HEADER,
+                "common/integers.cuh",
+                _ACCESSORS,
+                "cuda_fp16.h",
+                "cuda_fp16.hpp",
+                "cuda_bf16.h",
+                "cuda_bf16.hpp",
+            ):
                 if name != "<torch>" and (root / header).is_file():
                     found[f"{name}/{header}"] = cache_key.file_digest(root / header)
         return found
@@ -110,4 +188,12 @@ class Program(NamedTuple):
     def _digest(self) -> str:
         kernels, options = "\0".join((*self.expressions, *self.symbols)), "\0".join(self.options)
         headers = [item for item in self._files().items() if not item[0].startswith("<csrc>")]
-        return cache_key.digest_fields([*headers, ("source", self._program()), ("kernels", kernels), ("options", options), ("torch", self.torch)])
+        return cache_key.digest_fields(
+            [
+                *headers,
+                ("source", self._program()),
+                ("kernels", kernels),
+                ("options", options),
+                ("torch", self.torch),
+            ]
+        )

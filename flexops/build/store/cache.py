@@ -7,8 +7,9 @@
     <root>/.quarantine/                                                       entries found damaged, or not ours
     <root>/.locks/                                                            flock files: they only save duplicate work
 
-There is no "does it exist": look-ups return the entry or None, because check-then-read is a race. A look-up writes nothing; what was used least
-recently is told from the file times that the kernel keeps. Whose entries are believed is told in docs/security.md.
+There is no "does it exist": look-ups return the entry or None, because check-then-read is a race. A
+look-up writes nothing; what was used least recently is told from the file times that the kernel
+keeps. Whose entries are believed is told in docs/security.md.
 """
 
 from __future__ import annotations
@@ -66,11 +67,15 @@ class BuildCache:
     """A directory of artifacts. Constructing one touches nothing.
 
     Args:
-        shared: others may write to it, and are trusted; otherwise what somebody else could have put there is refused.
+        shared: others may write to it, and are trusted; otherwise what somebody else could have put
+            there is refused.
         signing_key: what is published is signed with it.
-        trusted_keys: only what is signed with one of the keys in this ``allowed_signers`` file is opened.
-        copies: where others may write and ``trusted_keys`` vouch, verified copies are kept here and opened instead of what others could still swap.
-        remote: what is missing here is looked for there before it is compiled; look-ups do not touch it.
+        trusted_keys: only what is signed with one of the keys in this ``allowed_signers`` file is
+            opened.
+        copies: where others may write and ``trusted_keys`` vouch, verified copies are kept here and
+            opened instead of what others could still swap.
+        remote: what is missing here is looked for there before it is compiled; look-ups do not
+            touch it.
     """
 
     def __init__(
@@ -90,25 +95,34 @@ class BuildCache:
         self.signing_key = signing_key
         self.trusted_keys = trusted_keys
         self.remote = remote
-        self._copies = BuildCache(copies, max_bytes=max_bytes, trusted_keys=trusted_keys) if copies and shared and trusted_keys else None
+        self._copies = (
+            BuildCache(copies, max_bytes=max_bytes, trusted_keys=trusted_keys)
+            if copies and shared and trusted_keys
+            else None
+        )
         self._whole = Demands(own=not shared, sha256=shared)
 
-    # ---- looking up ---------------------------------------------------------------------------------------------------------------------
+    # ---- looking up ------------------------------------------------------------------------------
 
     def lookup(self, plan: BuildPlan) -> Entry | None:
-        """The entry of this very plan and the headers it reaches, verified; None if there is none, or no safe cache. Writes nothing on a hit."""
+        """The entry of this very plan and the headers it reaches, verified; None if there is none,
+        or no safe cache. Writes nothing on a hit."""
         if self.problem():
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
         try:
-            recorded = _json.load(self.root / plan.name / f"{base}.headers.json", accept=None if self.shared else trust.problem)
+            recorded = _json.load(
+                self.root / plan.name / f"{base}.headers.json",
+                accept=None if self.shared else trust.problem,
+            )
         except (OSError, ValueError):
             return None
         key = _key_today(plan, base, recorded)
         return _as_planned(plan, self.read(plan.name, key)) if key else None
 
     def fetch(self, plan: BuildPlan) -> Entry | None:
-        """The entry of this very plan from the remote cache, which is then here; None if there is none."""
+        """The entry of this very plan from the remote cache, which is then here; None if there is
+        none."""
         if self.remote is None or self.problem():
             return None
         base = cache_key.base_key(plan, cache_key.source_digests(plan))
@@ -116,7 +130,8 @@ class BuildCache:
         return _as_planned(plan, self.fetch_key(plan.name, key)) if key else None
 
     def fetch_key(self, name: str, key: str) -> Entry | None:
-        """The entry under a key from the remote cache, which is then here; None if there is none."""
+        """The entry under a key from the remote cache, which is then here; None if there is
+        none."""
         if self.remote is None or (name, key) in _rejected:
             return None
         return self.read(name, key) if self.remote.fetch(self, name, key) else None
@@ -131,28 +146,40 @@ class BuildCache:
         return self.verified(entry)[0] if entry and self.trusted_keys else entry
 
     def candidates(self, name: str) -> Iterator[Entry]:
-        """Every readable entry called ``name``, the most recently made first; ``verified`` says whether one may be opened."""
+        """Every readable entry called ``name``, the most recently made first; ``verified`` says
+        whether one may be opened."""
         yield from sorted(self._entries(self.root / name), key=lambda entry: -entry.made)
 
     def verified(self, entry: Entry) -> tuple[Entry | None, Refusal | None]:
-        """What to open for one of ``candidates``, or why not: that entry, or a copy of it that nobody else can reach."""
+        """What to open for one of ``candidates``, or why not: that entry, or a copy of it that
+        nobody else can reach."""
         if self._copies is None:
             refusal = self._whole._replace(trusted_keys=self.trusted_keys).refuse(entry)
             return (None, refusal) if refusal else (entry, None)
         known = entry.manifest
         if problem := self._copies.problem():
-            return None, Refusal(f"verified copies cannot be kept: {problem}", "export XDG_CACHE_HOME=<a directory of your own>")
+            return None, Refusal(
+                f"verified copies cannot be kept: {problem}",
+                "export XDG_CACHE_HOME=<a directory of your own>",
+            )
         if copy := self._copies.read(known.name, known.key):
             return copy, None
         try:
             copy = self._copies.adopt(entry.directory)
             self._copies.prune(keep=(copy.directory,))
         except CacheError as error:
-            return None, Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
-        return (copy, None) if _is_filed_right(copy) else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))
+            return None, Refusal(
+                "; ".join(part for part in (error.what, error.found) if part), error.fix
+            )
+        return (
+            (copy, None)
+            if _is_filed_right(copy)
+            else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))
+        )
 
     def problem(self) -> str:
-        """Why this directory must not be read from: someone else could have put code there; "" if it is fine or absent."""
+        """Why this directory must not be read from: someone else could have put code there; "" if
+        it is fine or absent."""
         try:
             if not self.shared:
                 return trust.path_problem(str(self.root))
@@ -171,10 +198,11 @@ class BuildCache:
             if cache and (cache.root / name / key).is_dir():
                 cache._quarantine(cache.root / name / key)
 
-    # ---- adding -------------------------------------------------------------------------------------------------------------------------
+    # ---- adding ----------------------------------------------------------------------------------
 
     def require_writable(self) -> None:
-        """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing that is had in this way would be opened."""
+        """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing
+        that is had in this way would be opened."""
         if self.remote is None:
             self.require_signer()
         self._prepare()
@@ -184,36 +212,53 @@ class BuildCache:
         if self.trusted_keys and not self.signing_key:
             raise CacheError(
                 "what would be built here could not be opened: it would not be signed",
-                found=f"FLEXOPS_CACHE_TRUSTED_KEYS={self.trusted_keys}, and nothing in {self.root} that fits and is signed with one of these keys",
-                required="a build by whoever holds such a key, or FLEXOPS_CACHE_SIGNING_KEY", fix="unset FLEXOPS_CACHE_TRUSTED_KEYS   # to build for yourself",
-            )  # fmt: skip
+                found=(
+                    f"FLEXOPS_CACHE_TRUSTED_KEYS={self.trusted_keys}, and nothing in {self.root}"
+                    " that fits and is signed with one of these keys"
+                ),
+                required="a build by whoever holds such a key, or FLEXOPS_CACHE_SIGNING_KEY",
+                fix="unset FLEXOPS_CACHE_TRUSTED_KEYS   # to build for yourself",
+            )
 
     def _prepare(self) -> None:
         fix = "export FLEXOPS_CACHE_DIR=<a directory of your own>"
         if problem := self.problem():
-            raise CacheError("the build cache is not safe to use", found=problem, required="your own directory, or FLEXOPS_CACHE_SHARED=1", fix=fix)
+            raise CacheError(
+                "the build cache is not safe to use",
+                found=problem,
+                required="your own directory, or FLEXOPS_CACHE_SHARED=1",
+                fix=fix,
+            )
         try:
             self._make(self.root)
             for directory in (self.root / ".tmp", self.root / ".locks"):
                 if not self.shared and _is_foreign(directory):  # made while others could write here
                     directory.unlink() if directory.is_symlink() else self._quarantine(directory)
                 self._make(directory, 0o700)  # or anybody could take a lock, for ever
-                if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:  # made by an older flexops
+                # made by an older flexops
+                if not self.shared and (mode := stat.S_IMODE(directory.stat().st_mode)) & 0o077:
                     os.chmod(directory, mode & 0o700)
             with tempfile.TemporaryFile(dir=self.root / ".tmp"):
                 pass
         except OSError as error:
-            raise CacheError("the build cache cannot be written", found=f"{self.root}: {error.strerror}", required="a writable directory", fix=fix) from error
+            raise CacheError(
+                "the build cache cannot be written",
+                found=f"{self.root}: {error.strerror}",
+                required="a writable directory",
+                fix=fix,
+            ) from error
 
     def _make(self, directory: Path, mode: int = 0o755) -> None:
-        """Make a directory that nobody else can write to, whatever the umask; in a shared cache, whoever may write to the root."""
+        """Make a directory that nobody else can write to, whatever the umask; in a shared cache,
+        whoever may write to the root."""
         there = directory.is_dir()
         trust.make_directory(str(directory), mode)
         if self.shared and directory != self.root and not there:
             os.chmod(directory, stat.S_IMODE(self.root.stat().st_mode))
 
     def make_name(self, name: str) -> Path:
-        """The directory that holds all that is called so; one that somebody else could write to is put aside with what is in it."""
+        """The directory that holds all that is called so; one that somebody else could write to is
+        put aside with what is in it."""
         directory = self.root / name
         with contextlib.suppress(OSError):
             if not self.shared and trust.problem(directory.lstat()):
@@ -252,13 +297,15 @@ class BuildCache:
             yield
 
     def publish(self, built: Path, manifest: Manifest, headers: Digests) -> Entry:
-        """As ``store``, for a build whose headers the compiler told: the next look-up knows them."""
+        """As ``store``, for a build whose headers the compiler told: the next look-up knows
+        them."""
         entry = self.store(built, manifest)
         self.record_headers(manifest, headers)
         return entry
 
     def store(self, built: Path, manifest: Manifest) -> Entry:
-        """Move a finished directory under its key. If another process was first, its entry is the result.
+        """Move a finished directory under its key. If another process was first, its entry is the
+        result.
 
         Raises:
             CacheError: it cannot be stored, or not be signed.
@@ -293,7 +340,9 @@ class BuildCache:
         final = self.root / manifest.name / manifest.key
         refused: OSError | Refusal | None = None
         placed = False
-        for attempt in range(3):  # again if what was in the way proves damaged, or `cache clear` removes the parent at this moment
+        # again if what was in the way proves damaged, or `cache clear` removes the parent at this
+        # moment
+        for attempt in range(3):
             try:
                 self.make_name(manifest.name)
                 self._move(built, final)
@@ -303,7 +352,8 @@ class BuildCache:
             if entry := self.read(manifest.name, manifest.key):
                 return entry
             found, _ = read_entry(final, self._whole)
-            if found and (refusal := self.verified(found)[1]):  # whole, but nobody trusted vouches for it
+            # whole, but nobody trusted vouches for it
+            if found and (refusal := self.verified(found)[1]):
                 refused = refusal
                 if not placed and attempt < 2:
                     self._quarantine(final)
@@ -399,12 +449,20 @@ class BuildCache:
             return ()
         return entry.signed_files if self.trusted_keys else entry.files
 
-    # ---- keeping house ------------------------------------------------------------------------------------------------------------------
+    # ---- keeping house ---------------------------------------------------------------------------
 
     def entries(self, prefixes: tuple[str, ...] = ("",)) -> list[Entry]:
-        """Every readable entry (whose name begins like one of ``prefixes``), the least recently used first."""
-        names = [path for path in _subdirectories(self.root) if not path.name.startswith(".") and path.name.startswith(prefixes)]
-        return sorted((entry for name in names for entry in self._entries(name)), key=lambda entry: entry.last_used)
+        """Every readable entry (whose name begins like one of ``prefixes``), the least recently
+        used first."""
+        names = [
+            path
+            for path in _subdirectories(self.root)
+            if not path.name.startswith(".") and path.name.startswith(prefixes)
+        ]
+        return sorted(
+            (entry for name in names for entry in self._entries(name)),
+            key=lambda entry: entry.last_used,
+        )
 
     def _entries(self, directory: Path) -> Iterator[Entry]:
         for path in _subdirectories(directory):
@@ -423,7 +481,8 @@ class BuildCache:
         )
 
     def prune(self, *, keep: tuple[Path, ...] = (), max_bytes: int | None = None) -> list[Entry]:
-        """Remove the least recently used entries until the cache is within its bound; returns what was removed."""
+        """Remove the least recently used entries until the cache is within its bound; returns what
+        was removed."""
         limit = self.max_bytes if max_bytes is None else max_bytes
         entries, removed = self.entries(), []
         total = sum(entry.size for entry in entries)
@@ -438,9 +497,12 @@ class BuildCache:
         return removed
 
     def clear(self, names: tuple[str, ...] = ()) -> list[Entry]:
-        """Remove every entry, or those called ``names``, and with "every" what was quarantined; returns what was removed."""
+        """Remove every entry, or those called ``names``, and with "every" what was quarantined;
+        returns what was removed."""
         removed = [entry for entry in self.entries() if not names or entry.manifest.name in names]
-        for directory in [entry.directory for entry in removed] if names else _subdirectories(self.root):
+        for directory in (
+            [entry.directory for entry in removed] if names else _subdirectories(self.root)
+        ):
             self.remove(directory) if directory.name not in (".locks", ".tmp") else None
         self._sweep()
         return removed
@@ -455,15 +517,26 @@ class BuildCache:
         except FileNotFoundError:
             pass  # another process removed it
         except OSError as error:
-            raise CacheError("a cache entry cannot be removed", found=f"{directory}: {error.strerror}", fix=f"check the owner of {self.root}") from error
+            raise CacheError(
+                "a cache entry cannot be removed",
+                found=f"{directory}: {error.strerror}",
+                fix=f"check the owner of {self.root}",
+            ) from error
 
     def _quarantine(self, directory: Path) -> None:
         """Put a directory aside; all of its name, if somebody else can change what is called so."""
-        with contextlib.suppress(OSError):  # a read-only cache keeps its damage, and each look-up still counts as a miss
-            if directory.parent != self.root and not self.shared and trust.problem(directory.parent.lstat()):
+        # a read-only cache keeps its damage, and each look-up still counts as a miss
+        with contextlib.suppress(OSError):
+            if (
+                directory.parent != self.root
+                and not self.shared
+                and trust.problem(directory.parent.lstat())
+            ):
                 directory = directory.parent
             self._make(self.root / ".quarantine")
-            aside = tempfile.mkdtemp(prefix=f"{directory.parent.name}-", dir=self.root / ".quarantine")
+            aside = tempfile.mkdtemp(
+                prefix=f"{directory.parent.name}-", dir=self.root / ".quarantine"
+            )
             try:
                 os.rename(directory, aside)
             except PermissionError:  # somebody else's, who alone may move it to another directory
@@ -474,9 +547,12 @@ class BuildCache:
         """Remove the workspaces of dead processes: a live one holds the lock in its own."""
         for path in _subdirectories(self.root / ".tmp"):
             with contextlib.suppress(OSError):
-                age = abs(time.time() - path.stat().st_mtime)  # one of the future is of another clock, and as dead
+                # one of the future is of another clock, and as dead
+                age = abs(time.time() - path.stat().st_mtime)
                 owner = path / OWNER_LOCK
-                if age > _ABANDONED_SECONDS or (age > _STARTING_SECONDS and owner.exists() and not lock.is_held(owner)):
+                if age > _ABANDONED_SECONDS or (
+                    age > _STARTING_SECONDS and owner.exists() and not lock.is_held(owner)
+                ):
                     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -506,7 +582,8 @@ def _is_foreign(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside it, which takes its place when the block has written it: whole or not at all."""
+    """A file beside it, which takes its place when the block has written it: whole or not at
+    all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     with _removed_on_error(temporary):
@@ -536,7 +613,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
-    """Recorded header names as paths: the anchor's place today instead of the place at build time."""
+    """Recorded header names as paths: the anchor's place today instead of the place at build
+    time."""
     places = {name: path for path, name in plan.anchors}
     paths = []
     for name in recorded:
@@ -546,9 +624,16 @@ def places_today(plan: BuildPlan, recorded: Iterable[str]) -> list[str]:
 
 
 def _key_today(plan: BuildPlan, base: str, recorded: Any) -> str:
-    """The key, with the headers as they are now that the last build under this base key reached, or looked for in vain; "" if they are unknown or gone."""
+    """The key, with the headers as they are now that the last build under this base key reached, or
+    looked for in vain; "" if they are unknown or gone."""
     try:
-        return cache_key.full_key(base, cache_key.header_states(recorded, places_today(plan, recorded))) if isinstance(recorded, dict) else ""
+        return (
+            cache_key.full_key(
+                base, cache_key.header_states(recorded, places_today(plan, recorded))
+            )
+            if isinstance(recorded, dict)
+            else ""
+        )
     except (OSError, ValueError):
         return ""
 
@@ -559,8 +644,12 @@ def _as_planned(plan: BuildPlan, entry: Entry | None) -> Entry | None:
 
 
 def _is_filed_right(entry: Entry) -> bool:
-    """Whether an entry is where its manifest says: another's whole entry in its place is not what was asked for."""
-    return (entry.manifest.name, entry.manifest.key) == (entry.directory.parent.name, entry.directory.name)
+    """Whether an entry is where its manifest says: another's whole entry in its place is not what
+    was asked for."""
+    return (entry.manifest.name, entry.manifest.key) == (
+        entry.directory.parent.name,
+        entry.directory.name,
+    )
 
 
 def _subdirectories(path: Path) -> list[Path]:
@@ -574,8 +663,14 @@ def _subdirectories(path: Path) -> list[Path]:
 def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
     fix = "free some space, or set FLEXOPS_CACHE_DIR"
     if isinstance(why, Refusal):
-        return CacheError("the finished build could not be stored", found=why.reason, fix=why.fix or fix)
-    return CacheError("the finished build could not be stored", found=f"{where}: {why.strerror or why}" if why else str(where), fix=fix)
+        return CacheError(
+            "the finished build could not be stored", found=why.reason, fix=why.fix or fix
+        )
+    return CacheError(
+        "the finished build could not be stored",
+        found=f"{where}: {why.strerror or why}" if why else str(where),
+        fix=fix,
+    )
 
 
 def _copy_file(
@@ -595,7 +690,9 @@ def _copy_file(
     ):
         status = os.fstat(reader.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-            raise OSError(errno.EINVAL, "not a plain file, or larger than the cache may be", str(source))
+            raise OSError(
+                errno.EINVAL, "not a plain file, or larger than the cache may be", str(source)
+            )
         for _ in range(0, status.st_size, _CHUNK):
             writer.write(reader.read(_CHUNK))
         writer.flush()

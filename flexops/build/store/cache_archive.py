@@ -19,7 +19,8 @@ from .manifest import is_plain
 
 MAX_MEMBERS = 100_000
 MAX_RATIO = 200
-"""Of unpacked to packed. Libraries reach 10, a manifest 30; what is made to fill a disk reaches 1000."""
+"""Of unpacked to packed. Libraries reach 10, a manifest 30; what is made to fill a disk reaches
+1000."""
 MAX_SECONDS = 600.0
 _FREE_BYTES = 16 * 2**20  # so small an archive may have any ratio
 _BLOCK = 512
@@ -27,9 +28,15 @@ _CHUNK = 1 << 20
 
 
 def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None) -> list[Entry]:
-    """Write every intact entry of the cache, or of those chosen, to a gzipped tar archive; it appears whole or not at all. Returns what it holds."""
+    """Write every intact entry of the cache, or of those chosen, to a gzipped tar archive; it
+    appears whole or not at all. Returns what it holds."""
     given = cache.entries() if chosen is None else chosen
-    entries = [entry for entry in given if entry.manifest.sha256 and Demands(own=not cache.shared, sha256=True).refuse(entry) is None]
+    entries = [
+        entry
+        for entry in given
+        if entry.manifest.sha256
+        and Demands(own=not cache.shared, sha256=True).refuse(entry) is None
+    ]
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with tarfile.open(partial, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
@@ -38,12 +45,18 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
                 headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
                 for path in (*(entry.directory / name for name in sorted(entry.files)), headers):
                     if path.is_file() and not path.is_symlink():
-                        name = f"{entry.manifest.name}/{path.name}" if path == headers else f"{place}/{path.name}"
+                        name = (
+                            f"{entry.manifest.name}/{path.name}"
+                            if path == headers
+                            else f"{place}/{path.name}"
+                        )
                         archive.add(path, arcname=name, recursive=False, filter=_anonymous)
         os.replace(partial, file)
     except (OSError, ValueError) as error:  # ValueError: a name too long for the format
         found = f"{file}: {getattr(error, 'strerror', None) or error}"
-        raise CacheError("the archive cannot be written", found=found, fix="name a file where there is space") from error
+        raise CacheError(
+            "the archive cannot be written", found=found, fix="name a file where there is space"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
     return entries
@@ -56,14 +69,16 @@ def import_archive(
     only: tuple[str, str] | None = None,
     seconds: float = MAX_SECONDS,
 ) -> list[Entry]:
-    """Add an archive's entries to the cache; each is checked against its manifest, and entries already there stay.
+    """Add an archive's entries to the cache; each is checked against its manifest, and entries
+    already there stay.
 
     Args:
         only: the name and key of what it must hold, and nothing else.
         seconds: that unpacking may take.
 
     Raises:
-        CacheError: the file cannot be read, is no such archive, holds more than the cache may, or a damaged entry; entries before that one are kept.
+        CacheError: the file cannot be read, is no such archive, holds more than the cache may, or a
+            damaged entry; entries before that one are kept.
     """
     with cache.workspace() as workspace:
         try:
@@ -74,11 +89,19 @@ def import_archive(
                 _extract(_Bounded(_Timed(packed, seconds), cache.max_bytes), workspace)
         except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
-            raise CacheError("this is no archive of flexops cache entries", found=f"{file}: {reason}", fix="make one: flexops cache export FILE") from error
+            raise CacheError(
+                "this is no archive of flexops cache entries",
+                found=f"{file}: {reason}",
+                fix="make one: flexops cache export FILE",
+            ) from error
         adopted = []
         found = sorted(workspace.glob("*/*/manifest.json"))
         if only and [(path.parts[-3], path.parts[-2]) for path in found] != [only]:
-            raise CacheError("this is not the archive that was asked for", found=f"{len(found)} entries", required="/".join(only))
+            raise CacheError(
+                "this is not the archive that was asked for",
+                found=f"{len(found)} entries",
+                required="/".join(only),
+            )
         for manifest in found:
             adopted.append(cache.take(manifest.parent, manifest.parent.relative_to(workspace)))
             _adopt_headers(cache, manifest.parent, adopted[-1])
@@ -134,16 +157,22 @@ class _Bounded:
         data = self._unpacked.read(size)
         self._count += len(data)
         if self._count > self._max_bytes:
-            raise tarfile.TarError(f"more than the {self._max_bytes} bytes that the cache may hold (FLEXOPS_CACHE_MAX_SIZE)")
+            raise tarfile.TarError(
+                f"more than the {self._max_bytes} bytes that the cache may hold"
+                " (FLEXOPS_CACHE_MAX_SIZE)"
+            )
         if self._count > max(_FREE_BYTES, MAX_RATIO * self._packed.tell()):
-            raise tarfile.TarError(f"unpacks to more than {MAX_RATIO} times its size, as no libraries do")
+            raise tarfile.TarError(
+                f"unpacks to more than {MAX_RATIO} times its size, as no libraries do"
+            )
         self._packed.check()
         return data
 
 
 def _extract(archive: _Bounded, directory: Path) -> None:
-    """Only plain files with plain names, only inside ``directory``. Read by hand: ``tarfile`` takes a name or a list of members of any length into memory,
-    for any count of members, and its filters are not in every Python that we support.
+    """Only plain files with plain names, only inside ``directory``. Read by hand: ``tarfile`` takes
+    a name or a list of members of any length into memory, for any count of members, and its filters
+    are not in every Python that we support.
     """
     for _ in range(MAX_MEMBERS):
         member = _next(archive)

@@ -1,6 +1,8 @@
-"""What each tier of the cache gave: hits, misses, bytes and seconds, of this process, and of all that used a cache directory.
+"""What each tier of the cache gave: hits, misses, bytes and seconds, of this process, and of all
+that used a cache directory.
 
-Only what is not a warm start is written down (``<cache>/.stats.jsonl``, a line each): a warm start writes nothing.
+Only what is not a warm start is written down (``<cache>/.stats.jsonl``, a line each): a warm start
+writes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _totals = _none()
 
 
 def count(tier: Tier, root: Path, *, hit: bool, size: int = 0, seconds: float = 0.0) -> None:
-    """Count one look-up (of ``compiler``: one artifact made, or one that failed; of ``published``: one put into the remote cache)."""
+    """Count one look-up (of ``compiler``: one artifact made, or one that failed; of ``published``:
+    one put into the remote cache)."""
     event = {"tier": tier, "hit": hit, "bytes": size, "seconds": round(seconds, 4)}
     with _lock:
         _add(_totals, event)
@@ -60,13 +63,15 @@ def count_event(event: Event, root: Path, *, make: bool = False) -> None:
 
 
 def cache_stats() -> Totals:
-    """What this process got from where: for each tier of the cache ``hits``, ``misses``, ``bytes`` and ``seconds``.
+    """What this process got from where: for each tier of the cache ``hits``, ``misses``, ``bytes``
+    and ``seconds``.
 
     ``fallbacks`` and ``remote_given_up`` have a ``count``: how often an operator runs as plain
     PyTorch, and how often the remote cache was not asked for a while after a failure.
 
-    The tiers are in the order in which they are asked: ``installed``, ``cache``, ``remote``, ``ranks`` (another process of the job), ``compiler``; what
-    was put into the remote cache is ``published``.
+    The tiers are in the order in which they are asked: ``installed``, ``cache``, ``remote``,
+    ``ranks`` (another process of the job), ``compiler``; what was put into the remote cache is
+    ``published``.
     """
     with _lock:
         return {tier: dict(row) for tier, row in _totals.items()}
@@ -88,7 +93,12 @@ def of_cache(root: Path) -> Totals:
 
 def prometheus(totals: Totals) -> str:
     """The counters in Prometheus' text format, which OpenTelemetry collectors read, too."""
-    described = {"hits": "Look-ups that found it", "misses": "Look-ups that did not", "bytes": "Bytes of what was found", "seconds": "Seconds spent"}
+    described = {
+        "hits": "Look-ups that found it",
+        "misses": "Look-ups that did not",
+        "bytes": "Bytes of what was found",
+        "seconds": "Seconds spent",
+    }
     lines = []
     for field, what in described.items():
         metric = f"flexops_cache_{field}_total"
@@ -113,7 +123,9 @@ def _add(totals: Totals, event: dict[str, Any]) -> None:
 
 def _append(path: Path, line: str) -> None:
     """One write of less than a page: lines of several processes do not mix."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+    )
     try:
         os.write(descriptor, line.encode() + b"\n")
         large = os.fstat(descriptor).st_size > _MOST_BYTES

@@ -1,9 +1,12 @@
-"""Who of a cluster compiles: one process, while the others wait for what it makes; for a while, and then they go on alone.
+"""Who of a cluster compiles: one process, while the others wait for what it makes; for a while, and
+then they go on alone.
 
-Ranks of one job use the store that ``torch.distributed`` has made for them, which also carries the artifact: no remote cache is needed. Other processes
-use the remote cache, where a claim is an object that only one of them can make. Where there is neither, everybody compiles.
+Ranks of one job use the store that ``torch.distributed`` has made for them, which also carries the
+artifact: no remote cache is needed. Other processes use the remote cache, where a claim is an
+object that only one of them can make. Where there is neither, everybody compiles.
 
-Waiting is a matter of time only. Whatever is received goes through what `flexops cache import` does, and whoever receives nothing compiles.
+Waiting is a matter of time only. Whatever is received goes through what `flexops cache import`
+does, and whoever receives nothing compiles.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Election(Protocol):
     """Decides who makes an artifact, known by a name and a digest."""
 
     def begin(self, name: str, digest: str, remote: Look) -> Entry | Turn:
-        """Whether this process is to make it or to wait, asked once; or the entry, if it came to be meanwhile."""
+        """Whether this process is to make it or to wait, asked once; or the entry, if it came to be
+        meanwhile."""
         ...
 
     def deliver(self, name: str, digest: str, entry: Entry | None) -> None:
@@ -49,14 +53,17 @@ class Election(Protocol):
         ...
 
     def receive(self, name: str, digest: str, local: Look, remote: Look) -> Entry | None:
-        """After ``begin`` said so, wait for what another one makes; None: this process is to make it, after all."""
+        """After ``begin`` said so, wait for what another one makes; None: this process is to make
+        it, after all."""
         ...
 
 
 def between(cache: BuildCache) -> Election | None:
-    """The way in which processes that share no directory can agree here; None if there is none, or nobody is to be waited for."""
+    """The way in which processes that share no directory can agree here; None if there is none, or
+    nobody is to be waited for."""
     seconds = settings.current().compile_wait
-    if not seconds or (cache.trusted_keys and not cache.signing_key):  # who could not open what it makes makes nothing
+    # who could not open what it makes makes nothing
+    if not seconds or (cache.trusted_keys and not cache.signing_key):
         return None
     if store := _ranks():
         return _Ranks(store, cache, seconds)
@@ -88,10 +95,16 @@ def job_rank() -> tuple[str, str] | None:
 
 
 def _ranks() -> Any:
-    """The store of this process's job; None where ``torch.distributed`` is not initialised, or this is its only process."""
+    """The store of this process's job; None where ``torch.distributed`` is not initialised, or this
+    is its only process."""
     distributed = sys.modules.get("torch.distributed")
     try:
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+        if (
+            distributed is None
+            or not distributed.is_available()
+            or not distributed.is_initialized()
+            or distributed.get_world_size() < 2
+        ):
             return None
         from ..._torch import store_of_ranks
 
@@ -101,7 +114,8 @@ def _ranks() -> Any:
 
 
 class _Ranks:
-    """Asks in naps, not with the store's own ``wait``: that would keep the connection from whoever else needs it, such as a collective's set-up."""
+    """Asks in naps, not with the store's own ``wait``: that would keep the connection from whoever
+    else needs it, such as a collective's set-up."""
 
     def __init__(self, store: Any, cache: BuildCache, seconds: float) -> None:
         self.store, self.cache, self.seconds = store, cache, seconds
@@ -118,7 +132,10 @@ class _Ranks:
             if entry:
                 with self.cache.workspace() as workspace:
                     file = workspace / "archive"
-                    if cache_archive.export(self.cache, file, [entry]) and file.stat().st_size <= _MOST_BYTES:
+                    if (
+                        cache_archive.export(self.cache, file, [entry])
+                        and file.stat().st_size <= _MOST_BYTES
+                    ):
                         content = file.read_bytes()
         with contextlib.suppress(RuntimeError):
             self.store.set(self._key(name, digest, "done"), content or b"-")
@@ -134,7 +151,13 @@ class _Ranks:
         except RuntimeError:
             pass
         entry = self._taken(content, local) if len(content) > 1 else local()
-        counters.count("ranks", self.cache.root, hit=entry is not None, size=len(content), seconds=time.monotonic() - started)
+        counters.count(
+            "ranks",
+            self.cache.root,
+            hit=entry is not None,
+            size=len(content),
+            seconds=time.monotonic() - started,
+        )
         return entry
 
     def _taken(self, content: bytes, local: Look) -> Entry | None:
@@ -187,7 +210,9 @@ class _Claims:
                 return None  # this process makes it, and others wait for that
         return remote()
 
-    def _take(self, name: str, digest: str, found: tuple[dict[str, Any], str] | None) -> bool | None:
+    def _take(
+        self, name: str, digest: str, found: tuple[dict[str, Any], str] | None
+    ) -> bool | None:
         """Claim it, or take over the claim of a process that is late; False: another one did."""
         tag = found[1] if found else None
         value = self._claim()

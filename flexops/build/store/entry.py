@@ -1,4 +1,5 @@
-"""One artifact: a directory with a manifest, the file that it speaks of, and what they were made by."""
+"""One artifact: a directory with a manifest, the file that it speaks of, and what they were made
+by."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Entry(NamedTuple):
 
     @property
     def last_used(self) -> float:
-        """Seconds since the epoch, as the file system tells it (to the day, where it is mounted with relatime); 0 if the entry is gone.
+        """Seconds since the epoch, as the file system tells it (to the day, where it is mounted
+        with relatime); 0 if the entry is gone.
 
         Of the library: manifests are also read by those who only look around.
         """
@@ -93,11 +95,17 @@ class Demands(NamedTuple):
                 return refusal
             if not same:
                 return Refusal(f"{path} has changed since it was read", "run it again")
-        return verify(entry.directory, entry.manifest, strict=self.sha256 or self.trusted_keys is not None, own=self.own)
+        return verify(
+            entry.directory,
+            entry.manifest,
+            strict=self.sha256 or self.trusted_keys is not None,
+            own=self.own,
+        )
 
 
 def read_manifest(directory: Path, *, own: bool = False) -> Entry | None:
-    """The entry in a directory by its manifest alone; None if there is no readable one, or (``own``) somebody else could change it."""
+    """The entry in a directory by its manifest alone; None if there is no readable one, or
+    (``own``) somebody else could change it."""
     try:
         if own and any(trust.problem(path.lstat()) for path in (directory.parent, directory)):
             return None
@@ -107,17 +115,21 @@ def read_manifest(directory: Path, *, own: bool = False) -> Entry | None:
         return None
 
 
-def read_entry(directory: Path, demands: Demands | None = None) -> tuple[Entry | None, Refusal | None]:
-    """The entry in a directory, its library verified. Both None: there is nothing there; only a refusal: it is damaged."""
+def read_entry(
+    directory: Path, demands: Demands | None = None
+) -> tuple[Entry | None, Refusal | None]:
+    """The entry in a directory, its library verified. Both None: there is nothing there; only a
+    refusal: it is damaged."""
     if not directory.is_dir():
         return None, None
     demands = demands or Demands()
     entry = read_manifest(directory, own=demands.own)
     if entry is None:
-        return None, Refusal(f"{directory / FILE_NAME} is missing, damaged or not yours", "flexops cache clear")
+        return None, Refusal(
+            f"{directory / FILE_NAME} is missing, damaged or not yours", "flexops cache clear"
+        )
     refusal = demands.refuse(entry)
     return (None, refusal) if refusal else (entry, None)
-
 
 
 def cannot_run(library: Path) -> Refusal | None:
@@ -129,4 +141,6 @@ def cannot_run(library: Path) -> Refusal | None:
     if not noexec:
         return None
     fix = "export FLEXOPS_CACHE_DIR=<a directory on another file system>"
-    return Refusal(f"{library} is on a file system mounted noexec: nothing there can be loaded", fix)
+    return Refusal(
+        f"{library} is on a file system mounted noexec: nothing there can be loaded", fix
+    )

@@ -1,7 +1,8 @@
 """Advisory locks that die with their holder.
 
-``flock`` and nothing else: a lock *file* would outlive a killed process and hang the next build for ever. Where the file system refuses
-locks (some NFS mounts), a build goes on without one: locks only save duplicate work.
+``flock`` and nothing else: a lock *file* would outlive a killed process and hang the next build for
+ever. Where the file system refuses locks (some NFS mounts), a build goes on without one: locks only
+save duplicate work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 _LONGEST_NAP = 0.1
 _PATIENCE = 3600.0
-"""A holder that takes longer than any build (stopped by a debugger, say) is not waited for: then this process builds, too."""
+"""A holder that takes longer than any build (stopped by a debugger, say) is not waited for: then
+this process builds, too."""
 
 _held: set[int] = set()
 """Descriptors of the locks that this process holds or waits for."""
@@ -41,7 +43,8 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _let_go_after_fork() -> None:
-    """In a child: the locks are its parent's. With these descriptors open it would hold them on when the parent dies, even against itself."""
+    """In a child: the locks are its parent's. With these descriptors open it would hold them on
+    when the parent dies, even against itself."""
     for descriptor in _held:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -67,7 +70,8 @@ def is_held(path: Path) -> bool:
 
 
 def _wait(descriptor: int) -> None:
-    """Until the lock is held, or proves to be refused here. In naps: a signal need not end a wait in the kernel (``compiler._lines`` says why)."""
+    """Until the lock is held, or proves to be refused here. In naps: a signal need not end a wait
+    in the kernel (``compiler._lines`` says why)."""
     nap, until = 0.001, time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         try:
@@ -84,12 +88,15 @@ def _wait(descriptor: int) -> None:
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError:  # somebody else's, in a shared cache: most file systems lock what is only read, too
+    except (
+        PermissionError
+    ):  # somebody else's, in a shared cache: most file systems lock what is only read, too
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _release(descriptor: int) -> None:
-    # Unlocked, not only closed: a child forked meanwhile shares the descriptor and would go on holding the lock.
+    # Unlocked, not only closed: a child forked meanwhile shares the descriptor and would go on
+    # holding the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

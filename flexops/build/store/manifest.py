@@ -1,4 +1,5 @@
-"""What is written beside every library, and the judgement whether that library can run here, made before it is opened."""
+"""What is written beside every library, and the judgement whether that library can run here, made
+before it is opened."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from ..plan.cache_key import SCHEMA, Digests
 FILE_NAME = "manifest.json"
 
 ABI = 1
-"""What a library and the flexops that opens it agree on: how it is given its kernels (``csrc/common/launch.h``), how kernels' names stand in its file.
-Raised when that changes, so that a project's library that an older flexops compiled is refused with this as the reason."""
+"""What a library and the flexops that opens it agree on: how it is given its kernels
+(``csrc/common/launch.h``), how kernels' names stand in its file. Raised when that changes, so that
+a project's library that an older flexops compiled is refused with this as the reason."""
 _NONE: dict[str, Any] = {}  # which nobody writes to
 
 
@@ -35,19 +37,24 @@ class Manifest(NamedTuple):
         name: ``<op>-<device>``, or the name of a user's extension.
         key, base: see ``cache_key``.
         device: torch's device type.
-        library, size, crc32, sha256: the file this manifest speaks of. ``BuildCache.publish`` adds the SHA-256.
+        library, size, crc32, sha256: the file this manifest speaks of. ``BuildCache.publish`` adds
+            the SHA-256.
         torch_abi: ``TorchBuild.abi_id`` of the torch it was built against.
         cuda_version: of what compiled device code, "" for host code.
-        architectures: of device code: what it is for, such as ``("9.0",)`` or ``("compute_90",)``; of an installed library for CUDA: what its kernels,
-            which lie beside it, were compiled for; for AMD GPUs: what is compiled in.
+        architectures: of device code: what it is for, such as ``("9.0",)`` or ``("compute_90",)``;
+            of an installed library for CUDA: what its kernels, which lie beside it, were compiled
+            for; for AMD GPUs: what is compiled in.
         isa_levels: the CPU kernels compiled in.
         glibc, glibcxx: the newest symbol versions that the library needs, "" for none.
-        files: what it was made from (sources, headers, and the files that chose the commands), relocatable name -> sha256.
-        kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does, and what compiled it.
+        files: what it was made from (sources, headers, and the files that chose the commands),
+            relocatable name -> sha256.
+        kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does,
+            and what compiled it.
         resources: of device code: registers, stack, spills and shared memory, as ptxas told them.
         flexops: the version of flexops that planned the build.
         abi: ``ABI`` of that flexops; 0 in manifests that do not say.
-        own_crc32: of the other fields, so that a flipped bit does not turn one architecture into another; "" in manifests that do not say.
+        own_crc32: of the other fields, so that a flipped bit does not turn one architecture into
+            another; "" in manifests that do not say.
     """
 
     name: str
@@ -75,7 +82,10 @@ class Manifest(NamedTuple):
     own_crc32: str = ""
 
     def to_json(self) -> str:
-        return json.dumps({**self._asdict(), "own_crc32": self._crc32()}, indent=1, sort_keys=True) + "\n"
+        return (
+            json.dumps({**self._asdict(), "own_crc32": self._crc32()}, indent=1, sort_keys=True)
+            + "\n"
+        )
 
     def is_damaged(self) -> bool:
         """Whether this is not what was written."""
@@ -91,7 +101,10 @@ class Manifest(NamedTuple):
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"not a manifest of schema {SCHEMA}")
         known = set(cls._fields)
-        if missing := {"name", "key", "base", "library", "size", "crc32", "torch_abi", "device"} - data.keys():
+        if (
+            missing := {"name", "key", "base", "library", "size", "crc32", "torch_abi", "device"}
+            - data.keys()
+        ):
             raise ValueError(f"manifest lacks {', '.join(sorted(missing))}")
         for name in known & data.keys():
             _check(name, data[name])
@@ -101,26 +114,46 @@ class Manifest(NamedTuple):
 
 
 def _check(name: str, value: Any) -> None:
-    """Raises ``ValueError`` for a value that the field cannot have. Names become paths, so they must be plain."""
+    """Raises ``ValueError`` for a value that the field cannot have. Names become paths, so they
+    must be plain."""
     if name in ("architectures", "isa_levels"):
-        good = isinstance(value, list) and all(isinstance(item, str) and (name == "isa_levels" or _is_architecture(item)) for item in value)
+        good = isinstance(value, list) and all(
+            isinstance(item, str) and (name == "isa_levels" or _is_architecture(item))
+            for item in value
+        )
     elif name == "files":
-        good = isinstance(value, dict) and all(_is_path(item) and isinstance(digest, str) for item, digest in value.items())
+        good = isinstance(value, dict) and all(
+            _is_path(item) and isinstance(digest, str) for item, digest in value.items()
+        )
     elif name == "resources":
-        good = isinstance(value, dict) and all(type(number) is int and 0 <= number < 2**31 for number in value.values())
+        good = isinstance(value, dict) and all(
+            type(number) is int and 0 <= number < 2**31 for number in value.values()
+        )
     elif name in ("size", "abi"):
         good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in ("cuda_version", "glibc", "glibcxx"):
-        good = value == "" or (isinstance(value, str) and all(part.isdecimal() and part.isascii() and len(part) < 10 for part in value.split(".")))
+        good = value == "" or (
+            isinstance(value, str)
+            and all(
+                part.isdecimal() and part.isascii() and len(part) < 10 for part in value.split(".")
+            )
+        )
     else:
-        good = isinstance(value, str) and (name not in ("name", "key", "base", "library") or is_plain(value))
+        good = isinstance(value, str) and (
+            name not in ("name", "key", "base", "library") or is_plain(value)
+        )
     if not good:
         raise ValueError(f"manifest field {name} is {str(value)[:200]!r}")
 
 
 def is_plain(name: str) -> bool:
     """Whether this names a file or directory, visible and right here."""
-    return name.isprintable() and "/" not in name and not name.startswith(".") and 0 < len(name.encode()) < 256
+    return (
+        name.isprintable()
+        and "/" not in name
+        and not name.startswith(".")
+        and 0 < len(name.encode()) < 256
+    )
 
 
 def _is_path(name: str) -> bool:
@@ -149,11 +182,20 @@ class Refusal(NamedTuple):
 
 
 def judge(manifest: Manifest, torch: TorchBuild) -> Refusal | None:
-    """None if the library can be opened by a process with that torch and will run here; otherwise why not. Opens nothing."""
+    """None if the library can be opened by a process with that torch and will run here; otherwise
+    why not. Opens nothing."""
     if manifest.abi != ABI:
-        return Refusal(f"compiled by flexops {manifest.flexops}, whose libraries have ABI {manifest.abi}; this one opens ABI {ABI}", "flexops build")
+        return Refusal(
+            f"compiled by flexops {manifest.flexops}, whose libraries have ABI {manifest.abi}; this"
+            f" one opens ABI {ABI}",
+            "flexops build",
+        )
     if manifest.torch_abi != torch.abi_id:
-        return Refusal(f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch {torch.version})", "flexops build")
+        return Refusal(
+            f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch"
+            f" {torch.version})",
+            "flexops build",
+        )
     return _judge_symbols(manifest, torch.cxx11_abi)
 
 
@@ -163,34 +205,52 @@ def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:
     glibc = _glibc() if manifest.glibc else ""
     if glibc and Version.parse(manifest.glibc) > Version.parse(glibc):
         return Refusal(f"needs glibc {manifest.glibc}, this system has {glibc}", fix)
-    # The C++11 ABI came with GLIBCXX_3.4.21: a torch that has that ABI has loaded a libstdc++ with these symbols, which saves reading it.
-    surely_there = not manifest.glibcxx or (cxx11_abi and Version.parse(manifest.glibcxx) <= Version((3, 4, 21)))
+    # The C++11 ABI came with GLIBCXX_3.4.21: a torch that has that ABI has loaded a libstdc++ with
+    # these symbols, which saves reading it.
+    surely_there = not manifest.glibcxx or (
+        cxx11_abi and Version.parse(manifest.glibcxx) <= Version((3, 4, 21))
+    )
     libstdcxx = "" if surely_there else _libstdcxx()
     if libstdcxx and not _defines(libstdcxx, f"GLIBCXX_{manifest.glibcxx}"):
         return Refusal(f"needs GLIBCXX_{manifest.glibcxx}, which {libstdcxx} lacks", fix)
     return None
 
 
-def verify(directory: Path, manifest: Manifest, *, strict: bool = False, own: bool = False) -> Refusal | None:
+def verify(
+    directory: Path, manifest: Manifest, *, strict: bool = False, own: bool = False
+) -> Refusal | None:
     """None if the library is the very one that the manifest speaks of.
 
     Args:
-        strict: by its SHA-256, which says so to those who trust the manifest; otherwise by its CRC-32, which only finds damage, in a third of the time or
-            less: every start reads whole libraries, and who can change one in a private cache can change the manifest beside it.
+        strict: by its SHA-256, which says so to those who trust the manifest; otherwise by its
+            CRC-32, which only finds damage, in a third of the time or less: every start reads whole
+            libraries, and who can change one in a private cache can change the manifest beside it.
         own: refuse a library that somebody else could change.
     """
     library, fix = directory / manifest.library, "flexops cache clear"
     if strict and not manifest.sha256:
-        return Refusal(f"the manifest of {library} has no SHA-256", "build it again, with this flexops")
+        return Refusal(
+            f"the manifest of {library} has no SHA-256", "build it again, with this flexops"
+        )
     try:
         descriptor = os.open(library, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
             if own and (problem := trust.problem(status)):
                 return Refusal(f"{library} {problem}", fix)
-            same = stat.S_ISREG(status.st_mode) and status.st_size == manifest.size and not manifest.is_damaged()
-            if not same or _digest(descriptor, strict) != (manifest.sha256 if strict else manifest.crc32):
-                return Refusal(f"{library} is not the file that its manifest describes (damaged, truncated, or swapped)", fix)
+            same = (
+                stat.S_ISREG(status.st_mode)
+                and status.st_size == manifest.size
+                and not manifest.is_damaged()
+            )
+            if not same or _digest(descriptor, strict) != (
+                manifest.sha256 if strict else manifest.crc32
+            ):
+                return Refusal(
+                    f"{library} is not the file that its manifest describes (damaged, truncated, or"
+                    " swapped)",
+                    fix,
+                )
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -220,7 +280,9 @@ def _digest(descriptor: int, sha256: bool) -> str:
 def needed_versions(library: Path) -> tuple[str, str]:
     """The newest GLIBC and GLIBCXX symbol versions that an ELF library names."""
     content = library.read_bytes()
-    return _newest(rb"GLIBC_(\d+(?:\.\d+)+)\0", content), _newest(rb"GLIBCXX_(\d+(?:\.\d+)+)\0", content)
+    return _newest(rb"GLIBC_(\d+(?:\.\d+)+)\0", content), _newest(
+        rb"GLIBCXX_(\d+(?:\.\d+)+)\0", content
+    )
 
 
 def _newest(pattern: bytes, content: bytes) -> str:
@@ -238,10 +300,13 @@ def _glibc() -> str:
 
 @functools.cache
 def _libstdcxx() -> str:
-    """Path of the libstdc++ that this process has loaded (torch loads it); "" when that cannot be told."""
+    """Path of the libstdc++ that this process has loaded (torch loads it); "" when that cannot be
+    told."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            return next((line.split(maxsplit=5)[5].strip() for line in maps if "libstdc++.so" in line), "")
+            return next(
+                (line.split(maxsplit=5)[5].strip() for line in maps if "libstdc++.so" in line), ""
+            )
     except OSError:
         return ""
 
@@ -250,7 +315,11 @@ def _libstdcxx() -> str:
 def _defines(library: str, version: str) -> bool:
     """Whether a library has that symbol version; True if it cannot be read."""
     try:
-        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # mapped: the names are near its start
+        # mapped: the names are near its start
+        with (
+            open(library, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             return content.find(version.encode() + b"\0") >= 0
     except (OSError, ValueError):
         return True

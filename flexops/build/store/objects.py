@@ -1,7 +1,9 @@
-"""Compiled objects kept in the cache, so that after an edit only what the edit reaches is compiled again.
+"""Compiled objects kept in the cache, so that after an edit only what the edit reaches is compiled
+again.
 
-An object is an entry like any other: the artifact of a plan of one step, under the key of that plan. A compiler launcher such as ccache does
-the same where there is one; it cannot with precompiled headers, and many machines have none.
+An object is an entry like any other: the artifact of a plan of one step, under the key of that
+plan. A compiler launcher such as ccache does the same where there is one; it cannot with
+precompiled headers, and many machines have none.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ def restore(plan: BuildPlan, directory: Path, cache: BuildCache) -> frozenset[st
             continue
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):
-            headers = places_today(plan, entry.manifest.files.keys() - cache_key.source_digests(single).keys())
-            (directory / f"{step.output}.d").write_text(f"{step.output}: {' '.join(map(_escape, headers))}\n", encoding="utf-8")
+            headers = places_today(
+                plan, entry.manifest.files.keys() - cache_key.source_digests(single).keys()
+            )
+            (directory / f"{step.output}.d").write_text(
+                f"{step.output}: {' '.join(map(_escape, headers))}\n", encoding="utf-8"
+            )
             _link_or_copy(entry.library, directory / step.output)
             restored.add(step.output)
     return frozenset(restored)
@@ -82,7 +88,14 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def _store(single: BuildPlan, step: Step, built: Path, cache: BuildCache, sources: Digests, headers: Digests) -> None:
+def _store(
+    single: BuildPlan,
+    step: Step,
+    built: Path,
+    cache: BuildCache,
+    sources: Digests,
+    headers: Digests,
+) -> None:
     folder = built.parent.parent / f".{built.parent.name}-{step.output}"
     folder.mkdir()
     os.link(built, folder / step.output)

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 def open_cache(chosen: settings.Settings) -> BuildCache:
     """The build cache that the settings name; touches nothing."""
     return BuildCache(
-        chosen.cache_dir, max_bytes=chosen.cache_max_bytes, shared=chosen.cache_shared,
-        signing_key=chosen.cache_signing_key, trusted_keys=chosen.cache_trusted_keys, copies=chosen.cache_copies, remote=_remote_of(chosen),
-    )  # fmt: skip
+        chosen.cache_dir,
+        max_bytes=chosen.cache_max_bytes,
+        shared=chosen.cache_shared,
+        signing_key=chosen.cache_signing_key,
+        trusted_keys=chosen.cache_trusted_keys,
+        copies=chosen.cache_copies,
+        remote=_remote_of(chosen),
+    )
 
 
 def _remote_of(chosen: settings.Settings) -> Remote | None:

@@ -1,11 +1,13 @@
-"""A remote cache behind the local one: what is missing here is looked for there before it is compiled, and what is compiled is put there.
+"""A remote cache behind the local one: what is missing here is looked for there before it is
+compiled, and what is compiled is put there.
 
     <url>/<name>/<key>.tar.gz               an entry as `flexops cache export` writes it; never changed once it is there
     <url>/<name>/<base>.headers.json        which headers the last build under this base key reached: look-ups start from it, as in the local cache
     <url>/<name>/<made of>.entry.json       the key of a family's library, by what it is made from: for machines without a compiler
     <url>/<name>/<key>.claim.json           who is compiling it now, and until when that is believed (``election``)
 
-Nothing of this is believed: an entry goes through what `flexops cache import` does before it is in the local cache, and only from there it is opened.
+Nothing of this is believed: an entry goes through what `flexops cache import` does before it is in
+the local cache, and only from there it is opened.
 
 A store may be slow, full, forbidden or lying. Each request has a limit. One that fails closes the
 store for a while, which grows with each failure in a row; then one tries again. It costs that much
@@ -56,7 +58,8 @@ _HINT_BYTES = 4 << 20
 
 
 class Object(NamedTuple):
-    """What a store lists. ``changed`` is in seconds since the epoch, 0 where the store does not tell."""
+    """What a store lists. ``changed`` is in seconds since the epoch, 0 where the store does not
+    tell."""
 
     name: str
     size: int
@@ -161,10 +164,11 @@ class Remote:
         """Whether processes can agree through it: whether claims can be put there."""
         return not self.problem and not self.unwritten
 
-    # ---- entries ------------------------------------------------------------------------------------------------------------------------
+    # ---- entries ---------------------------------------------------------------------------------
 
     def fetch(self, cache: BuildCache, name: str, key: str) -> Entry | None:
-        """Bring an entry into the local cache, verified as an import is; None if it cannot be had. Raises nothing."""
+        """Bring an entry into the local cache, verified as an import is; None if it cannot be had.
+        Raises nothing."""
         if self.problem:
             return None
         self._root = cache.root
@@ -173,7 +177,9 @@ class Remote:
             with cache.workspace() as workspace:
                 file = workspace / "fetched"
                 if self._get(entry_name(name, key), file, cache.max_bytes) is None:
-                    counters.count("remote", cache.root, hit=False, seconds=time.monotonic() - started)
+                    counters.count(
+                        "remote", cache.root, hit=False, seconds=time.monotonic() - started
+                    )
                     return None
                 size = file.stat().st_size
                 seconds, only = max(self._left, 0.01), (name, key)
@@ -184,11 +190,14 @@ class Remote:
             self._wasted(time.monotonic() - started, why)
             counters.count("remote", cache.root, hit=False, seconds=time.monotonic() - started)
             return None
-        counters.count("remote", cache.root, hit=True, size=size, seconds=time.monotonic() - started)
+        counters.count(
+            "remote", cache.root, hit=True, size=size, seconds=time.monotonic() - started
+        )
         return entry
 
     def publish(self, cache: BuildCache, entry: Entry) -> bool:
-        """Put an entry there, unless one of its name is; whether it is there now. Raises nothing."""
+        """Put an entry there, unless one of its name is; whether it is there now. Raises
+        nothing."""
         if self.problem or self.unwritten:
             return False
         known = entry.manifest
@@ -200,17 +209,27 @@ class Remote:
                 return False
             counters.count("published", cache.root, hit=True, size=file.stat().st_size)
             headers = entry.directory.parent / f"{known.base}.headers.json"
-            return not headers.exists() or self._put(_file_name(known.name, known.base, "headers"), headers, replace="") is not None
+            return (
+                not headers.exists()
+                or self._put(_file_name(known.name, known.base, "headers"), headers, replace="")
+                is not None
+            )
         return False
 
     def headers(self, cache: BuildCache, name: str, base: str) -> Digests | None:
         """What the last build under a base key reached; None if nobody knows."""
         found = self.hint(cache, name, base, "headers")
-        return found[0] if found and all(isinstance(digest, str) for digest in found[0].values()) else None
+        return (
+            found[0]
+            if found and all(isinstance(digest, str) for digest in found[0].values())
+            else None
+        )
 
-    # ---- hints: small documents that lead to entries ------------------------------------------------------------------------------------
+    # ---- hints: small documents that lead to entries ---------------------------------------------
 
-    def hint(self, cache: BuildCache, name: str, digest: str, kind: str) -> tuple[dict[str, Any], str] | None:
+    def hint(
+        self, cache: BuildCache, name: str, digest: str, kind: str
+    ) -> tuple[dict[str, Any], str] | None:
         """A document and what tells it from its successors; None if there is none."""
         if self.problem:
             return None
@@ -223,8 +242,18 @@ class Remote:
             counters.count("remote", cache.root, hit=False)
         return None
 
-    def leave(self, cache: BuildCache, name: str, digest: str, kind: str, value: dict[str, Any], *, replace: str | None = None) -> bool | None:
-        """Write a document: a first one, or (``replace``) instead of the one with that tag, "" for any. Whether that was done; None if it failed."""
+    def leave(
+        self,
+        cache: BuildCache,
+        name: str,
+        digest: str,
+        kind: str,
+        value: dict[str, Any],
+        *,
+        replace: str | None = None,
+    ) -> bool | None:
+        """Write a document: a first one, or (``replace``) instead of the one with that tag, "" for
+        any. Whether that was done; None if it failed."""
         if self.problem or self.unwritten:
             return None
         with contextlib.suppress(FlexopsError, OSError), cache.workspace() as workspace:
@@ -237,7 +266,8 @@ class Remote:
         self, cache: BuildCache, name: str, digest: str, value: dict[str, Any],
         *, replace: str | None = None,
     ) -> bool | None:  # fmt: skip
-        """As ``leave`` of a claim, but at most one of many processes that do so at the same time gets True.
+        """As ``leave`` of a claim, but at most one of many processes that do so at the same time
+        gets True.
 
         ``value["by"]`` is different in each of them. Where the store has no conditional puts, or
         ignores the condition, the last of those that write at the same time keeps the claim: it
@@ -266,7 +296,7 @@ class Remote:
             time.sleep(_QUICK_SECONDS)
         return None
 
-    # ---- for the command line: failures are told ----------------------------------------------------------------------------------------
+    # ---- for the command line: failures are told -------------------------------------------------
 
     def list(self) -> list[Object]:
         """Everything in the store.
@@ -283,7 +313,9 @@ class Remote:
 
     def download(self, name: str, file: Path, most: int) -> None:
         """Raises ``RemoteError``, also if there is no such object."""
-        if not self._ask({"do": "get", "name": name, "file": str(file), "most": most}, 600.0)["found"]:
+        if not self._ask({"do": "get", "name": name, "file": str(file), "most": most}, 600.0)[
+            "found"
+        ]:
             raise RemoteError(f"{self.name} has no {name}", fix="flexops cache remote list")
 
     def check(self) -> Iterator[Check]:
@@ -344,7 +376,7 @@ class Remote:
         yield Check(what, True, f"{answer['seconds']:.3f} s")
         return answer
 
-    # ---- requests -----------------------------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def _get(self, name: str, file: Path, most: int) -> str | None:
         """An object's tag, its content in a file; None if it is missing, or the store failed."""
@@ -475,7 +507,11 @@ def _file_name(name: str, digest: str, kind: str) -> str:
 
 def _safe(name: str) -> str:
     """A name that every store takes, also in a registry's tag (128 letters, digits and ``_.-``)."""
-    return name if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,60}", name) else f"x{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    return (
+        name
+        if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,60}", name)
+        else f"x{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+    )
 
 
 def is_named_right(name: str, manifest: Manifest) -> bool:
@@ -493,5 +529,9 @@ def required(chosen: Settings) -> Remote:
     """The remote cache; raises ``CacheError`` if the settings name none."""
     found = of(chosen)
     if found is None:
-        raise CacheError("no remote cache is named", required="FLEXOPS_CACHE_REMOTE", fix="export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix")
+        raise CacheError(
+            "no remote cache is named",
+            required="FLEXOPS_CACHE_REMOTE",
+            fix="export FLEXOPS_CACHE_REMOTE=s3://bucket/prefix",
+        )
     return found

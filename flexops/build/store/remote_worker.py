@@ -289,7 +289,11 @@ class Registry:
 
 
 def _described(content: bytes, kind: str) -> dict[str, object]:
-    return {"mediaType": kind, "digest": f"sha256:{hashlib.sha256(content).hexdigest()}", "size": len(content)}
+    return {
+        "mediaType": kind,
+        "digest": f"sha256:{hashlib.sha256(content).hexdigest()}",
+        "size": len(content),
+    }
 
 
 def _read(file: str) -> bytes:
@@ -342,7 +346,8 @@ def _cause(text: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """What the parent writes: one line at a time, so that nothing of the next one is in a buffer while this waits."""
+    """What the parent writes: one line at a time, so that nothing of the next one is in a buffer
+    while this waits."""
     while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
         if not line:

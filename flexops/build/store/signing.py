@@ -1,4 +1,5 @@
-"""Signatures of cache entries, made and checked by OpenSSH's ``ssh-keygen -Y``: the keys are the ones that people have.
+"""Signatures of cache entries, made and checked by OpenSSH's ``ssh-keygen -Y``: the keys are the
+ones that people have.
 
 What is signed is the manifest, which has the library's SHA-256, its name and its key.
 """
@@ -22,7 +23,8 @@ def sign(file: Path, key: Path) -> None:
     """Leave ``<file>.sig`` beside a file.
 
     Args:
-        key: a private key without a passphrase, or a public one whose private part an ssh-agent holds.
+        key: a private key without a passphrase, or a public one whose private part an ssh-agent
+            holds.
 
     Raises:
         CacheError: that key cannot sign.
@@ -30,38 +32,76 @@ def sign(file: Path, key: Path) -> None:
     try:
         done = _ssh_keygen("sign", "-f", str(key), "-n", NAMESPACE, str(file))
     except OSError as error:
-        raise CacheError("what was built cannot be signed", found=f"ssh-keygen: {error.strerror}", required="OpenSSH 8.2 or newer", fix=_INSTALL) from error
+        raise CacheError(
+            "what was built cannot be signed",
+            found=f"ssh-keygen: {error.strerror}",
+            required="OpenSSH 8.2 or newer",
+            fix=_INSTALL,
+        ) from error
     if done.returncode != 0 or not file.with_name(file.name + SUFFIX).exists():
-        required, fix = "a private key without a passphrase, or a public key that ssh-agent has", "ssh-keygen -t ed25519 -f KEY -N ''"
-        raise CacheError("what was built cannot be signed", found=f"FLEXOPS_CACHE_SIGNING_KEY={key}: {_said(done)}", required=required, fix=fix)
+        required, fix = (
+            "a private key without a passphrase, or a public key that ssh-agent has",
+            "ssh-keygen -t ed25519 -f KEY -N ''",
+        )
+        raise CacheError(
+            "what was built cannot be signed",
+            found=f"FLEXOPS_CACHE_SIGNING_KEY={key}: {_said(done)}",
+            required=required,
+            fix=fix,
+        )
 
 
 def check(file: Path, content: bytes, trusted: Path) -> Refusal | None:
-    """None if ``<file>.sig`` is a signature of ``content`` by one of the keys in ``trusted``, an ``allowed_signers`` file (see ssh-keygen(1))."""
+    """None if ``<file>.sig`` is a signature of ``content`` by one of the keys in ``trusted``, an
+    ``allowed_signers`` file (see ssh-keygen(1))."""
     signature = file.with_name(file.name + SUFFIX)
     if not trusted.is_file():
-        return Refusal(f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read", "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>")
+        return Refusal(
+            f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read",
+            "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>",
+        )
     fix = "have it built by whoever holds the team's key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
     if not signature.exists():
         return Refusal(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
     common = ("-f", str(trusted), "-s", str(signature), "-n", NAMESPACE)
     try:
-        signers = _ssh_keygen("find-principals", *common).stdout.decode(errors="replace").splitlines()
-        if signers and _ssh_keygen("verify", *common, "-I", signers[0], content=content).returncode == 0:
+        signers = (
+            _ssh_keygen("find-principals", *common).stdout.decode(errors="replace").splitlines()
+        )
+        if (
+            signers
+            and _ssh_keygen("verify", *common, "-I", signers[0], content=content).returncode == 0
+        ):
             return None
     except OSError as error:
         return Refusal(f"signatures cannot be checked: ssh-keygen: {error.strerror}", _INSTALL)
-    return Refusal(f"the signature of {file.parent} is not of one of the keys in {trusted}, or not of this manifest", fix)
+    return Refusal(
+        f"the signature of {file.parent} is not of one of the keys in {trusted}, or not of this"
+        " manifest",
+        fix,
+    )
 
 
-def _ssh_keygen(action: str, *arguments: str, content: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """In a session of its own: without a terminal it fails where it would ask for a passphrase, and wait."""
+def _ssh_keygen(
+    action: str, *arguments: str, content: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """In a session of its own: without a terminal it fails where it would ask for a passphrase, and
+    wait."""
     command = ("ssh-keygen", "-Y", action, *arguments)
     try:
         with _fork.postponed():
-            return subprocess.run(command, input=content, capture_output=True, timeout=_SECONDS, start_new_session=True, check=False)
+            return subprocess.run(
+                command,
+                input=content,
+                capture_output=True,
+                timeout=_SECONDS,
+                start_new_session=True,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, b"", f"no answer after {_SECONDS:.0f} s".encode())
+        return subprocess.CompletedProcess(
+            command, 1, b"", f"no answer after {_SECONDS:.0f} s".encode()
+        )
 
 
 def _said(done: subprocess.CompletedProcess[bytes]) -> str:

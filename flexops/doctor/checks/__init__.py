@@ -1,1 +1,2 @@
-"""Judgements: pure functions of explicit facts. What each is called with, and in which order they are reported, is ``SECTIONS`` in ``judgement``."""
+"""Judgements: pure functions of explicit facts. What each is called with, and in which order they
+are reported, is ``SECTIONS`` in ``judgement``."""

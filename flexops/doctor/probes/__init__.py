@@ -1,1 +1,2 @@
-"""Looking at the machine. Each probe returns one fact of ``doctor.facts`` or raises; ``doctor.examination`` guards them all. No judgement here."""
+"""Looking at the machine. Each probe returns one fact of ``doctor.facts`` or raises;
+``doctor.examination`` guards them all. No judgement here."""

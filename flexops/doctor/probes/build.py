@@ -1,4 +1,5 @@
-"""What builds are done with and where they go: toolchain, launcher, cache, lock files, libraries."""
+"""What builds are done with and where they go: toolchain, launcher, cache, lock files,
+libraries."""
 
 from __future__ import annotations
 
@@ -56,13 +57,21 @@ def launcher(found: Toolchain) -> LauncherFact:
         return LauncherFact()
     if found.launcher.path.name == "sccache":
         return _sccache(str(found.launcher.path))
-    done = subprocess.run([found.launcher.path, "--print-stats"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [found.launcher.path, "--print-stats"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     return read_ccache(done.stdout)
 
 
 def read_ccache(text: str) -> LauncherFact:
     """From ``ccache --print-stats``: a name, a tab and a number a line (since ccache 3.7)."""
-    counts = {name: int(number) for name, number in re.findall(r"^(\w+)\t(\d+)$", text, re.MULTILINE)}
+    counts = {
+        name: int(number) for name, number in re.findall(r"^(\w+)\t(\d+)$", text, re.MULTILINE)
+    }
     if not counts:
         return LauncherFact(note="it gives no statistics")
     hits = sum(counts.get(name, 0) for name in ("direct_cache_hit", "preprocessed_cache_hit"))
@@ -73,9 +82,20 @@ def _sccache(path: str) -> LauncherFact:
     """Only of a server that is running: asking would start one."""
     with contextlib.closing(socket.socket()) as probe:
         probe.settimeout(1)
-        if probe.connect_ex(("127.0.0.1", int(os.environ.get("SCCACHE_SERVER_PORT", _SCCACHE_PORT)))) != 0:
+        if (
+            probe.connect_ex(
+                ("127.0.0.1", int(os.environ.get("SCCACHE_SERVER_PORT", _SCCACHE_PORT)))
+            )
+            != 0
+        ):
             return LauncherFact(note="its server is not running now")
-    done = subprocess.run([path, "--show-stats", "--stats-format", "json"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [path, "--show-stats", "--stats-format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     return read_sccache(done.stdout)
 
 
@@ -85,7 +105,9 @@ def read_sccache(text: str) -> LauncherFact:
 
     try:
         stats = json.loads(text)["stats"]
-        hits, misses = (sum(stats[name]["counts"].values()) for name in ("cache_hits", "cache_misses"))
+        hits, misses = (
+            sum(stats[name]["counts"].values()) for name in ("cache_hits", "cache_misses")
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return LauncherFact(note="it gives no statistics")
     return LauncherFact(hits, misses)
@@ -119,23 +141,37 @@ def _unwritable(directory: Path, system: os.statvfs_result) -> str:
     if os.access(directory, os.W_OK | os.X_OK):
         return ""
     seen = directory.stat()
-    return f"{directory} may not be written to (owner {seen.st_uid}, mode {seen.st_mode & 0o7777:o}, you are {os.geteuid()})"
+    return (
+        f"{directory} may not be written to (owner {seen.st_uid}, mode {seen.st_mode & 0o7777:o},"
+        f" you are {os.geteuid()})"
+    )
 
 
 def locks(environ: dict[str, str] | None = None) -> tuple[LockFile, ...]:
-    """torch's own lock files. Its cpp_extension waits for one to vanish, for ever if its maker died."""
+    """torch's own lock files. Its cpp_extension waits for one to vanish, for ever if its maker
+    died."""
     variables = os.environ if environ is None else environ
     base = variables.get("TORCH_EXTENSIONS_DIR") or os.path.join(
-        variables.get("XDG_CACHE_HOME") or os.path.join(variables.get("HOME") or os.path.expanduser("~"), ".cache"), "torch_extensions"
+        variables.get("XDG_CACHE_HOME")
+        or os.path.join(variables.get("HOME") or os.path.expanduser("~"), ".cache"),
+        "torch_extensions",
     )
     paths = list(_lock_files(base, depth=2))
     held = _open_files() if paths else frozenset()
     now = time.time()
-    return tuple(LockFile(path, max(0.0, now - os.path.getmtime(path)), None if held is None else os.path.realpath(path) in held) for path in paths)
+    return tuple(
+        LockFile(
+            path,
+            max(0.0, now - os.path.getmtime(path)),
+            None if held is None else os.path.realpath(path) in held,
+        )
+        for path in paths
+    )
 
 
 def _lock_files(directory: str, depth: int) -> Iterator[str]:
-    """``<base>/<extension>/lock`` with TORCH_EXTENSIONS_DIR, ``<base>/<python and CUDA>/<extension>/lock`` without."""
+    """``<base>/<extension>/lock`` with TORCH_EXTENSIONS_DIR, ``<base>/<python and
+    CUDA>/<extension>/lock`` without."""
     with contextlib.suppress(OSError), os.scandir(directory) as scan:
         for item in sorted(scan, key=lambda entry: entry.name):
             if not item.is_dir(follow_symlinks=False) or item.name.startswith("."):
@@ -160,7 +196,8 @@ def _open_files() -> frozenset[str] | None:
 
 
 def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
-    """The libraries there are for each op and device type: compiled at install, and in the cache; each judged as the loader would."""
+    """The libraries there are for each op and device type: compiled at install, and in the cache;
+    each judged as the loader would."""
     from ...build.compile import device_code
     from ...build.describe import catalog, layout
     from ...build.load import loader
@@ -184,14 +221,34 @@ def libraries(found: Toolchain, chosen: Settings) -> tuple[LibraryFact, ...]:
                 refusal = judge(cached.manifest, found.torch)
                 own = [cached.manifest]
                 if device == "cuda" and not found.torch.hip:  # its kernels are entries of their own
-                    kept = device_code.kept_for(cached_ones, spec.name, kernel_names.names_in(cached.library))
-                    own = [cached.manifest._replace(cuda_version=version, architectures=tuple(names)) for version, names in kept.items()] or own
-                facts += [_library(spec.name, device, "cache", manifest, refusal) for manifest in own]
+                    kept = device_code.kept_for(
+                        cached_ones, spec.name, kernel_names.names_in(cached.library)
+                    )
+                    own = [
+                        cached.manifest._replace(cuda_version=version, architectures=tuple(names))
+                        for version, names in kept.items()
+                    ] or own
+                facts += [
+                    _library(spec.name, device, "cache", manifest, refusal) for manifest in own
+                ]
     return tuple(facts)
 
 
-def _library(op: str, device: str, origin: Literal["aot", "cache"], manifest: Manifest, refusal: Refusal | None) -> LibraryFact:
+def _library(
+    op: str,
+    device: str,
+    origin: Literal["aot", "cache"],
+    manifest: Manifest,
+    refusal: Refusal | None,
+) -> LibraryFact:
     reason, fix = (refusal.reason, refusal.fix) if refusal else ("", "")
-    return LibraryFact(op, device, origin, manifest.architectures, reason, fix, manifest.torch_abi, manifest.cuda_version)
-
-
+    return LibraryFact(
+        op,
+        device,
+        origin,
+        manifest.architectures,
+        reason,
+        fix,
+        manifest.torch_abi,
+        manifest.cuda_version,
+    )

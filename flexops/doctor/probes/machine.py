@@ -17,10 +17,29 @@ from ..facts import Gpu, GpuFact, PlatformFact, PythonFact, SettingsFact
 if TYPE_CHECKING:
     from ...toolchain.driver import DriverRelease
 
-ENVIRONMENT = ("LD_PRELOAD", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTHONPATH")
-_INSTALLERS = (("apt-get", "apt-get install -y"), ("dnf", "dnf install -y"), ("zypper", "zypper install -y"), ("pacman", "pacman -S"), ("apk", "apk add"))
+ENVIRONMENT = (
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTHONPATH",
+)
+_INSTALLERS = (
+    ("apt-get", "apt-get install -y"),
+    ("dnf", "dnf install -y"),
+    ("zypper", "zypper install -y"),
+    ("pacman", "pacman -S"),
+    ("apk", "apk add"),
+)
 _CONTAINER_FILES = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
-_CONTAINER_GROUPS = (("kubepods", "kubernetes"), ("docker", "docker"), ("containerd", "containerd"), ("lxc", "lxc"), ("libpod", "podman"))
+_CONTAINER_GROUPS = (
+    ("kubepods", "kubernetes"),
+    ("docker", "docker"),
+    ("containerd", "containerd"),
+    ("lxc", "lxc"),
+    ("libpod", "podman"),
+)
 _PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _PCI_DISPLAY = ("0x0300", "0x0302", "0x0380")
 
@@ -57,11 +76,20 @@ def python() -> PythonFact:
         environment = "conda"
     elif sys.prefix != sys.base_prefix:
         environment = "venv"
-    origin: Literal["system", "conda", "other"] = "system" if os.path.realpath(sys.base_prefix) == "/usr" else "other"
+    origin: Literal["system", "conda", "other"] = (
+        "system" if os.path.realpath(sys.base_prefix) == "/usr" else "other"
+    )
     if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")):
         origin = "conda"
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
-    return PythonFact(sys.version_info[:3], sys.executable, environment, os.path.exists(headers), origin, distribution.namesake())
+    return PythonFact(
+        sys.version_info[:3],
+        sys.executable,
+        environment,
+        os.path.exists(headers),
+        origin,
+        distribution.namesake(),
+    )
 
 
 def environment() -> dict[str, str]:
@@ -70,7 +98,8 @@ def environment() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str] | None = None) -> SettingsFact:
-    """The settings; a variable that is not understood is reported, and left away so that everything else can still be looked at."""
+    """The settings; a variable that is not understood is reported, and left away so that everything
+    else can still be looked at."""
     from ...errors import SettingsError
     from ...settings import Settings
 
@@ -86,25 +115,41 @@ def settings(environ: Mapping[str, str] | None = None) -> SettingsFact:
 
 
 def gpus(root: str = "") -> GpuFact:
-    """GPUs that a driver shows, and those on the bus that none does. CUDA is not initialised in this process."""
+    """GPUs that a driver shows, and those on the bus that none does. CUDA is not initialised in
+    this process."""
     from ...toolchain import gpus as toolchain_gpus
 
     seen = toolchain_gpus.machine(root)
-    nvidia = tuple(Gpu(one.name, str(one.capability), one.memory_bytes, slices=None if one.slices is None else len(one.slices)) for one in seen.gpus)
-    amd = tuple(Gpu("AMD GPU", name, vendor="amd") for name in toolchain_gpus.local_gfx_targets(root))
+    nvidia = tuple(
+        Gpu(
+            one.name,
+            str(one.capability),
+            one.memory_bytes,
+            slices=None if one.slices is None else len(one.slices),
+        )
+        for one in seen.gpus
+    )
+    amd = tuple(
+        Gpu("AMD GPU", name, vendor="amd") for name in toolchain_gpus.local_gfx_targets(root)
+    )
     vendors = {vendor for vendor, there in (("NVIDIA", nvidia), ("AMD", amd)) if there}
-    driver, driver_cuda = (seen.driver.release, seen.driver.cuda) if seen.driver else (_loaded_driver(root), None)
+    driver, driver_cuda = (
+        (seen.driver.release, seen.driver.cuda) if seen.driver else (_loaded_driver(root), None)
+    )
     return GpuFact(
         gpus=nvidia + amd,
         driver=driver,
         driver_cuda=driver_cuda,
-        unusable=tuple(f"{vendor} GPU at {slot}" for vendor, slot in _on_the_bus(root) if vendor not in vendors),
+        unusable=tuple(
+            f"{vendor} GPU at {slot}" for vendor, slot in _on_the_bus(root) if vendor not in vendors
+        ),
         problem="" if nvidia else _driver_problem(root),
     )
 
 
 def _on_the_bus(root: str) -> Iterator[tuple[str, str]]:
-    """(vendor, PCI slot) of the display devices that PCI shows; a virtual machine or container may show none."""
+    """(vendor, PCI slot) of the display devices that PCI shows; a virtual machine or container may
+    show none."""
     devices = f"{root}/sys/bus/pci/devices"
     for slot in sorted(os.listdir(devices)) if os.path.isdir(devices) else ():
         vendor = _PCI_VENDORS.get(read_text(f"{devices}/{slot}/vendor").strip())
@@ -113,7 +158,8 @@ def _on_the_bus(root: str) -> Iterator[tuple[str, str]]:
 
 
 def _loaded_driver(root: str) -> DriverRelease | None:
-    """The kernel module's release, which is there to be read also where the driver's own library is not."""
+    """The kernel module's release, which is there to be read also where the driver's own library is
+    not."""
     import re
 
     from ...toolchain.driver import DriverRelease
@@ -123,7 +169,8 @@ def _loaded_driver(root: str) -> DriverRelease | None:
 
 
 def _driver_problem(root: str) -> str:
-    """What nvidia-smi says where there are device nodes and yet no GPU: a driver that does not match its kernel module, say."""
+    """What nvidia-smi says where there are device nodes and yet no GPU: a driver that does not
+    match its kernel module, say."""
     smi = shutil.which("nvidia-smi")
     if smi is None or not os.path.exists(f"{root}/dev/nvidiactl"):
         return ""
@@ -151,4 +198,11 @@ def _installer() -> str:
 
 def _declared(environ: str) -> str:
     """systemd-nspawn, LXC and podman tell their first process which of them it is."""
-    return next((entry.partition("=")[2] for entry in environ.split("\0") if entry.startswith("container=")), "")
+    return next(
+        (
+            entry.partition("=")[2]
+            for entry in environ.split("\0")
+            if entry.startswith("container=")
+        ),
+        "",
+    )

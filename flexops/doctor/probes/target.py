@@ -9,7 +9,8 @@ from ..facts import GpuFact, TargetFact, Unknown
 
 
 def target(asked: str | None, gpu: GpuFact | Unknown) -> TargetFact:
-    """The row that was asked for, and the one that would be chosen for this machine. An unknown id is a fact, not an error."""
+    """The row that was asked for, and the one that would be chosen for this machine. An unknown id
+    is a fact, not an error."""
     from ... import targets
     from ...errors import TargetError
     from ...targets.detection import Machine, choose
@@ -30,5 +31,11 @@ def target(asked: str | None, gpu: GpuFact | Unknown) -> TargetFact:
     try:
         row = matrix.find(asked)
     except TargetError as error:
-        return TargetFact(asked, None, (error.what, error.required, error.fix), detection.target.id, detection.reason)
+        return TargetFact(
+            asked,
+            None,
+            (error.what, error.required, error.fix),
+            detection.target.id,
+            detection.reason,
+        )
     return TargetFact(asked, row, detected=detection.target.id, reason=detection.reason)

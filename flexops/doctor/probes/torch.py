@@ -1,4 +1,5 @@
-"""torch, asked in another process: whether it can be imported, what it is, which libraries come with it."""
+"""torch, asked in another process: whether it can be imported, what it is, which libraries come
+with it."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def read(child: Child, timeout: float = SECONDS) -> TorchFact:
         error = str(told["error"])
         return TorchFact(state="absent" if error == _ABSENT else "broken", detail=error)
     if child.returncode is None:
-        return TorchFact(state="hangs", detail=f"`import torch` gave no answer within {timeout:.0f} s")
+        return TorchFact(
+            state="hangs", detail=f"`import torch` gave no answer within {timeout:.0f} s"
+        )
     noise = f" ({child.last_line})" if child.last_line and child.returncode < 0 else ""
-    return TorchFact(state="broken", detail=f"the process that imported torch {child.failure}{noise}")
+    return TorchFact(
+        state="broken", detail=f"the process that imported torch {child.failure}{noise}"
+    )
 
 
 def main() -> None:
@@ -82,13 +87,15 @@ def _gpus(torch: object) -> tuple[int, str]:
 
 
 def loaded(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """The CUDA and C++ runtime libraries among the files a process has mapped, without the driver's own: (soname, path)."""
+    """The CUDA and C++ runtime libraries among the files a process has mapped, without the driver's
+    own: (soname, path)."""
     names = {path: os.path.basename(path) for path in paths}
     return sorted((name, path) for path, name in names.items() if _SONAME.fullmatch(name))
 
 
 def installed(torch_root: str) -> Iterator[str]:
-    """The libraries that torch was installed with: in its own lib/, and in the packages of its CUDA beside it."""
+    """The libraries that torch was installed with: in its own lib/, and in the packages of its CUDA
+    beside it."""
     site = os.path.dirname(torch_root)
     for base in (os.path.join(torch_root, "lib"), os.path.join(site, "nvidia")):
         for folder, _, names in os.walk(base):
@@ -99,7 +106,9 @@ def _mapped() -> set[str]:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             fields = (line.split(maxsplit=5) for line in maps)
-            return {parts[5].strip() for parts in fields if len(parts) == 6 and parts[5].startswith("/")}
+            return {
+                parts[5].strip() for parts in fields if len(parts) == 6 and parts[5].startswith("/")
+            }
     except OSError:
         return set()
 

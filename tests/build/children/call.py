@@ -1,7 +1,8 @@
 """Calls an op as a user does, in a process of its own, and prints what happened.
 
-The op is ``SQUARE``, defined and catalogued here as a real one is. Request: ``csrc``; ``watch``: true to report everything that the audit hook sees
-between importing torch and the end of the first call; ``abi``: pretend that torch has this version.
+The op is ``SQUARE``, defined and catalogued here as a real one is. Request: ``csrc``; ``watch``:
+true to report everything that the audit hook sees between importing torch and the end of the first
+call; ``abi``: pretend that torch has this version.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -23,9 +24,28 @@ watching = False
 import torch
 
 _MUTATIONS = (
-    "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.utime", "tempfile.mkstemp", "tempfile.mkdtemp",
-)  # fmt: skip
-_PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn")
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "os.utime",
+    "tempfile.mkstemp",
+    "tempfile.mkdtemp",
+)
+_PROCESSES = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+)
 _LOCKS = ("fcntl.flock", "fcntl.lockf")
 
 
@@ -49,7 +69,9 @@ def define() -> None:
 
     layout.csrc_root = lambda: Path(request["csrc"])
     catalog.CATALOG = (*catalog.CATALOG, SQUARE)
-    _register.define("doctor", "doctor_square(Tensor x) -> Tensor", lambda x: x * x, torch.empty_like)
+    _register.define(
+        "doctor", "doctor_square(Tensor x) -> Tensor", lambda x: x * x, torch.empty_like
+    )
 
 
 def call() -> dict[str, Any]:
@@ -61,12 +83,23 @@ def call() -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             for _ in range(2):  # a warning, and the search, happen once
-                said["values"] = torch.ops.flexops.doctor_square(torch.tensor([1.0, -2.0, 3.0])).tolist()
+                said["values"] = torch.ops.flexops.doctor_square(
+                    torch.tensor([1.0, -2.0, 3.0])
+                ).tolist()
         except FlexopsError as error:
             said |= {"error": str(error), "kind": type(error).__name__}
-    status = next(status for status in flexops.status() if status.op == "doctor" and status.device == "cpu")
-    said |= {"backend": status.backend, "reason": status.reason, "fix": status.fix, "path": str(status.path or "")}
-    return said | {"warnings": [str(one.message) for one in caught if one.category is flexops.FallbackWarning]}
+    status = next(
+        status for status in flexops.status() if status.op == "doctor" and status.device == "cpu"
+    )
+    said |= {
+        "backend": status.backend,
+        "reason": status.reason,
+        "fix": status.fix,
+        "path": str(status.path or ""),
+    }
+    return said | {
+        "warnings": [str(one.message) for one in caught if one.category is flexops.FallbackWarning]
+    }
 
 
 def main() -> None:
@@ -88,7 +121,16 @@ def main() -> None:
     said = call()
     os.path.exists("/flexops/end")
     watching = False
-    print(json.dumps({**said, "import_events": during_import, "call_events": events, "cuda": torch.cuda.is_initialized()}))
+    print(
+        json.dumps(
+            {
+                **said,
+                "import_events": during_import,
+                "call_events": events,
+                "cuda": torch.cuda.is_initialized(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

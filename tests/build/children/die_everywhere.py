@@ -1,7 +1,9 @@
-"""Kills a build at every single thing that it does to the file system or to other processes, and looks whether the next one is right.
+"""Kills a build at every single thing that it does to the file system or to other processes, and
+looks whether the next one is right.
 
-Each build runs in a child of fork, because an audit hook cannot be taken back. Request: ``folder`` (of a ``tiny_plan``), ``cache``. Prints how many
-places there were, and each after which something was wrong.
+Each build runs in a child of fork, because an audit hook cannot be taken back. Request: ``folder``
+(of a ``tiny_plan``), ``cache``. Prints how many places there were, and each after which something
+was wrong.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -25,7 +27,18 @@ from flexops.build.compile import building
 from flexops.build.plan.plan import BuildPlan
 from flexops.build.store.cache import BuildCache
 
-_DEEDS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.chmod", "shutil.rmtree", "tempfile.mkstemp", "tempfile.mkdtemp", "subprocess.Popen")
+_DEEDS = (
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.chmod",
+    "shutil.rmtree",
+    "tempfile.mkstemp",
+    "tempfile.mkdtemp",
+    "subprocess.Popen",
+)
 _LONGEST = 30.0
 request: dict[str, Any] = json.loads(sys.argv[1])
 
@@ -38,7 +51,8 @@ def is_deed(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def build(plan: BuildPlan, cache: Path, die_at: int) -> None:
-    """In a child: build, and die before the ``die_at``-th deed; exits 0 if it came to the end with a good library."""
+    """In a child: build, and die before the ``die_at``-th deed; exits 0 if it came to the end with
+    a good library."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -96,7 +110,10 @@ def main() -> None:
         third = BuildCache(cache).lookup(plan)
         left = leftovers(cache)
         if (first, second) != ("killed", "done") or third is None or left:
-            wrong.append(f"deed {place}: {first}, then {second}, {'found' if third else 'not found'} afterwards, left: {left}")
+            wrong.append(
+                f"deed {place}: {first}, then {second}, {'found' if third else 'not found'}"
+                f" afterwards, left: {left}"
+            )
     print(json.dumps({"places": place - 1, "wrong": wrong}))
 
 

@@ -1,7 +1,8 @@
 """Forks while a thread compiles an op, and says what the child that asks for the same op got.
 
-Request: ``csrc``; ``how``: ``os.fork``, ``starting`` (while ninja is being started), ``process``, ``dataloader`` or ``orphan`` (the parent is killed
-meanwhile); ``watched``: the folder of a ``watched_compiler`` that hangs; ``answer``: a file for the child's answer.
+Request: ``csrc``; ``how``: ``os.fork``, ``starting`` (while ninja is being started), ``process``,
+``dataloader`` or ``orphan`` (the parent is killed meanwhile); ``watched``: the folder of a
+``watched_compiler`` that hangs; ``answer``: a file for the child's answer.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -32,7 +33,11 @@ def square() -> list[float]:
     values: list[float] = torch.ops.flexops.doctor_square(torch.tensor([1.0, -2.0, 3.0])).tolist()
     import flexops
 
-    backend = next(status.backend for status in flexops.status() if status.op == "doctor" and status.device == "cpu")
+    backend = next(
+        status.backend
+        for status in flexops.status()
+        if status.op == "doctor" and status.device == "cpu"
+    )
     draft = answer.with_suffix(".draft")
     draft.write_text(json.dumps({"values": values, "backend": backend, "pid": os.getpid()}))
     draft.replace(answer)
@@ -93,7 +98,9 @@ def main() -> None:
     call.define()
     if request["how"] == "starting":
         start_slowly()
-    compiling = threading.Thread(target=torch.ops.flexops.doctor_square, args=(torch.ones(3),), daemon=True)
+    compiling = threading.Thread(
+        target=torch.ops.flexops.doctor_square, args=(torch.ones(3),), daemon=True
+    )
     compiling.start()
     while not (watched / "waiting-compile").exists():
         time.sleep(0.01)

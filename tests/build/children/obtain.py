@@ -1,7 +1,8 @@
 """Builds something in a process of its own, without torch, and prints what came of it.
 
-Request: ``folder`` (of a ``tiny_plan``) or ``csrc`` and ``device`` (the small op); ``compiler``; ``die``: ``before-publish`` or ``after-publish``, for
-a SIGKILL there; ``signals``: ``restart`` or ``elsewhere``, for how the process takes a SIGINT.
+Request: ``folder`` (of a ``tiny_plan``) or ``csrc`` and ``device`` (the small op); ``compiler``;
+``die``: ``before-publish`` or ``after-publish``, for a SIGKILL there; ``signals``: ``restart`` or
+``elsewhere``, for how the process takes a SIGINT.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -35,7 +36,11 @@ def build(request: dict[str, Any]) -> building.Result:
         return building.obtain([plan], loader.open_cache(settings.current()))[0]
     layout.csrc_root = lambda: Path(request["csrc"])
     chosen = settings.current()
-    return aot.build_specs((SQUARE,), (request["device"],), chosen._replace(arch_list=request.get("arch") or chosen.arch_list))[0]
+    return aot.build_specs(
+        (SQUARE,),
+        (request["device"],),
+        chosen._replace(arch_list=request.get("arch") or chosen.arch_list),
+    )[0]
 
 
 def die() -> None:
@@ -55,7 +60,8 @@ def prepare_death(moment: str) -> None:
 
 
 def prepare_signals(how: str) -> None:
-    """As in large processes: a library has put its own handler before Python's, without interrupting system calls; or another thread takes the signal."""
+    """As in large processes: a library has put its own handler before Python's, without
+    interrupting system calls; or another thread takes the signal."""
     if how == "restart":
         signal.siginterrupt(signal.SIGINT, False)
     else:
@@ -73,12 +79,21 @@ def main() -> None:
         result = build(request)
         entry = result.require()
         said: dict[str, Any] = {
-            "library": str(entry.library), "cached": result.cached, "architectures": result.architectures, "memory": result.plan.memory_bytes,
-            "headers": sorted(entry.manifest.files), "kernels": [str(kernel.require().library) for kernel in result.kernels],
+            "library": str(entry.library),
+            "cached": result.cached,
+            "architectures": result.architectures,
+            "memory": result.plan.memory_bytes,
+            "headers": sorted(entry.manifest.files),
+            "kernels": [str(kernel.require().library) for kernel in result.kernels],
             "compilers": sorted({kernel.require().manifest.compiler for kernel in result.kernels}),
-        }  # fmt: skip
+        }
     except FlexopsError as error:
-        said = {"error": str(error), "kind": type(error).__name__, "fix": error.fix, "log": str(getattr(error, "log", None) or "")}
+        said = {
+            "error": str(error),
+            "kind": type(error).__name__,
+            "fix": error.fix,
+            "log": str(getattr(error, "log", None) or ""),
+        }
     print(json.dumps(said))
 
 

@@ -1,9 +1,10 @@
-"""Calls operators' native kernels for CUDA where there is no GPU, in a process that has the stand-ins, and prints what came of it.
+"""Calls operators' native kernels for CUDA where there is no GPU, in a process that has the
+stand-ins, and prints what came of it.
 
-Request: ``program``, Python. Within its ``with OnGpu():`` operators are those kernels, called with tensors of the CPU, and nobody computes their results.
-What it puts into ``said`` is the answer; an exception is its ``error``.
+Request: ``program``, Python. Within its ``with OnGpu():`` operators are those kernels, called with
+tensors of the CPU, and nobody computes their results. What it puts into ``said`` is the answer; an
+exception is its ``error``.
 """
-
 
 from __future__ import annotations
 
@@ -45,7 +46,16 @@ class OnGpu(TorchDispatchMode):
 def main() -> None:
     request = json.loads(sys.argv[1])
     said: dict[str, Any] = {}
-    names = {"torch": torch, "flexops": flexops, "loader": loader, "said": said, "native": native, "OnGpu": OnGpu, "on_gpu": on_gpu, "threading": threading}
+    names = {
+        "torch": torch,
+        "flexops": flexops,
+        "loader": loader,
+        "said": said,
+        "native": native,
+        "OnGpu": OnGpu,
+        "on_gpu": on_gpu,
+        "threading": threading,
+    }
     try:
         exec(request["program"], names)
     except Exception as error:  # whatever it is, it is the answer

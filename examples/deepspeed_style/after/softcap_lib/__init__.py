@@ -1,4 +1,5 @@
-"""The operator of ``before``, whose builder and binding went; it has a CPU kernel and a gradient now."""
+"""The operator of ``before``, whose builder and binding went; it has a CPU kernel and a gradient
+now."""
 
 import torch
 
@@ -13,7 +14,11 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
-@lib.op("softcap_backward(Tensor grad, Tensor y, float cap) -> Tensor", family="softcap", shapes={"y": "grad"})
+@lib.op(
+    "softcap_backward(Tensor grad, Tensor y, float cap) -> Tensor",
+    family="softcap",
+    shapes={"y": "grad"},
+)
 def softcap_backward(grad: torch.Tensor, y: torch.Tensor, cap: float) -> torch.Tensor:
     return (grad.float() * (1 - (y.float() / cap).square())).to(grad.dtype)
 

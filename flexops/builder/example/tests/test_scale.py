@@ -8,4 +8,14 @@ def inputs(make, shape):
 
 
 class TestScale(Contract):
-    cases = (Case("scale", "mylib.scale", mylib.scale, inputs, oracle=lambda x, factor: x * factor, names=("x",), differentiable=(0,)),)
+    cases = (
+        Case(
+            "scale",
+            "mylib.scale",
+            mylib.scale,
+            inputs,
+            oracle=lambda x, factor: x * factor,
+            names=("x",),
+            differentiable=(0,),
+        ),
+    )
