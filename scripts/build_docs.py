@@ -26,11 +26,13 @@ NEEDED = ("sphinx", "myst_parser", "sphinx_copybutton", "furo", "torch", "typer"
 """What builds the site, and what the modules import whose docstrings are in it."""
 HEAD = """# Troubleshooting
 
-<!-- generated from flexops/build/compile/diagnose.py and flexops/doctor/checks by `python scripts/build_docs.py --render` -->
+<!-- generated from flexops/build/compile/diagnose.py and flexops/doctor/checks -->
+<!-- by: python scripts/build_docs.py --render -->
 
-Begin with `flexops doctor`: it looks at all of this, and names what was found, what is required and the mend, for this machine. `flexops.status()` says,
-family by family, what runs and why. `FLEXOPS_LOG=debug` shows every command of a build. What follows is all
-that they know; a `…` stands for what depends on the machine.
+Start with `flexops doctor`. It runs every check below on this machine, and prints what was found,
+what is required and the fix. `flexops.status()` lists for each family what runs, and why.
+`FLEXOPS_LOG=debug` shows every command of a build. In the tables, `…` stands for what depends on
+the machine.
 """
 
 
@@ -52,16 +54,16 @@ def troubleshooting() -> str:
         HEAD,
         (
             "## A build fails\n\nThe message begins with the first real error, its cause and its"
-            " mend. They are told by what the compilers said, in this order:\n"
+            " fix. The compilers' output is compared with these patterns, in this order:\n"
         ),
-        _table(("what the compilers say", "cause", "mend"), builds),
+        _table(("what the compilers say", "cause", "fix"), builds),
         "\n## A library does not load\n",
-        _table(("what the dynamic linker says", "cause", "mend"), loads),
+        _table(("what the dynamic linker says", "cause", "fix"), loads),
         (
             "\n## What doctor finds\n\nThe names are those in its report (and in `flexops doctor"
             " --json`). A finding may have several causes.\n"
         ),
-        _table(("check", "found", "required", "mend"), sorted(set(_findings()))),
+        _table(("check", "found", "required", "fix"), sorted(set(_findings()))),
     ]
     return "\n".join(parts) + "\n"
 
