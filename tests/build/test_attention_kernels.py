@@ -258,7 +258,7 @@ def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
         header = kernel_plan.defining_header(
             tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),)
         )
-        own = "common/hopper.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
+        own = "common/wgmma.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
         assert [kernel_names.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [
             own,
             False,
