@@ -183,6 +183,7 @@ namespace flexops::attention {
 template <int kAtOnce> struct Numbered {
   static constexpr bool kPlain = false;
   float operator()(float score, int row, int key, float& slope) const { return slope = score + 100 * row + key / 128.0f, slope; }
+  float value(float score, int row, int key) const { float slope; return (*this)(score, row, key, slope); }
 };
 template <> inline constexpr int kScoresAtOnce<Numbered<8>> = 8;
 template <int kAtOnce, int N> void run(float (&scores)[N], float (&gradient)[N], float (&both)[N]) {
