@@ -194,7 +194,7 @@ def prove(
             )
     if failed or (any(change.worse for change in changes) and not update):
         typer.echo(
-            "fix: mend the kernels"
+            "fix: correct the kernels"
             + ("" if failed else "; or, if it is meant: flexops target prove --update"),
             err=True,
         )

@@ -203,7 +203,7 @@ def _first(output: str) -> Diagnosis:
     for rule in RULES:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)
-    return Diagnosis(first, "the source does not compile", "mend the line named above")
+    return Diagnosis(first, "the source does not compile", "correct the line named above")
 
 
 def told(error: BaseException) -> str:
