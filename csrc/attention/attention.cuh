@@ -174,8 +174,9 @@ FLEXOPS_DEVICE bool is_partial(const Problem& p, const Sequence& s, int first, i
 //   struct Modifier {
 //     static constexpr bool kPlain = false;
 //     Modifier(const Problem&, const Sequence&);
-//     float operator()(float product, int query, int key, float& slope) const;    // slope: d score
-//     / d product, without the scale
+//     float value(float product, int query, int key) const;  // the score, for forward kernels
+//     // The score, and its derivative by the product without the scale, for backward kernels.
+//     float operator()(float product, int query, int key, float& slope) const;
 //   };
 
 struct Plain {
@@ -223,6 +224,10 @@ struct Modified {
     if (kAlibi) score -= alibi * static_cast<float>(abs(query + s.offset - key));
     if (kBias && (kOne || p.bias)) score += bias_at(query, key);
     return score;
+  }
+  FLEXOPS_DEVICE float value(float product, int query, int key) const {
+    float slope;
+    return (*this)(product, query, key, slope);
   }
 };
 

@@ -170,8 +170,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       const int r = i / 2 % 2, key = n * kN + lane_column() + i / 4 * 8 + i % 2;
-      float slope;
-      if constexpr (!Modifier::kPlain) scores[i] = modifier[r](scores[i], query[r], key, slope);
+      if constexpr (!Modifier::kPlain) scores[i] = modifier[r].value(scores[i], query[r], key);
       if (!visible[r](key)) scores[i] = -infinity();
     }
     float correction[2];

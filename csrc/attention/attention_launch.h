@@ -5,8 +5,8 @@
 
 #include "attention/attention.cuh"
 #include "attention/attention.h"
-#include "common/hopper.cuh"
 #include "common/launch.h"
+#include "common/wgmma.cuh"
 
 namespace flexops::attention {
 

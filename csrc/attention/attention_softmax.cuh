@@ -54,9 +54,8 @@ FLEXOPS_DEVICE void modify(float (&scores)[N], const Modifier& modifier, int row
     for (int first = 0; first < N; first += kAtOnce) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        float slope;
         scores[i] =
-            modifier(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2, slope);
+            modifier.value(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2);
       }
       rotate<kAtOnce>(scores);
     }

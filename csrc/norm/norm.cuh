@@ -3,7 +3,7 @@
 // Memory decides. Up to 32 neighbouring lanes share a short row, a block has a long one. Forward:
 // registers hold rows between their sums and their results, and few of them, so that while some
 // blocks wait for a reduction enough others have loads on their way. The second-level cache is
-// asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also
+// asked to keep what is read of large tensors (see L2Policy), which was worth 3 % on an H200, also
 // where every call had other tensors. Backward: blocks walk over the rows with the next ones
 // already on their way to shared memory. A thread has the same columns of every row, whose sums for
 // the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No

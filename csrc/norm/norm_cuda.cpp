@@ -168,7 +168,7 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
     return false;
   if ((a.weight || a.bias) && a.weight_type != a.type) return false;
   int64_t size = 2;
-  while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
+  while (size < hopper::kMostClusterBlocks && vectors > size * most) size *= 2;
   if (vectors > size * most || gpu_facts().capability < 90) return false;
   constexpr int64_t kLine = 8;  // vectors
   p.blocks = static_cast<int>(size), p.vectors = static_cast<int>(vectors);
@@ -203,7 +203,7 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.row_type = a.row_type;
   p.weight_type = a.weight_type, p.codes = a.codes, p.centered = a.centered;
-  p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
+  p.nothing = 0, p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.row_type);
   if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors,
   // it has two.

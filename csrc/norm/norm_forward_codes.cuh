@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
   }
   keep_loads_apart();
   // Asking the cache to keep what is read does not pay where less is written than read.
-  if (p.residual) add_residual<T>(raw, p, s.first, s.step, row, count, Lasting(false));
+  if (p.residual) add_residual<T>(raw, p, s.first, s.step, row, count, L2Policy(false));
 
   float sums[4] = {}, most[2] = {};
   for_each_product<T, Cache::normal, kHeld>(

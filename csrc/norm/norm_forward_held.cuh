@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>)
   constexpr int V = kPerVector<T>;
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
   Packed raw[kHeld];
-  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
-  if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, lasting);
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, policy);
+  if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, policy);
 
   const bool centered = kMayCenter && p.centered;
   float mean = 0.0f, total[1] = {0.0f};

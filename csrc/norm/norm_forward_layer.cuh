@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(kHeldThreads, 3)
   constexpr int V = kPerVector<T>;
   __shared__ float shared[3][kNarrowWarp];
   const Group g(p.lanes, true);
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   Packed raw[kHeld];
-  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, row < p.rows ? p.vectors : 0, lasting);
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, row < p.rows ? p.vectors : 0, policy);
 
   float v[V], shift = 0.0f, sums[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
   const int neighbours = g.wide ? kNarrowWarp : g.lanes;

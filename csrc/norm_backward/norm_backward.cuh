@@ -1,7 +1,7 @@
 // The norms' backward kernels.
 #pragma once
 
-#include "common/cluster.cuh"
+#include "common/hopper.cuh"
 #include "norm/norm.cuh"
 
 namespace flexops::norm {
@@ -22,7 +22,7 @@ struct Backward {
   float inverse;
   ElementType type, weight_type;
   bool centered;
-  bool lasting;  // the second-level cache is asked to keep what is read
+  bool keep_in_l2;  // the second-level cache is asked to keep what is read
 };
 
 /// What both of a row's passes need.
@@ -35,15 +35,15 @@ FLEXOPS_DEVICE Statistics load_statistics(const Backward& p, i64 row) {
 }
 
 /// async_copy16 with a say on what the second-level cache keeps.
-FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const Lasting& lasting) {
+FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const L2Policy& policy) {
 #if FLEXOPS_HAS_CACHE_POLICY
   const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                :
-               : "r"(to), "l"(global), "r"(valid ? 16 : 0), "l"(lasting.policy)
+               : "r"(to), "l"(global), "r"(valid ? 16 : 0), "l"(policy.bits)
                : "memory");
 #else
-  (void)lasting;
+  (void)policy;
   async_copy16(shared, global, valid);
 #endif
 }
@@ -109,13 +109,14 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   constexpr int V = kPerVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
-  __shared__ ClusterExchange<2> exchange;  // of a row, received before the next one's is sent
+  __shared__ hopper::ClusterExchange<float2, 2>
+      exchange;  // of a row, received before the next one's is sent
   Group g(p.lanes, kClustered);
   if constexpr (kClustered) {
-    g.lane += cluster_rank() * kParts * g.lanes;
+    g.lane += hopper::cluster_rank() * kParts * g.lanes;
     if (threadIdx.x == 0) exchange.init();
   }
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
   const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp,
@@ -140,13 +141,13 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     const int at = g.lane + k * g.lanes;
     const bool valid = row < p.rows && at < p.vectors;
     fetch16(slot(stage, 0, k), static_cast<const T*>(p.x) + row * p.x_stride + at * V, valid,
-            lasting);
+            policy);
     fetch16(slot(stage, 1, k), static_cast<const T*>(p.grad) + row * p.grad_stride + at * V, valid,
-            lasting);
+            policy);
     if (streams == 3)
       fetch16(slot(stage, 2, k),
               static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid,
-              lasting);
+              policy);
   };
   const auto fetch_row = [&](i64 row, int stage) {
 #pragma unroll  // of a loop ptxas 13.0 makes wrong code: it counts in the register that holds the
@@ -192,15 +193,15 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     if constexpr (kClustered) {
       const int warps = g.lanes / kNarrowWarp;
       exchange.send(turn,
-                    {warp_reduce<kNarrowWarp>(sums[0], Sum{}),
-                     warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})},
+                    float2{warp_reduce<kNarrowWarp>(sums[0], Sum{}),
+                           warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})},
                     p.blocks, warps);
-      const float2* const told = exchange.receive(turn++);
+      const float2* const sent = exchange.receive(turn++);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
       for (int i = lane; i < p.blocks * warps; i += kNarrowWarp) {
-        sums[0] += told[i].x;
-        if (kCentered) sums[kSums - 1] += told[i].y;
+        sums[0] += sent[i].x;
+        if (kCentered) sums[kSums - 1] += sent[i].y;
       }
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = warp_reduce<kNarrowWarp>(sums[i], Sum{});

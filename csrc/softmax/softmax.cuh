@@ -56,10 +56,10 @@ struct Params {
   Dtype mask_kind;
   int lanes, log_lanes;  // threads that share a row: a power of two up to 32; or the block
   float scale;
-  u32 flip;      // forward: signs to change before scaling
-  u32 lowest;    // a word of -inf
-  int chunks;    // long rows and backward: of a row, each as much as its threads hold
-  bool lasting;  // the second-level cache is asked to keep what is read: rows and long rows
+  u32 flip;         // forward: signs to change before scaling
+  u32 lowest;       // a word of -inf
+  int chunks;       // long rows and backward: of a row, each as much as its threads hold
+  bool keep_in_l2;  // the second-level cache is asked to keep what is read: rows and long rows
 };
 
 // ---- where a thread works

@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
   const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<T>(x),
             step = p.lanes * N;
   const float scale = p.scale * kUnit<T>;
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const auto keep = [&](const T* at) {
-    return load_lasting(reinterpret_cast<const Packed*>(at), lasting);
+    return load_with(reinterpret_cast<const Packed*>(at), policy);
   };
   const auto leave = [](const T* at) { return load_vector<T, Cache::streaming>(at, 0); };
   float maximum = -infinity(), sum = 0.0f, s[N];

@@ -76,13 +76,13 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
   int length = visible(p, place.row);
   const u32 lowest = p.lowest ^ p.flip;
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   Packed scores[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
     if (first + k * step < length)
-      scores[k] = load_lasting(reinterpret_cast<const Packed*>(x + (first + k * step)), lasting);
+      scores[k] = load_with(reinterpret_cast<const Packed*>(x + (first + k * step)), policy);
   }
   u32 words[V][N / 4];
   bool bytewise = false;

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..build.describe import catalog
 from ..builder import registered
 from ..errors import FlexopsError, SettingsError, ToolchainError
 from ..inspection import mix
+from ..toolchain import proc
 
 _OP_HELP = (
     "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a"
@@ -155,14 +155,14 @@ def sanitize(
         *ours,
         *command,
     ]
-    with subprocess.Popen(
-        wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
+    process, said = proc.start(wrapped, environment=environment), []
+    try:
+        for line in proc.lines(process):
             said.append(line)
             typer.echo(line, nl=False)
+        process.wait()
+    finally:
+        proc.stop(process)
     errors = sum(
         int(match[1])
         for line in said

@@ -59,8 +59,8 @@ def lamb_(
             shapes, written. The norm of the update is taken of them before they are rounded, the
             step of what is kept.
         adapt: whether there is a trust ratio.
-        params, grads, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf,
-            stochastic: see :func:`flexops.adam_`.
+        params, grads, state_steps, lr, beta1, beta2, eps: see :func:`flexops.adam_`.
+        maximize, grad_scale, found_inf, stochastic: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.

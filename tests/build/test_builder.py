@@ -1163,7 +1163,7 @@ def test_a_newcomer_writes_little_that_is_no_formula() -> None:
         line.strip() for path in files for line in path.read_text().splitlines() if line.strip()
     ]
     plain = [line for line in lines if line[0] not in "/})" and not line.startswith(("# ", '"""'))]
-    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 60
+    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 70
 
 
 MOVED = """

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _fork, _json
 from ...errors import CacheError, FlexopsError, RemoteError
 from ...redaction import redacted, scrubbed
-from ...toolchain.json_child import JsonChild
+from ...toolchain.proc import JsonChild
 from . import cache_archive, counters
 from .manifest import is_plain
 
