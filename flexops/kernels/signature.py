@@ -89,7 +89,7 @@ class TemplateParameter(NamedTuple):
     has_default: bool
 
 
-class Signature(NamedTuple):
+class CudaSignature(NamedTuple):
     """A kernel as its source declares it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Signature(NamedTuple):
     line: int
 
 
-def kernels(source: str) -> list[Signature]:
+def kernels(source: str) -> list[CudaSignature]:
     """Every ``__global__`` function in a source text, in its order; one that is declared first and
     defined later, where it is defined."""
     text = _blanked(source)
@@ -120,7 +120,7 @@ def kernels(source: str) -> list[Signature]:
             _parameter(part) for part in _split(own) if part.strip() not in ("", "void")
         )
         found.append(
-            Signature(
+            CudaSignature(
                 "::".join([*namespaces, name]),
                 _template(text[: match.start()]),
                 parameters,
