@@ -381,14 +381,17 @@ __global__ void __launch_bounds__(384, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
+  // Find the tile of keys.
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q / p.call.group, p.call.tiles,
                           p.call.section);
   const BackwardTile tile(p.call, number, shape);
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
   }
   __syncthreads();
+  // The server loads and computes dQ; the consumers compute the rest.
   const int warpgroup = shuffle(static_cast<int>(threadIdx.x) / hopper::kWarpgroup, 0),
             thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
   if (warpgroup == 0) {

@@ -3,7 +3,7 @@
 // read. Measured on one H200.
 //
 //   Vec<u32, 2> v = load_once(reinterpret_cast<const Vec<u32, 2>*>(pointer));   // aligned to it;
-//   nobody may write there meanwhile
+//   it must not be written meanwhile
 #pragma once
 
 #include "common/device.cuh"

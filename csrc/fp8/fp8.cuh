@@ -10,7 +10,7 @@
 //   lanes hold each, several at once; short   any other segments of up to 32 vectors: the same,
 //   with more to ask; long    a block works on a segment (to find its scale), or on a chunk of one
 //   (if its scale is known).
-// Segments begin and end anywhere: see common/rows.cuh. The codes' type is told at run time: that
+// Segments begin and end anywhere: see common/rows.cuh. The codes' type is known at run time: that
 // costs next to nothing.
 #pragma once
 
