@@ -15,9 +15,7 @@
 //     P' = softmax(mask(S')), O *= correction.
 //
 // Warpgroups start their products in turn (named barriers, "ping-pong"), so that the softmax of one
-// runs beside the products of the others. (In the source softmax
-// stands before the wait for O; ptxas moves the wait up, which is faster than a branch that keeps
-// it.)
+// runs beside the products of the others.
 //
 // Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2
 // cache holds keys and values of; the producer takes the next one's number from a counter and loads

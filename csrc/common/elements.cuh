@@ -1,10 +1,11 @@
 // Elements of float, f16 or bf16: the one vocabulary of kernels for what they read, compute with
 // and write.
 //
-//   auto raw = load<bf16, 8>(pointer, index);       // one access of 16 bytes; nothing is converted
-//   yet, so that many can be under way float value[8];  widen(value, raw);             // to
-//   float32 store<bf16>(out, index, value);                 // rounded to nearest even, in one
-//   access Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
+//   auto raw = load<bf16, 8>(pointer, index);  // one access of 16 bytes, nothing converted yet
+//   float value[8];
+//   widen(value, raw);                         // to float32
+//   store<bf16>(out, index, value);            // rounded to nearest even, in one access
+//   Vec<bf16, 8> rounded = round<bf16>(value);  // the same without the store
 //
 // Of a type known at run time, one at a time: load_any, store_any, round_any. For what is
 // done once a row or a column (sums, scales), and for kernels of types that differ, which are 27
