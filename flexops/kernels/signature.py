@@ -90,7 +90,7 @@ class TemplateParameter(NamedTuple):
     has_default: bool
 
 
-class Signature(NamedTuple):
+class CudaSignature(NamedTuple):
     """A kernel as its source declares it.
 
     Attributes:
@@ -104,7 +104,7 @@ class Signature(NamedTuple):
     line: int
 
 
-def kernels(source: str) -> list[Signature]:
+def kernels(source: str) -> list[CudaSignature]:
     """Every ``__global__`` function in a source text, in its order; one that is declared first and
     defined later, where it is defined."""
     text = blanked(source)
@@ -121,7 +121,7 @@ def kernels(source: str) -> list[Signature]:
             _parameter(part) for part in parts(own) if part.strip() not in ("", "void")
         )
         found.append(
-            Signature(
+            CudaSignature(
                 "::".join([*namespaces, name]),
                 _template(text[: match.start()]),
                 parameters,
