@@ -248,7 +248,7 @@ def _install_launcher(plan: Plan) -> None:
 
 def _in_environment(*command: str) -> None:
     """As a shell that has sourced .flexops/env.sh."""
-    run("bash", "-c", 'source "$0"; exec "$@"', str(activation.FILE), *command)
+    run(program("bash") or "sh", "-c", '. "$0"; exec "$@"', str(activation.FILE), *command)
 
 
 def _build(plan: Plan) -> None:

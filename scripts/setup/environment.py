@@ -88,7 +88,7 @@ def make(environment: Environment, python: str, kind: str) -> None:
     is listed as unfinished until everything is installed."""
     STATE.mkdir(exist_ok=True)
     unfinished(environment.prefix, True)
-    if environment.prefix.exists():
+    if environment.prefix.exists() and any(environment.prefix.iterdir()):
         shutil.rmtree(environment.prefix)
     made(environment.prefix)
     prefix = str(environment.prefix)
@@ -105,7 +105,7 @@ def make(environment: Environment, python: str, kind: str) -> None:
         uv = find_uv() or get_uv(python)
         if uv:
             options, variables = indexes.for_uv(indexes.pip_settings())
-            command = [uv, "venv", "--quiet", "--seed", "--clear", "--python", python]
+            command = [uv, "venv", "--quiet", "--seed", "--python", python]
             try:
                 run(*command, *options, prefix, variables=variables)
             except subprocess.CalledProcessError:

@@ -22,6 +22,7 @@ from flexops.toolchain.model import Toolchain, TorchBuild
 
 from . import environment as environments
 from .environment import Environment, package_manager, program
+from .indexes import without_credentials
 from .state import COMMAND, MARKER, ROOT, STATE, is_unfinished, read
 from .terminal import Failure, Step, fact, heading, note
 
@@ -136,7 +137,9 @@ class Plan:
             how = f"({made * self.options.conda}Python {self.python_version})"
             reason = f": {self.verb_reason}" if self.verb_reason else ""
             fact("environment", f"{self.verb} {prefix} {how}{reason}")
-            index = f", from {self.options.index_url}" if self.options.index_url else ""
+            index = f", from {without_credentials(self.options.index_url)}" * bool(
+                self.options.index_url
+            )
             fact("install", f"{' '.join(self.pins)}, flexops (editable) and its needs{index}")
             fact("", self.lock_reason)
             _describe_toolkit(self)

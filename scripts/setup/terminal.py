@@ -10,6 +10,10 @@ import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
 
+from flexops.errors import FlexopsError
+
+from .indexes import without_credentials
+
 _COLOURS = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 BOLD, DIM, RED, PLAIN = ("\033[1m", "\033[2m", "\033[31m", "\033[0m") if _COLOURS else ("",) * 4
 
@@ -89,6 +93,9 @@ def guarded(work: Callable[[], None]) -> int:
         again = "nothing is lost: run the same command again"
         print(f"\ninterrupted{place}; {again}", file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 143
+    except FlexopsError as error:
+        print(f"flexops: {error}", file=sys.stderr)
+        return error.exit_code
     except (Failure, subprocess.CalledProcessError, OSError) as error:
         where = f'step "{Step.name}": ' if Step.name else ""
         fix = getattr(error, "fix", "") or Step.fix or "see the message above"
@@ -96,7 +103,10 @@ def guarded(work: Callable[[], None]) -> int:
             text = f"{shlex.join(error.cmd)} (exit status {error.returncode})"
         else:
             text = str(error)
-        print(f"\n{RED}FAILED:{PLAIN} {where}{text}\n  fix: {fix}", file=sys.stderr)
+        print(
+            f"\n{RED}FAILED:{PLAIN} {where}{without_credentials(text)}\n  fix: {fix}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

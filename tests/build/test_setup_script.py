@@ -259,6 +259,14 @@ def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
     assert checkout.calls == []
 
 
+def test_a_variable_that_is_not_understood_is_an_error_not_a_traceback(checkout: Checkout) -> None:
+    done = checkout.run("--dry-run", FLEXOPS_FALLBACK="perhaps")
+    assert done.returncode != 0
+    assert "FLEXOPS_FALLBACK" in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Checkout) -> None:
     programs = [path.name for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()]
     checkout.without(*(name for name in programs if re.search(r"g\+\+|c\+\+|clang", name)))
@@ -349,6 +357,11 @@ def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout:
     assert "no such index" in failed.stderr
     assert 'step "install the pinned packages"' in failed.stderr
     assert "fix: check the network" in failed.stderr
+    secret = ("--index-url", "https://user:secret@index.invalid/simple")
+    failed = checkout.run("--yes", "--no-root", "--target", "cpu", *secret)
+    assert failed.returncode == 1
+    assert "https://index.invalid/simple" in failed.stderr
+    assert "secret" not in failed.stdout + failed.stderr
     (checkout.tools / "pip-fails").unlink()
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
