@@ -1,4 +1,4 @@
-"""From what the compilers said to the first real error, its cause and its mend."""
+"""From what the compilers said to the first real error, its cause and its fix."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _first(output: str) -> Diagnosis:
     for rule in RULES:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)
-    return Diagnosis(first, "the source does not compile", "mend the line named above")
+    return Diagnosis(first, "the source does not compile", "correct the line named above")
 
 
 def told(error: BaseException) -> str:

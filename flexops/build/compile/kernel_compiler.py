@@ -198,7 +198,7 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
 
         fix = nvrtc_fix(plan.compiler.version)
     elif lines:
-        fix = "mend the line named above" + (
+        fix = "correct the line named above" + (
             "; if nvcc takes it, NVRTC lacks what it names: device_compiler='nvcc'"
             if plan.expressions
             else ""

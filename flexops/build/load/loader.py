@@ -174,19 +174,19 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Refusal(str(error), "flexops doctor"))
-    # who reads one reason reads that which the fix is for
-    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
+    # first the reason that the fix is for
+    fixable = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
     return OpStatus(
         spec.name,
         device,
         "reference",
-        "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))),
-        mended.fix,
+        "; ".join(dict.fromkeys(refusal.reason for refusal in (fixable, *refusals))),
+        fixable.fix,
     )
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
-    """Why a family has nothing for a device type, and what would mend it."""
+    """Why a family has nothing for a device type, and what would fix it."""
     package = spec.project.package
     if package and not package.is_dir():
         reason = (
@@ -288,10 +288,10 @@ def _remote(
     can run here."""
     if cache.remote is None:
         return []
-    from ..store import made_of
+    from ..store import source_index
 
     with _fork.allowed():
-        entry = made_of.fetch(spec, device, torch, cache)
+        entry = source_index.fetch(spec, device, torch, cache)
     if cache.remote.problem:
         refusals.append(Refusal(f"remote cache {cache.remote.name}: {cache.remote.problem}"))
     refusal = entry and (judge(entry.manifest, torch) or stale(entry, spec))
@@ -340,9 +340,9 @@ def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | No
     """Let machines without a compiler find a library that was built now in the remote cache."""
     torch = toolchain.torch_build()
     if cache.remote and entry and torch:
-        from ..store import made_of
+        from ..store import source_index
 
-        made_of.publish(spec, device, torch, cache, entry)
+        source_index.publish(spec, device, torch, cache, entry)
 
 
 def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:
