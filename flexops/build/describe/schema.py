@@ -448,11 +448,31 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                     one,
                     f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}",
                 )
-    scalars = {
+    _check_outputs(signature, refuse, single)
+    _check_results(signature, refuse)
+    _check_layouts(signature, refuse, always)
+    _check_shapes(signature, refuse, always)
+    if signature.split not in SPLITS:
+        raise refuse("split", signature.split, " or ".join(SPLITS))
+    if signature.rows and signature.split == "rows":
+        raise refuse(
+            "split", signature.split, "elements (of each row), whole or host, since rows= is given"
+        )
+
+
+def _scalars(schema: Schema) -> dict[str, str]:
+    return {
         argument.name: argument.type
         for argument in schema.arguments
         if argument.type != "Tensor" and not argument.optional
     }
+
+
+def _check_outputs(
+    signature: Signature, refuse: Callable[[str, str, str], FlexopsError], single: list[str]
+) -> None:
+    """Results have a dtype, and with rows a shape, of their own or of a single tensor."""
+    scalars = _scalars(signature.schema)
     for output in signature.outputs:
         if signature.rows and not (output.shape and output.dtype):
             raise refuse(
@@ -471,8 +491,13 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                 output.dtype,
                 f"a dtype; or an argument that has one: {', '.join(single)}",
             )
-    _check_results(signature, refuse)
-    _check_layouts(signature, refuse, always)
+
+
+def _check_shapes(
+    signature: Signature, refuse: Callable[[str, str, str], FlexopsError], always: list[str]
+) -> None:
+    """Shapes can be read, and name ints and tensors that are always there."""
+    schema, scalars = signature.schema, _scalars(signature.schema)
     for shape in (
         *dict(signature.shapes).values(),
         *(shape for output in signature.outputs for shape in (output.shape, output.otherwise)),
@@ -501,12 +526,6 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                     part.name,
                     f"an int, or a tensor that is always there: {', '.join(always)}",
                 )
-    if signature.split not in SPLITS:
-        raise refuse("split", signature.split, " or ".join(SPLITS))
-    if signature.rows and signature.split == "rows":
-        raise refuse(
-            "split", signature.split, "elements (of each row), whole or host, since rows= is given"
-        )
 
 
 def _check_results(signature: Signature, refuse: Callable[[str, str, str], FlexopsError]) -> None:

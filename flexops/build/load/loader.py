@@ -174,19 +174,19 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
     except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
         refusals.append(Rejection(str(error), "flexops doctor"))
-    # who reads one reason reads that which the fix is for
-    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
+    # first the reason that the fix is for
+    fixable = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
     return OpStatus(
         spec.name,
         device,
         "reference",
-        "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))),
-        mended.fix,
+        "; ".join(dict.fromkeys(refusal.reason for refusal in (fixable, *refusals))),
+        fixable.fix,
     )
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
-    """Why a family has nothing for a device type, and what would mend it."""
+    """Why a family has nothing for a device type, and what would fix it."""
     package = spec.project.package
     if package and not package.is_dir():
         reason = (

@@ -61,7 +61,7 @@ class FamilyKernel(NamedTuple):
         """Launcher and kernel hand each other structs: those of one and the same header."""
         return other_headers(self.spec, self.made, files)
 
-    def mend(self, capability: ComputeCapability) -> str:
+    def fix_for(self, capability: ComputeCapability) -> str:
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
@@ -198,7 +198,7 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
         CompileError: a kernel of somebody's own text does not compile.
     """
     refusals: list[Rejection] = []
-    mend = ""
+    newest_fix = ""
     for entry, compiled in _entries(kernel, capability, refusals):
         try:
             # PTX is a text, and ends so
@@ -215,9 +215,9 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
         except (OSError, DriverError) as error:
             refused = _refused(entry, kernel, capability, error, compiled=compiled)
             refusals.append(refused)
-            # what mends the newest code, rather than what is old in the cache
-            mend = mend or refusals[-1].fix
-    fix = mend or next(
+            # the fix of the newest code, rather than of what is old in the cache
+            newest_fix = newest_fix or refusals[-1].fix
+    fix = newest_fix or next(
         (refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor"
     )
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
@@ -248,7 +248,7 @@ def _refused(
     if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
         return Rejection(reason, "flexops doctor")
     open_cache(settings.current()).reject(entry)
-    return Rejection(f"{reason}; it was put aside", kernel.mend(capability))
+    return Rejection(f"{reason}; it was put aside", kernel.fix_for(capability))
 
 
 def _entries(
@@ -276,7 +276,8 @@ def _entries(
     else:
         refusals.append(
             Rejection(
-                "it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)
+                "it is not compiled, and FLEXOPS_JIT=0 rules out compiling",
+                kernel.fix_for(capability),
             )
         )
     yield from ((entry, False) for entry in _ready(kernel, ptx(capability), refusals))

@@ -180,7 +180,7 @@ class TextKernel(NamedTuple):
             self.options,
         )
 
-    def mend(self, _: ComputeCapability) -> str:
+    def fix_for(self, _: ComputeCapability) -> str:
         return "unset FLEXOPS_JIT"
 
     def _roots(self) -> Roots:

@@ -135,7 +135,7 @@ class Program(NamedTuple):
             _STANDARD,
         )
 
-    def mend(self, _: ComputeCapability) -> str:
+    def fix_for(self, _: ComputeCapability) -> str:
         return "unset FLEXOPS_JIT"
 
     def _program(self) -> str:
