@@ -1,4 +1,4 @@
-"""From what the compilers said to the first real error, its cause and its mend."""
+"""From what the compilers said to the first real error, its cause and its fix."""
 
 from __future__ import annotations
 

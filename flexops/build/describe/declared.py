@@ -1,7 +1,7 @@
 """What flexops' own operators declare, as other projects' do by ``builder.Library.op``: schemas,
 and what the binding is written from beside them.
 
-It stands here, not with the references in ``flexops/ops``, because whoever builds a library must
+It stands here, not with the references in ``flexops/ops``, because a build of a library must
 know without importing torch. Nothing is parsed before it is asked for (``OpSpec.every_signature``).
 """
 

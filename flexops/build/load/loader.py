@@ -172,7 +172,9 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
 
                 record.library(spec.name, device)
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
-    except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
+    except (
+        OSError
+    ) as error:  # a source or tool that went away meanwhile, say: no reason to stop a training run
         refusals.append(Refusal(str(error), "flexops doctor"))
     # who reads one reason reads that which the fix is for
     mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
@@ -186,7 +188,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
-    """Why a family has nothing for a device type, and what would mend it."""
+    """Why a family has nothing for a device type, and its fix."""
     package = spec.project.package
     if package and not package.is_dir():
         reason = (
