@@ -139,7 +139,7 @@ def bind(
     )
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     launch = list(_run(signature, schema, options, bound, known))
-    refer = []
+    refer: list[str] = []
     if reference:
         said = _evaluated("_reference", reference, schema, functions, inputs)
         refer = [f"{'return ' if schema.results else ''}{said}"]
