@@ -1,7 +1,8 @@
 """The aarch64 wheel's operators on the CPU, on a machine that has no such processor: doctor's
 self-checks and operators' tests under qemu-user.
 
-    python scripts/prove_aarch64.py --work DIR [--wheel FILE] [--torch 2.10.0] [-- PYTEST_ARGUMENTS...]
+    python scripts/prove_aarch64.py --work DIR [--wheel FILE] [--torch 2.10.0]
+        [-- PYTEST_ARGUMENTS...]
 
 Needs qemu-aarch64-static and mmdebstrap (Debian: qemu-user-static, mmdebstrap), ziglang, a package
 index, and 1.5 GB in DIR, which the next run finds again. flexops comes from the wheel that

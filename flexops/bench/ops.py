@@ -80,7 +80,7 @@ def _measure(
         try:
             preparation[name] = timing.warm_up(call, device)
             ready[name] = call
-        except Exception as error:  # a library of another version, a compiler that cannot: the others are measured all the same
+        except Exception as error:  # the other contenders are still measured
             if name == FLEXOPS:
                 raise
             absent.append(

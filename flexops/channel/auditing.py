@@ -121,7 +121,7 @@ async def _faults(record: Any, work: Path) -> list[Fault]:
     file = work / record.file_name
     try:
         await download_to_path(Client(), record.url, file)
-    except Exception as error:  # the bindings raise a dozen kinds; that the file cannot be had is all there is to know
+    except Exception as error:  # the bindings raise many types
         return [f"is listed, and cannot be had: {error}"]
     try:
         if record.sha256 is None:

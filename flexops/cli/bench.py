@@ -39,12 +39,14 @@ _COMPILE_HELP = (
     " CUDA, if not given."
 )
 
-app = typer.Typer(no_args_is_help=True, help="Measure what flexops claims, both sides in one run.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure flexops against other libraries, both sides in one run."
+)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure what flexops claims, both sides in one run."""
+    """Measure flexops against other libraries, both sides in one run."""
 
 
 @app.command()
@@ -97,7 +99,7 @@ def build(
         raise SettingsError(
             "--from shows an earlier run, so there is nothing to choose",
             found="--quick, --rung or --save",
-            fix="leave it away",
+            fix="omit it",
         )
     ladder = _read_ladder(earlier) if earlier else _climb(arch, quick, tuple(only or ()), saved)
     if chart:
@@ -226,7 +228,7 @@ def ops(
         raise SettingsError(
             "--from shows an earlier run, so there is nothing to choose but --op",
             found="--device, --small or --compile",
-            fix="leave it away",
+            fix="omit it",
         )
     run = (
         _read_run(earlier, tuple(op or ()))
@@ -309,7 +311,7 @@ def run_own(
             metavar="FILE...", help="Python files, or modules, with a function cases(setup)."
         ),
     ],
-    text: Annotated[str, typer.Option("--case", help="Only cases whose name has this in it.")] = "",
+    text: Annotated[str, typer.Option("--case", help="Only cases whose name contains this.")] = "",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -342,7 +344,7 @@ def model(
         ),
     ] = "",
     contender: Annotated[
-        list[str] | None, typer.Option(help="Who takes part (repeatable); all if none is named.")
+        list[str] | None, typer.Option(help="A contender (repeatable); default: all.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
@@ -350,7 +352,7 @@ def model(
         float, typer.Option(min=0.0, help="Seconds of timing, all together; 0 for none.")
     ] = 20.0,
     curve: Annotated[
-        int, typer.Option(min=0, help="Also train each for so many steps, and tell the losses.")
+        int, typer.Option(min=0, help="Also train each for this many steps, and report the losses.")
     ] = 0,
     curve_batch: Annotated[
         int, typer.Option(min=0, help="Sequences a step of these; those of the timing if 0.")

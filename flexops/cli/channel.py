@@ -17,7 +17,7 @@ from ..targets import conda
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="The conda packages: build them into a channel, index it, check that it works.",
+    help="Build conda packages into a channel, index and check it.",
 )
 Channel = Annotated[str, typer.Option("--channel", metavar="DIR", help="The channel: a folder.")]
 Readable = Annotated[
@@ -54,7 +54,7 @@ def build_packages(
         ),
     ] = None,
     engine: Annotated[
-        Engine, typer.Option("--engine", help="auto takes conda-build where it is installed.")
+        Engine, typer.Option("--engine", help="auto selects conda-build if it is installed.")
     ] = "auto",
     test: Annotated[
         bool, typer.Option("--test/--no-test", help="Run the recipe's tests on each package.")
@@ -88,7 +88,7 @@ def index_channel(
         bool,
         typer.Option(
             "--force",
-            help="Whatever is there is right: read every package again, changed ones too.",
+            help="Accept the folder as it is: read every package again, changed ones too.",
         ),
     ] = False,
 ) -> None:

@@ -52,12 +52,12 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "build": Command(
         "flexops.cli.build:build",
-        "Compile operators ahead of time, also for a GPU that this machine has not got.",
+        "Compile operators ahead of time, also for GPUs that are not in this machine.",
     ),
     "warm": Command(
         "flexops.cli.warm:warm",
-        "Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 "
-        "FLEXOPS_FALLBACK=forbid then proves a start without compiling.",
+        "Compile exactly what a recorded run launched. FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then "
+        "verifies that a start compiles nothing.",
     ),
     "new": Command(
         "flexops.cli.new:new",
@@ -70,12 +70,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "flexops.cli.doctor:doctor",
-        "Look at this machine, build a small op, run every operator against its reference, "
-        "and say what is wrong and what mends it.",
+        "Examine this machine, build a small op, verify every operator against its reference, "
+        "and report what is wrong and how to fix it.",
     ),
     "patch": Command(
         "flexops.cli.patch:patch",
-        "What flexops.patch swaps in a model, and what not and why; no weights are needed.",
+        "What flexops.patch replaces in a model, what it skips and why; requires no weights.",
     ),
     "inspect": Command(
         "flexops.cli.inspect:inspect",
@@ -88,7 +88,7 @@ COMMANDS: dict[str, Command] = {
     "sanitize": Command(
         "flexops.cli.profile:sanitize",
         "compute-sanitizer over the contract's cases: accesses out of bounds, races, "
-        "missing barriers, memory that nobody wrote. Needs a GPU.",
+        "missing barriers, uninitialized memory. Requires a GPU.",
     ),
     "watch": Command(
         "flexops.cli.watch:watch",
@@ -98,24 +98,24 @@ COMMANDS: dict[str, Command] = {
     ),
     "cache": Command(
         "flexops.cli.cache:app",
-        "Look at the build cache and keep it in order.",
+        "Inspect and clean the build cache.",
     ),
     "target": Command(
         "flexops.cli.target:app",
-        "What flexops is built for: the matrix of targets.",
+        "The targets that flexops supports.",
     ),
     "channel": Command(
         "flexops.cli.channel:app",
-        "The conda packages: build them into a channel, index it, check that it works.",
+        "Build conda packages into a channel, index and check it.",
     ),
     "image": Command(
         "flexops.cli.image:app",
-        "Images of the targets. Needs a container engine and the docker SDK, flexops-"
-        "torch's extra `images`.",
+        "Images of the targets. Requires a container engine and the docker SDK "
+        "(flexops-torch[images]).",
     ),
     "bench": Command(
         "flexops.cli.bench:app",
-        "Measure what flexops claims, both sides in one run.",
+        "Measure flexops against other libraries, both sides in one run.",
     ),
 }
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help=(
-        f"Images of the targets. Needs a container engine and the docker SDK, {distribution.NAME}'s"
-        " extra `images`."
+        "Images of the targets. Requires a container engine and the docker SDK"
+        f" ({distribution.NAME}[images])."
     ),
 )
 
@@ -81,8 +81,8 @@ def build(
         ),
     ] = None,
     network: Network = "",
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Build every step anew.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not use cached steps.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers in parallel.")] = None,
     push: Annotated[
         bool,
         typer.Option("--push", help="Push each image after it is built; --tag names the registry."),

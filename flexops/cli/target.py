@@ -16,7 +16,7 @@ from ..inspection.measuring import Measured
 from ..targets import locks, proven, text
 from ..targets import render as rendering
 
-app = typer.Typer(no_args_is_help=True, help="What flexops is built for: the matrix of targets.")
+app = typer.Typer(no_args_is_help=True, help="The targets that flexops supports.")
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
@@ -74,7 +74,7 @@ def lock(
         list[str] | None,
         typer.Argument(
             metavar="[TOOLKIT]...",
-            help="Such as cu130; all that the default index serves by default.",
+            help="Such as cu130; default: all that the default index serves.",
         ),
     ] = None,
 ) -> None:
@@ -90,7 +90,7 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="[ID]...",
-            help="Rows whose compiler and GPUs to take; else every NVRTC here, for four.",
+            help="Rows whose compiler and GPUs to use; default: every NVRTC here, for four GPUs.",
         ),
     ] = None,
     op: Annotated[
@@ -105,15 +105,13 @@ def prove(
     ] = False,
     of_torch: Annotated[
         bool,
-        typer.Option(
-            "--torch", help="Prove instead what holds with the torch of this environment."
-        ),
+        typer.Option("--torch", help="Test with the torch of this environment instead."),
     ] = False,
     tests: Annotated[
         list[str] | None,
         typer.Option(
             "--tests",
-            help="With --torch: also what pytest gets, such as tests/ops (repeatable); on the CPU.",
+            help="With --torch: arguments for pytest, such as tests/ops (repeatable); on the CPU.",
         ),
     ] = None,
     as_markdown: Annotated[

@@ -13,18 +13,18 @@ from .examination import examine
 from .finding import DoctorReport, Finding, Status
 
 HELP = (
-    "Look at this machine, build a small op, run every operator against its reference, and say what"
-    " is wrong and what mends it."
+    "Examine this machine, build a small op, verify every operator against its reference, and"
+    " report what is wrong and how to fix it."
 )
 JSON_HELP = "Print the report as JSON."
-TARGET_HELP = "Judge the machine against this row of the matrix (see `flexops target list`)."
+TARGET_HELP = "Check the machine against this row of the matrix (see `flexops target list`)."
 STRICT_HELP = "Exit 1 for a warning too."
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _VERDICTS: dict[Status, str] = {
     "ok": "everything is in order",
-    "warn": "operators and builds work; the warnings say what could be better",
-    "fail": "operators or builds cannot work like this; each finding marked fail names its fix",
+    "warn": "operators and builds work; the warnings name possible improvements",
+    "fail": "operators or builds do not work; each finding marked fail names its fix",
 }
 
 Line = tuple[str, str]
@@ -45,8 +45,8 @@ def run(target: str | None, *, as_json: bool, strict: bool) -> int:
 
 
 def lines(report: DoctorReport) -> Iterator[Line]:
-    """The text report: grouped, aligned, with what is required and the mend below each finding that
-    needs one. The verdict comes first, for whoever reads a log, and once more at the end, where a
+    """The text report: grouped, aligned, with what is required and the fix below each finding that
+    needs one. The verdict comes first, for readers of a log, and again at the end, where a
     terminal stops."""
     yield "flexops doctor" + (f", target {report.target}" if report.target else ""), "bold"
     yield _verdict(report), _STYLES[report.status]

@@ -1,4 +1,4 @@
-"""From a failed build's output to the real error, its cause and its mend."""
+"""From a failed build's output to the real error, its cause and its fix."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ float factor, int64_t n)`` is, in short,
 
     out = empty_like(x)
     kernel = kernels.get((device, x.dtype)) or prepare(...)
-    pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ..., x.data_ptr(), out.data_ptr(), factor, out.numel())
+    pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ...,
+              x.data_ptr(), out.data_ptr(), factor, out.numel())
     launch(config, kernel, None, extra)
 
 so that a call costs what these lines cost. Everything that can be wrong with a definition is found
@@ -141,18 +142,16 @@ def bind(
     )
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     launch = list(_run(signature, schema, options, bound, known))
+    refer: list[str] = []
+    if reference:
+        said = _evaluated("_reference", reference, schema, functions, inputs)
+        refer = [f"{'return ' if schema.results else ''}{said}"]
     pieces = {
         "run": launch,
         "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
         "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
         "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
-        "refer": (
-            [
-                f"{'return ' if schema.results else ''}{_evaluated('_reference', reference, schema, functions, inputs)}"
-            ]
-            if reference
-            else []
-        ),
+        "refer": refer,
     }
     declared = ", ".join(map(_declared, schema.arguments))
     text = "".join(

@@ -62,7 +62,7 @@ _MENDS = {
         " toolkit's include directory>] has cuda/std)"
     ),
 }
-"""What mends an error of the compiler, by what it says."""
+"""The fix for a compiler error, by its text."""
 
 _LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
 _MOST_THREADS = 1024  # of a block, on every GPU
@@ -209,7 +209,7 @@ class Kernel:
     ) -> dict[str, dict[str, int]]:
         """What the kernel of a call with these arguments takes, by architecture: registers of a
         thread, bytes of stack, of spill stores and loads, and of static shared memory, and
-        barriers. As for ``compile``; nothing is told of PTX."""
+        barriers. As for ``compile``; PTX has none."""
         entries = self._code.compiled(self._code.expression(*args, **kwargs), arch)
         return {
             entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries
@@ -664,7 +664,7 @@ def _new(schema: KernelSchema, caller: str) -> _Registered:
             ),
             tags=(torch.Tag.pt2_compliant_tag,),
         )
-    except RuntimeError as error:  # somebody else's, of this name
+    except RuntimeError as error:  # another module's operator of this name
         raise FlexopsError(
             f"{schema.qualname} cannot be defined",
             found=str(error).splitlines()[0],

@@ -1,8 +1,10 @@
 """Activations with what stands beside them in a feed-forward block: a bias before, a gate after.
 
 =================  ===============================================================================
-``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, Phi the normal distribution's (``approximate="none"``), or
-                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``): Hendrycks and Gimpel, 2016
+``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, with Phi of the normal distribution
+                   (``approximate="none"``), or
+                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``):
+                   Hendrycks and Gimpel, 2016
 ``bias_silu``      ``silu(x + bias)``; silu is ``x sigmoid(x)``
 ``swiglu``         ``silu(gate) * up``: Shazeer, "GLU Variants Improve Transformer", 2020
 ``geglu``          ``gelu(gate) * up``

@@ -43,7 +43,7 @@ def adagrad_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = (-grad if maximize else grad) + weight_decay * param
         s     = s + g * g                                       (sums)
         param = param - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)

@@ -64,11 +64,12 @@ def adam_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad   = grad / grad_scale                                    (written back, if a grad_scale is given)
-        g      = (-grad if maximize else grad) * grad_factor          (which is 1 if it is None)
-        param  = param * (1 - lr * weight_decay) if decoupled         else g = g + weight_decay * param
-        m      = beta1 * m + (1 - beta1) * g                          (exp_avgs)
-        v      = beta2 * v + (1 - beta2) * g * g                      (exp_avg_sqs)
+        grad   = grad / grad_scale                                (written back, if given)
+        g      = (-grad if maximize else grad) * grad_factor      (1 if it is None)
+        param  = param * (1 - lr * weight_decay) if decoupled
+                 else g = g + weight_decay * param
+        m      = beta1 * m + (1 - beta1) * g                      (exp_avgs)
+        v      = beta2 * v + (1 - beta2) * g * g                  (exp_avg_sqs)
         v'     = max(v', v) with amsgrad (max_exp_avg_sqs), else v
         param  = param - lr / (1 - beta1^t) * m / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 

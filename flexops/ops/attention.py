@@ -5,10 +5,12 @@ Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-A
 what followed it; the kernels' own pages (``csrc/attention/attention.cuh``) say which. With ``offset
 = keys - queries`` of a sequence, query ``i`` and key ``j``::
 
-    s = scale q_i k_j;  s = softcap tanh(s / softcap);  s = s - slope |i + offset - j| + bias;  s = -inf where the query does not see the key
+    s = scale q_i k_j;  s = softcap tanh(s / softcap);  s = s - slope |i + offset - j| + bias
+    s = -inf where the query does not see the key
     lse_i = log(sum_j e^s + e^sink);  p = e^(s - lse_i);  o_i = sum_j p v_j
 
-    dp = do_i v_j;  delta_i = do_i o_i - dlse_i;  ds = p (dp - delta_i);  dv_j = sum_i p do_i;  dbias = ds;  dsink = -sum_i e^(sink - lse_i) delta_i
+    dp = do_i v_j;  delta_i = do_i o_i - dlse_i;  ds = p (dp - delta_i);  dv_j = sum_i p do_i
+    dbias = ds;  dsink = -sum_i e^(sink - lse_i) delta_i
     ds = ds (1 - tanh^2(s / softcap));  dq_i = scale sum_j ds k_j;  dk_j = scale sum_i ds q_i
 
 A query that sees no key has zeros as its output and gradients, and ``-inf`` as its ``lse`` (without
@@ -107,7 +109,7 @@ def attention(
         max_seqlen_k: the same of ``k``'s.
         return_lse: give ``lse`` too, which is differentiable.
         deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient
-            in any order otherwise. On by itself under ``torch.use_deterministic_algorithms(True)``.
+            in any order otherwise. Automatic under ``torch.use_deterministic_algorithms(True)``.
         score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers
             (:class:`flexops.ScoreMod` says which), or an expression of the same as text, in place
             of ``softcap``, ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled
@@ -188,7 +190,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# ---- what the operators are told, from what people say -------------------------------------------
+# ---- the operators' arguments, from the public ones -------------------------------------------
 
 
 def usual_options(

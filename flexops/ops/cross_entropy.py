@@ -3,7 +3,8 @@
 For a row ``x`` of ``V`` logits and its class ``t``, with ``lse = log(sum(exp(x)))``::
 
     loss     = lse - (1 - label_smoothing) * x[t] - label_smoothing * mean(x) + z_loss * lse**2
-    gradient = softmax(x) * (1 + 2 * z_loss * lse) - label_smoothing / V - (1 - label_smoothing) * (class == t)
+    gradient = (softmax(x) * (1 + 2 * z_loss * lse) - label_smoothing / V
+                - (1 - label_smoothing) * (class == t))
 
 which without ``z_loss`` is what ``torch.nn.functional.cross_entropy`` computes; ``z_loss`` is
 PaLM's (Chowdhery et al., 2022, section 5). All of it is computed in float32, and so are losses,
@@ -291,7 +292,7 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | N
 
 def _inplace_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
     logits = args[0]
-    # the op went past autograd: now whoever needs the logits' values finds out
+    # the op went past autograd: now a reader of the logits' values gets an error
     torch.autograd.graph.increment_version(logits)
     ctx.save_for_backward(logits)
     ctx.mark_non_differentiable(results[1])

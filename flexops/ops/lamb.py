@@ -51,12 +51,13 @@ def lamb_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = -grad if maximize else grad
         m     = beta1 * m + (1 - beta1) * g                     (exp_avgs)
         v     = beta2 * v + (1 - beta2) * g * g                 (exp_avg_sqs)
         u     = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param
-        ratio = |param| / |u|                                   (2-norms of the whole tensor; 1 if either is 0, or without adapt)
+        ratio = |param| / |u|                                   (2-norms of the whole tensor;
+                                                                1 if one is 0, or without adapt)
         param = param - lr * ratio * u
 
     The norms stay on the device, and are added up in the same order every time. The lists hold one

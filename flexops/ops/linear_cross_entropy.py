@@ -293,7 +293,7 @@ def _sums_wide(
 
 
 class _Gradients:
-    """Of ``x``, ``weight`` and ``bias``, summed over chunks; those that nobody wants stay empty.
+    """Of ``x``, ``weight`` and ``bias``, summed over chunks. Unused ones stay empty.
     The bias's, which is small, stays in float32."""
 
     def __init__(

@@ -46,7 +46,7 @@ def lion_(
 
     With all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = -grad if maximize else grad
         param = param - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * param)
         m     = beta2 * m + (1 - beta2) * g                     (exp_avgs)

@@ -2,8 +2,10 @@
 
 With ``N`` the last dimension's size (1 to 65536), in float32::
 
-    layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)    y = (x - mean) * rstd * weight + bias
-    RMS norm                          rstd = 1 / sqrt(sum(x**2) / N + eps)             y = x * rstd * weight
+    layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)
+                 y = (x - mean) * rstd * weight + bias
+    RMS norm     rstd = 1 / sqrt(sum(x**2) / N + eps)
+                 y = x * rstd * weight
 
 ``x`` is float32, float16 or bfloat16, and so is ``y``; weight and bias may have another of these
 dtypes (float32 parameters with bfloat16 data need no casts). All arithmetic is in float32 and

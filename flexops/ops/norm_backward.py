@@ -3,7 +3,8 @@
 With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0), ``s = g *
 weight`` and ``mean_`` a mean over the row::
 
-    grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual      (RMS norm: without mean_(s))
+    grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual
+                  (RMS norm: without mean_(s))
     grad_weight = sum of g * u over the rows
     grad_bias   = sum of g over the rows
 """

@@ -14,7 +14,8 @@ takes no part)::
     asymmetric, B = 2**bits - 1                             symmetric, B = 2**(bits - 1) - 1
     minimum = lowest + 0.0                                  minimum = 0
     span    = highest - minimum                             span    = max(|lowest|, |highest|)
-    scale   = (1 / span) * B, at most the largest finite number of x.dtype, rounded to x.dtype; 1 if span is 0
+    scale   = (1 / span) * B, at most the largest finite number of x.dtype, rounded to x.dtype;
+              1 if span is 0
     code    = clamp(round((x - minimum) * scale), 0, B)     code    = clamp(round(x * scale), -B, B)
     value   = code * (1 / scale) + minimum, rounded to the result's dtype
 

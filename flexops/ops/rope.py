@@ -135,7 +135,7 @@ def _rotate_in_place(
                 x.copy_(result)
     elif is_transforming():
         _fail("inplace must be False under torch.func", RuntimeError)
-    else:  # one by one, because torch allows views that are written in place only if they are the one result
+    else:  # one by one: torch allows a view written in place only as the only result
         for x in (query, key):
             if x is not None:
                 _InPlace.apply(x, cos, sin, positions, interleaved)

@@ -11,7 +11,7 @@ things are defined here that a chain of torch's operations leaves to chance:
 
 - A row in which no element takes part (all masked out, or all ``s`` are ``-inf``) gives zeros, and
   zeros as its gradient; torch's softmax gives NaN.
-- What a boolean mask or causality leaves out is not looked at: a NaN there harms nobody. A NaN or
+- What a boolean mask or causality leaves out is not looked at: a NaN there has no effect. A NaN or
   ``+inf`` that takes part makes its row NaN (but not what is beyond a causal row's end, which is
   0).
 """

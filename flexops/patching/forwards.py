@@ -89,7 +89,7 @@ def layer_norm(module: Any, x: Tensor, *, eps: float) -> Any:
 
 def fuses(norm: Any, x: Tensor) -> bool:
     """Whether a sum can be normalized as the norm would, but without calling it: it is one of the
-    above, and nobody listens to its calls."""
+    above, and it has no hooks."""
     ours = norm.__dict__.get("forward")
     known = isinstance(ours, functools.partial) and ours.func in _NORMS
     return known and x.dtype in _DTYPES and is_unheard(norm) and is_plain(norm.weight)
@@ -217,7 +217,7 @@ Act = tuple[str, Any]
 
 
 def _is_as_it_was(module: Any, act: Act) -> bool:
-    """Whether the activation is still that one, and nobody listens to its calls."""
+    """Whether the activation is still that one, and it has no hooks."""
     found = getattr(module, act[0])
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 

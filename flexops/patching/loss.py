@@ -43,7 +43,7 @@ def _is_replaced(module: Any) -> bool:
 def _takes_labels(
     module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None
 ) -> bool:
-    """Whether the loss can be had without logits, and nobody has asked for these."""
+    """Whether the loss can be had without logits, and they are not requested."""
     skip = module.training if skip_logits is None else skip_logits
     keeps_none = isinstance(logits_to_keep, int) and logits_to_keep == 0
     if labels is None or not skip or not keeps_none:
@@ -53,7 +53,7 @@ def _takes_labels(
     # hooks that want logits would get the loss
     if not hears_of_parameters_only(module.get_output_embeddings()):
         return False
-    return "_loss_function" not in module.__dict__  # somebody's own, which wants logits
+    return "_loss_function" not in module.__dict__  # a user's, which requires logits
 
 
 def causal_lm(

@@ -639,7 +639,7 @@ PATTERNS: tuple[Pattern, ...] = (
         _no_such_loss,
     ),
 )
-"""In the order in which a module is held against them: the first that names its class is taken."""
+"""In the order in which a module is compared with them: the first that names its class is taken."""
 
 _THREE = (
     "it adds attention, feed-forward and residual at once, and one norm feeds both, so that there"

@@ -229,7 +229,7 @@ class JsonChild:
     """
 
     def __init__(self, script: Path, *arguments: str, hears: bool = True) -> None:
-        """``hears``: keep what it writes to standard error, which must be less than a pipe takes."""
+        """``hears``: keep its standard error, which must fit into a pipe."""
         self.alive = True
         self.end: tuple[int, str] = (0, "")
         self._process = start(

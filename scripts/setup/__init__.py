@@ -1,4 +1,5 @@
-"""The setup of a development environment, on a plain Python: `scripts/setup_cuda_dev_environment.sh`
+"""The setup of a development environment, on a plain Python:
+`scripts/setup_cuda_dev_environment.sh`
 and `scripts/run_tests.sh` find one and run it.
 
 `plan` looks at the machine and decides, `environment` installs by uv (or pip), `indexes` gives uv

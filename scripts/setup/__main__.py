@@ -47,18 +47,79 @@ def _parser() -> argparse.ArgumentParser:
         " on PATH); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/.",
     )
     add = parser.add_argument
-    add("--target", metavar="ID", default="", help="a row of the matrix (see --list-targets); default: the best one for this machine. It need not be this machine's GPU.")  # fmt: skip
-    add("--prefix", metavar="DIR", default="", help="where the environment is made; default .venv in this checkout")  # fmt: skip
-    add("--conda", action="store_true", help="make it from envs/<target>.yml by mamba, conda, micromamba or pixi, whichever is found; default: by uv, which is installed where it is missing, or by pip")  # fmt: skip
-    add("--python", metavar="PATH", default="", help="the Python to make it with; default: one that the target's torch has wheels for")  # fmt: skip
-    add("--toolkit", metavar="WHERE", choices=TOOLKITS, default="auto", help="auto (default: the machine's nvcc if it matches, else the package index's), index or system")  # fmt: skip
-    add("--index-url", metavar="URL", default="", help="the package index; default: what pip is configured to use")  # fmt: skip
-    add("--no-lock", action="store_true", help="install by version, not by the hashes in envs/requirements/<toolkit>.lock (for a mirror with wheels of its own)")  # fmt: skip
-    add("--jobs", metavar="N", type=_jobs, default=0, help="MAX_JOBS; default: from processors and memory")  # fmt: skip
-    add("--yes", "-y", action="store_true", help="ask nothing, agree to everything, installing ccache with root rights too")  # fmt: skip
+    add(
+        "--target",
+        metavar="ID",
+        default="",
+        help=(
+            "a row of the matrix (see --list-targets); default: the best one for this machine. "
+            "It need not be this machine's GPU."
+        ),
+    )
+    add(
+        "--prefix",
+        metavar="DIR",
+        default="",
+        help="where the environment is made; default .venv in this checkout",
+    )
+    add(
+        "--conda",
+        action="store_true",
+        help=(
+            "create it from envs/<target>.yml with mamba, conda, micromamba or pixi; default: "
+            "with uv, which is installed if it is missing, or pip"
+        ),
+    )
+    add(
+        "--python",
+        metavar="PATH",
+        default="",
+        help="the Python to make it with; default: one that the target's torch has wheels for",
+    )
+    add(
+        "--toolkit",
+        metavar="WHERE",
+        choices=TOOLKITS,
+        default="auto",
+        help=(
+            "auto (default: the machine's nvcc if it matches, else the package index's), index "
+            "or system"
+        ),
+    )
+    add(
+        "--index-url",
+        metavar="URL",
+        default="",
+        help="the package index; default: what pip is configured to use",
+    )
+    add(
+        "--no-lock",
+        action="store_true",
+        help=(
+            "install by version, not by the hashes in envs/requirements/<toolkit>.lock (for a "
+            "mirror with wheels of its own)"
+        ),
+    )
+    add(
+        "--jobs",
+        metavar="N",
+        type=_jobs,
+        default=0,
+        help="MAX_JOBS; default: from processors and memory",
+    )
+    add(
+        "--yes",
+        "-y",
+        action="store_true",
+        help="ask nothing, agree to everything, installing ccache with root rights too",
+    )
     add("--no-root", action="store_true", help="never use root rights")
     add("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    add("--print-env", action="store_true", help="print what .flexops/env.sh holds, for eval; do nothing")  # fmt: skip
+    add(
+        "--print-env",
+        action="store_true",
+        help="print what .flexops/env.sh holds, for eval; do nothing",
+    )
     add("--list-targets", action="store_true", help="print the targets")
     add("--uninstall", action="store_true", help="remove what this script made, and only that")
     add("--tests", action="store_true", help=argparse.SUPPRESS)  # scripts/run_tests.sh

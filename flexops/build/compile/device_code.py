@@ -177,7 +177,7 @@ class _Pool:
                 result = _single_flight(
                     plan, self.cache, worker, self.time_limit, self.ballot, waits
                 )
-                if result is None:  # another machine makes it: what nobody makes comes first
+                if result is None:  # another machine makes it: what no process makes comes first
                     self.queue.put((number, True))
                     continue
                 self.results[number] = result

@@ -71,7 +71,8 @@ def run(
     share the processors.
 
     A plan that fails does not stop the others (``-k 0``): look at which libraries exist. What a
-    failed step left is removed, and everything if ninja itself was ended, because then nobody knows
+    failed step left is removed, and everything if ninja itself was ended, because then it is not
+    known
     what was being written. Everything said is in each one's ``build.log``. The process that runs
     ninja may be interrupted at any moment: the compilers are stopped with it.
     """

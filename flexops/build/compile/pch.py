@@ -104,7 +104,7 @@ def describe(
         flags: of the compile, less what differs between extensions and cannot matter to torch's
             headers.
         environment: the variables that compilers read by themselves.
-        own: one that somebody else could have made is not there; otherwise (a shared cache) it is.
+        own: one that another user could have made is ignored; otherwise (a shared cache) it is.
     """
     if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
         return None

@@ -38,10 +38,8 @@ def launcher(signature: Signature, device: str) -> str:
         return f"void {name}_host({', '.join(['flexops::Host& host', *parameters])})"
     if device == "cuda":
         return f"const char* {name}_cuda({', '.join([*parameters, 'void* stream'])})"
-    return (
-        "void"
-        f" {name}_cpu({', '.join([*parameters, *(() if signature.split == 'whole' else ('int64_t begin', 'int64_t end'))])})"
-    )
+    span = () if signature.split == "whole" else ("int64_t begin", "int64_t end")
+    return f"void {name}_cpu({', '.join([*parameters, *span])})"
 
 
 def declarations(namespace: str, signatures: Sequence[Signature]) -> str:
@@ -372,10 +370,8 @@ def _laid_out(signature: Signature) -> Iterator[str]:
                 f" {name}_strides);"
             )
         else:
-            yield (
-                f"  take({name},"
-                f" {name}_view{', ' + _bool('rows' in layout) + ', ' + _bool('aligned' in layout) if layout else ''});"
-            )
+            flags = f", {_bool('rows' in layout)}, {_bool('aligned' in layout)}" if layout else ""
+            yield f"  take({name}, {name}_view{flags});"
 
 
 def _made(signature: Signature, shape: str, output: Output) -> str:

@@ -1,6 +1,6 @@
 """Reads C++ and CUDA text: tokens, brackets, comments, and what ``#include`` lines reach.
 
-No preprocessor runs. What a reader here does not surely understand it says (``Unclear``, "unclear").
+No preprocessor runs. A reader reports text that it does not understand (``Unclear``, "unclear").
 Standard library only, and no import of flexops: ``plan/hipify.py`` loads this file by its path.
 """
 
@@ -234,7 +234,7 @@ def before_angles(tokens: Sequence[Token], partner: dict[int, int], number: int)
     return -1
 
 
-# ---- what #include lines reach --------------------------------------------------------------------
+# ---- what #include lines reach ------------------------------------------------------------------
 
 
 def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[str]) -> Verdict:
@@ -311,7 +311,7 @@ def _collect(text: str, folder: str, include_dirs: Sequence[str], found: dict[st
 
 
 def included(text: str) -> Iterator[str]:
-    """The names in the ``#include`` lines of a text, whichever branch of a condition they are in."""
+    """The names in the ``#include`` lines of a text, in every branch of a condition."""
     for word, rest in _directives(text):
         if word == "include" and (match := _FILE.match(rest)):
             yield match[1] or match[2]

@@ -32,16 +32,20 @@ FLOATS = ("float32", "float16", "bfloat16")
 SPLITS = ("elements", "rows", "whole", "host")
 
 RESERVED = frozenset(
-    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t char8_t class co_await co_return co_yield compl
-    concept const const_cast consteval constexpr constinit continue decltype default delete do double dynamic_cast else enum explicit export extern
-    false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public
-    register reinterpret_cast requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw true
-    try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
+    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
+    char32_t char8_t class co_await co_return co_yield compl concept const const_cast
+    consteval constexpr constinit continue decltype default delete do double dynamic_cast
+    else enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
 _BINDINGS = frozenset(
-    """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous cpu_isa current_stream dtype_name dtype_of_code element_type
-    empty end flexops guard_ Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape size_of std stream table_ take TensorTable type_
-    view_of""".split()  # noqa: SIM905
+    """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous
+    cpu_isa current_stream dtype_name dtype_of_code element_type empty end flexops guard_
+    Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape
+    size_of std stream table_ take TensorTable type_ view_of""".split()  # noqa: SIM905
 )
 """What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work``,
 ``_strides`` and ``_dtype``."""

@@ -647,7 +647,7 @@ def _installed(
     they are of another build.
 
     Args:
-        shared: whoever may write to the directory is trusted.
+        shared: every user who can write to the directory is trusted.
         texts: name and content of sources that were given as text, which belong there, too.
     """
     target = directory / entry.manifest.library

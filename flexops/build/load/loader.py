@@ -172,7 +172,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
 
                 record.library(spec.name, device)
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
-    except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
+    except OSError as error:  # such as a source removed meanwhile: no reason to stop training
         refusals.append(Rejection(str(error), "flexops doctor"))
     # first the reason that the fix is for
     fixable = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
@@ -186,7 +186,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
-    """Why a family has nothing for a device type, and what would fix it."""
+    """Why a family has nothing for a device type, and its fix."""
     package = spec.project.package
     if package and not package.is_dir():
         reason = (

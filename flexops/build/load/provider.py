@@ -195,7 +195,7 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
 
     Raises:
         NativeUnavailableError: there is none, for the reasons that it names.
-        CompileError: a kernel of somebody's own text does not compile.
+        CompileError: a kernel of a user's text does not compile.
     """
     refusals: list[Rejection] = []
     newest_fix = ""

@@ -1,4 +1,4 @@
-"""What would make somebody's extension build faster, in one line: said when it was built and took
+"""What would make a user's extension build faster, in one line: said when it was built and took
 long."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def split_device_code(
     once to bring both together.
 
     Args:
-        without_nvcc: flexops can split them by itself.
+        without_nvcc: flexops can split them automatically.
     """
     found = list(torch_in_device_code(plan, request)) if seconds >= WORTH_SECONDS else []
     if not found:

@@ -135,7 +135,7 @@ def _key(
 
 
 class TextKernel(NamedTuple):
-    """A kernel in a source text of somebody's own, which may include our headers, and those of the
+    """A kernel in a source text of a user, which may include our headers, and those of the
     directories ``include``.
 
     ``options`` are NVRTC's.
@@ -201,7 +201,7 @@ class TextKernel(NamedTuple):
 
     def _digest(self, reached: Digests) -> str:
         """Of all but the compiler and the headers of this package: what is found under a name made
-        of it is of this text, whoever compiled it."""
+        of it is of this text, whichever process compiled it."""
         own = [
             ("header", digest)
             for path, digest in reached.items()

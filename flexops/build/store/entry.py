@@ -71,7 +71,7 @@ class Demands(NamedTuple):
     """What an entry must satisfy before its library is opened.
 
     Attributes:
-        own: nobody but this user and root could have written it, or could now.
+        own: only this user and root could have written it, or could now.
         sha256: its library is verified by SHA-256.
         trusted_keys: an ``allowed_signers`` file: its manifest is signed with one of those keys.
     """
@@ -105,7 +105,7 @@ class Demands(NamedTuple):
 
 def read_manifest(directory: Path, *, own: bool = False) -> Entry | None:
     """The entry in a directory by its manifest alone; None if there is no readable one, or
-    (``own``) somebody else could change it."""
+    (``own``) another user could change it."""
     try:
         if own and any(trust.problem(path.lstat()) for path in (directory.parent, directory)):
             return None

@@ -26,8 +26,8 @@ FILE_NAME = "manifest.json"
 ABI = 1
 """What a library and the flexops that opens it agree on: how it is given its kernels
 (``csrc/common/launch.h``), how kernels' names stand in its file. Raised when that changes, so that
-a project's library that an older flexops compiled is refused with this as the reason."""
-_NONE: dict[str, Any] = {}  # which nobody writes to
+a project's library that an older flexops compiled is rejected with this as the reason."""
+_NONE: dict[str, Any] = {}  # never written to
 
 
 class Manifest(NamedTuple):
@@ -92,7 +92,8 @@ class Manifest(NamedTuple):
         return self.own_crc32 not in ("", self._crc32())
 
     def _crc32(self) -> str:
-        return f"{zlib.crc32(json.dumps({**self._asdict(), 'own_crc32': ''}, sort_keys=True).encode()):08x}"
+        text = json.dumps({**self._asdict(), "own_crc32": ""}, sort_keys=True)
+        return f"{zlib.crc32(text.encode()):08x}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -225,7 +226,7 @@ def verify(
         strict: by its SHA-256, which says so to those who trust the manifest; otherwise by its
             CRC-32, which only finds damage, in a third of the time or less: every start reads whole
             libraries, and who can change one in a private cache can change the manifest beside it.
-        own: refuse a library that somebody else could change.
+        own: reject a library that another user could change.
     """
     library, fix = directory / manifest.library, "flexops cache clear"
     if strict and not manifest.sha256:

@@ -59,7 +59,7 @@ def check(file: Path, content: bytes, trusted: Path) -> Rejection | None:
             f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read",
             "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>",
         )
-    fix = "have it built by whoever holds the team's key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
+    fix = "build it with the team's signing key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
     if not signature.exists():
         return Rejection(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
     common = ("-f", str(trusted), "-s", str(signature), "-n", NAMESPACE)

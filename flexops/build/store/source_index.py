@@ -3,7 +3,7 @@ compiler, or would rather not look for theirs.
 
 The document ``<library>/<digest>.entry.json`` says which entry was made from these sources for this
 torch and this system. It only leads there: the entry is verified and judged as any other that
-somebody else's compiler made.
+another user's compiler made.
 """
 
 from __future__ import annotations
