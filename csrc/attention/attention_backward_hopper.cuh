@@ -1,8 +1,8 @@
 // Attention backward on Hopper (sm_90a), between backward_before and backward_after
 // (attention_backward_rows.cuh).
 //
-//   P = 2^(S - LSE)   dP = dO V^T   dS = P (dP - delta)   dV = P^T dO   dK = scale dS^T Q   dQ =
-//   scale dS K
+//   P = 2^(S - LSE)   dP = dO V^T   dS = P (dP - delta)
+//   dV = P^T dO   dK = scale dS^T Q   dQ = scale dS K
 //
 // A block of threads has kN keys of one key head and goes over all queries that see them, of all
 // heads that share it: dK and dV stay in registers and no other block adds to them. To dQ many
@@ -22,11 +22,12 @@
 //   kColumns, each kColumns / 2), S^T and dP^T (kQueries / 2 each), then P^T and dS^T in T. Of the
 //   server: dQ (64 queries by kDqColumns).
 //
-//   Consumer, for tile i of queries, what the tensor cores do | and the other units beside it:
-//     dP(i)                          |  P(i) = 2^(S(i) - LSE), by the wait for dS's place kept
-//     before the one for dP
-//                                    |  dS(i), to shared memory
-//     dV(i), dK(i), S(i + 1)         |
+//   Consumer, for tile i of queries:
+//     what the tensor cores do   |  and the other units beside it
+//     dP(i)                      |  P(i) = 2^(S(i) - LSE); the wait for dS's place keeps it before
+//                                |  the wait for dP
+//                                |  dS(i), to shared memory
+//     dV(i), dK(i), S(i + 1)     |
 //   What stands alone here runs beside the products of the other consumer and of the server. No
 //   accumulator is under way where the loop begins again: with more than one, ptxas serializes all
 //   (C7514).
@@ -381,14 +382,17 @@ __global__ void __launch_bounds__(384, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
+  // Find the tile of keys.
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q / p.call.group, p.call.tiles,
                           p.call.section);
   const BackwardTile tile(p.call, number, shape);
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
   }
   __syncthreads();
+  // The server loads and computes dQ; the consumers compute the rest.
   const int warpgroup = shuffle(static_cast<int>(threadIdx.x) / hopper::kWarpgroup, 0),
             thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
   if (warpgroup == 0) {

@@ -185,17 +185,20 @@ __global__ void __launch_bounds__(384, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
+  // Find the tile of queries.
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
   const Sequence s(problem, number.batch, number.head);
   const int m = p.call.tiles - 1 - number.tile;
   const Blocks seen = visible_keys<Shape::kM, Shape::kN>(problem, s, m),
                blocks = {shuffle(seen.begin, 0), shuffle(seen.end, 0)};
   if (m * Shape::kM >= s.length_q) return;
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
   }
   __syncthreads();
+  // The producer loads; the consumers compute.
   const int warpgroup = shuffle(static_cast<int>(threadIdx.x) / hopper::kWarpgroup, 0);
   if (warpgroup == 0) {
     hopper::leave_registers<24>();

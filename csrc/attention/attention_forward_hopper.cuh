@@ -15,9 +15,7 @@
 //     P' = softmax(mask(S')), O *= correction.
 //
 // Warpgroups start their products in turn (named barriers, "ping-pong"), so that the softmax of one
-// runs beside the products of the others. (In the source softmax stands before the wait for O,
-// beside the same warpgroup's second product; ptxas moves the wait up. Made to obey by a branch it
-// was 2 to 5 % slower on an H200.)
+// runs beside the products of the others.
 //
 // Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2
 // cache holds keys and values of; the producer takes the next one's number from a counter and loads
@@ -233,11 +231,13 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(shuffle(hopper::shared_address(memory),
                             0));  // by way of a shuffle it is not computed over and over
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v);
     shape.init_barriers();
   }
   __syncthreads();
+  // The producer loads; the consumers compute.
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<Shape::kProducerRegisters>();

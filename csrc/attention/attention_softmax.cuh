@@ -1,8 +1,8 @@
 // Online softmax on the fragments of a matrix product's accumulators, and their way to memory.
 //
 // The fragment of mma.sync and of wgmma alike: a lane has rows lane / 4 and lane / 4 + 8 of its
-// warp's 16, and columns 8 j + lane % 4 * 2
-// (+ 1) of them, as fragment[4 j + 2 (second row) (+ 1)]. Four lanes, a quad, share a row.
+// warp's 16, and columns 8 j + lane % 4 * 2 (+ 1) of them, as fragment[4 j + 2 (second row) (+ 1)].
+// Four lanes, a quad, share a row.
 #pragma once
 
 #include "attention/attention_score.cuh"

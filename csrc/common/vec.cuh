@@ -1,8 +1,8 @@
 // Vector loads and stores, up to 16 bytes at once, with hints for data that is touched once.
 //
-//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));   //
-//   one 16-byte access; pointer aligned to it store<Cache::streaming>(reinterpret_cast<Vec<float,
-//   4>*>(out), v);
+//   // One 16-byte access, aligned to that:
+//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));
+//   store<Cache::streaming>(reinterpret_cast<Vec<float, 4>*>(out), v);
 #pragma once
 
 #include "common/device.cuh"
@@ -24,7 +24,7 @@ struct alignas(sizeof(T) * N) Vec {
 enum class Cache {
   normal,     // likely to be read again soon
   streaming,  // touched once: first to be evicted
-  constant,   // loads of what nobody writes while the kernel runs: may move ahead of stores
+  constant,   // loads of what is not written while the kernel runs: may move ahead of stores
 };
 
 namespace detail {
@@ -81,7 +81,7 @@ struct L2Policy {
   }
 };
 
-/// Reads *pointer, 16 bytes that nobody writes while the kernel runs, in one access.
+/// Reads *pointer, 16 bytes that are not written while the kernel runs, in one access.
 template <typename V>
 FLEXOPS_DEVICE V load_with(const V* pointer, const L2Policy& policy) {
   static_assert(sizeof(V) == 16, "one access");

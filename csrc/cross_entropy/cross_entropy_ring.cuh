@@ -137,15 +137,18 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp)
   const i64 step = gridDim.x / static_cast<u32>(p.blocks),
             first = blockIdx.x / static_cast<u32>(p.blocks);
   const Chunks ring = {{hopper::shared_address(barriers)}, reinterpret_cast<const Packed*>(memory)};
+  // Set up the barriers; count the targets that the mean divides by.
   if (thread == 0) ring.init(kRingWarps), exchange.init();
   float divisor = p.divisor ? *p.divisor : 1.0f;
   if (p.count) divisor = count_targets(p, counts);
   exchange.open();
+  // The producer: bulk copies of the block's parts of its rows.
   if (thread >= kRingThreads) {
     if (thread == kRingThreads) fill_ring<T>(p, ring, rank, first, step);
     return;
   }
 
+  // The consumers: each row's states are sent before the gradient of the row before it is written.
   const int lane = thread % kNarrowWarp, warp = thread / kNarrowWarp, count = p.blocks * kRingWarps;
   RingState read, written;
   u32 turn = 0;                       // rows whose states were sent

@@ -26,7 +26,7 @@ struct Forward {
 inline constexpr int kFewItems = 2, kItems = 4,
                      kManyItems = 8;  // vectors of a row that a thread holds
 
-/// Vectors first, first + step, ... of a row; zeros for those that it has not.
+/// Vectors first, first + step, ... of a row; zeros beyond its end.
 template <typename T, int N>
 FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int first, int step,
                              int count, const L2Policy& policy) {

@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
            (static_cast<int>(turn % kRingStages) * streams + stream) * p.held;
   };
   if (thread == 0) ring.init(kRingWarps), exchange.init();
+  // Count the elements that each warp of the cluster has.
   if (kCentered && thread < pairs) {
     const int others = p.vectors - thread / kRingWarps * p.held,
               its = others < p.held ? others : p.held;
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
   }
   exchange.open();
 
+  // The producer: bulk copies of the rows to come.
   if (thread >= kRingThreads) {
     if (lane != 0) return;
     const L2Policy policy(p.keep_in_l2);
@@ -79,6 +81,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     return;
   }
 
+  // The consumers: load the weights once.
   Packed weight[N], bias[kCentered ? N : 1];
 #pragma unroll
   for (int k = 0; k < N; ++k) {
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     }
   }
 
-  // Some of the thread's vectors, zeros for those that the part has not.
+  // Some of the thread's vectors, zeros beyond the part's end.
   const auto get = [&](Packed(&raw)[kBatch], u32 turn, int from) {
     const Packed* const own = part(turn, 0) + thread + from * kRingThreads;
 #pragma unroll
@@ -103,6 +106,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
       if (thread + (from + k) * kRingThreads < count) raw[k] = own[k * kRingThreads];
     }
   };
+  // Sums of a row's part, with the residual added, sent to all blocks.
   const auto sum_up = [&](u32 turn, i64 row) {
     ring.wait(RowRing::State::after(turn));
     if (streams == 2) {
@@ -160,6 +164,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     pair.y = warp_reduce<kNarrowWarp>(sum_of(squares), Sum{});
     exchange.send(turn, pair, p.blocks, kRingWarps);
   };
+  // Statistics from all blocks' sums, then the results.
   const auto finish = [&](u32 turn, i64 row) {
     const float2* const sent = exchange.receive(turn);
     float mean = 0.0f, total = 0.0f;
@@ -201,6 +206,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     }
     ring.release(RowRing::State::after(turn));
   };
+  // Each row's sums are sent before the row before it is finished.
   u32 turn = 0;
 #pragma unroll 1
   for (i64 row = start; row < p.rows + step; row += step, ++turn) {

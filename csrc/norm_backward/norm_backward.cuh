@@ -100,9 +100,9 @@ struct Weight {
 };
 
 /// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows.
-/// Each thread fetches its vectors into slots of its own, so that it waits for nobody, while it
-/// works on the row before; both passes read them there, and registers are left for the sums. A
-/// slot is filled again as soon as it has been read the second time.
+/// Each thread fetches its vectors into slots of its own, so that it waits for no other thread,
+/// while it works on the row before; both passes read them there, and registers are left for the
+/// sums. A slot is filled again as soon as it has been read the second time.
 template <typename T, bool kCentered, bool kClustered>
 __global__ void __launch_bounds__(kWalkThreads, 1)
     backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
@@ -125,12 +125,14 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
       p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
   uint4* const own =
       slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
+  // Start the copies of the weight.
   const Weight<T> weight(own, p, g);
   const auto slot = [&](int stage, int stream, int k) {
     return own + (weight_slots + stage * streams * kParts) * kNarrowWarp +
            (stream * kParts + k) * kNarrowWarp;
   };
 
+  // The block's sums of the parameters' gradients stay in registers.
   float sum_weight[kParts][V], sum_bias[kCentered ? kParts : 1][V];
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
@@ -156,6 +158,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     async_commit();
   };
 
+  // Start the copies of the first rows.
   const int together = g.count;
   const u32 walkers = kClustered ? gridDim.x / static_cast<u32>(p.blocks)
                                  : gridDim.x;  // blocks, or clusters of them
@@ -171,6 +174,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   int stage = 0;
   u32 turn = 0;
   if constexpr (kClustered) exchange.open();
+  // For each row: the sums over it, their reduction, its gradient, the copies of a row to come.
   for (; first < p.rows; first += step) {
     const i64 row = first + i64(g.index) * p.group_step;
     const Statistics s = next;
@@ -308,6 +312,7 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (int e = 0; e < V; ++e) unit[e] = (unit[e] - s.mean) * s.rstd;
   };
+  // First pass: the sums over the row.
   float sums[2] = {};
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
@@ -319,6 +324,7 @@ __global__ void __launch_bounds__(kMostThreads)
     sums[1] += sum_of(scaled);
   }
   group_reduce<true>(sums, Sum{}, g, shared);
+  // Second pass: the gradient.
   const float slope = sums[0] * p.inverse, level = p.centered ? sums[1] * p.inverse : 0.0f;
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
@@ -341,6 +347,7 @@ __global__ void __launch_bounds__(kShortThreads)
   if (i >= p.vectors) return;
   const i64 first = i64(blockIdx.y) * p.rows_per_block,
             last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
+  // Add up the rows.
   float sum_weight[V] = {}, sum_bias[V] = {};
 #pragma unroll 2
   for (i64 row = first; row < last; ++row) {
@@ -354,6 +361,7 @@ __global__ void __launch_bounds__(kShortThreads)
       sum_bias[e] += grad[e];
     }
   }
+  // Write the block's sums for reduce_partial.
   const i64 to = i64(blockIdx.y) * p.columns + i64(i) * V;
   if (p.partial_weight) store<float, Cache::streaming>(p.partial_weight, to, sum_weight);
   if (p.partial_bias) store<float, Cache::streaming>(p.partial_bias, to, sum_bias);
@@ -374,6 +382,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   __shared__ float shared[kSlices][33];
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
   const int column = static_cast<int>(blockIdx.x) * 32 + lane;
+  // Each slice adds up its lines, in several sums.
   // By halves, so that errors add up as the logarithm does.
   float sums[kLines] = {};
   if (column < p.columns) {
@@ -387,12 +396,14 @@ __global__ void __launch_bounds__(kReduceThreads)
       }
     }
   }
+  // Reduce the slices in shared memory.
   shared[slice][lane] = sum_of(sums);
 #pragma unroll
   for (int half = kSlices / 2; half > 0; half /= 2) {
     __syncthreads();
     if (slice < half) shared[slice][lane] += shared[slice + half][lane];
   }
+  // Write.
   if (slice == 0 && column < p.columns) {
     const float total = shared[0][lane];
     store_any(p.out[blockIdx.y], column, total, p.type[blockIdx.y]);

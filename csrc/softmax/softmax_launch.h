@@ -16,7 +16,7 @@ softmax::Size make_size(int64_t by) {
   return {by, make_divisor(by < kMost ? by : kMost)};
 }
 
-/// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
+/// Whether a tensor is too large for caches to hold it and its results until these are read.
 bool is_large(const SoftmaxRows& rows) {
   return rows.rows * rows.length * element_size(rows.type) >= int64_t{1} << 24;
 }

@@ -61,7 +61,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """A whole examination.
 
     Attributes:

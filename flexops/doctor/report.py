@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from .examination import examine
-from .finding import Finding, Report, Status
+from .finding import DoctorReport, Finding, Status
 
 HELP = (
     "Look at this machine, build a small op, run every operator against its reference, and say what"
@@ -44,7 +44,7 @@ def run(target: str | None, *, as_json: bool, strict: bool) -> int:
     return report.exit_code(strict=strict)
 
 
-def lines(report: Report) -> Iterator[Line]:
+def lines(report: DoctorReport) -> Iterator[Line]:
     """The text report: grouped, aligned, with what is required and the mend below each finding that
     needs one. The verdict comes first, for whoever reads a log, and once more at the end, where a
     terminal stops."""
@@ -73,7 +73,7 @@ def _finding_lines(finding: Finding, width: int) -> Iterator[Line]:
             yield f"{indent}fix: {finding.fix}", "bold"
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: DoctorReport) -> str:
     counts = {
         status: [one.id for one in report.findings if one.status == status]
         for status in ("fail", "warn")

@@ -22,7 +22,7 @@ from ..build.describe import layout
 from ..build.store import manifest
 from ..build.store.cache import read_entry
 from ..doctor.examination import examine
-from ..doctor.finding import Finding, Report, fail, ok, worst
+from ..doctor.finding import DoctorReport, Finding, fail, ok, worst
 from .facts import ImageFacts, Library
 from .judgement import judge
 
@@ -134,7 +134,7 @@ def _size(name: str) -> int:
     )
 
 
-def check(target_id: str) -> tuple[Report, list[Finding], ImageFacts]:
+def check(target_id: str) -> tuple[DoctorReport, list[Finding], ImageFacts]:
     """Doctor's report, the judgement of the image, and the facts; every library is opened, which
     needs no GPU."""
     row = targets.load().find(target_id)

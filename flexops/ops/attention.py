@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
+from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
 from ._attention_checks import (
     HALVES,
-    SCHEMA,
     Options,
     autocast,
     check,
@@ -52,8 +52,9 @@ from ._attention_reference import (
     rows_first,
     tables_reference,
 )
+from ._declared import define
 from ._difference import difference
-from ._register import caller, define
+from ._register import caller
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -328,28 +329,29 @@ def _gradient_of_sinks(
     return -of_rows.sum((0, 2)).to(options.sinks.dtype)
 
 
-_RESULTS = "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-
 define(
-    "attention",
-    f"attention_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "attention_backward",
     backward_reference,
     backward_fake,
     check=check_backward,
     function="attention",
 )
 define(
-    "attention",
-    f"attention_composed_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"attention_composed_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
     noting(backward_reference, declined, 2, 7),
     backward_fake,
     check=check_backward,
-    native=False,
     function="attention",
 )
-for _name, _instead, _is_native in (
+for _schema, _instead, _is_native in (
     ("attention", reference, True),
-    ("attention_composed", noting(reference, declined, 0, 3), False),
+    (
+        f"attention_composed(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS})"
+        " -> (Tensor, Tensor)",
+        noting(reference, declined, 0, 3),
+        False,
+    ),
 ):
     _operator = builtin(
         torch.ops.flexops.attention_backward.default
@@ -357,24 +359,19 @@ for _name, _instead, _is_native in (
         else torch.ops.flexops.attention_composed_backward.default
     )
     define(
-        "attention",
-        f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+        _schema,
         _instead,
         fake,
         check=check,
         setup_context=_keep,
         backward=functools.partial(_backward, _operator),
-        native=_is_native,
-        plain=_is_native,
         function="attention",
     )
 define(
-    "attention",
-    f"attention_bias_backward({_RESULTS}, {SCHEMA}) -> Tensor",
+    f"attention_bias_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> Tensor",
     bias_reference,
     bias_fake,
     check=check_backward,
-    native=False,
     function="attention",
 )
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._declared import define
 from ._difference import difference
-from ._register import add_gradient, caller, define
+from ._register import add_gradient, caller
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -369,7 +370,6 @@ def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
 
 def _define(
     name: str,
-    arguments: str,
     count: int,
     reference: Any,
     fake: Any,
@@ -380,19 +380,14 @@ def _define(
     """``name``, whose first ``count`` results are for everybody, and its overload ``forward``,
     which has the rows' statistics behind these."""
     shown = operator.itemgetter(0 if count == 1 else slice(count))
-    results = "Tensor" if count == 1 else "(Tensor, Tensor)"
     define(
-        "norm",
-        f"{name}({arguments}) -> {results}",
+        name,
         lambda *args: shown(reference(*args)),
         lambda *args: shown(fake(*args)),
         check=check,
-        plain=True,
     )
-    every = ", ".join(["Tensor"] * (count + 1))
     define(
-        "norm",
-        f"{name}.forward({arguments}) -> ({every})",
+        f"{name}.forward",
         reference,
         fake,
         check=check,
@@ -409,7 +404,6 @@ def _define(
 
 _define(
     "layer_norm",
-    "Tensor x, Tensor? weight, Tensor? bias, float eps",
     1,
     _layer_norm_reference,
     _layer_norm_fake,
@@ -419,7 +413,6 @@ _define(
 )
 _define(
     "rms_norm",
-    "Tensor x, Tensor? weight, float eps",
     1,
     _rms_norm_reference,
     _rms_norm_fake,
@@ -429,7 +422,6 @@ _define(
 )
 _define(
     "add_layer_norm",
-    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
     2,
     _add_layer_norm_reference,
     _add_layer_norm_fake,
@@ -439,7 +431,6 @@ _define(
 )
 _define(
     "add_rms_norm",
-    "Tensor x, Tensor residual, Tensor? weight, float eps",
     2,
     _add_rms_norm_reference,
     _add_rms_norm_fake,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin
+from ._declared import define
 from ._difference import difference
-from ._register import define
 
 
 def widen(x: Tensor) -> Tensor:
@@ -121,19 +121,14 @@ def _rms_norm_backward_fake(
     return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
 
 
-_BACKWARD = "(Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, "
 define(
-    "norm_backward",
-    f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool"
-    " need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward",
     _layer_norm_backward_reference,
     _layer_norm_backward_fake,
     hidden=True,
 )
 define(
-    "norm_backward",
-    f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor,"
-    " Tensor)",
+    "rms_norm_backward",
     _rms_norm_backward_reference,
     _rms_norm_backward_fake,
     hidden=True,

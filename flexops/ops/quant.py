@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._declared import define
 from ._difference import difference
-from ._register import check_places, define, is_dense
+from ._register import check_places, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -400,15 +401,12 @@ def _dequantize_fake(
 
 
 define(
-    "quant",
-    "quantize(Tensor x, int bits, SymInt group_size, int dim, bool symmetric) -> (Tensor, Tensor)",
+    "quantize",
     _quantize_reference,
     _quantize_fake,
 )
 define(
-    "quant",
-    "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size, int dim,"
-    " ScalarType dtype) -> Tensor",
+    "dequantize",
     _dequantize_reference,
     _dequantize_fake,
 )

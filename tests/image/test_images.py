@@ -28,7 +28,7 @@ from flexops import targets, toolchain
 from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
-from flexops.doctor.finding import Finding, Report, Section
+from flexops.doctor.finding import DoctorReport, Finding, Section
 from flexops.errors import ImageError, TargetError
 from flexops.images import (
     building,
@@ -1134,7 +1134,9 @@ def test_what_doctor_found_is_named(status: Any) -> None:
     told = Finding("cache", status, "the cache is full of sand", "no sand", "sweep")
     report = json.loads(
         json.dumps(
-            Report("cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)).as_dict()
+            DoctorReport(
+                "cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)
+            ).as_dict()
         )
     )
     found = judgement.judge_report(

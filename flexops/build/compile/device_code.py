@@ -205,7 +205,7 @@ def _single_flight(
     yet."""
     started = time.monotonic()
     remote = functools.partial(cache.fetch_key, plan.name, plan.key)
-    with cache.lock(f"{plan.name}-{plan.key}"):
+    with cache.compile_lock(f"{plan.name}-{plan.key}"):
         entry = cache.read(plan.name, plan.key)
         if entry is None and waits and ballot:
             entry = ballot.receive(

@@ -206,7 +206,7 @@ def _first(output: str) -> Diagnosis:
     return Diagnosis(first, "the source does not compile", "correct the line named above")
 
 
-def told(error: BaseException) -> str:
+def with_cause(error: BaseException) -> str:
     """An error with what caused it: torch says of a library only that it could not be loaded."""
     return "; ".join(str(one) for one in (error, error.__cause__) if one)
 

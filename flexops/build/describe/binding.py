@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .declaration import Output
-from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dimensions, in_words
+from .declaration import Output, in_words
+from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dimensions
 
 ISA_LEVELS = {"avx512": "Isa::avx512", "avx2": "Isa::avx2"}
 

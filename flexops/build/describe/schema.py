@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import FlexopsError
-from .declaration import Output, Rows
+from .declaration import Declared, Output, Rows, in_words
 
 DTYPES = {
     "float32": "f32",
@@ -221,6 +221,10 @@ class Signature:
         )
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.schema.arguments)
+
+    @property
     def writes(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.schema.arguments if argument.written)
 
@@ -304,6 +308,12 @@ def declare(
     return signature
 
 
+@functools.cache
+def signature_of(one: Declared) -> Signature:
+    """Of an operator of flexops' own that is not ``by hand``."""
+    return declare(without_defaults(one.schema), **{"split": "host", **(one.said or {})})
+
+
 def without_defaults(schema: str) -> str:
     """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go
     by name only, is nothing to a binding."""
@@ -339,10 +349,6 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
         )
         parts[-1] = parts[-1]._replace(plus=int(added or 0))
     return tuple(parts)
-
-
-def in_words(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _dtypes(value: object) -> tuple[str, ...]:

@@ -298,9 +298,9 @@ def _loaded(
                     found=refusal.reason,
                     fix=refusal.fix,
                 ) from error
-            from ..compile.diagnose import load_trouble, told
+            from ..compile.diagnose import load_trouble, with_cause
 
-            if found := load_trouble(told(error)):
+            if found := load_trouble(with_cause(error)):
                 kind = (
                     ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
                 )

@@ -58,7 +58,7 @@ def translate(
 ) -> None:
     """Translate into ``directory``, the build directory."""
     own_headers = _module(
-        "flexops_includes", Path(__file__).parents[1] / "describe/includes.py"
+        "flexops_cpp_text", Path(__file__).parents[1] / "describe/cpp_text.py"
     ).own_headers
     originals: dict[str, Path] = {}  # file -> its copy
     for source in sources:

@@ -35,7 +35,7 @@ from .entry import Demands as Demands
 from .entry import Entry as Entry
 from .entry import read_entry as read_entry
 from .entry import read_manifest as read_manifest
-from .manifest import FILE_NAME, Manifest, Refusal
+from .manifest import FILE_NAME, Manifest, Rejection
 
 if TYPE_CHECKING:
     from ..plan.plan import BuildPlan
@@ -150,7 +150,7 @@ class BuildCache:
         whether one may be opened."""
         yield from sorted(self._entries(self.root / name), key=lambda entry: -entry.made)
 
-    def verified(self, entry: Entry) -> tuple[Entry | None, Refusal | None]:
+    def verified(self, entry: Entry) -> tuple[Entry | None, Rejection | None]:
         """What to open for one of ``candidates``, or why not: that entry, or a copy of it that
         nobody else can reach."""
         if self._copies is None:
@@ -158,7 +158,7 @@ class BuildCache:
             return (None, refusal) if refusal else (entry, None)
         known = entry.manifest
         if problem := self._copies.problem():
-            return None, Refusal(
+            return None, Rejection(
                 f"verified copies cannot be kept: {problem}",
                 "export XDG_CACHE_HOME=<a directory of your own>",
             )
@@ -168,13 +168,13 @@ class BuildCache:
             copy = self._copies.adopt(entry.directory)
             self._copies.prune(keep=(copy.directory,))
         except CacheError as error:
-            return None, Refusal(
+            return None, Rejection(
                 "; ".join(part for part in (error.what, error.found) if part), error.fix
             )
         return (
             (copy, None)
             if _is_filed_right(copy)
-            else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))
+            else (None, Rejection(f"{entry.directory} changed while it was read", "run it again"))
         )
 
     def problem(self) -> str:
@@ -291,7 +291,7 @@ class BuildCache:
                 shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[None]:
+    def compile_lock(self, name: str) -> Iterator[None]:
         """Hold the advisory lock of one build."""
         with lock.held(self.root / ".locks" / f"{name}.lock"):
             yield
@@ -338,7 +338,7 @@ class BuildCache:
     def _place(self, built: Path, manifest: Manifest) -> Entry:
         """Move a whole directory to its key, unless a whole entry is there already."""
         final = self.root / manifest.name / manifest.key
-        refused: OSError | Refusal | None = None
+        refused: OSError | Rejection | None = None
         placed = False
         # again if what was in the way proves damaged, or `cache clear` removes the parent at this
         # moment
@@ -660,9 +660,9 @@ def _subdirectories(path: Path) -> list[Path]:
         return []
 
 
-def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
+def _not_stored(where: Path, why: OSError | Rejection | None) -> CacheError:
     fix = "free some space, or set FLEXOPS_CACHE_DIR"
-    if isinstance(why, Refusal):
+    if isinstance(why, Rejection):
         return CacheError(
             "the finished build could not be stored", found=why.reason, fix=why.fix or fix
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import CacheError
 from ...toolchain import proc
-from .manifest import Refusal
+from .manifest import Rejection
 
 SUFFIX = ".sig"
 NAMESPACE = "flexops-cache"
@@ -50,18 +50,18 @@ def sign(file: Path, key: Path) -> None:
         )
 
 
-def check(file: Path, content: bytes, trusted: Path) -> Refusal | None:
+def check(file: Path, content: bytes, trusted: Path) -> Rejection | None:
     """None if ``<file>.sig`` is a signature of ``content`` by one of the keys in ``trusted``, an
     ``allowed_signers`` file (see ssh-keygen(1))."""
     signature = file.with_name(file.name + SUFFIX)
     if not trusted.is_file():
-        return Refusal(
+        return Rejection(
             f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read",
             "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>",
         )
     fix = "have it built by whoever holds the team's key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
     if not signature.exists():
-        return Refusal(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
+        return Rejection(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
     common = ("-f", str(trusted), "-s", str(signature), "-n", NAMESPACE)
     try:
         signers = _ssh_keygen("find-principals", *common).output.splitlines()
@@ -70,8 +70,8 @@ def check(file: Path, content: bytes, trusted: Path) -> Refusal | None:
             if verified.status == 0:
                 return None
     except OSError as error:
-        return Refusal(f"signatures cannot be checked: ssh-keygen: {error.strerror}", _INSTALL)
-    return Refusal(
+        return Rejection(f"signatures cannot be checked: ssh-keygen: {error.strerror}", _INSTALL)
+    return Rejection(
         f"the signature of {file.parent} is not of one of the keys in {trusted}, or not of this"
         " manifest",
         fix,

@@ -16,7 +16,7 @@ from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
 
 if TYPE_CHECKING:
     from ...build.describe.spec import DeviceType
-    from ...build.store.manifest import Manifest, Refusal
+    from ...build.store.manifest import Manifest, Rejection
     from ...settings import Settings
     from ...toolchain.model import Toolchain
     from ...toolchain.nvrtc import DeviceCompiler
@@ -231,7 +231,7 @@ def _library(
     device: str,
     origin: Literal["aot", "cache"],
     manifest: Manifest,
-    refusal: Refusal | None,
+    refusal: Rejection | None,
 ) -> LibraryFact:
     reason, fix = (refusal.reason, refusal.fix) if refusal else ("", "")
     return LibraryFact(

@@ -13,7 +13,7 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-from ..describe import includes, layout
+from ..describe import cpp_text, layout
 from ..plan import cache_key
 from ..plan.kernel_plan import name_under
 from .manifest import is_plain
@@ -40,12 +40,12 @@ def digest(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> str:
         files[name] = hashlib.sha256(text.encode()).hexdigest()
         files |= {
             name_under(header, roots): cache_key.file_digest(header)
-            for header in includes.own_headers(text, "", folders)
+            for header in cpp_text.own_headers(text, "", folders)
         }
     for source in sources:
         path = os.path.join(roots[0][1], source)
         with open(path, encoding="utf-8") as stream:
-            reached = includes.own_headers(stream.read(), os.path.dirname(path), folders)
+            reached = cpp_text.own_headers(stream.read(), os.path.dirname(path), folders)
         files |= {name_under(name, roots): cache_key.file_digest(name) for name in (path, *reached)}
     system = f"{platform.machine()} {' '.join(platform.libc_ver())}"
     return cache_key.digest_fields(
