@@ -104,7 +104,7 @@ def make(environment: Environment, python: str, kind: str) -> None:
     else:
         uv = find_uv() or get_uv(python)
         if uv:
-            options, variables = indexes.for_uv(indexes.pip_settings())
+            options, variables = _for_uv(indexes.pip_settings())
             command = [uv, "venv", "--quiet", "--seed", "--python", python]
             try:
                 run(*command, *options, prefix, variables=variables)
@@ -163,7 +163,7 @@ class Installer:
                 main = index_url or settings.get("index-url") or indexes.DEFAULT
                 settings["extra-index-url"] = " ".join(good) or main
                 self.pip_variables["PIP_EXTRA_INDEX_URL"] = settings["extra-index-url"]
-        self.uv_options, self.uv_variables = indexes.for_uv(settings)
+        self.uv_options, self.uv_variables = _for_uv(settings)
 
     def __call__(self, *arguments: str) -> None:
         shown = indexes.without_credentials(" ".join(arguments))
@@ -182,6 +182,16 @@ class Installer:
         note(f"pip install {shown}")
         quiet = [] if on_terminal() else ["--quiet", "--progress-bar", "off"]
         run(*_pip(self.python), "install", *quiet, *arguments, variables=self.pip_variables)
+
+
+def _for_uv(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """pip's settings for uv, and a cache in the checkout where none can be made at home."""
+    options, variables = indexes.for_uv(settings)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "uv")
+    there = next(one for one in (home, *home.parents) if one.exists())
+    if not os.environ.get("UV_CACHE_DIR") and not (there.is_dir() and os.access(there, os.W_OK)):
+        variables["UV_CACHE_DIR"] = str(STATE / "cache/uv")
+    return options, variables
 
 
 def refuse_namesake(environment: Environment) -> None:

@@ -60,7 +60,7 @@ def add(site, name, version):
     return info
 
 def record(words):
-    told = [name + "=" + os.environ[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX") if name in os.environ and program == "uv"]
+    told = [name + "=" + os.environ[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_CACHE_DIR") if name in os.environ and program == "uv"]
     log.open("a").write(" ".join([*told, program, *words]) + "\\n")
     die = tools / "install-dies"
     if die.exists():
@@ -383,6 +383,20 @@ def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
     installers = {call.split()[0] for call in checkout.calls if " torch==" in call}
     assert installers == {"uv" if uv_is_to_be_had else "pip"}
     assert ("going on with pip" in done.stderr) != uv_is_to_be_had
+
+
+def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> None:
+    (checkout.tools / "home").touch()
+    done = checkout.run(
+        "--yes",
+        "--no-root",
+        "--target",
+        "cpu",
+        HOME=str(checkout.tools / "home"),
+        XDG_CACHE_HOME="",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.calls[0].startswith(f"UV_CACHE_DIR={checkout.root}/.flexops/cache/uv uv pip")
 
 
 @pytest.mark.parametrize("death", first_of("INT", "TERM", "KILL"))
