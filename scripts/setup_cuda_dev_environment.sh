@@ -45,7 +45,7 @@ It says what it will do before it does it, and asks on a terminal. Running it ag
   --uninstall        remove what this script made, and only that
   --help             print this
 
-What it makes: the environment; .flexops/ (env.sh, caches, links); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/.
+What it makes: the environment; .flexops/ (env.sh, caches, links); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/, tools/flexops_tools.egg-info/.
 HELP
 }
 

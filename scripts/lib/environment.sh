@@ -261,10 +261,13 @@ install_flexops() {
     return
   fi
   remove_namesake
-  [[ -e $ROOT/flexops_torch.egg-info ]] || made "$ROOT/flexops_torch.egg-info"
+  local information
+  for information in "$ROOT/flexops_torch.egg-info" "$ROOT/tools/flexops_tools.egg-info"; do
+    [[ -e $information ]] || made "$information"
+  done
   local locked=()
   [[ -z $LOCK ]] || locked=(--no-deps) # they are there, by hash
-  FLEXOPS_AOT='' pip_install --no-build-isolation ${locked[@]+"${locked[@]}"} --editable "$ROOT"
+  FLEXOPS_AOT='' pip_install --no-build-isolation ${locked[@]+"${locked[@]}"} --editable "$ROOT" --editable "$ROOT/tools"
   environment_holds || die 'pip ended well, but the environment does not hold what was asked for' "rm -rf $PREFIX, then run the same command again"
   write_marker "$DIGEST"
 }

@@ -1,5 +1,5 @@
-"""Exit 0 if this Python's environment holds the pins, and flexops-torch as an editable install of
-that checkout: ROOT [NAME==VERSION]...
+"""Exit 0 if this Python's environment holds the pins, and flexops-torch and flexops-tools as
+editable installs of that checkout: ROOT [NAME==VERSION]...
 
 A distribution called flexops must not be there: it is another project's, or this checkout's own
 from before it was called flexops-torch.
@@ -13,7 +13,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-NAME, FORMER_NAME = "flexops-torch", "flexops"
+NAME, FORMER_NAME, TOOLS = "flexops-torch", "flexops", "flexops-tools"
 
 
 def numbers(text: str) -> list[int]:
@@ -69,8 +69,5 @@ if __name__ == "__main__":
     if pins == ["--namesake"]:
         print(namesake(root))
         sys.exit()
-    sys.exit(
-        0
-        if is_editable(NAME, root) and not namesake(root) and all(map(holds, filter(None, pins)))
-        else 1
-    )
+    ours = is_editable(NAME, root) and is_editable(TOOLS, f"{root}/tools")
+    sys.exit(0 if ours and not namesake(root) and all(map(holds, filter(None, pins))) else 1)

@@ -36,7 +36,7 @@ uninstall() {
 is_ours() {
   [[ -e $1 ]] || return 1
   case $1 in
-    "$ROOT"/flexops/_aot | "$ROOT"/flexops.egg-info | "$ROOT"/flexops_torch.egg-info) return 0 ;;
+    "$ROOT"/flexops/_aot | "$ROOT"/flexops.egg-info | "$ROOT"/flexops_torch.egg-info | "$ROOT"/tools/flexops_tools.egg-info) return 0 ;;
     *) [[ -e $1/$MARKER || (-d $1 && -z $(ls -A "$1")) ]] || grep -qxF -- "$1" "$STATE/unfinished" 2>/dev/null ;;
   esac
 }

@@ -1,0 +1,1 @@
+"""What follows from the matrix of targets: every generated file, the locks, the record of proofs."""
