@@ -474,6 +474,8 @@ def test_installed_asks_for_this_checkout_by_its_name(tmp_path: Path) -> None:
 
     assert holds() == (1, "")
     install("flexops_torch", "0.1.0", "file:///our/checkout")
+    assert holds() == (1, "")
+    install("flexops_tools", "0.1.0", "file:///our/checkout/tools")
     assert holds() == (0, "")
     assert holds("no-such-package==1") == (1, "")
     install("flexops", "0.1.0", "file:///our/checkout")
