@@ -255,7 +255,7 @@ class Nodes:
         return lambda: node.communicate(timeout=1800)[0]
 
     def _container(self, cache: Path) -> Callable[[], str]:
-        from flexops.images import engine
+        from flexops_tools.images import engine
 
         cache.mkdir(exist_ok=True)
         mounts = {

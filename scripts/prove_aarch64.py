@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flexops.doctor.checks.build import TOLERANCE  # noqa: E402
-from flexops.inspection import torch_proof  # noqa: E402
+from flexops_tools.proving import torch_proof  # noqa: E402
 
 DEBIAN, PYTHON = "bookworm", "3.11"
 PACKAGES = (

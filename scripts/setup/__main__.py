@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         " it, checks them, and writes .flexops/env.sh to source. It prints what it will do before"
         " it does it, and asks on a terminal. Running it again changes nothing and is quick.",
         epilog="What it makes: the environment; .flexops/ (env.sh, caches, links, uv where none is"
-        " on PATH); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/.",
+        " on PATH); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/,"
+        " tools/flexops_tools.egg-info/.",
     )
     add = parser.add_argument
     add(
@@ -275,8 +276,9 @@ def _test_requirements(plan: Plan) -> Path:
 def _install_flexops(plan: Plan, install: Installer) -> None:
     env = plan.environment
     environment.refuse_namesake(env)
-    if not (egg := ROOT / "flexops_torch.egg-info").exists() and not plan.options.tests:
-        state.made(egg)
+    for egg in (ROOT / "flexops_torch.egg-info", ROOT / "tools" / "flexops_tools.egg-info"):
+        if not egg.exists() and not plan.options.tests:
+            state.made(egg)
     locked = (
         ["--no-deps"] if plan.lock and not plan.options.tests else []
     )  # they are there, by hash

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexops import settings, targets
 from flexops.errors import FlexopsError
-from flexops.targets import Target, locks
+from flexops.targets import Target, requirements
 from flexops.toolchain import gpus, resources
 from flexops.toolchain.discovery import assemble, search_context
 from flexops.toolchain.model import Toolchain, TorchBuild
@@ -355,7 +355,7 @@ def _choose_lock(plan: Plan) -> None:
         reason = "--no-lock"
     else:
         try:
-            plan.lock = locks.installed(plan.target, ROOT, toolkit=plan.toolkit == "index")
+            plan.lock = requirements.installed(plan.target, ROOT, toolkit=plan.toolkit == "index")
         except FlexopsError as error:
             reason = error.what
     plan.lock_reason = (

@@ -13,7 +13,7 @@ STATE = ROOT / ".flexops"
 COMMAND = "bash scripts/setup_cuda_dev_environment.sh"
 MARKER = ".flexops-setup"
 """In an environment's directory: it was made by this, for which target."""
-_OURS = ("flexops/_aot", "flexops_torch.egg-info")
+_OURS = ("flexops/_aot", "flexops_torch.egg-info", "tools/flexops_tools.egg-info")
 _FILES = (
     *("env.sh", "env.posix.sh", "requirements.lock", "bin", "cuda", "cache", "uv"),
     *("lock", "packages", "checked", "checked.date", "made"),

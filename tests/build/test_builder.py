@@ -1128,7 +1128,7 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
     assert done.returncode == 0, done.stdout
     measured = (
         "import sys; sys.argv = 'flexops bench run benchmarks/double_it.py --device cpu"
-        " --json'.split(); import flexops.bench.cases.case as sizes\n"
+        " --json'.split(); import flexops.bench.setup as sizes\n"
     )
     measured += (
         "sizes.Setup.rows = lambda self, count: 16\nfrom flexops.bench import own,"

@@ -795,10 +795,12 @@ def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
 def test_for_real(checkout: Checkout) -> None:
     """The README's first command, from nothing to a checked environment; takes minutes, and torch's
     wheel from the package index."""
-    for name in ("flexops", "csrc"):
+    for name in ("flexops", "csrc", "tools"):
         shutil.rmtree(checkout.root / name, ignore_errors=True)
         shutil.copytree(
-            ROOT / name, checkout.root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+            ROOT / name,
+            checkout.root / name,
+            ignore=shutil.ignore_patterns("__pycache__", "_aot", "*.egg-info"),
         )
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout.root / name)
