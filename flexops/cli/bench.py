@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, help="Measure, all sides of a comparison in one run.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure flexops against other libraries, both sides in one run."
+)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure, all sides of a comparison in one run."""
+    """Measure flexops against other libraries, both sides in one run."""
 
 
 @app.command()
