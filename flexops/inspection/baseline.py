@@ -97,9 +97,17 @@ def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
 
 
 def read(path: Path) -> Baseline:
+    """The baseline in a file that ``write`` made. Raises ``FlexopsError`` if it is none."""
+    found: Baseline = {}
     try:
-        found: Baseline = _json.load(path)
-    except (OSError, ValueError) as error:
+        document = _json.load(path)
+        for kernel, cells in document["kernels"].items():
+            for place, cell in zip(document["places"], cells, strict=True):
+                if cell:
+                    values = [int(value) for value in cell.split()]
+                    padded = values + [0] * (len(NAMES) - len(values))
+                    found.setdefault(place, {})[kernel] = padded
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise FlexopsError(
             "the baseline cannot be read",
             found=f"{path}: {error}",
@@ -110,19 +118,29 @@ def read(path: Path) -> Baseline:
 
 
 def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
-    """The baseline with what was measured in the place of what it had, a kernel a line, so that a
-    diff can be read."""
+    """Write the baseline, with what was measured in place of what it had.
+
+    One line per kernel, one cell per place: its numbers in the order of ``NAMES``, without zeros
+    at the end; empty where it is not compiled.
+    """
     renewed = {place: dict(kernels) for place, kernels in known.items()}
     for change in compare(known, measured):
         if not change.now:
             del renewed[change.where][change.kernel]
     for place, kernels in of(measured).items():
         renewed.setdefault(place, {}).update(kernels)
-    places = []
-    for place, kernels in sorted(renewed.items()):
-        lines = ",\n".join(
-            f"  {json.dumps(name)}: {json.dumps(values)}"
-            for name, values in sorted(kernels.items())
-        )
-        places.append(f" {json.dumps(place)}: {{\n{lines}\n }}")
-    path.write_text("{\n" + ",\n".join(places) + "\n}\n", encoding="utf-8")
+    places = sorted(renewed)
+    lines = [
+        f"  {json.dumps(kernel)}:"
+        f" {json.dumps([_cell(renewed[place].get(kernel)) for place in places])}"
+        for kernel in sorted({kernel for kernels in renewed.values() for kernel in kernels})
+    ]
+    head = f' "names": {json.dumps(NAMES)},\n "places": {json.dumps(places)},\n "kernels": {{\n'
+    path.write_text("{\n" + head + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+
+
+def _cell(values: Sequence[int] | None) -> str:
+    shown = list(values or ())
+    while len(shown) > 1 and not shown[-1]:
+        shown.pop()
+    return " ".join(map(str, shown))
