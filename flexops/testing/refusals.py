@@ -66,7 +66,7 @@ class Refusals:
                     (
                         rf"\w+\.\w+: {argument_name(case, position)} must be "
                         if case.names
-                        else r"\w+::\w+: \w+\[0\] must be "
+                        else r"\w+(::|\.)\w+: \w+\[0\] must be "
                     ),
                     text,
                 ), text

@@ -43,7 +43,7 @@ def test_steps_on_the_wrong_device_are_named() -> None:
     with pytest.raises(
         ValueError,
         match=(
-            r"flexops::adam_: state_steps\[2\] must be on the device of params\[0\], cuda:0,"
+            r"flexops\.adam_: state_steps\[2\] must be on the device of params\[0\], cuda:0,"
             r" got cpu"
         ),
     ):

@@ -245,7 +245,7 @@ def test_a_step_whose_rare_kernel_is_missing_is_made_once(run: Run) -> None:
         flexops.adam_(*lists, lr=0.1, weight_decay=0.1)
         from flexops.ops import adam
         numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-        adam._reference("adam_", *wanted, **numbers, amsgrad=False, maximize=False, decoupled=False)
+        adam._reference(*wanted, **numbers, amsgrad=False, maximize=False, decoupled=False)
         for ours, theirs in zip(sum(map(list, lists), []), sum(map(list, wanted), [])):
             torch.testing.assert_close(ours, theirs)
     """, kernels=True, FLEXOPS_JIT="0", FLEXOPS_FALLBACK="allow"))  # fmt: skip
