@@ -577,7 +577,7 @@ def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -
     """nvcc compiles what NVRTC rejects where the kernel is called: C++'s library, say."""
     known = provider.compiler_for
 
-    def without_nvrtc(*args: Any, **options: Any) -> provider.Choice:
+    def without_nvrtc(*args: Any, **options: Any) -> provider.CompilerChoice:
         choice = known(*args, **options)
         nvcc = choice.compiler._replace(kind="nvcc", path=Path("/nowhere/nvcc"))
         return choice._replace(compiler=nvcc)

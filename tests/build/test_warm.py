@@ -94,7 +94,7 @@ def compiler(require: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         provider,
         "compiler_for",
-        lambda *_, asked: provider.Choice(usable[0].value, parse_arch_list(asked), ()),
+        lambda *_, asked: provider.CompilerChoice(usable[0].value, parse_arch_list(asked), ()),
     )
 
 

@@ -31,12 +31,13 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
 import select
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _IDLE_SECONDS = 60.0
@@ -187,6 +188,14 @@ def _is_unknown(error: Exception, errors: Any) -> bool:
     return unknown or "501 Not Implemented" in str(error)
 
 
+class Rejected(OSError):
+    """A registry's answer that is an error, with its HTTP status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"it answers {status} {reason}")
+        self.status = status
+
+
 class Registry:
     """A repository of a container registry, by oras: an object is a manifest with one layer, and
     its name is the tag.
@@ -226,6 +235,9 @@ class Registry:
                 raise Problem(f"{host} requires a user and password", fix) from None
 
     def get(self, name: str, file: str, most: int) -> dict[str, object]:
+        return _repeated(lambda: self._get(name, file, most))
+
+    def _get(self, name: str, file: str, most: int) -> dict[str, object]:
         container = self._container(name)
         answer = self._ask("GET", container.manifest_url(), headers={"Accept": _MANIFEST_TYPE})
         if answer.status_code == 404:
@@ -238,12 +250,35 @@ class Registry:
         return {"found": True, "tag": answer.headers.get("Docker-Content-Digest", "")}
 
     def create(self, name: str, file: str) -> dict[str, object]:
-        url, accepted = self._container(name).manifest_url(), {"Accept": _MANIFEST_TYPE}
-        if self._ask("HEAD", url, headers=accepted).status_code == 200:
-            return {"made": False, "conditional": False}
-        return self.replace(name, file, "")
+        return _repeated(lambda: self._put(name, file, new=True))
 
     def replace(self, name: str, file: str, _tag: str) -> dict[str, object]:
+        return _repeated(lambda: self._put(name, file, new=False))
+
+    def _put(self, name: str, file: str, *, new: bool) -> dict[str, object]:
+        """Put an object. If it must be new, look for one of that name before and after the upload:
+        only one request lies between the last look and the put."""
+        if new and self._has(name):
+            return {"made": False, "conditional": False}
+        manifest = self._upload(name, file)
+        if new and self._has(name):
+            return {"made": False, "conditional": False}
+        headers = {"Content-Type": _MANIFEST_TYPE}
+        url = self._container(name).manifest_url()
+        try:
+            self._right(self._ask("PUT", url, json=manifest, headers=headers))
+        except Rejected:
+            self.has_empty = False
+            raise
+        return {"made": True, "conditional": False}
+
+    def _has(self, name: str) -> bool:
+        url = self._container(name).manifest_url()
+        answer = self._ask("HEAD", url, headers={"Accept": _MANIFEST_TYPE})
+        return answer.status_code != 404 and bool(self._right(answer))
+
+    def _upload(self, name: str, file: str) -> dict[str, object]:
+        """Upload the content, and return the manifest that refers to it."""
         container = self._container(name)
         layer = _described(_read(file), _ENTRY_TYPE)
         config = _described(_EMPTY, "application/vnd.oci.empty.v1+json")
@@ -253,14 +288,10 @@ class Registry:
                 stream.write(_EMPTY)
             self._right(self.client.upload_blob(stream.name, container, config))
             self.has_empty = True
-        manifest = {
+        return {
             "schemaVersion": 2, "mediaType": _MANIFEST_TYPE, "artifactType": _ENTRY_TYPE,
             "config": config, "layers": [layer],
         }  # fmt: skip
-        headers = {"Content-Type": _MANIFEST_TYPE}
-        url = container.manifest_url()
-        self._right(self._ask("PUT", url, json=manifest, headers=headers))
-        return {"made": True, "conditional": False}
 
     def list(self) -> Iterator[tuple[str, int, float]]:
         """Registries do not report how old a tag is: the time is 0."""
@@ -284,8 +315,21 @@ class Registry:
 
     def _right(self, answer: Any) -> Any:
         if answer.status_code >= 400:
-            raise OSError(f"it answers {answer.status_code} {answer.reason}")
+            raise Rejected(answer.status_code, answer.reason)
         return answer
+
+
+def _repeated(call: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """Repeat a request that a registry rejects because another client writes the same object:
+    docker-registry answers 400 to a put, and 500 to a look-up."""
+    for nap in (0.1, 0.4, 1.6, None):
+        try:
+            return call()
+        except Rejected as error:
+            if nap is None or not (error.status == 400 or error.status >= 500):
+                raise
+            time.sleep(nap * random.uniform(0.5, 1.5))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _described(content: bytes, kind: str) -> dict[str, object]:
