@@ -64,7 +64,8 @@ class Image:
 
     @staticmethod
     def environment(checkout: Path, extra: dict[str, str] | None = None) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(checkout), **(extra or {})}
+        path = f"{checkout}{os.pathsep}{checkout / 'tools'}"
+        return {**os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +183,7 @@ def image(index_url: str) -> Image:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what images are built from, to be edited."""
     root = tmp_path_factory.mktemp("checkout")
-    for name in ("csrc", "docker", "flexops", "envs"):
+    for name in ("csrc", "docker", "flexops", "envs", "tools"):
         shutil.copytree(
             REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
         )
