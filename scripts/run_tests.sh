@@ -75,7 +75,8 @@ main() {
   local options=(--tests --yes --toolkit index --prefix "$PREFIX")
   [[ -z ${FLEXOPS_TEST_TARGET:-} ]] || options+=(--target "$FLEXOPS_TEST_TARGET")
   [[ ${1:-} == --prepare ]] || options+=(--system-tools)
-  (setup "${options[@]}")
+  # hundreds of processes import torch; where PYTHONDONTWRITEBYTECODE is set, none keeps what it read
+  (UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1} setup "${options[@]}")
   [[ ${1:-} != --prepare ]] || return 0
   trap stop_engine EXIT
   trap 'exit 130' INT

@@ -748,6 +748,12 @@ def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
     }
 
 
+def test_no_password_of_an_index_is_printed() -> None:
+    for text in ("--index-url https://me:s3/cr@et@host/simple", "-i https://s3cret@host/simple x"):
+        assert "cr" not in indexes.without_credentials(text)
+        assert "https://host/simple" in indexes.without_credentials(text)
+
+
 def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)

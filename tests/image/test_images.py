@@ -190,6 +190,9 @@ def test_credentials_of_an_index_are_a_secret_and_no_argument() -> None:
     assert f"RUN --mount=type=secret,id={buildkit.SECRET} sh" in text
     for url in ("https://index.example/simple", "git@host:a/b", ""):
         assert building.without_credentials(url) == (url, "")
+    with pytest.raises(ImageError, match="percent-encode") as caught:
+        building.without_credentials("https://me:s3/cret@index.example/simple")
+    assert "cret" not in str(caught.value)
 
 
 PROGRESS = """\

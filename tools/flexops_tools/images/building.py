@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from flexops import __version__
 from flexops.doctor.image.facts import ImageFacts
 from flexops.errors import ImageError
+from flexops.redaction import redacted
 from flexops.targets import Target
 
 from ..targets.image_files import BASES, build_args, dockerfile_path
@@ -356,10 +357,11 @@ def origin(root: Path) -> dict[str, str]:
     nothing else is the same image.
     """
     changed = "+changed" if _git(root, "status", "--porcelain") else ""
+    source = _git(root, "remote", "get-url", "origin")
     return {
         "VERSION": __version__,
         "REVISION": (_git(root, "rev-parse", "HEAD") or "unknown") + changed,
-        "SOURCE": without_credentials(_git(root, "remote", "get-url", "origin"))[0],
+        "SOURCE": redacted(source) if "://" in source else source,
         "CREATED": _git(root, "log", "-1", "--format=%cI"),
     }
 
@@ -375,14 +377,20 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def without_credentials(url: str) -> tuple[str, str]:
-    """A URL without its ``user:password``, and these; both empty if they are."""
+    """A URL without its ``user:password``, and these; empty if it has none. Raises ``ImageError``
+    where they cannot be separated: they would travel with the build's arguments."""
     scheme, separator, rest = url.partition("://")
-    credentials, at, _ = rest.partition("/")[0].rpartition("@")
-    return (
-        (f"{scheme}://{rest[len(credentials) + 1 :]}", credentials)
-        if separator and at
-        else (url, "")
-    )
+    place, _, path = rest.partition("/")
+    if separator and "@" in path:
+        raise ImageError(
+            "the user and password in the index's URL cannot be separated from it",
+            found=f"an @ behind the first / of {redacted(url)}",
+            fix="percent-encode /, ?, # and @ in them: %2F, %3F, %23, %40",
+        )
+    credentials, at, _ = place.rpartition("@")
+    if not separator or not at:
+        return url, ""
+    return f"{scheme}://{rest[len(credentials) + 1 :]}", credentials
 
 
 def _free_bytes(client: DockerClient) -> int | None:
