@@ -41,12 +41,13 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Lion": functools.partial(optim.Lion, lr=0.1, weight_decay=0.1),
     "Adagrad": functools.partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "LAMB": functools.partial(optim.LAMB, lr=0.1, weight_decay=0.1),
+    "Muon": functools.partial(optim.Muon, lr=0.1),
     "AdamW8bit": functools.partial(optim.AdamW8bit, lr=0.1, min_8bit_size=64),
     "AdamW16bit": functools.partial(
         optim.AdamW, lr=0.1, state_dtype=torch.bfloat16, stochastic_rounding=False
     ),
 }
-ROUGH = ("AdamW8bit", "AdamW16bit")
+ROUGH = ("AdamW8bit", "AdamW16bit", "Muon")
 """Those that make of gradients which differ by a rounding steps that differ by more."""
 # Even, uneven, fewer rows than ranks, and by columns.
 SHARDED = (((64, 48), 0), ((33, 20), 0), ((1, 100), 0), ((16, 70), 1))
