@@ -25,7 +25,7 @@ from flexops.build.plan import cache_key
 from flexops.build.store import cache, cache_archive
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.manifest import file_crc32
-from flexops.errors import CompileError, NativeUnavailableError, ToolchainError
+from flexops.errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from flexops.toolchain import libcuda
 
 SCALE = """
@@ -329,6 +329,57 @@ def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
     with pytest.raises(ValueError, match="pick: grid cannot be 4294967296"):
         launched(huge)(x, 0, 0)
     assert driver.last.launches == before
+
+
+ROWS = """
+template <typename T> __global__ void rows(const T* x, const T* weight, T* out, int parts, int64_t n) {}"""
+
+
+@pytest.mark.parametrize("grid", [None, lambda parts: parts], ids=["cached", "computed"])
+def test_shapes_and_checks_are_asked_in_every_call(driver: FakeDriver, grid: Any) -> None:
+    def check(parts: int, x: Tensor) -> None:
+        if parts < 1 or x.shape[-1] % parts:
+            raise ValueError(f"rows: parts must divide {x.shape[-1]}, got {parts}")
+
+    rows = flexops.kernel(
+        ROWS,
+        f"build_kernels::rows_{grid is None}(Tensor x, Tensor weight, int parts) -> Tensor",
+        name="rows",
+        grid=grid,
+        shapes={"weight": "x[-1]"},
+        check=check,
+        reference=lambda x, weight: x * weight,
+    )
+    x, good, bad = torch.ones(4, 6), torch.ones(6), torch.ones(5)
+    on_a_gpu = launched(rows)
+    on_a_gpu(x, good, 2)
+    before = driver.last.launches
+    eager, compiled = (
+        rows,
+        torch.compile(lambda *args: rows(*args), fullgraph=True, backend="eager"),
+    )
+    for call in (on_a_gpu, eager, compiled, rows.op):
+        with pytest.raises(Exception, match=r"weight must have shape \[6\], got \[(5|s\d+)\]"):
+            call(x, bad, 2)
+        with pytest.raises(Exception, match="parts must divide 6, got 4"):
+            call(x, good, 4)
+    with pytest.raises(ValueError, match=r"weight must have shape \[6\], got \[5\]"):
+        rows(x.to("meta"), bad.to("meta"), 2)
+    with pytest.raises(ValueError, match="x must have at least 1 dimension"):
+        rows(torch.ones(()), good, 2)
+    assert driver.last.launches == before
+    torch.testing.assert_close(compiled(x, good, 3), x)
+
+
+def test_a_reference_that_returns_something_else_is_an_error() -> None:
+    for number, reference in enumerate(
+        (lambda x: x.sum(), lambda x: x.double(), lambda factor: factor)
+    ):
+        schema = f"build_kernels::odd{number}(Tensor x, float factor) -> Tensor"
+        odd = flexops.kernel(SCALE, schema, name="scale", reference=reference)
+        with pytest.raises(FlexopsError, match="something else than the kernel") as caught:
+            odd(torch.ones(3), 1.0)
+        assert "required: float32 [3]" in str(caught.value)
 
 
 def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:

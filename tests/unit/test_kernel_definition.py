@@ -512,3 +512,17 @@ def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:
         fill(x.clone(), 3.0)
         with pytest.raises(NotImplementedError, match="transforms::fill has no derivative"):
             fill(forward_ad.make_dual(x.clone(), x), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shapes": {"y": "x"}}, "shapes names y"),
+        ({"shapes": {"x": "x[-1"}}, "shapes says 'x[-1' of x"),
+        ({"shapes": {"x": "z[-1]"}}, "shapes says 'z[-1]' of x"),
+        ({"check": 3}, "check is 3"),
+        ({"check": lambda other: other}, "asks for other"),
+    ],
+)
+def test_shapes_and_checks_that_do_not_fit_the_schema(options: dict[str, Any], words: str) -> None:
+    assert words in refusal(**options)
