@@ -287,12 +287,8 @@ def _orthogonal_steps(
     wholes = x.split(counts)
     for param, average, whole in zip(params, averages, wholes, strict=True):
         whole.copy_(_gathered(average, param).view(whole.shape))
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x.div_(norm.clamp(min=group["eps"]))
-    if rows > columns:
-        x = x.mT.contiguous()
-    x = orthogonalize(x, tuple(group["ns_coefficients"]), int(group["ns_steps"]))
-    x = x.mT if rows > columns else x
+    coefficients = tuple(group["ns_coefficients"])
+    x = orthogonalize(x, coefficients, int(group["ns_steps"]), group["eps"])
     return [
         _own_part(whole.reshape(param.shape), param)
         for param, whole in zip(params, x.split(counts), strict=True)
