@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 import registry
-from conftest import BASE, REPOSITORY, Image
+from image_command import BASE, REPOSITORY, Image
 from wheel_index import CREDENTIALS
 
 from flexops import targets
