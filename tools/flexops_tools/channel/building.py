@@ -14,8 +14,7 @@ from flexops.errors import ChannelError
 from flexops.targets.conda import Variant
 
 from ..targets import render
-from . import engine
-from .engine import Engine, Job
+from .engine import Engine, Job, Wish, choose
 from .explain import explain
 from .indexing import index
 from .place import Place
@@ -63,7 +62,7 @@ def build(
     upstream: Sequence[str] = ("conda-forge",),
     recipe: Path | None = None,
     overrides: Sequence[Path] = (),
-    wish: engine.Wish = "auto",
+    wish: Wish = "auto",
     test: bool = True,
     on_phase: Callable[[Variant, str], None] = lambda *_: None,
 ) -> list[Built]:
@@ -82,7 +81,7 @@ def build(
     """
     place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
-    program = engine.choose(wish)
+    program = choose(wish)
     return [
         _build_one(
             variant,
