@@ -1,6 +1,6 @@
 """Keeps secrets of the environment out of everything that flexops prints, logs or raises.
 
-``redacted`` shortens a URL. ``scrubbed`` cleans a text that another program wrote.
+``redacted`` shortens a URL, ``split_credentials`` takes one apart. ``scrubbed`` cleans a text that another program wrote.
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ def redacted(url: str) -> str:
     if "@" in tail:
         return f"{scheme}://{HIDDEN}"
     return f"{scheme}://{place.rpartition('@')[2]}{re.split('[?#]', tail)[0]}"
+
+
+def split_credentials(url: str) -> tuple[str, str]:
+    """A URL without its ``user:password``, and these; a URL that has none, and ``""``."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, _ = rest.partition("/")[0].rpartition("@")
+    if not (separator and at):
+        return url, ""
+    return f"{scheme}://{rest[len(credentials) + 1 :]}", credentials
 
 
 def scrubbed(text: str, environ: Mapping[str, str] | None = None) -> str:

@@ -81,7 +81,7 @@ def test_the_name_is_the_one_that_is_packaged() -> None:
     assert project["scripts"] == {"flexops": "flexops.cli:main"}
     assert project["authors"] == [{"name": distribution.AUTHOR}]
     tools = _toml.load(ROOT / "tools/pyproject.toml")["project"]
-    assert {"conda", "images"} <= set(tools["optional-dependencies"])  # that fixes name
+    assert {"conda", "bench"} <= set(tools["optional-dependencies"])  # that fixes name
 
 
 def install(site: Path, version: str, author: str) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexops import settings
 from flexops.build.store import remote
 from flexops.errors import FlexopsError
-from flexops.redaction import redacted, scrubbed
+from flexops.redaction import redacted, scrubbed, split_credentials
 from flexops.settings import Settings
 
 ODD = st.text(alphabet="Zq9/?#@:%&=+$!'()*,;[]~|^`{}<>\"\\é", min_size=1, max_size=16)
@@ -105,3 +105,13 @@ def test_doctor_s_finding_shows_no_password() -> None:
 def test_paths_of_keys_are_no_secrets() -> None:
     variables = {"FLEXOPS_CACHE_SIGNING_KEY": "/keys/mine", "AWS_CONFIG_FILE": "/a/b"}
     assert scrubbed("/keys/mine and /a/b", variables) == "/keys/mine and /a/b"
+
+
+@pytest.mark.parametrize("url", ["https://index.example/simple", "git@host:a/b", ""])
+def test_a_url_without_credentials_is_whole(url: str) -> None:
+    assert split_credentials(url) == (url, "")
+
+
+def test_credentials_are_split_off() -> None:
+    found = split_credentials("https://me:s3cret@index.example:8443/simple")
+    assert found == ("https://index.example:8443/simple", "me:s3cret")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -129,8 +130,31 @@ def private_index_url(wheels: Path) -> Iterator[str]:
         yield url
 
 
+def _has_buildkit(program: Path) -> bool:
+    """Whether a client has BuildKit: of itself up to 22, by its plugin buildx from 23 on."""
+    plugin = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version (\d+)\.", version.stdout)
+    return plugin.returncode == 0 or (found is not None and int(found[1]) < 23)
+
+
 @pytest.fixture(scope="session")
-def image(index_url: str) -> Image:
+def docker_with_buildkit(
+    require: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The program docker is a client on PATH that has BuildKit."""
+    programs = [Path(folder, "docker") for folder in os.environ["PATH"].split(os.pathsep)]
+    having = next((one for one in programs if one.is_file() and _has_buildkit(one)), None)
+    require(having, "a docker with BuildKit", "apt-get install docker-buildx")
+    folder = tmp_path_factory.mktemp("client")
+    (folder / "docker").symlink_to(str(having))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield
+
+
+@pytest.fixture(scope="session")
+def image(index_url: str, docker_with_buildkit: None) -> Image:  # noqa: ARG001
     """The command line with this session's options."""
     return Image(index_url)
 
