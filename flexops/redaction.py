@@ -1,6 +1,7 @@
 """Keeps secrets of the environment out of everything that flexops prints, logs or raises.
 
-``redacted`` shortens a URL, ``split_credentials`` takes one apart. ``scrubbed`` cleans a text that another program wrote.
+``redacted`` shortens a URL, ``split_credentials`` takes one apart. ``scrubbed`` cleans a text that
+another program wrote.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_what_an_edit_changed(edited: Path) -> None:
     assert all(change["worse"] for change in changes)
     assert " -> 1024" in run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD")
     done = CliRunner().invoke(app, ["inspect", "lion", "--diff", "no-such-commit"])
-    assert "the sources of no-such-commit cannot be had" in str(done.exception)
+    assert "the sources of no-such-commit are missing" in str(done.exception)
 
 
 def test_another_projects_kernels_and_what_an_edit_changed_there(

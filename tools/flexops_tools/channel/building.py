@@ -15,10 +15,9 @@ from flexops.targets.conda import Variant
 
 from ..targets import render
 from .engine import Engine, Job, Wish, choose
-from .explain import explain
 from .indexing import index
 from .place import Place
-from .run import child
+from .run import child, last_lines
 from .sealing import source_date
 
 OnPhase = Callable[[str], None]
@@ -119,7 +118,7 @@ def _build_one(
         if not made:
             raise ChannelError("the build made no package", log=log)
     except ChannelError as error:
-        raise _explained(variant, error, log) from error
+        raise _failed(variant, error, log) from error
     except OSError as error:
         raise ChannelError(
             f"variant {variant.id} cannot be built", found=str(error), log=log
@@ -147,15 +146,13 @@ def _tell(line: str, on_phase: OnPhase) -> None:
             on_phase(phase)
 
 
-def _explained(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
+def _failed(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
     if error.fix:
         return error  # it says all there is to say: a tool is missing, say
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    told = explain(f"{text}\n{error.found}")
     return ChannelError(
-        f"variant {variant.id} cannot be built: {told.what}",
-        found=told.found,
-        fix=told.fix,
+        f"variant {variant.id} cannot be built",
+        found=last_lines(error.found),
+        fix="see the log; --from names further channels",
         log=log,
     )
 
