@@ -1,6 +1,6 @@
 """What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else
-(``tests/unit/test_promises.py`` looks), each with its reason; where a torch may come to be without
-it, with what does without it.
+(``tests/repository/test_promises.py`` looks), each with its reason; where a torch may come to be
+without it, with what does without it.
 
 Operators' tests ran with torch 2.4, 2.7, 2.10, 2.11 and 2.13, and their results were compared with
 2.14 and 2.15, too (docs/targets.md). All that is here is in 2.13; of it, 2.4 has only

@@ -9,9 +9,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SUITES=(
   tests/ops
-  tests/unit
-  tests/models
-  'tests/build/test_builder.py tests/build/test_extension.py tests/build/test_extension_nvrtc.py tests/build/test_kernel.py tests/build/test_torch_abi.py'
+  tests/patching
+  'tests/build/describe tests/build/plan tests/build/store/test_cache.py tests/build/store/test_manifest.py tests/cli tests/doctor tests/targets tests/toolchain'
+  'tests/test_builder.py tests/build/load/test_extension.py tests/build/load/test_extension_nvrtc.py tests/test_kernels.py tests/csrc/common/test_torch_abi.py'
 )
 
 if [[ $# -eq 0 || $1 == -* ]]; then

@@ -4,7 +4,7 @@
 #   bash scripts/run_tests.sh               every operator and every path once, in minutes
 #   bash scripts/run_tests.sh --all         also the tests marked extra: more versions, architectures, dtypes
 #   bash scripts/run_tests.sh --rest        only the tests that the first command leaves out of --all
-#   bash scripts/run_tests.sh tests/unit -k cache    these tests: other arguments go to pytest
+#   bash scripts/run_tests.sh tests/build -k cache   these tests: other arguments go to pytest
 #   bash scripts/run_tests.sh --prepare     no test: only the environment
 #   FLEXOPS_TEST_ENV=DIR       where the environment is, default .test-env
 #   FLEXOPS_TEST_TARGET=ID     the target whose torch is installed, default: what fits this machine

@@ -13,4 +13,4 @@ if [[ ! -x $environment/bin/sphinx-build ]]; then
   pip install numpy typer rich ninja -r docs/requirements.txt
   pip install --no-deps --editable ./tools
 fi
-"$environment/bin/python" scripts/build_docs.py --out "${1:-site}"
+"$environment/bin/python" -m flexops_tools.docs --out "${1:-site}"

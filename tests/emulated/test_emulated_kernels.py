@@ -244,7 +244,7 @@ FUNCTIONS = (
     "cross_entropy",
     "norm",
     "quant",
-    "quant_fp8",
+    "fp8",
     "rope",
     "softmax",
 )

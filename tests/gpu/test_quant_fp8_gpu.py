@@ -14,7 +14,7 @@ import flexops
 from flexops.ops import fp8 as fp8_module
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from test_quant_fp8 import (
+from test_fp8 import (
     CODES,
     DTYPES,
     E4M3,

@@ -14,12 +14,10 @@ from flexops.errors import ChannelError
 from flexops.targets.conda import Variant
 
 from ..targets import render
-from . import engine
-from .engine import Engine, Job
-from .explain import explain
+from .engine import Engine, Job, Wish, choose
 from .indexing import index
 from .place import Place
-from .run import child
+from .run import child, last_lines
 from .sealing import source_date
 
 OnPhase = Callable[[str], None]
@@ -63,7 +61,7 @@ def build(
     upstream: Sequence[str] = ("conda-forge",),
     recipe: Path | None = None,
     overrides: Sequence[Path] = (),
-    wish: engine.Wish = "auto",
+    wish: Wish = "auto",
     test: bool = True,
     on_phase: Callable[[Variant, str], None] = lambda *_: None,
 ) -> list[Built]:
@@ -82,7 +80,7 @@ def build(
     """
     place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
-    program = engine.choose(wish)
+    program = choose(wish)
     return [
         _build_one(
             variant,
@@ -120,7 +118,7 @@ def _build_one(
         if not made:
             raise ChannelError("the build made no package", log=log)
     except ChannelError as error:
-        raise _explained(variant, error, log) from error
+        raise _failed(variant, error, log) from error
     except OSError as error:
         raise ChannelError(
             f"variant {variant.id} cannot be built", found=str(error), log=log
@@ -148,15 +146,13 @@ def _tell(line: str, on_phase: OnPhase) -> None:
             on_phase(phase)
 
 
-def _explained(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
+def _failed(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
     if error.fix:
         return error  # it says all there is to say: a tool is missing, say
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    told = explain(f"{text}\n{error.found}")
     return ChannelError(
-        f"variant {variant.id} cannot be built: {told.what}",
-        found=told.found,
-        fix=told.fix,
+        f"variant {variant.id} cannot be built",
+        found=last_lines(error.found),
+        fix="see the log; --from names further channels",
         log=log,
     )
 

@@ -1,4 +1,4 @@
-"""A build by BuildKit, through the program ``docker``: the SDK has no secrets.
+"""A build by BuildKit, through the program ``docker``: the SDK has only the classic builder.
 
 ``build`` starts ``docker build``, reads its plain progress line by line, and returns what it came
 to. The credentials go through the environment of that process, and nowhere else.
@@ -31,7 +31,8 @@ _VARIABLE = "FLEXOPS_INDEX_CREDENTIALS"
 _BEGINS = re.compile(r"^#(\d+) \[(\S+) +\d+/\d+\] (.*)")
 _SAYS = re.compile(r"^#(\d+) (?:\d+\.\d+ (?P<output>.*)|(?P<cached>CACHED)|ERROR:? (?P<error>.*))$")
 _ENDS = re.compile(r"^(?:ERROR: )?(?:failed to solve|executor failed|process )")
-_NO_BUILDKIT = re.compile(r"buildx component|buildkit not supported|requires BuildKit|--secret")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NO_BUILDKIT = re.compile(r"buildx component|buildkit not supported|requires BuildKit")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Job:
         return [
             *("docker", "build", "--progress", "plain", "--iidfile", image_file),
             *("--file", os.path.join(root, context.DOCKERFILE), "--target", self.target),
-            *("--secret", f"id={SECRET},env={_VARIABLE}"),
+            *(("--secret", f"id={SECRET},env={_VARIABLE}") if self.credentials else ()),
             *(word for name, value in options.items() if value for word in (name, value)),
             *(["--no-cache"] if self.no_cache else []),
             *(w for name, value in self.args.items() for w in ("--build-arg", f"{name}={value}")),
@@ -124,7 +125,7 @@ def build(
     """Build the packed context, which is read from its start.
 
     Raises:
-        ImageError: there is no BuildKit, which alone keeps credentials out of images.
+        ImageError: there is no BuildKit.
         KeyboardInterrupt: as it came, after the build was stopped.
     """
     if not shutil.which("docker"):
@@ -148,7 +149,7 @@ def build(
         )
         assert process.stdout is not None
         try:
-            for line in process.stdout:
+            for line in (_COLOUR.sub("", text) for text in process.stdout):
                 log.write(line)
                 log.flush()
                 last = line.strip() or last
@@ -172,8 +173,8 @@ def build(
 
 def _refused(found: str) -> ImageError:
     return ImageError(
-        "credentials for a package index need BuildKit: the classic builder keeps them in images",
+        "images are built by BuildKit, which is missing",
         found=found,
         required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
-        fix="sudo apt-get install docker-buildx   # or --index-url without user:password",
+        fix="sudo apt-get install docker-buildx",
     )

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from flexops.errors import ImageError
 
-from .. import with_extra
-
 if TYPE_CHECKING:
     from docker import DockerClient
 
@@ -16,10 +14,6 @@ GET_ONE = (
     " DOCKER_HOST=unix://… of an engine that runs elsewhere"
 )
 _TIMEOUT = 600
-
-
-class NoSdk(ImageError):
-    """The docker SDK for Python is not installed."""
 
 
 def connect() -> DockerClient:
@@ -34,10 +28,10 @@ def connect() -> DockerClient:
         from docker import DockerClient
         from docker.errors import DockerException
     except ImportError as error:
-        raise NoSdk(
-            "this needs the docker SDK for Python",
+        raise ImageError(
+            "the docker SDK for Python is missing",
             found=str(error),
-            fix=with_extra("images"),
+            fix="pip install ./tools   # in the clone",
         ) from error
     try:
         client = DockerClient.from_env(timeout=_TIMEOUT)

@@ -35,8 +35,7 @@ _FULL = _Rule(
     "docker system prune   # or move the engine's data-root to a larger disk",
 )
 _GONE = _Rule(
-    r"Cannot connect to the Docker daemon|Connection aborted|Connection"
-    r" refused|RemoteDisconnected|IncompleteRead|Read timed out",
+    r"Cannot connect to the Docker daemon|code = Unavailable|Connection refused|unexpected EOF",
     "the engine went away during the build",
     "an engine that stays up",
     "sudo systemctl start docker   # finished steps are kept",
@@ -79,13 +78,12 @@ _STEP_RULES = (
         " row's",
     ),
     _Rule(
-        r"returned a non-zero code: 137|exit code: 137",
+        r"exit code: 137",
         "the step was killed, as a rule for want of memory",
         "more memory for the engine",
         "--jobs 1",
     ),
 )
-_RESULT = re.compile(r"returned a non-zero code: (\d+)")
 
 
 def explain(
