@@ -1,5 +1,5 @@
 """Attention's forward kernel for compute_80 (mma.sync, ldmatrix, cp.async), the one that is run
-always: pytest is told of this file, and does not find it."""
+always: pytest gets this file by name, and does not find it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Whatever a test draws is what it draws by itself, in any order."""
+    """Whatever a test draws is what it draws alone, in any order."""
     torch.manual_seed(20)
 
 
@@ -455,7 +455,7 @@ def test_strides(kind: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("way")
 def test_packed(columns: int, causal: bool) -> None:
-    """Each sequence is what it is by itself; some are empty on one side."""
+    """Each sequence gives what it gives alone; some are empty on one side."""
     torch.manual_seed(0)
     lengths_q, lengths_k = [100, 0, 333, 1, 128, 7], [100, 50, 400, 300, 7, 0]
     at_q, at_k = (

@@ -622,7 +622,7 @@ def test_a_socket_that_may_not_be_used(
         os.geteuid() == 0,
         "root, to become another user",
         "run the tests as root",
-        "test_images.py tells such an error by its text",
+        "test_images.py recognizes such an error by its text",
     )
     # What is needed is imported as root, because another user may not be able to read this Python.
     script = (

@@ -423,7 +423,7 @@ def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("native")
 def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> None:
-    """Not held against torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
+    """Not compared with torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
     call, oracle = ACTIVATIONS[which]
     infinity, nan, largest = float("inf"), float("nan"), torch.finfo(dtype).max
     x = torch.tensor(

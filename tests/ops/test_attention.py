@@ -372,7 +372,7 @@ def test_all_at_once() -> None:
 def test_a_wrong_gradient_of_sinks_is_seen(
     fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a sum that cancels, held against its terms: by as much as bfloat16 is held to, too."""
+    """It is a sum that cancels, compared with its terms: within bfloat16's tolerance, too."""
     right, sinks = (
         attention_module._gradient_of_sinks,
         torch.randn(4, generator=torch.Generator().manual_seed(4)),

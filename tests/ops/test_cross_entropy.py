@@ -341,7 +341,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:
-    """The levels that this machine would not choose by itself."""
+    """The levels that this machine would not choose on its own."""
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
 

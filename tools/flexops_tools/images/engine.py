@@ -20,7 +20,7 @@ def connect() -> DockerClient:
     """A client of the engine that the environment names (``DOCKER_HOST``), which answers.
 
     Raises:
-        ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the mend.
+        ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the fix.
     """
     try:
         # Not `import docker`: in a checkout without the SDK that succeeds, and is the folder

@@ -146,7 +146,7 @@ def run(
     are passed on; the container is removed.
 
     Raises:
-        ImageError: the image is not there, or the engine refuses to start it.
+        ImageError: the image is missing, or the engine rejects it.
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     created = create(
@@ -177,7 +177,7 @@ def create(
         raise ImageError(
             f"{name} cannot be run", found=str(error.explanation), fix="docker info"
         ) from error
-    except DockerException as error:  # the SDK itself refuses an option
+    except DockerException as error:  # the SDK itself rejects an option
         raise ImageError(
             f"{name} cannot be run", found=str(error), fix="flexops image run --help"
         ) from error
