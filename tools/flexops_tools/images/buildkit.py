@@ -29,6 +29,7 @@ KEPT = f"\nFROM scratch AS {KEPT_STAGE}\nCOPY --from=kernels /opt/kernels /opt/k
 SECRET = "index_credentials"
 _VARIABLE = "FLEXOPS_INDEX_CREDENTIALS"
 _BEGINS = re.compile(r"^#(\d+) \[(\S+) +\d+/\d+\] (.*)")
+_LOADS = re.compile(r"^#(\d+) \[internal\] load metadata for (?:docker\.io/(?:library/)?)?(\S+)")
 _SAYS = re.compile(r"^#(\d+) (?:\d+\.\d+ (?P<output>.*)|(?P<cached>CACHED)|ERROR:? (?P<error>.*))$")
 _ENDS = re.compile(r"^(?:ERROR: )?(?:failed to solve|executor failed|process )")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -75,12 +76,15 @@ class Done:
         image: its id; empty if the build failed.
         step: the step that failed, or the last that began.
         error: what docker said last.
+        runtime_base: the base image of the stage that runs; the other stages have another.
     """
 
     image: str = ""
     step: Step | None = None
     error: str = ""
     failed: bool = False
+    runtime_base: str = ""
+    _bases: dict[str, str] = field(default_factory=dict)
     _steps: dict[str, Step] = field(default_factory=dict)
     _cached: set[str] = field(default_factory=set)
 
@@ -103,7 +107,12 @@ class Done:
             number, instruction = begins[1], begins[3]
             if instruction.startswith("FROM "):
                 instruction = f"{instruction} AS {begins[2]}"
-            self.step = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            begun = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            if not self.error:  # what ran beside a step that failed is cancelled, and shown then
+                self.step = begun
+        elif base := _LOADS.match(line):
+            stage = "installed" if base[2] == self.runtime_base else "toolchain"
+            self._bases[base[1]] = f"FROM {base[2]} AS {stage}"
         elif says := _SAYS.match(line):
             known = self._steps.get(says[1])
             if known and says["output"] is not None:
@@ -112,8 +121,10 @@ class Done:
                 return str(says["output"])
             if known and says["cached"]:
                 self._cached.add(says[1])
-            if says["error"] is not None:
-                self.step, self.error = self._steps.get(says[1]), says["error"]
+            if says["error"] is not None and not self.error:
+                self.step, self.error = known, says["error"]
+                if says[1] in self._bases:
+                    self.step = Step(1, self.steps, self._bases[says[1]])
         elif _ENDS.match(line) or (not self.error and "ERROR" in line):
             self.error = self.error or line
         return ""
@@ -131,7 +142,7 @@ def build(
     if not shutil.which("docker"):
         raise _refused("the program docker is missing")
     packed.seek(0)
-    done, last = Done(), ""
+    done, last = Done(runtime_base=job.args.get("RUNTIME_BASE", "")), ""
     with tempfile.TemporaryDirectory() as folder:
         root, image_file = Path(folder, "context"), Path(folder, "image")
         with tarfile.open(fileobj=packed) as archive:  # docker does not take every tar for one
