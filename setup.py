@@ -38,10 +38,8 @@ DATA = {
     "flexops": [
         "py.typed",
         "targets/*.toml",
-        "targets/templates/*",
         "toolchain/*.toml",
         "inspection/*.toml",
-        "bench/data/*",
         "cmake/*.cmake",
         *EXAMPLE,
     ]

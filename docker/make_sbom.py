@@ -25,7 +25,11 @@ def system_components(listed: str, distribution: str, release: str) -> list[dict
     for line in listed.splitlines():
         state, name, version, architecture = line.split("\t")
         if state == "installed":
-            purl = f"pkg:deb/{distribution}/{name}@{version.replace(':', '%3A').replace('+', '%2B')}?arch={architecture}&distro={distribution}-{release}"
+            quoted = version.replace(":", "%3A").replace("+", "%2B")
+            purl = (
+                f"pkg:deb/{distribution}/{name}@{quoted}"
+                f"?arch={architecture}&distro={distribution}-{release}"
+            )
             found.append(
                 {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
             )

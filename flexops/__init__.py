@@ -197,7 +197,7 @@ if not _is_command_line():
     _refuse_unfit_python(sys.version_info[:3], sys.platform)
     try:
         import_module("torch")
-    except Exception as error:  # an absent torch raises ImportError, a library that does not match OSError, half an upgrade anything
+    except Exception as error:  # ImportError, OSError, or any other of a damaged torch
         _torch_error = error
     else:
         _define_operators()

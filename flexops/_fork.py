@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
-# a module of somebody else's may fork, or wait for one that does, while it is imported
+# a foreign module may fork, or wait for one that does, while it is imported
 _LONGEST = 10.0
 
 _calm = threading.RLock()

@@ -122,7 +122,7 @@ parse_schema: Callable[[str], Any] = _C.parse_schema
 
 
 def forget(library: torch.library.Library) -> None:
-    """Take back what the library defined: else an operator of somebody's cannot be defined anew in
+    """Take back what the library defined: else a user's operator cannot be defined again in
     the same process, as notebooks do."""
     library._destroy()  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -174,7 +174,7 @@ time."""
 
 
 def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let ``torch.utils.flop_counter`` know what ops cost, once somebody imports it: each formula
+    """Let ``torch.utils.flop_counter`` count operations, once it is imported: each formula
     takes the op's arguments, and gives a number."""
 
     def tell() -> None:
@@ -230,7 +230,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def is_unheard(module: torch.nn.Module) -> bool:
-    """Whether nobody listens to the module's calls."""
+    """Whether the module has no hooks."""
     return (
         not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
     )

@@ -5,15 +5,16 @@ Two words are kept apart. A *capability* is what a GPU has: ``9.0``. An *archite
 compiled for one: machine code (SASS), PTX that a driver compiles later, or both. What a piece of a
 list means:
 
-====================================  =================================================================
-``8.9``, ``9.0a``, ``10.0f``          machine code for that capability (``a``: exactly it, ``f``: its family)
-``sm_90``, ``sm90a``                  the same, as nvcc spells it
-``9.0+PTX``, ``sm_90+PTX``            machine code and PTX
-``compute_90``                        PTX only, as for nvcc
-``Hopper``, ``ampere``, ...           the capabilities that torch knows under that name
-``native``                            machine code for the GPUs of this machine
-``all``, ``all-major``                every (major) capability the toolkit can emit, and PTX of the newest
-====================================  =================================================================
+==========================  ========================================================
+``8.9``, ``9.0a``           machine code for that capability (``a``: only it)
+``10.0f``                   machine code for that capability's family
+``sm_90``, ``sm90a``        the same, in nvcc's spelling
+``9.0+PTX``, ``sm_90+PTX``  machine code and PTX
+``compute_90``              PTX only, as for nvcc
+``Hopper``, ``ampere``      the capabilities that torch lists under that name
+``native``                  machine code for the GPUs of this machine
+``all``, ``all-major``      every (major) capability of the toolkit, and PTX of the newest
+==========================  ========================================================
 
 Pieces are separated by ``;``, ``,`` or white space; empty pieces are ignored.
 """

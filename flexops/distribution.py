@@ -10,11 +10,6 @@ NAME = "flexops-torch"
 AUTHOR = "The flexops developers"
 
 
-def with_extra(extra: str) -> str:
-    """The command that installs what an extra names."""
-    return f'pip install "{NAME}[{extra}]"'
-
-
 def namesake() -> str:
     """The other project's distribution with its version and place, if this Python has it installed;
     empty if not. It and ours overwrite each other."""

@@ -1,7 +1,7 @@
 """The one family of errors that flexops raises.
 
 Every error says what went wrong, what was found, what was required and the command (or setting)
-that mends it. ``exit_code`` is what the command line exits with.
+that fixes it. ``exit_code`` is what the command line exits with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whose files these are. Code is opened only from where nobody but this user and root could have
+"""Whose files these are. Code is opened only from where only this user and root could have
 put it, nor can swap it after it was looked at.
 
-That is told by owners and write bits: of the file, of the directories that hold it, and of every
-directory on the way there, because whoever may rename one of those decides what is found under the
+That is decided by owners and write bits: of the file, of the directories that hold it, and of every
+directory on the way there, because a user who can rename one of those decides what is found at the
 path. So what was verified is what is opened, although both go by path.
 """
 
@@ -18,7 +18,7 @@ _NOBODY = 65534  # what the kernel shows for owners that a user namespace does n
 
 
 def problem(status: os.stat_result) -> str:
-    """What lets somebody else change a file or directory, such as ``"belongs to user id 7, ..."``;
+    """What lets another user change a file or directory, such as ``"belongs to user id 7, ..."``;
     "" if nothing does.
 
     A sticky bit does not help: it lets everybody add files.
@@ -31,7 +31,7 @@ def problem(status: os.stat_result) -> str:
 
 
 def path_problem(path: str, *, passage: bool = False) -> str:
-    """Who else could change a directory, or put another one in its place; "" if nobody could, or it
+    """Who else could change a directory, or put another one in its place; "" if none could, or it
     is not there.
 
     Args:
@@ -55,7 +55,7 @@ def path_problem(path: str, *, passage: bool = False) -> str:
 
 
 def make_directory(path: str, mode: int = 0o755) -> None:
-    """``mkdir -p``, but what is made nobody else may write to, whatever the umask."""
+    """``mkdir -p``, but new directories are writable for this user only, whatever the umask."""
     if not os.path.isdir(path):
         make_directory(os.path.dirname(path))
         try:

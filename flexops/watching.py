@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import FlexopsError
+from .toolchain import proc
 
 SUFFIXES = frozenset({".cuh", ".cu", ".h", ".hpp", ".c", ".cc", ".cpp", ".cxx", ".py", ".toml"})
 POLL_SECONDS = 0.1
@@ -116,7 +116,7 @@ class Runner:
                 found=metric,
                 required=r"such as '([\d.]+) GB/s'",
             )
-        self._warm: subprocess.Popen[bytes] | None = None
+        self._warm: proc.Process | None = None
         self._modules = tempfile.TemporaryFile()  # noqa: SIM115  what the last run imported
         self._flexops: State = {}
 
@@ -151,9 +151,8 @@ class Runner:
         """Have torch imported before the next run needs it."""
         if self.is_python and (self._warm is None or self._warm.poll() is not None):
             modules, self._flexops = self._modules.fileno(), snapshot([_PACKAGE])
-            self._warm = _popen(
-                [sys.executable, str(_CHILD), str(modules)], subprocess.PIPE, inherited=(modules,)
-            )
+            command = [sys.executable, str(_CHILD), str(modules)]
+            self._warm = proc.start(command, stdin=proc.PIPE, inherited=(modules,))
 
     def stop(self) -> None:
         """End what runs, and whatever it started."""
@@ -163,7 +162,7 @@ class Runner:
             self._warm.wait()
             self._warm = None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> proc.Process:
         if self.is_python:
             # it has the code of before
             if self._warm and changed(self._flexops, snapshot([_PACKAGE])):
@@ -175,7 +174,7 @@ class Runner:
             self._warm.stdin.close()
         else:
             try:
-                self._warm = _popen(self.command, subprocess.DEVNULL)
+                self._warm = proc.start(self.command)
             except OSError as error:
                 raise FlexopsError(
                     f"{self.command[0]} cannot be run",
@@ -184,7 +183,7 @@ class Runner:
                 ) from None
         return self._warm
 
-    def _status(self, process: subprocess.Popen[bytes], said: bytearray) -> int | None:
+    def _status(self, process: proc.Process, said: bytearray) -> int | None:
         """The exit status once it has ended; what it printed meanwhile is passed on."""
         assert process.stdout is not None
         status = process.poll()
@@ -203,18 +202,3 @@ class Runner:
             return float(found[-1].replace(",", "")) if found else None
         except ValueError:
             return None
-
-
-def _popen(
-    command: Sequence[str], stdin: int, inherited: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        bufsize=0,
-        stdin=stdin,
-        stdout=pipe,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        pass_fds=inherited,
-    )

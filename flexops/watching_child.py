@@ -27,7 +27,7 @@ def main() -> None:
     with contextlib.suppress(Exception):
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
-            # makes the GPU's context, which takes half a second, while somebody edits
+            # makes the GPU's context, which takes half a second, during the edit
             torch.empty(1, device="cuda")
     line = sys.stdin.readline()
     if not line:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def installed() -> "list[str]":
-    """The modules that nobody edits, in the order of their imports."""
+    """The modules that are not edited, in the order of their imports."""
     flexops = os.path.dirname(os.path.abspath(__file__))  # an edit of which ends this process
     folders = (
         *site.getsitepackages(),
@@ -82,7 +82,7 @@ def leave(parent: int) -> None:
         os.ftruncate(modules, 0)
         os.pwrite(modules, names, 0)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed by the program, or nobody reads it any more
+        with contextlib.suppress(Exception):  # closed by the program, or it has no reader any more
             stream.flush()
     os._exit(status)
 

@@ -2,8 +2,9 @@
 strictly: a broken link or docstring is an error.
 
     bash scripts/ci/build_site.sh             # into site/, with an environment of its own
-    python scripts/build_docs.py              # into site/, where torch, flexops' requirements and docs/requirements.txt are installed
-    python scripts/build_docs.py --render                                     # troubleshooting.md only
+    python scripts/build_docs.py              # into site/; requires torch, flexops' requirements
+                                              # and docs/requirements.txt
+    python scripts/build_docs.py --render     # troubleshooting.md only
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 """What a cluster does to a remote cache: many nodes start at once with empty caches, against an
 object store on this machine.
 
-    python scripts/cluster_simulation.py processes [--stop]    8 nodes (cache directories) of 8 processes each; real kernels, by NVRTC
-    python scripts/cluster_simulation.py processes --image IMAGE --packages DIRECTORY    the nodes are containers
-    python scripts/cluster_simulation.py nodes [--count 1000]  nodes as threads of one process; compiling is a nap, all else is the real code
+    python scripts/cluster_simulation.py processes [--stop]
+        8 nodes (cache directories) of 8 processes each; real kernels, by NVRTC
+    python scripts/cluster_simulation.py processes --image IMAGE --packages DIRECTORY
+        the nodes are containers
+    python scripts/cluster_simulation.py nodes [--count 1000]
+        nodes are threads of one process; compiling is a sleep, the rest is the real code
 
 ``--stop`` stops the store as soon as half of the kernels are there. ``--torch``: a process imports
 torch first, as every real one does. IMAGE has Python and torch, DIRECTORY what is to be importable
@@ -252,7 +255,7 @@ class Nodes:
         return lambda: node.communicate(timeout=1800)[0]
 
     def _container(self, cache: Path) -> Callable[[], str]:
-        from flexops.images import engine
+        from flexops_tools.images import engine
 
         cache.mkdir(exist_ok=True)
         mounts = {
@@ -318,10 +321,8 @@ def processes(
         f" {max(one['seconds'] for one in cold):.1f} s and"
         f" {max(one['seconds'] for one in warm):.2f} s"
     )
-    print(
-        "store:"
-        f" {'stopped' if stop else {name: counts[name] for name in ('GET', 'PUT', 'sent', 'received')}}"
-    )
+    shown = {name: counts[name] for name in ("GET", "PUT", "sent", "received")}
+    print(f"store: {'stopped' if stop else shown}")
     touched = not stop and store.counts()["GET"] != counts["GET"]
     store.process.kill()
     if (

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from flexops.bench import model_plot  # noqa: E402
+from flexops_tools.bench import model_plot  # noqa: E402
 
 NEWEST = ROOT / "docs" / "benchmarks" / "training-step.json"
 

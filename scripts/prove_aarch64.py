@@ -1,7 +1,8 @@
 """The aarch64 wheel's operators on the CPU, on a machine that has no such processor: doctor's
 self-checks and operators' tests under qemu-user.
 
-    python scripts/prove_aarch64.py --work DIR [--wheel FILE] [--torch 2.10.0] [-- PYTEST_ARGUMENTS...]
+    python scripts/prove_aarch64.py --work DIR [--wheel FILE] [--torch 2.10.0]
+        [-- PYTEST_ARGUMENTS...]
 
 Needs qemu-aarch64-static and mmdebstrap (Debian: qemu-user-static, mmdebstrap), ziglang, a package
 index, and 1.5 GB in DIR, which the next run finds again. flexops comes from the wheel that
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flexops.doctor.checks.build import TOLERANCE  # noqa: E402
-from flexops.inspection import torch_proof  # noqa: E402
+from flexops_tools.proving import torch_proof  # noqa: E402
 
 DEBIAN, PYTHON = "bookworm", "3.11"
 PACKAGES = (

@@ -2,10 +2,11 @@
 unless told to.
 
     python scripts/release.py check                      is this checkout fit to be released?
-    python scripts/release.py prepare 0.2.0 [--write]    what would change for that version; --write changes it
-    python scripts/release.py tag [--write]              what would be tagged; --write makes the tag, and pushes nothing
-    python scripts/release.py verify --tag REF           the version is the same everywhere, and that of the tag (another ref: of none)
-    python scripts/release.py version | notes VERSION    the version; a version's section of the changelog
+    python scripts/release.py prepare 0.2.0 [--write]    the changes for that version; applies them
+    python scripts/release.py tag [--write]              the tag; creates it, and pushes nothing
+    python scripts/release.py verify --tag REF           the version is the same everywhere, and
+                                                         that of the tag (another ref: of none)
+    python scripts/release.py version | notes VERSION    the version; its section of the changelog
 
 A release: prepare --write, commit, tag --write, `git push --follow-tags`. The workflows do the
 rest.

@@ -35,8 +35,7 @@ inline constexpr int kSumRows = 4;       // of a thread, at once
 inline constexpr int kSumBlocks = 4;     // a multiprocessor
 inline constexpr int kTotalColumns = 32, kTotalThreads = 256;
 
-// ---- arithmetic
-// --------------------------------------------------------------------------------
+// ---- arithmetic ----
 
 /// Which activation; the coefficients of t are those of silu or gelu(tanh).
 struct Function {
@@ -132,7 +131,7 @@ FLEXOPS_DEVICE float differentiate(float x, const Function& f, float& value) {
   }
 }
 
-/// The same for N numbers at once. Which activation it is, is told at run time: a branch for N of
+/// The same for N numbers at once. Which activation it is, is known at run time: a branch for N of
 /// them, and one kernel to compile, not two.
 template <bool kAccurate, int N>
 FLEXOPS_DEVICE void activate_all(float (&x)[N], const Function& f) {
@@ -159,8 +158,7 @@ FLEXOPS_DEVICE void differentiate_all(float (&x)[N], const Function& f, float (&
 template <typename T>
 inline constexpr bool kIsAccurate = sizeof(T) != 2;
 
-// ---- where a thread works
-// --------------------------------------------------------------------------------
+// ---- where a thread works ----
 
 /// Where a thread works. By rows: in the same columns of `take` neighbouring rows. Flat: a tensor
 /// without gaps is a matrix of one vector a row, and a thread's rows are a block's threads apart.

@@ -51,7 +51,7 @@ struct GatedActivation {
 FLEXOPS_CUDA_DECLARE(const char* biased_activation_cuda(const BiasedActivation& call, void* stream))
 FLEXOPS_CUDA_DECLARE(const char* gated_activation_cuda(const GatedActivation& call, void* stream))
 
-/// The rows of `sums` that the backward pass wants. A call to get `slices` from before there is
+/// The rows of `sums` that the backward pass needs. A call to get `slices` from before there is
 /// memory.
 FLEXOPS_CUDA_DECLARE(int64_t bias_slices_cuda(const BiasedActivation& call))
 

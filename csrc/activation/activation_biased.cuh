@@ -40,6 +40,8 @@ template <typename T, bool kErf, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT Biased p) {
   const Walk w = walk_of<N>(p);
   Vec<T, N> x[kRows];
+  // Load the rows and the columns' bias.
+  // Add, activate and write.
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
     if (u < p.take && w.row(u) < p.rows)
@@ -66,6 +68,8 @@ template <typename T, int N = kPerVector<T>>
 __global__ void __launch_bounds__(kThreads) biased_backward(const FLEXOPS_GRID_CONSTANT Biased p) {
   const Walk w = walk_of<N>(p);
   Vec<T, N> x[kBackwardRows], grad[kBackwardRows];
+  // Load the rows, their gradients and the bias.
+  // Derivative times gradient, and write.
 #pragma unroll
   for (int u = 0; u < kBackwardRows; ++u) {
     if (u < p.take && w.row(u) < p.rows) {
@@ -121,6 +125,7 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
   const i64 vector = static_cast<i64>(chunk) * p.chunk + within, column = vector * N,
             step = p.slices * p.lanes;
   const bool inside = lane < p.lanes && vector < p.vectors;
+  // The slice's rows: write the gradient of x, and add it up by columns.
   float sum[N] = {};
   if (inside) {
     Bias<N> raw;
@@ -157,6 +162,7 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
       }
     }
   }
+  // Add up the lanes that share the columns.
   if (p.lanes > 1) {
 #pragma unroll
     for (int i = 0; i < N; ++i) shared[i * kSumThreads + threadIdx.x] = sum[i];
@@ -168,6 +174,7 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
       }
     }
   }
+  // Write the bias's gradient, or the slice's sums for bias_gradient.
   if (!inside || lane != 0) return;
   if (p.bias_grad) {
 #pragma unroll
@@ -184,6 +191,7 @@ __global__ void __launch_bounds__(kTotalThreads)
   __shared__ float shared[kLanes][kTotalColumns];
   const int within = threadIdx.x % kTotalColumns, lane = threadIdx.x / kTotalColumns;
   const i64 column = static_cast<i64>(blockIdx.x) * kTotalColumns + within;
+  // Add up the slices of a column, a part in each lane.
   float sum = 0.0f;
   if (column < p.columns) {
 #pragma unroll 8
@@ -191,6 +199,7 @@ __global__ void __launch_bounds__(kTotalThreads)
   }
   shared[lane][within] = sum;
   __syncthreads();
+  // Add up the lanes, and write.
   if (lane != 0 || column >= p.columns) return;
 #pragma unroll
   for (int other = 1; other < kLanes; ++other) sum += shared[other][within];

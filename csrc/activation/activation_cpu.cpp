@@ -12,8 +12,7 @@ namespace flexops::FLEXOPS_ISA {
 
 constexpr int64_t kTile = kActivationColumns;
 
-// ---- arithmetic
-// --------------------------------------------------------------------------------
+// ---- arithmetic ----
 
 /// silu and gelu(tanh): x * sigmoid(x (a + b x^2)).
 template <Activation kWhich>
@@ -64,8 +63,7 @@ struct Erf {
   }
 };
 
-// ---- elements
-// --------------------------------------------------------------------------------
+// ---- elements ----
 // Everything works on whole registers: where a row's end makes none, its elements are in a buffer,
 // which has room for the rest.
 
@@ -138,8 +136,7 @@ static FLEXOPS_INLINED void for_each_tile(int64_t columns, int64_t begin, int64_
   }
 }
 
-// ---- act(x + bias)
-// --------------------------------------------------------------------------------
+// ---- act(x + bias) ----
 
 void biased_activation_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
   with_activation(c.activation, [&](auto arithmetic) {
@@ -291,8 +288,7 @@ void bias_gradient_cpu(const BiasedActivation& c, int64_t begin, int64_t end) {
   }
 }
 
-// ---- act(gate) * up
-// --------------------------------------------------------------------------------
+// ---- act(gate) * up ----
 
 /// Gates and ups of a tile, wherever they are.
 struct Gates {

@@ -79,6 +79,8 @@ __global__ void __launch_bounds__(kThreads) gated(const FLEXOPS_GRID_CONSTANT Ga
   constexpr int W = In::W, kCount = kPairs ? 2 * kGatedRows : kGatedRows;
   const Walk w = walk_of<W>(p);
   In in[kCount];
+  // Load all rows, so that their reads overlap.
+  // Activate, multiply and write them one by one.
 #pragma unroll
   for (int u = 0; u < kCount; ++u) {
     if (u < p.take && w.row(u) < p.rows) in[u].load(p, w.row(u), w.column);
@@ -102,6 +104,8 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const FLEXOPS_GRID_CO
   const Walk w = walk_of<W>(p);
   In in[kCount];
   Vec<T, W> grad[kCount];
+  // Load gates, ups and gradients of all rows.
+  // Of each row: the derivative, the product if it is wanted again, both gradients.
 #pragma unroll
   for (int u = 0; u < kCount; ++u) {
     if (u < p.take && w.row(u) < p.rows) {

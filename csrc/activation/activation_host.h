@@ -15,8 +15,7 @@ inline int64_t activation_grain(int64_t elements) {
   return elements < kGrain ? kGrain / (elements > 0 ? elements : 1) : 1;
 }
 
-// ---- act(x + bias)
-// --------------------------------------------------------------------------------
+// ---- act(x + bias) ----
 
 /// What forward and backward share.
 inline BiasedActivation make_biased(Host& host, Activation activation, const TensorView& x,
@@ -41,7 +40,7 @@ inline void biased(Host& host, Activation activation, const TensorView& x, const
       [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end); });
 }
 
-/// `bias_grad` is false if nobody wants it.
+/// `bias_grad`: whether it is wanted.
 inline void biased_backward(Host& host, Activation activation, const TensorView& grad,
                             const TensorView& x, const TensorView& bias, const TensorView& out,
                             const TensorView& bias_grad) {
@@ -70,8 +69,7 @@ inline void biased_backward(Host& host, Activation activation, const TensorView&
   }
 }
 
-// ---- act(gate) * up
-// --------------------------------------------------------------------------------
+// ---- act(gate) * up ----
 
 inline void* second_half(const TensorView& packed) {
   return packed.as<char>() + packed.columns() / 2 * dtype_size(packed.dtype);
@@ -129,8 +127,7 @@ inline void gated_backward(Host& host, Activation activation, const TensorView& 
                });
 }
 
-// ---- the operators
-// --------------------------------------------------------------------------------
+// ---- the operators ----
 
 inline void bias_gelu_host(Host& host, const TensorView& x, const TensorView& bias, bool tanh,
                            const TensorView& out) {

@@ -71,7 +71,7 @@ static const float* fetch_grads(const TensorRow& t, const AdamStep& s, int64_t b
   return grad;
 }
 
-/// The new parameters in their second dtype, past the caches: nobody on this CPU reads them soon,
+/// The new parameters in their second dtype, past the caches: this CPU does not read them soon,
 /// and the bytes decide.
 static void write_copy(const TensorRow& t, const float* param, int64_t begin, int64_t count) {
   if (t.type[kAdamCopy] == ElementType::f32) {

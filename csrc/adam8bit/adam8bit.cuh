@@ -338,6 +338,7 @@ __global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
   static_assert(kChunk % (kBlock * (R::kThreads / kWarpSize)) == 0);
   const auto& s = launch.shared;
   if (s.found_inf && *s.found_inf != 0.0f) return;
+  // Find the block's chunk of a tensor.
   const int t = multi::find_tensor(launch, blockIdx.x);
   const multi::Pointers<R> p(launch.row[t]);
   const i64 begin = static_cast<i64>(blockIdx.x - launch.first_chunk[t]) * kChunk,
@@ -345,6 +346,7 @@ __global__ void __launch_bounds__(Rule<data>::kThreads, Rule<data>::kMinBlocks)
   const int size = static_cast<int>(left < kChunk ? left : kChunk);
   const float* step = launch.row[t].extra[R::kStep];
   Factors f;
+  // A warp steps a block of kBlock elements, which share their scales, at a time.
   for (int at = static_cast<int>(threadIdx.x) / kWarpSize * kBlock; at < size;
        at += R::kThreads / kWarpSize * kBlock) {
     if (size - at >= kBlock && (p.flags & multi::kAligned)) {

@@ -5,17 +5,17 @@
 // (2023) and Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and
 // Low-precision" (2024); the online softmax after Milakov and Gimelshein (2018).
 //
-//   attention.cuh                   in common: the problem, blocks of keys that a tile of queries
-//   sees, mask, modifiers attention_softmax.cuh           online softmax on the fragments of a
-//   matrix product, and their way to memory attention_forward_hopper.cuh    sm_90a: copy engine,
-//   wgmma, warp specialization attention_backward_hopper.cuh   the same, for the gradients
+//   attention.cuh              the problem, blocks of keys that a tile of queries sees, modifiers
+//   attention_softmax.cuh      online softmax on a matrix product's fragments
+//   attention_forward_hopper.cuh            sm_90a: copy engine, wgmma, warp specialization
+//   attention_backward_hopper.cuh           the same, for the gradients
 //   attention_backward_queries_hopper.cuh   dQ alone, in a fixed order
-//   attention_mma.cuh               mma.sync and cp.async, for the three that follow
-//   attention_forward.cuh           sm_80 and newer: cp.async, ldmatrix, mma.sync
-//   attention_decode.cuh            the same for few queries and many keys, which are split
-//   attention_backward.cuh          the same, for the gradients
-//   attention_backward_rows.cuh     before and after both: rowsum(dO O), dQ from float32 to its
-//   type, sums of dK and dV over heads
+//   attention_mma.cuh          mma.sync and cp.async, for the three that follow
+//   attention_forward.cuh      sm_80 and newer: cp.async, ldmatrix, mma.sync
+//   attention_decode.cuh       the same for few queries and many keys, which are split
+//   attention_backward.cuh     the same, for the gradients
+//   attention_backward_rows.cuh   before and after both: rowsum(dO O), dQ from float32 to its type,
+//                              sums of dK and dV over heads
 //
 // Keys that a query does not see have a weight of zero, and what they are multiplied with has to be
 // finite: past a packed sequence's end the copy engine loads the next one's rows (past the tensor's
@@ -174,8 +174,9 @@ FLEXOPS_DEVICE bool is_partial(const Problem& p, const Sequence& s, int first, i
 //   struct Modifier {
 //     static constexpr bool kPlain = false;
 //     Modifier(const Problem&, const Sequence&);
-//     float operator()(float product, int query, int key, float& slope) const;    // slope: d score
-//     / d product, without the scale
+//     float value(float product, int query, int key) const;  // the score, for forward kernels
+//     // The score, and its derivative by the product without the scale, for backward kernels.
+//     float operator()(float product, int query, int key, float& slope) const;
 //   };
 
 struct Plain {
@@ -223,6 +224,10 @@ struct Modified {
     if (kAlibi) score -= alibi * static_cast<float>(abs(query + s.offset - key));
     if (kBias && (kOne || p.bias)) score += bias_at(query, key);
     return score;
+  }
+  FLEXOPS_DEVICE float value(float product, int query, int key) const {
+    float slope;
+    return (*this)(product, query, key, slope);
   }
 };
 

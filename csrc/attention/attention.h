@@ -35,8 +35,8 @@ struct Attention {
   int64_t bias_strides[4];   // batch, head, query, key, in elements; 0 where it is broadcast
   const float* alibi;        // slopes, or null: score - slope |i + offset - j|
   int64_t alibi_strides[2];  // batch, head
-  uint64_t score_mod;  // CUDA: number of the text of a score modifier of somebody's own, instead of
-                       // the three above; 0: none
+  uint64_t score_mod;        // CUDA: number of a user's score modifier, instead of
+                             // the three above; 0: none
   const float*
       sinks;  // [heads_q], neighbours: one more score of each row, without a value; or null
   bool packed() const { return cumulative_q != nullptr; }

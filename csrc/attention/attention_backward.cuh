@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     async_commit();
   };
 
+  // Load K and V, and the first tile of queries.
   float dk[kDim / kSplit / 2] = {}, dv[kDimV / kSplit / 2] = {};
   [[maybe_unused]] u32 held_v[kHoldsV ? kDimV / 16 : 1][4];
   if (!blocks.none()) {
@@ -143,10 +144,12 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     const u32 v = k + Shape::kV, weights_tile = k + Shape::kP, ds_tile = k + Shape::kDs;
     const u32 q = k + Shape::kQ + stage * Q::kBytes, d_o = k + Shape::kDo + stage * Do::kBytes;
     if (++m == blocks.end) m = blocks.begin, ++head;
+    // Wait for the tile, and load the next one.
     async_wait(0);
     __syncthreads();  // the tile is there, the one before no longer used
     if (kStages > 1 && i + 1 < tiles) load_queries(head, m, (i + 1) % kStages);
 
+    // S and dP, transposed.
     float scores[kQueries / 2] = {}, dp[kQueries / 2] = {};
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -168,6 +171,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
         mma_pair<T>(&dp[8 * j], kHoldsV ? held_v[kHoldsV ? step : 0] : left, right);
       }
     }
+    // dS: modify, mask, softmax.
     const u32 row_bytes = (stage * kM + split * kQueries + lane_column()) * 4;
     subtract(dp, k + Shape::kDelta + row_bytes);
     modify_transposed<Modifier>(scores, dp, problem, number.batch, now_head, key,
@@ -182,6 +186,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
     if (kSplit > 1) Ds::store_words(weights_tile, warp_key, split * kQueries, weights);
     __syncthreads();
 
+    // Add to dV and dK.
     add_keys_product<T, Ds, Do, kSplit>(dv, weights, weights_tile, warp_key, d_o, split);
     add_keys_product<T, Ds, Q, kSplit>(dk, ds, ds_tile, warp_key, q, split);
     if (kHoldsV && i + 1 < tiles) {
@@ -189,6 +194,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
       load_queries(head, m, 0);
     }
 
+    // dQ of this block of keys, added up in memory.
     float dq[Shape::kDqColumns / 2] = {};
     const int dq_row = warp % Shape::kDqRowWarps * 16,
               dq_column = warp / Shape::kDqRowWarps * Shape::kDqColumns;
@@ -211,6 +217,7 @@ __global__ void __launch_bounds__(256) backward(const FLEXOPS_GRID_CONSTANT Back
       load_queries(head, m, 0);
     }
   }
+  // Write dK and dV.
   store_key_gradient<T>(p.dk, s, number.head, key, dk, problem.scale, problem.head_dim,
                         split * (kDim / kSplit));
   store_key_gradient<T>(p.dv, s, number.head, key, dv, 1.0f, problem.head_dim_v,
@@ -228,9 +235,11 @@ __global__ void __launch_bounds__(256)
   const float* sums = p.dq_sums +
                       (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim +
                       warp * (16 * kColumns) + lane_id();
+  // Load the sums of dQ and scale them.
   float dq[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) dq[i] = sums[32 * i] * p.problem.scale;
+  // Write dQ in T.
   store_query_gradient<T>(p.dq, s, first + warp % kRowWarps * 16 + lane_row(), dq,
                           p.problem.head_dim, warp / kRowWarps * kColumns);
 }

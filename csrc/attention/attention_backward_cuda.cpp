@@ -9,8 +9,7 @@ namespace flexops {
 namespace attention {
 namespace {
 
-// ---- which kernels there are
-// --------------------------------------------------------------------------------
+// ---- which kernels there are ----
 
 /// Tiles of keys, with the kernels before and after them.
 template <class Params>
@@ -84,8 +83,7 @@ const Backward<BackwardParams>& choose(const Attention& a) {
 /// Of more than 128 columns that is faster, too.
 bool takes_apart(const AttentionBackward& c) { return c.deterministic || widest(c.problem) > 128; }
 
-// ---- what kernels are told
-// --------------------------------------------------------------------------------
+// ---- the kernels' parameters ----
 
 /// Whether a query head has blocks of its own, whose dK and dV are then added up, or a block goes
 /// over all query heads that share a key head. The latter takes the fewest passes over memory, but
@@ -190,8 +188,7 @@ BackwardHopperParams make_all_maps(const AttentionBackward& c,
   return p;
 }
 
-// ---- launches
-// --------------------------------------------------------------------------------
+// ---- launches ----
 
 LaunchConfig rows_config(const Attention& a, int64_t rows, void* stream) {
   return {blocks(ceil_div(a.length_q, rows), a.heads_q, a.batch), {kRowThreads}, stream};

@@ -1,8 +1,8 @@
 // Attention backward on Hopper (sm_90a), between backward_before and backward_after
 // (attention_backward_rows.cuh).
 //
-//   P = 2^(S - LSE)   dP = dO V^T   dS = P (dP - delta)   dV = P^T dO   dK = scale dS^T Q   dQ =
-//   scale dS K
+//   P = 2^(S - LSE)   dP = dO V^T   dS = P (dP - delta)
+//   dV = P^T dO   dK = scale dS^T Q   dQ = scale dS K
 //
 // A block of threads has kN keys of one key head and goes over all queries that see them, of all
 // heads that share it: dK and dV stay in registers and no other block adds to them. To dQ many
@@ -22,11 +22,12 @@
 //   kColumns, each kColumns / 2), S^T and dP^T (kQueries / 2 each), then P^T and dS^T in T. Of the
 //   server: dQ (64 queries by kDqColumns).
 //
-//   Consumer, for tile i of queries, what the tensor cores do | and the other units beside it:
-//     dP(i)                          |  P(i) = 2^(S(i) - LSE), by the wait for dS's place kept
-//     before the one for dP
-//                                    |  dS(i), to shared memory
-//     dV(i), dK(i), S(i + 1)         |
+//   Consumer, for tile i of queries:
+//     what the tensor cores do   |  and the other units beside it
+//     dP(i)                      |  P(i) = 2^(S(i) - LSE); the wait for dS's place keeps it before
+//                                |  the wait for dP
+//                                |  dS(i), to shared memory
+//     dV(i), dK(i), S(i + 1)     |
 //   What stands alone here runs beside the products of the other consumer and of the server. No
 //   accumulator is under way where the loop begins again: with more than one, ptxas serializes all
 //   (C7514).
@@ -38,7 +39,7 @@
 
 #include "attention/attention_backward_rows.cuh"
 #include "attention/attention_softmax.cuh"
-#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 namespace flexops::attention {
 
@@ -85,12 +86,11 @@ struct BackwardHopper {
   FLEXOPS_DEVICE explicit BackwardHopper(u32 address) : memory(address) {}
   FLEXOPS_DEVICE u32 barrier(int i) const { return memory + kBarriers + 8 * i; }
   FLEXOPS_DEVICE u32 kv_full() const { return barrier(0); }
-  FLEXOPS_DEVICE u32 q_full(int stage) const { return barrier(1 + stage); }
-  FLEXOPS_DEVICE u32 q_empty(int stage) const { return barrier(1 + kStages + stage); }
-  FLEXOPS_DEVICE u32 do_full(int stage) const { return barrier(1 + 2 * kStages + stage); }
-  FLEXOPS_DEVICE u32 do_empty(int stage) const { return barrier(1 + 3 * kStages + stage); }
-  FLEXOPS_DEVICE u32 ds_full(int which) const { return barrier(1 + 4 * kStages + which); }
-  FLEXOPS_DEVICE u32 ds_empty(int which) const { return barrier(3 + 4 * kStages + which); }
+  FLEXOPS_DEVICE hopper::Ring<kStages> q_ring() const { return {memory + kBarriers, 1}; }
+  FLEXOPS_DEVICE hopper::Ring<kStages> do_ring() const {
+    return {memory + kBarriers, 1 + 2 * kStages};
+  }
+  FLEXOPS_DEVICE hopper::Ring<2> ds_ring() const { return {memory + kBarriers, 1 + 4 * kStages}; }
   FLEXOPS_DEVICE u32 k() const { return memory + kK; }
   FLEXOPS_DEVICE u32 v() const { return memory + kV; }
   FLEXOPS_DEVICE u32 q(int stage) const { return memory + kQ + stage * Q::kBytes; }
@@ -101,14 +101,10 @@ struct BackwardHopper {
   FLEXOPS_DEVICE u32 delta(int stage) const { return memory + kDelta + stage * kRowBytes; }
 
   FLEXOPS_DEVICE void init_barriers() const {
-    using hopper::init;
     constexpr int kConsumers = 4 * kGroups;  // warps
-    init(kv_full(), 1);
-    for (int i = 0; i < kStages; ++i)
-      init(q_full(i), 1), init(q_empty(i), kConsumers), init(do_full(i), 1),
-          init(do_empty(i), kConsumers);
-    for (int i = 0; i < 2; ++i) init(ds_full(i), kConsumers), init(ds_empty(i), 4);
-    hopper::fence_init();
+    hopper::init(kv_full(), 1);
+    q_ring().init(kConsumers), do_ring().init(kConsumers), ds_ring().init(4, kConsumers);
+    hopper::fence_init(), hopper::fence_async();
   }
 };
 
@@ -154,19 +150,15 @@ FLEXOPS_DEVICE void load_queries(const BackwardHopperParams& p, const Shape& sha
   using namespace hopper;
   if (i >= tile.tiles) return;
   const Sequence& s = tile.s;
-  const int stage = i % Shape::kStages, head = tile.head(i), m = tile.m(i),
-            row = s.first_q + m * Shape::kM;
-  const u32 parity = i / Shape::kStages % 2 ^ 1, q_full = shape.q_full(stage),
-            do_full = shape.do_full(stage);
-  const i64 at = head * p.call.padded_rows + padded_row(p.call.problem, s) + m * Shape::kM;
-  wait(shape.q_empty(stage), parity);
-  expect(q_full, Shape::Q::kBytes + Shape::kRowBytes);
-  Shape::Q::load(shape.q(stage), p.q, q_full, row, head, s.coordinate);
-  load_bytes(shape.exponent(stage), p.call.exponent + at, Shape::kRowBytes, q_full);
-  wait(shape.do_empty(stage), parity);
-  expect(do_full, Shape::Do::kBytes + Shape::kRowBytes);
-  Shape::Do::load(shape.d_o(stage), p.d_o, do_full, row, head, s.coordinate);
-  load_bytes(shape.delta(stage), p.call.delta + at, Shape::kRowBytes, do_full);
+  const auto at = RingState<Shape::kStages>::after(i);
+  const int head = tile.head(i), m = tile.m(i), row = s.first_q + m * Shape::kM;
+  const i64 first = head * p.call.padded_rows + padded_row(p.call.problem, s) + m * Shape::kM;
+  const u32 q_full = shape.q_ring().fill(at, Shape::Q::kBytes + Shape::kRowBytes);
+  Shape::Q::load(shape.q(at.stage), p.q, q_full, row, head, s.coordinate);
+  load_bytes(shape.exponent(at.stage), p.call.exponent + first, Shape::kRowBytes, q_full);
+  const u32 do_full = shape.do_ring().fill(at, Shape::Do::kBytes + Shape::kRowBytes);
+  Shape::Do::load(shape.d_o(at.stage), p.d_o, do_full, row, head, s.coordinate);
+  load_bytes(shape.delta(at.stage), p.call.delta + first, Shape::kRowBytes, do_full);
 }
 
 template <class T, class Shape>
@@ -194,7 +186,7 @@ FLEXOPS_DEVICE void backward_serve(const BackwardHopperParams& p, Shape shape,
     for (int i = 0; i < tile.tiles; ++i) {
       const int stage = shuffle(i % 2, 0);
       shape.memory = shuffle(shape.memory, 0);
-      wait(shape.ds_full(stage), i / 2 % 2);
+      wait(shape.ds_ring().full(stage), i / 2 % 2);
       // Consumers no longer use the tile before this one.
       if (leader && i > 0) load_queries(p, shape, tile, i - 1 + Shape::kStages);
       __syncwarp();
@@ -212,7 +204,7 @@ FLEXOPS_DEVICE void backward_serve(const BackwardHopperParams& p, Shape shape,
         wgmma_commit();
         wgmma_wait<0>(dq);
         if ((part + 1) * Shape::kDqColumns == K::kColumns && lane_id() == 0)
-          arrive(shape.ds_empty(stage));
+          arrive(shape.ds_ring().empty(stage));
 #pragma unroll
         for (int j = 0; j < Shape::kDqColumns / 8; ++j)
           add_to_memory(to + (part * Shape::kDqColumns / 8 + j) * (4 * kWarpgroup), &dq[4 * j]);
@@ -249,8 +241,8 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
 
   float scores[kQueries / 2], dp[kQueries / 2], dk[Shape::kColumns / 2] = {},
                                                                      dv[Shape::kColumnsV / 2] = {};
-  Turn<Shape::kStages> turn;  // of Q and of dO
-  Turn<2> turn_ds;
+  RingState<Shape::kStages> turn;  // of Q and of dO
+  RingState<2> turn_ds;
   u32 held_k[Shape::kHeld ? K::kColumns / 16 : 1][4],
       held_v[Shape::kHeld ? V::kColumns / 16 : 1][4];
   const auto start_scores = [&](int stage) {
@@ -278,7 +270,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
         V::load_left(held_v[step], shape.v(), warp_key, 16 * step);
     }
     pin(dk), pin(dv);
-    wait(shape.q_full(0), 0);
+    shape.q_ring().wait(turn);
     start_scores(0);
     wgmma_wait<0>(scores);
 #pragma unroll 1
@@ -288,7 +280,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       const int first = m * kM + group_query, query = first + lane_column();
       const u32 row_bytes = (group_query + lane_column()) * 4,
                 deltas = shape.delta(turn.stage) + row_bytes;
-      wait(shape.do_full(turn.stage), turn.parity);
+      shape.do_ring().wait(turn);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < V::kColumns / 16; ++step) {
@@ -312,9 +304,9 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       // dS has a place. A branch, too, without which ptxas waits for dP before it has computed the
       // weights.
       if constexpr (Shape::kQueryGradient) {
-        wait(shape.ds_empty(turn_ds.stage), turn_ds.parity ^ 1);
+        shape.ds_ring().acquire(turn_ds);
       } else {
-        wait(shape.do_full(turn.stage), turn.parity);
+        shape.do_ring().wait(turn);
       }
       if constexpr (Modifier::kPlain) {
         wgmma_wait<0>(dp);
@@ -350,7 +342,7 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
         barrier(1 + group, kWarpgroup);
       }
       if constexpr (Shape::kQueryGradient) {
-        if (lane_id() == 0) arrive(shape.ds_full(turn_ds.stage));
+        if (lane_id() == 0) arrive(shape.ds_ring().full(turn_ds.stage));
       }
       if constexpr (kSplit) start_dv();
       wgmma_fence();
@@ -361,17 +353,17 @@ FLEXOPS_DEVICE void backward_consume(const BackwardHopperParams& p, Shape shape,
       wgmma_commit();
 
       wgmma_wait<1>(dv);
-      release(shape.do_empty(turn.stage));
-      Turn<Shape::kStages> next = turn;
+      release(shape.do_ring().empty(turn.stage));
+      RingState<Shape::kStages> next = turn;
       next.next();
       if (i + 1 < tile.tiles) {
-        wait(shape.q_full(next.stage), next.parity);
+        shape.q_ring().wait(next);
       } else {
         next = turn;  // the last time S is not used
       }
       start_scores(next.stage);
       wgmma_wait<1>(dk);
-      release(shape.q_empty(turn.stage));
+      release(shape.q_ring().empty(turn.stage));
       wgmma_wait<0>(scores);
       turn = next;
       if (++m == tile.blocks.end) m = tile.blocks.begin, ++head;
@@ -390,14 +382,17 @@ __global__ void __launch_bounds__(384, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
+  // Find the tile of keys.
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q / p.call.group, p.call.tiles,
                           p.call.section);
   const BackwardTile tile(p.call, number, shape);
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
   }
   __syncthreads();
+  // The server loads and computes dQ; the consumers compute the rest.
   const int warpgroup = shuffle(static_cast<int>(threadIdx.x) / hopper::kWarpgroup, 0),
             thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup;
   if (warpgroup == 0) {

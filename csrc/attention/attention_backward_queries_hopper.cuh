@@ -18,7 +18,7 @@
 #pragma once
 
 #include "attention/attention_backward_hopper.cuh"
-#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 namespace flexops::attention {
 
@@ -41,11 +41,9 @@ struct QueryGradient {
   FLEXOPS_DEVICE explicit QueryGradient(u32 address) : memory(address) {}
   FLEXOPS_DEVICE u32 barrier(int i) const { return memory + kBarriers + 8 * i; }
   FLEXOPS_DEVICE u32 q_full() const { return barrier(0); }
-  FLEXOPS_DEVICE u32 k_full(int stage) const { return barrier(1 + stage); }
-  FLEXOPS_DEVICE u32 k_empty(int stage) const { return barrier(1 + kStages + stage); }
-  FLEXOPS_DEVICE u32 v_full(int stage) const { return barrier(1 + 2 * kStages + stage); }
-  FLEXOPS_DEVICE u32 v_empty(int stage) const {
-    return barrier(1 + 2 * kStages + kStagesV + stage);
+  FLEXOPS_DEVICE hopper::Ring<kStages> k_ring() const { return {memory + kBarriers, 1}; }
+  FLEXOPS_DEVICE hopper::Ring<kStagesV> v_ring() const {
+    return {memory + kBarriers, 1 + 2 * kStages};
   }
   FLEXOPS_DEVICE u32 q() const { return memory + kQ; }
   FLEXOPS_DEVICE u32 d_o() const { return memory + kDo; }
@@ -53,12 +51,10 @@ struct QueryGradient {
   FLEXOPS_DEVICE u32 v(int stage) const { return memory + kV + stage * V::kBytes; }
 
   FLEXOPS_DEVICE void init_barriers() const {
-    using hopper::init;
     constexpr int kConsumers = 4 * kGroups;  // warps
-    init(q_full(), 1);
-    for (int i = 0; i < kStages; ++i) init(k_full(i), 1), init(k_empty(i), kConsumers);
-    for (int i = 0; i < kStagesV; ++i) init(v_full(i), 1), init(v_empty(i), kConsumers);
-    hopper::fence_init();
+    hopper::init(q_full(), 1);
+    k_ring().init(kConsumers), v_ring().init(kConsumers);
+    hopper::fence_init(), hopper::fence_async();
   }
 };
 
@@ -66,8 +62,8 @@ template <class Shape>
 FLEXOPS_DEVICE void query_gradient_produce(const BackwardHopperParams& p, const Shape& shape,
                                            const Sequence& s, int m, const Blocks& blocks) {
   using namespace hopper;
-  Turn<Shape::kStages> turn;
-  Turn<Shape::kStagesV> turn_v;
+  RingState<Shape::kStages> turn;
+  RingState<Shape::kStagesV> turn_v;
   const int row = s.first_q + m * Shape::kM;
   expect(shape.q_full(), Shape::Q::kBytes + Shape::Do::kBytes);
   Shape::Q::load(shape.q(), p.q, shape.q_full(), row, s.head, s.coordinate);
@@ -75,13 +71,10 @@ FLEXOPS_DEVICE void query_gradient_produce(const BackwardHopperParams& p, const 
 #pragma unroll 1
   for (int n = blocks.begin; n < blocks.end; ++n) {
     const int key = s.first_k + n * Shape::kN;
-    wait(shape.k_empty(turn.stage), turn.parity ^ 1);
-    expect(shape.k_full(turn.stage), Shape::K::kBytes);
-    Shape::K::load(shape.k(turn.stage), p.k, shape.k_full(turn.stage), key, s.head_k, s.coordinate);
-    wait(shape.v_empty(turn_v.stage), turn_v.parity ^ 1);
-    expect(shape.v_full(turn_v.stage), Shape::V::kBytes);
-    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), key, s.head_k,
-                   s.coordinate);
+    Shape::K::load(shape.k(turn.stage), p.k, shape.k_ring().fill(turn, Shape::K::kBytes), key,
+                   s.head_k, s.coordinate);
+    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_ring().fill(turn_v, Shape::V::kBytes), key,
+                   s.head_k, s.coordinate);
     turn.next(), turn_v.next();
   }
 }
@@ -112,8 +105,8 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
   }
 
   float scores[kN / 2], dp[kN / 2], dq[K::kColumns / 2] = {};
-  Turn<Shape::kStages> turn;
-  Turn<Shape::kStagesV> turn_v;
+  RingState<Shape::kStages> turn;
+  RingState<Shape::kStagesV> turn_v;
   const auto start_scores = [&](int stage) {
     wgmma_fence();
 #pragma unroll
@@ -125,7 +118,7 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
   if (!blocks.none()) {
     wait(shape.q_full(), 0);
     pin(dq);
-    wait(shape.k_full(0), 0);
+    shape.k_ring().wait(turn);
     start_scores(0);
     wgmma_wait<0>(scores);
 #pragma unroll 1
@@ -133,7 +126,7 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
       obscure(shape.memory);  // descriptors are computed where they are used: there are more of
                               // them than registers
       const int key = n * kN + lane_column();
-      wait(shape.v_full(turn_v.stage), turn_v.parity);
+      shape.v_ring().wait(turn_v);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < V::kColumns / 16; ++step)
@@ -154,7 +147,7 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) dp[i] -= delta[i / 2 % 2];
       }
-      release(shape.v_empty(turn_v.stage));
+      release(shape.v_ring().empty(turn_v.stage));
       turn_v.next();
       multiply(dp, scores);
       u32 ds[kN / 4];
@@ -165,16 +158,16 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
       for (int step = 0; step < kN / 16; ++step)
         wgmma<T, true>(dq, ds + 4 * step, K::columns(shape.k(turn.stage), 0, step), true);
       wgmma_commit();
-      Turn<Shape::kStages> next = turn;
+      RingState<Shape::kStages> next = turn;
       next.next();
       if (n + 1 < blocks.end) {
-        wait(shape.k_full(next.stage), next.parity);
+        shape.k_ring().wait(next);
       } else {
         next = turn;  // the last time S is not used
       }
       start_scores(next.stage);
       wgmma_wait<1>(dq);
-      if (n + 1 < blocks.end) release(shape.k_empty(turn.stage));
+      if (n + 1 < blocks.end) release(shape.k_ring().empty(turn.stage));
       wgmma_wait<0>(scores);
       turn = next;
     }
@@ -192,17 +185,20 @@ __global__ void __launch_bounds__(384, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(hopper::shared_address(memory));
   const Problem& problem = p.call.problem;
+  // Find the tile of queries.
   const TileNumber number(blockIdx.x, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
   const Sequence s(problem, number.batch, number.head);
   const int m = p.call.tiles - 1 - number.tile;
   const Blocks seen = visible_keys<Shape::kM, Shape::kN>(problem, s, m),
                blocks = {shuffle(seen.begin, 0), shuffle(seen.end, 0)};
   if (m * Shape::kM >= s.length_q) return;
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v), hopper::prefetch(p.d_o);
     shape.init_barriers();
   }
   __syncthreads();
+  // The producer loads; the consumers compute.
   const int warpgroup = shuffle(static_cast<int>(threadIdx.x) / hopper::kWarpgroup, 0);
   if (warpgroup == 0) {
     hopper::leave_registers<24>();

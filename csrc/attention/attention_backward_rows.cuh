@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(kRowThreads)
        row += kRowThreads / kLanes) {
     const bool inside = first + row < s.length_q;
     const i64 at = s.first_q + first + row;
+    // Reduce O dO over the row.
     float sum = 0;
     if (inside) {
       const T *o = s.rows_q<T>(p.o, first + row), *d_o = s.rows_q<T>(p.d_o, first + row);
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) sum += shuffle_xor(sum, mask);
+    // Write the exponent and delta.
     if (lane == 0) {
       const i64 lse = s.coordinate * p.lse_batch + s.head * p.lse_head + at;
       const float log_sum_exp = inside ? p.lse[lse] : -infinity();
@@ -75,6 +77,7 @@ __global__ void __launch_bounds__(kRowThreads)
       p.delta[padded + row] = inside && p.d_lse ? sum - p.d_lse[lse] : sum;
     }
   }
+  // Clear the sums that dQ is added to.
   if (!p.dq_sums) return;
   auto* zeros = reinterpret_cast<float4*>(p.dq_sums + padded * kDim);
   for (int i = threadIdx.x; i < kRowTile * kDim / 4; i += kRowThreads)
@@ -93,6 +96,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const float* sums = p.dq_sums +
                       (s.head * p.padded_rows + padded_row(p.problem, s) + first) * kDim +
                       half * (64 * kColumns) + thread * 4;
+  // Load the sums of dQ and scale them.
   float dq[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -100,6 +104,7 @@ __global__ void __launch_bounds__(kRowThreads)
     dq[4 * i] = four.x * p.problem.scale, dq[4 * i + 1] = four.y * p.problem.scale;
     dq[4 * i + 2] = four.z * p.problem.scale, dq[4 * i + 3] = four.w * p.problem.scale;
   }
+  // Write dQ in T.
   store_query_gradient<T>(p.dq, s, first + thread / 32 * 16 + lane_row(), dq, p.problem.head_dim,
                           half * kColumns);
 }
@@ -119,6 +124,7 @@ __global__ void __launch_bounds__(64) backward_sums(const FLEXOPS_GRID_CONSTANT 
     const int columns = p.columns[which],
               column = 8 * static_cast<int>(threadIdx.x) - which * p.columns[0];
     if (column < 0 || column >= columns) continue;
+    // Add up the heads of a group.
     float sum[8] = {};
     for (int i = 0; i < p.group; ++i) {
       const i64 from = ((batch * gridDim.y + head) * p.group + i) * p.rows + row;
@@ -127,6 +133,7 @@ __global__ void __launch_bounds__(64) backward_sums(const FLEXOPS_GRID_CONSTANT 
 #pragma unroll
       for (int k = 0; k < 8; ++k) sum[k] += part[k];
     }
+    // Write.
     const Tensor& to = p.to[which];
     store<T>(to.data, batch * to.batch + row * to.row + head * to.head + column, sum);
   }

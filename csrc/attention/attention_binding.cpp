@@ -8,7 +8,7 @@ namespace flexops {
 namespace {
 
 /// The ops' arguments behind the tensors that are attended.
-struct Options {
+struct AttentionOptions {
   bool heads_first;
   int64_t right, left;
   std::optional<double> scale;
@@ -78,7 +78,7 @@ void put_broadcast_strides(const char* op, const Tensor& bias, const int64_t (&t
 }
 
 Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Options& o) {
+                       const AttentionOptions& o) {
   const Dtype dtype = q.dtype();
   const bool narrow = dtype == Dtype::f16 || dtype == Dtype::bf16;
   FLEXOPS_CHECK(narrow || (!FLEXOPS_DEVICE_CUDA && dtype == Dtype::f32), op, ": q must be ",
@@ -194,7 +194,7 @@ Attention make_problem(const char* op, const Tensor& q, const Tensor& k, const T
   return a;
 }
 
-/// Contiguous ones, which kernels would otherwise have to be told strides of.
+/// Contiguous copies, whose strides kernels do not take.
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
   if (!tensor) return std::nullopt;
   return contiguous(*tensor);
@@ -209,7 +209,7 @@ void run(const char* op, const Call& call, const Tensor& q, const Launcher& laun
   check_launch(op, launcher(call, bytes > 0 ? workspace.data() : nullptr, current_stream(q)));
 }
 #else
-/// Rows of packed tensors that belong to no sequence are written by nobody.
+/// No kernel writes rows of packed tensors that belong to no sequence.
 void clear(const Tensor& tensor, float value) {
   if (tensor.dtype() != Dtype::f32) {
     memset(tensor.data(), 0, static_cast<size_t>(tensor.numel() * dtype_size(tensor.dtype())));

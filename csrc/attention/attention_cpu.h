@@ -3,16 +3,16 @@
 // flexops/ops/attention.py; after Dao, "FlashAttention-2" (2023).
 //
 //   attention_products_cpu.cpp   the product of two small matrices: all that takes long
-//   attention_cpu.h              what both directions share: tiles on their way from memory, scores
-//   and their mask attention_cpu.cpp            forward attention_backward_cpu.cpp   backward
+//   attention_cpu.h              what both directions share: loads of tiles, scores and their mask
+//   attention_cpu.cpp            forward
+//   attention_backward_cpu.cpp   backward
 //
 // A tile is kTile queries of a head, a block kKeys keys. Scores are transposed, a row a key, so
 // that the lanes of a register are neighbouring queries: softmax's maxima and sums need no
 // reduction across lanes, and each of the five products
 //
-//   forward    S^T = K Q^T       O^T += V^T P^T
-//   backward   S^T = K Q^T       dP^T = V dO^T       dV += P^T dO       dK += dS^T Q       dQ^T +=
-//   K^T dS^T
+//   forward    S^T = K Q^T    O^T += V^T P^T
+//   backward   S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q    dQ^T += K^T dS^T
 //
 // is out[row][column] (+)= sum over steps of left[row, step] right[step][column], where `left` is
 // read a number at a time, from anywhere, and `right` in whole registers. So K and V serve as they
@@ -62,8 +62,7 @@ struct Product {
 template <bool kPairs>
 void multiply(const Product& product);
 
-// ---- memory
-// --------------------------------------------------------------------------------
+// ---- memory ----
 
 /// One piece of memory, and parts of it that begin at lines of the cache.
 class Scratch {
@@ -118,7 +117,7 @@ struct AttentionSequence {
   }
 };
 
-/// The next item that nobody has taken.
+/// The next item that no thread has taken.
 inline int64_t take_item(int64_t* taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
 
 /// The keys [begin, end) that some of the queries [first, first + count) see.
@@ -157,8 +156,7 @@ void load_transposed(const void* from, int64_t offset, int64_t row, int64_t rows
 void store_transposed(const float* from, int64_t rows, int64_t columns, void* to, int64_t offset,
                       int64_t row, ElementType type, float* buffer);
 
-// ---- scores
-// --------------------------------------------------------------------------------
+// ---- scores ----
 
 /// What makes scores of products. Plain: nothing but the scale, which softmax applies.
 class Scores {

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   const int each = ceil_div(max(0, highest - lowest), p.splits), begin = lowest + split * each,
             end = min(begin + each, highest);
 
+  // Start the copies of this warp's first blocks of keys and values.
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const u32 ring = static_cast<u32>(__cvta_generic_to_shared(memory)) + warp * kStages * kStage;
   const auto load = [&](int n, int stage) {
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
                               Sequence(problem, s.batch, s.head + row[1] % group)};
   const Modifier modifier[2] = {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])};
   const Visible visible[2] = {Visible(problem, s, query[0]), Visible(problem, s, query[1])};
+  // Load Q into registers.
   u32 q[kDim / 16][4];
 #pragma unroll
   for (int i = 0; i < kDim / 4; ++i) {
@@ -151,12 +153,14 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   float out[kDimV / 2] = {};
   Rows rows;
   int stage = 0;
+  // Online softmax over this warp's blocks.
 #pragma unroll 1
   for (int n = begin + warp; n < end; n += kWarps) {
     async_wait(kStages - 2);
     __syncwarp();  // block n is there, and the one before no longer used
     load(n + (kStages - 1) * kWarps, stage == 0 ? kStages - 1 : stage - 1);
     const u32 k = ring + stage * kStage, v = k + K::kBytes;
+    // S = Q K^T, modified and masked.
     float scores[kN / 2] = {};
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -170,10 +174,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       const int r = i / 2 % 2, key = n * kN + lane_column() + i / 4 * 8 + i % 2;
-      float slope;
-      if constexpr (!Modifier::kPlain) scores[i] = modifier[r](scores[i], query[r], key, slope);
+      if constexpr (!Modifier::kPlain) scores[i] = modifier[r].value(scores[i], query[r], key);
       if (!visible[r](key)) scores[i] = -infinity();
     }
+    // O += P V.
     float correction[2];
     u32 weights[kN / 4];
     rows.update(scores, scale, correction);
@@ -210,6 +214,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
           float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
   }
   __syncthreads();
+  // Combine the warps, and write the result, or the split's part.
   constexpr int kVectors = kDimV / 8;
   for (int i = static_cast<int>(threadIdx.x); i < kM * kVectors; i += Shape::kThreads) {
     const int at = i / kVectors, column = i % kVectors * 8;

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(128) forward(const FLEXOPS_GRID_CONSTANT Forwa
     async_commit();
   };
 
+  // Start the copies of Q and the last block of keys.
   float out[kTiles][kDimV / 2] = {};
   Rows rows[kTiles];
   if (!blocks.none()) {
@@ -70,6 +71,7 @@ __global__ void __launch_bounds__(128) forward(const FLEXOPS_GRID_CONSTANT Forwa
     async_wait(0);
     __syncthreads();  // K(n) is there, V(n + 1) no longer used
     load_v(n);
+    // S = Q K^T.
     float scores[kTiles][kN / 2] = {};
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(128) forward(const FLEXOPS_GRID_CONSTANT Forwa
     async_wait(0);
     __syncthreads();  // V(n) is there, K(n) no longer used
     if (n > blocks.begin) load_k(n - 1);
+    // Modify, mask, softmax.
     u32 weights[kTiles][kN / 4];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -99,6 +102,7 @@ __global__ void __launch_bounds__(128) forward(const FLEXOPS_GRID_CONSTANT Forwa
       pack<T>(weights[t], scores[t]);
       scale_rows(out[t], correction);
     }
+    // O += P V.
 #pragma unroll
     for (int step = 0; step < kN / 16; ++step) {
 #pragma unroll

@@ -15,9 +15,7 @@
 //     P' = softmax(mask(S')), O *= correction.
 //
 // Warpgroups start their products in turn (named barriers, "ping-pong"), so that the softmax of one
-// runs beside the products of the others. (In the source softmax stands before the wait for O,
-// beside the same warpgroup's second product; ptxas moves the wait up. Made to obey by a branch it
-// was 2 to 5 % slower on an H200.)
+// runs beside the products of the others.
 //
 // Tiles are handed out longest first (a causal mask's last rows), within as many heads as the L2
 // cache holds keys and values of; the producer takes the next one's number from a counter and loads
@@ -25,7 +23,7 @@
 #pragma once
 
 #include "attention/attention_softmax.cuh"
-#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 namespace flexops::attention {
 
@@ -55,28 +53,22 @@ struct ForwardHopper {
   u32 memory;
   FLEXOPS_DEVICE explicit ForwardHopper(u32 address) : memory(address) {}
   FLEXOPS_DEVICE u32 barrier(int i) const { return memory + kBarriers + 8 * i; }
-  FLEXOPS_DEVICE u32 q_full() const { return barrier(0); }
-  FLEXOPS_DEVICE u32 q_empty() const { return barrier(1); }
-  FLEXOPS_DEVICE u32 k_full(int stage) const { return barrier(2 + stage); }
-  FLEXOPS_DEVICE u32 k_empty(int stage) const { return barrier(2 + kStages + stage); }
-  FLEXOPS_DEVICE u32 v_full(int stage) const { return barrier(2 + 2 * kStages + stage); }
-  FLEXOPS_DEVICE u32 v_empty(int stage) const { return barrier(2 + 3 * kStages + stage); }
-  FLEXOPS_DEVICE u32 tile_full(int slot) const { return barrier(2 + 4 * kStages + slot); }
-  FLEXOPS_DEVICE u32 tile_empty(int slot) const { return barrier(4 + 4 * kStages + slot); }
+  FLEXOPS_DEVICE hopper::Ring<1> q_ring() const { return {memory + kBarriers, 0}; }
+  FLEXOPS_DEVICE hopper::Ring<kStages> k_ring() const { return {memory + kBarriers, 2}; }
+  FLEXOPS_DEVICE hopper::Ring<kStages> v_ring() const {
+    return {memory + kBarriers, 2 + 2 * kStages};
+  }
+  FLEXOPS_DEVICE hopper::Ring<2> tile_ring() const { return {memory + kBarriers, 2 + 4 * kStages}; }
   FLEXOPS_DEVICE u32 tile(int slot) const { return barrier(6 + 4 * kStages) + 4 * slot; }
   FLEXOPS_DEVICE u32 q() const { return memory + kQ; }
   FLEXOPS_DEVICE u32 k(int stage) const { return memory + kK + stage * K::kBytes; }
   FLEXOPS_DEVICE u32 v(int stage) const { return memory + kV + stage * V::kBytes; }
 
   FLEXOPS_DEVICE void init_barriers() const {
-    using hopper::init;
     constexpr int kConsumers = 4 * kGroups;  // warps
-    init(q_full(), 1), init(q_empty(), kConsumers);
-    for (int i = 0; i < kStages; ++i)
-      init(k_full(i), 1), init(v_full(i), 1), init(k_empty(i), kConsumers),
-          init(v_empty(i), kConsumers);
-    for (int i = 0; i < 2; ++i) init(tile_full(i), 1), init(tile_empty(i), kConsumers);
-    hopper::fence_init();
+    q_ring().init(kConsumers), k_ring().init(kConsumers), v_ring().init(kConsumers);
+    tile_ring().init(kConsumers);
+    hopper::fence_init(), hopper::fence_async();
   }
 };
 
@@ -86,27 +78,26 @@ FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& s
   constexpr int kM = Shape::kM, kN = Shape::K::kRows;
   const Problem& problem = p.call.problem;
   const int tiles = p.call.tiles * problem.batch * problem.heads_q;
-  Turn<Shape::kStages> turn_k, turn_v;
-  Turn<2> turn;
-  u32 q_parity = 0;
+  RingState<Shape::kStages> turn_k, turn_v;
+  RingState<2> turn;
+  RingState<1> turn_q;
+  // The barrier is named before the wait: ring.fill() here spills one register more in consumers.
   const auto load_k = [&](const Sequence& s, int n) {
-    wait(shape.k_empty(turn_k.stage), turn_k.parity ^ 1);
-    expect(shape.k_full(turn_k.stage), Shape::K::kBytes);
-    Shape::K::load(shape.k(turn_k.stage), p.k, shape.k_full(turn_k.stage), s.first_k + n * kN,
-                   s.head_k, s.coordinate);
+    const u32 full = shape.k_ring().full(turn_k.stage);
+    shape.k_ring().acquire(turn_k), expect(full, Shape::K::kBytes);
+    Shape::K::load(shape.k(turn_k.stage), p.k, full, s.first_k + n * kN, s.head_k, s.coordinate);
     turn_k.next();
   };
   const auto load_v = [&](const Sequence& s, int n) {
-    wait(shape.v_empty(turn_v.stage), turn_v.parity ^ 1);
-    expect(shape.v_full(turn_v.stage), Shape::V::kBytes);
-    Shape::V::load(shape.v(turn_v.stage), p.v, shape.v_full(turn_v.stage), s.first_k + n * kN,
-                   s.head_k, s.coordinate);
+    const u32 full = shape.v_ring().full(turn_v.stage);
+    shape.v_ring().acquire(turn_v), expect(full, Shape::V::kBytes);
+    Shape::V::load(shape.v(turn_v.stage), p.v, full, s.first_k + n * kN, s.head_k, s.coordinate);
     turn_v.next();
   };
   for (int tile = blockIdx.x;; turn.next()) {
-    wait(shape.tile_empty(turn.stage), turn.parity ^ 1);
+    shape.tile_ring().acquire(turn);
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(shape.tile(turn.stage)), "r"(tile) : "memory");
-    arrive(shape.tile_full(turn.stage));
+    arrive(shape.tile_ring().full(turn.stage));
     if (tile >= tiles) return;
     const int blocks = static_cast<int>(gridDim.x);
     // Without a counter who had the first tile, the longest, has the last one: the shortest.
@@ -118,10 +109,9 @@ FLEXOPS_DEVICE void forward_produce(const ForwardHopperParams& p, const Shape& s
     const int m = p.call.tiles - 1 - number.tile;
     const Blocks seen = visible_keys<kM, kN>(problem, s, m);
     if (!seen.none()) {
-      wait(shape.q_empty(), q_parity ^ 1);
-      q_parity ^= 1;
-      expect(shape.q_full(), Shape::Q::kBytes);
-      Shape::Q::load(shape.q(), p.q, shape.q_full(), s.first_q + m * kM, s.head, s.coordinate);
+      const u32 full = shape.q_ring().fill(turn_q, Shape::Q::kBytes);
+      turn_q.next();
+      Shape::Q::load(shape.q(), p.q, full, s.first_q + m * kM, s.head, s.coordinate);
       load_k(s, seen.end - 1);
 #pragma unroll 1
       for (int n = seen.end - 2; n >= seen.begin; --n) load_k(s, n), load_v(s, n + 1);
@@ -146,15 +136,15 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
   const auto pass_turn = [&] { barrier_pass(1 + (group + 1) % kGroups, 2 * kWarpgroup); };
   if (group == kGroups - 1) pass_turn();
 
-  Turn<Shape::kStages> turn_k, turn_v;
-  Turn<2> turn;
-  u32 q_parity = 0;
+  RingState<Shape::kStages> turn_k, turn_v;
+  RingState<2> turn;
+  RingState<1> turn_q;
   for (;; turn.next()) {
-    wait(shape.tile_full(turn.stage), turn.parity);
+    shape.tile_ring().wait(turn);
     int tile;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile) : "r"(shape.tile(turn.stage)) : "memory");
     __syncwarp();
-    if (leader) arrive(shape.tile_empty(turn.stage));
+    if (leader) arrive(shape.tile_ring().empty(turn.stage));
     if (tile >= tiles) return;
     const TileNumber number(tile, problem.batch, problem.heads_q, p.call.tiles, p.call.section);
     const Sequence s(problem, number.batch, number.head);
@@ -184,8 +174,8 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
     };
     const auto end_scores = [&](int n) {
       if (leader) {
-        arrive(shape.k_empty(turn_k.stage));
-        if (n == blocks.begin) arrive(shape.q_empty());
+        arrive(shape.k_ring().empty(turn_k.stage));
+        if (n == blocks.begin) arrive(shape.q_ring().empty());
       }
       turn_k.next();
       modify(scores, modifier, row, n * kN + lane_column());
@@ -194,14 +184,14 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
       rows.update(scores, scale, correction);
     };
     const auto end_out = [&] {
-      if (leader) arrive(shape.v_empty(turn_v.stage));
+      if (leader) arrive(shape.v_ring().empty(turn_v.stage));
       turn_v.next();
     };
 
     if (!blocks.none()) {
-      wait(shape.q_full(), q_parity);
-      q_parity ^= 1;
-      wait(shape.k_full(turn_k.stage), turn_k.parity);
+      shape.q_ring().wait(turn_q);
+      turn_q.next();
+      shape.k_ring().wait(turn_k);
       take_turn();
       start_scores();
       pass_turn();
@@ -210,10 +200,10 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
       pack<T>(weights, scores);
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {
-        wait(shape.k_full(turn_k.stage), turn_k.parity);
+        shape.k_ring().wait(turn_k);
         take_turn();
         start_scores();
-        wait(shape.v_full(turn_v.stage), turn_v.parity);
+        shape.v_ring().wait(turn_v);
         start_out();
         pass_turn();
         wgmma_wait<1>(scores);
@@ -224,7 +214,7 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
         if (__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f))
           scale_rows(out, correction);  // later, maxima seldom change
       }
-      wait(shape.v_full(turn_v.stage), turn_v.parity);
+      shape.v_ring().wait(turn_v);
       start_out();
       wgmma_wait<0>(out);
       end_out();
@@ -241,11 +231,13 @@ __global__ void __launch_bounds__((kGroups + 1) * 128, 1)
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(shuffle(hopper::shared_address(memory),
                             0));  // by way of a shuffle it is not computed over and over
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.q), hopper::prefetch(p.k), hopper::prefetch(p.v);
     shape.init_barriers();
   }
   __syncthreads();
+  // The producer loads; the consumers compute.
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<Shape::kProducerRegisters>();

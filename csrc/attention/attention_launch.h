@@ -5,13 +5,12 @@
 
 #include "attention/attention.cuh"
 #include "attention/attention.h"
-#include "common/hopper.cuh"
 #include "common/launch.h"
+#include "common/wgmma.cuh"
 
 namespace flexops::attention {
 
-// ---- which kernels there are
-// --------------------------------------------------------------------------------
+// ---- which kernels there are ----
 
 template <class Params>
 struct PerType {
@@ -91,21 +90,19 @@ inline bool fits_grid(int64_t tiles, int64_t batch, int64_t heads) {
   return tiles * batch * heads < int64_t{1} << 31;
 }
 
-// ---- which of them run here
-// --------------------------------------------------------------------------------
+// ---- which of them run here ----
 
 /// Tests' choice: false leaves Hopper's own kernels out.
 inline bool hopper_allowed = true;
 
 /// Whether the kernels of attention_*_hopper.cuh run here. Their machine code is Hopper's alone,
-/// and the copy engine cannot be told of tensors without rows.
+/// and the copy engine has no map of tensors without rows.
 inline bool takes_hopper(const Attention& a) {
   return hopper_allowed && gpu_facts().capability == 90 && a.rows_q > 0 && a.rows_k > 0;
 }
 inline bool is_empty(const Attention& a) { return a.batch == 0 || a.heads_q == 0; }
 
-// ---- what kernels are told
-// --------------------------------------------------------------------------------
+// ---- the kernels' parameters ----
 
 inline int as_window(int64_t keys) {
   return keys < 0 || keys > kUnlimited ? kUnlimited : static_cast<int>(keys);
@@ -179,8 +176,7 @@ Params make_maps(const Call& c, const Tiling<Params>& tiling) {
   return p;
 }
 
-// ---- between the forward launchers
-// --------------------------------------------------------------------------------
+// ---- between the forward launchers ----
 
 /// Of a kernel whose tiles have so many rows and columns.
 template <class Tiling>

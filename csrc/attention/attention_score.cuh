@@ -150,12 +150,19 @@ struct Defined {
 
   FLEXOPS_DEVICE Defined(const Problem& problem, const Sequence& sequence)
       : p(problem), s(sequence) {}
+  FLEXOPS_DEVICE Dual score(float product, int query, int key) const {
+    return defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, query, key,
+                         static_cast<const int*>(p.bias));
+  }
+  /// Unchecked: look-ups stay within their tables, keys beyond the last one are masked afterwards,
+  /// and what a row beyond the last one gets reaches no other row.
+  FLEXOPS_DEVICE float value(float product, int query, int key) const {
+    return score(product, query, key).value;
+  }
+  /// Of a row or key beyond the last one 0: products of gradients sum over both, and a function may
+  /// be infinite or NaN there.
   FLEXOPS_DEVICE float operator()(float product, int query, int key, float& slope) const {
-    // What is beyond the last row or key has a score of 0, at which a function may be infinite or
-    // NaN.
-    const Dual out =
-        defined_score(Dual(product * p.scale, 1.0f), s.batch, s.head, min(query, s.length_q - 1),
-                      min(key, s.length_k - 1), static_cast<const int*>(p.bias));
+    const Dual out = score(product, min(query, s.length_q - 1), min(key, s.length_k - 1));
     const bool inside = query < s.length_q && key < s.length_k;
     slope = inside ? out.slope : 0.0f;
     return inside ? out.value : 0.0f;

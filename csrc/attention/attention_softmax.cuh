@@ -1,8 +1,8 @@
 // Online softmax on the fragments of a matrix product's accumulators, and their way to memory.
 //
 // The fragment of mma.sync and of wgmma alike: a lane has rows lane / 4 and lane / 4 + 8 of its
-// warp's 16, and columns 8 j + lane % 4 * 2
-// (+ 1) of them, as fragment[4 j + 2 (second row) (+ 1)]. Four lanes, a quad, share a row.
+// warp's 16, and columns 8 j + lane % 4 * 2 (+ 1) of them, as fragment[4 j + 2 (second row) (+ 1)].
+// Four lanes, a quad, share a row.
 #pragma once
 
 #include "attention/attention_score.cuh"
@@ -54,9 +54,8 @@ FLEXOPS_DEVICE void modify(float (&scores)[N], const Modifier& modifier, int row
     for (int first = 0; first < N; first += kAtOnce) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        float slope;
         scores[i] =
-            modifier(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2, slope);
+            modifier.value(scores[i], row + i / 2 % 2 * 8, key + 2 * first + i / 4 * 8 + i % 2);
       }
       rotate<kAtOnce>(scores);
     }

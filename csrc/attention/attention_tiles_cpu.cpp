@@ -5,8 +5,7 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-// ---- memory
-// --------------------------------------------------------------------------------
+// ---- memory ----
 
 void transpose(const float* FLEXOPS_RESTRICT from, int64_t from_row, int64_t rows, int64_t columns,
                float* FLEXOPS_RESTRICT to, int64_t to_row) {
@@ -104,8 +103,7 @@ void store_transposed(const float* from, int64_t rows, int64_t columns, void* to
     narrow(buffer + i * columns, to, offset + i * row, columns, type);
 }
 
-// ---- scores
-// --------------------------------------------------------------------------------
+// ---- scores ----
 
 constexpr int64_t kUnlimited = 1 << 29;
 

@@ -1,9 +1,8 @@
 // Copies from global to shared memory that a thread starts and does not wait for. A thread's copies
 // form groups, in order:
 //
-//   async_copy16(&slot[0], pointer, valid);  async_commit();     // as often as slots are free
-//   async_wait(1);                                                // until at most one group is
-//   under way
+//   async_copy16(&slot[0], pointer, valid), async_commit();  // as often as slots are free
+//   async_wait(1);                                           // until at most one group is left
 //
 // What a thread has waited for is in its own sight; others see it after a __syncthreads(). Without
 // such copies (HIP, sm_75) they are plain ones, done when the call returns.

@@ -8,21 +8,22 @@
 //   #include "common/binding.h"
 //   #include "scale/scale.h"
 //   namespace flexops {
-//   static Tensor scale(Tensor x, double factor, std::optional<Tensor> bias) {   // by value;
-//   int64_t, double, bool, Tensor, TensorList
+//   // By value: int64_t, double, bool, Tensor, TensorList, and std::optional of those.
+//   static Tensor scale(Tensor x, double factor, std::optional<Tensor> bias) {
 //     FLEXOPS_CHECK(x.dtype() == Dtype::f32, "flexops::scale: x must be float32, got ",
-//     dtype_name(x.dtype())); x = contiguous(x); // and std::optional of those Tensor out =
-//     empty_like_contiguous(x, x.dtype());
+//                   dtype_name(x.dtype()));
+//     x = contiguous(x);
+//     Tensor out = empty_like_contiguous(x, x.dtype());
 //   #if FLEXOPS_DEVICE_CUDA
-//     DeviceGuard guard(x);                                                     // does nothing on
-//     a CPU check_launch("flexops::scale", scale_cuda(x.data<float>(), out.data<float>(),
-//     x.numel(), factor, current_stream(x)));
+//     DeviceGuard guard(x);  // does nothing on a CPU
+//     check_launch("flexops::scale", scale_cuda(x.data<float>(), out.data<float>(), x.numel(),
+//                                               factor, current_stream(x)));
 //   #else
 //     parallel_for(0, x.numel(), 4096, [&](int64_t begin, int64_t end) {
-//     FLEXOPS_ISA_CALL(scale_cpu)(...., begin, end); });   // common/cpu.h
+//       FLEXOPS_ISA_CALL(scale_cpu)(..., begin, end);  // common/cpu.h
+//     });
 //   #endif
-//     return out;                                                               // void, Tensor, or
-//     std::tuple of Tensors
+//     return out;  // void, Tensor, or std::tuple of Tensors
 //   }
 //   FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
 //   }  // namespace flexops

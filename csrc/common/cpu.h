@@ -4,11 +4,12 @@
 // avx512 and the matching -m flags, and puts everything it defines into that namespace:
 //
 //   scale.h:        FLEXOPS_ISA_DECLARE(void scale_cpu(const float* x, float* out, int64_t begin,
-//   int64_t end)) scale_cpu.cpp:  namespace flexops::FLEXOPS_ISA { void scale_cpu(const float* x,
-//   ...) { ... } } binding:        FLEXOPS_ISA_CALL(scale_cpu)(x, out, begin, end)
+//                                                      int64_t end))
+//   scale_cpu.cpp:  namespace flexops::FLEXOPS_ISA { void scale_cpu(const float* x, ...) {...} }
+//   binding:        FLEXOPS_ISA_CALL(scale_cpu)(x, out, begin, end)
 //
 // One-definition rule: an inline function that is compiled under different -m flags must live in
-// the level's namespace (or be static), or the linker may keep the AVX-512 one for everybody. So
+// the level's namespace (or be static), or the linker may keep the AVX-512 one for all levels. So
 // *_cpu.cpp files include no C++ standard header with templates or inline functions that they use
 // (cpu_math.h has what kernels need, per level); C headers such as <stdint.h> and <string.h> are
 // fine. <math.h> takes longer to compile than most kernels: __builtin_expf and the like do without

@@ -35,8 +35,7 @@ inline void with_floats(Dtype dtype, const F& body) {
   return body(float{});
 }
 
-// ---- the same by ElementType: a register of floats, or a block of them, at a time
-// ----------------------------------------
+// ---- the same by ElementType: a register of floats, or a block of them, at a time ----
 
 /// `count` neighbouring elements as floats: in place, or in `buffer`.
 inline const float* widen(const void* from, int64_t offset, int64_t count, ElementType type,
@@ -87,7 +86,7 @@ inline void store_element(void* to, int64_t index, float value) {
   }
 }
 
-/// One element of a type that is told at run time.
+/// One element of a type known at run time.
 inline float load(const void* from, int64_t at, ElementType type) {
   if (type == ElementType::f32) return static_cast<const float*>(from)[at];
   const uint16_t bits = static_cast<const uint16_t*>(from)[at];

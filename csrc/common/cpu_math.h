@@ -203,8 +203,7 @@ inline Floats square_root(Floats value) {
 #endif
 }
 
-// ---- blocks
-// --------------------------------------------------------------------------------
+// ---- blocks ----
 // Out of line: a block takes longer than a call, and most kernels convert in several places.
 
 [[gnu::noinline]] inline void bf16_to_float(const uint16_t* FLEXOPS_RESTRICT in,

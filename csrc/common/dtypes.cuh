@@ -111,8 +111,7 @@ FLEXOPS_DEFINE_MIN2(max2, f16, "max.NaN.f16x2")
 #define FLEXOPS_HAS_MIN2 0
 #endif
 
-// ---- numbers
-// --------------------------------------------------------------------------------
+// ---- numbers ----
 
 FLEXOPS_DEVICE float infinity() { return bit_cast<float>(0x7f800000u); }
 FLEXOPS_DEVICE float not_a_number() { return bit_cast<float>(0x7fc00000u); }

@@ -1,14 +1,15 @@
 // Elements of float, f16 or bf16: the one vocabulary of kernels for what they read, compute with
 // and write.
 //
-//   auto raw = load<bf16, 8>(pointer, index);       // one access of 16 bytes; nothing is converted
-//   yet, so that many can be under way float value[8];  widen(value, raw);             // to
-//   float32 store<bf16>(out, index, value);                 // rounded to nearest even, in one
-//   access Vec<bf16, 8> rounded = round<bf16>(value);      // the same without the store
+//   auto raw = load<bf16, 8>(pointer, index);  // one access of 16 bytes, nothing converted yet
+//   float value[8];
+//   widen(value, raw);                         // to float32
+//   store<bf16>(out, index, value);            // rounded to nearest even, in one access
+//   Vec<bf16, 8> rounded = round<bf16>(value);  // the same without the store
 //
-// Of a type that is told at run time, one at a time: load_any, store_any, round_any. For what is
+// Of a type known at run time, one at a time: load_any, store_any, round_any. For what is
 // done once a row or a column (sums, scales), and for kernels of types that differ, which are 27
-// kinds where three are told apart.
+// kinds where three are distinguished.
 #pragma once
 
 #include "common/device.cuh"
@@ -92,7 +93,7 @@ FLEXOPS_DEVICE float round_any(float value, ElementType type) {
 }
 
 /// N neighbouring numbers of a small tensor that many threads read (a bias, a table), as they are
-/// loaded. Its type is told at run time, which costs a branch that all threads take alike; known
+/// loaded. Its type is known at run time, which costs a branch that all threads take alike; known
 /// types would be three kernels for each. If N is more than 1, its address and `index` are
 /// multiples of 16 bytes and of N.
 template <int N>

@@ -1,5 +1,5 @@
 // What a plain C++ compiler does not see of ATen/core/TensorAccessor.h, which keeps it for nvcc:
-// host code of somebody's own `.cu` names it.
+// host code of a user's `.cu` names it.
 #pragma once
 
 #include <ATen/core/TensorAccessor.h>

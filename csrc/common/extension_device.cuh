@@ -1,4 +1,4 @@
-// What device code of somebody's own `.cu` finds without its host headers, where NVRTC compiles it
+// What device code of a user's `.cu` finds without its host headers, where NVRTC compiles it
 // (flexops/build/describe/cuda_source.py): the types, traits and limits of the standard library
 // that kernels use, defined as the standard defines them, and what torch's own small headers (Half,
 // BFloat16) include. It stands in for <cmath>, <limits>, <type_traits> and their like, which NVRTC

@@ -1,4 +1,4 @@
-// What the host's half of somebody's own `.cu` calls where NVRTC compiles the device's
+// What the host's half of a user's `.cu` calls where NVRTC compiles the device's
 // (flexops/build/describe/cuda_source.py): a kernel's body is launch<Stub>(arguments...), and
 // `k<<<grid, block, bytes, stream>>>(x)` is `(Configured(grid, block, bytes, stream), k(x))`, as
 // nvcc has it.

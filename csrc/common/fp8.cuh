@@ -2,11 +2,12 @@
 // rest does. The OCP formats, which torch calls float8_e4m3fn and float8_e5m2 (not AMD's fnuz
 // ones).
 //
-//   e4m3 y = from_float<e4m3>(x);              // to nearest even; beyond the largest, infinities
-//   included: the largest. NaN: 0x7f float x = to_float(y); u32 word = pack4<e4m3>(a, b, c, d); //
-//   the same for four neighbours, the first in the low byte; on sm_89 and later two instructions
-//   unpack4<e4m3>(out, word);                  // float out[4] float most = kLargest<e4m3>; // 448;
-//   e5m2: 57344; i8: 127
+//   e4m3 y = from_float<e4m3>(x);  // to nearest even; beyond the largest (infinities, too) the
+//                                  // largest; NaN: 0x7f
+//   float x = to_float(y);
+//   u32 word = pack4<e4m3>(a, b, c, d);  // four neighbours, the first in the low byte
+//   unpack4<e4m3>(out, word);            // float out[4]; from sm_89 on two instructions each
+//   float most = kLargest<e4m3>;         // 448; e5m2: 57344; i8: 127
 //
 // pack4, unpack4 and kLargest know i8 as well: rounded to nearest even, clamped to [-127, 127]; NaN
 // becomes any of these.

@@ -1,251 +1,216 @@
-// Hopper's own instructions (sm_90a): barriers in shared memory, the tensor copy engine, products
-// of a warpgroup (128 threads, four warps from a multiple of four on) by wgmma. PTX ISA,
-// "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Operations".
+// What a pipeline through shared memory is made of on Hopper and newer (sm_90): mbarriers, bulk
+// copies by the copy engine, a ring of stages between a producer and its consumers, and values that
+// the blocks of a cluster exchange. PTX ISA, "mbarrier", "cp.async.bulk", "st.async". On HIP and on
+// older architectures it compiles and does nothing: launchers choose other kernels there.
 //
-//   Producer (one thread):   wait(empty, phase); expect(full, bytes); load_tile(to, map, full,
-//   column, row, head, batch); Consumer (a warpgroup):  wait(full, phase);
-//                            wgmma_fence(); wgmma<T, N>(acc, a, b, accumulate); ... wgmma_commit();
-//                            wgmma_wait<0>(acc); arrive(empty);
+//   __shared__ u64 barriers[Ring<3>::kBarriers];
+//   const Ring<3> ring = {shared_address(barriers)};
+//   if (threadIdx.x == 0) ring.init(consumer_warps), fence_init();
+//   __syncthreads();                                  // ClusterExchange::open() between clusters
+//   RingState<3> at;                                  // of the producer, of each consumer
+//   // The producer, one thread:                      // The consumers, whole warps:
+//   const u32 full = ring.fill(at, bytes);            ring.wait(at);
+//   load_bytes(stage_of(at.stage), from, bytes, full);  ... read the stage ...
+//   at.next();                                        ring.release(at), at.next();
 #pragma once
 
 #include "common/device.cuh"
-#include "common/dtypes.cuh"
-#include "common/panels.cuh"
+#include "common/vec.cuh"
+
+#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define FLEXOPS_HAS_CLUSTERS 1
+#define FLEXOPS_SM90(...) asm volatile(__VA_ARGS__)
+#else
+#define FLEXOPS_HAS_CLUSTERS 0
+#define FLEXOPS_SM90(...)
+#endif
 
 namespace flexops::hopper {
 
-constexpr int kWarpgroup = 128;
-
-/// A CUtensorMap, which the launcher encodes; in a kernel's __grid_constant__ parameter.
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
-
 FLEXOPS_DEVICE u32 shared_address(const void* pointer) {
+#if FLEXOPS_HIP
+  (void)pointer;
+  return 0;
+#else
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
+#endif
 }
 
-// ---- Barriers. Each use of one is a phase; `parity` is that of the phase waited for. ----
+// ---- mbarriers, by their address in shared memory. Each use is a phase: 0, 1, 0, ... ----
 
 FLEXOPS_DEVICE void init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  FLEXOPS_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 /// After the last init, before other threads or the copy engine see the barriers.
 FLEXOPS_DEVICE void fence_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  FLEXOPS_SM90("fence.mbarrier_init.release.cluster;" :: : "memory");
 }
 FLEXOPS_DEVICE void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  FLEXOPS_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 /// Arrives; the phase then also waits for so many bytes.
 FLEXOPS_DEVICE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+  FLEXOPS_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes) : "memory");
 }
-FLEXOPS_DEVICE void wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], "
-      "%1;\n@done bra finished;\nbra "
-      "again;\nfinished:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+/// Until the phase is complete, for what this block's threads and copies bring.
+FLEXOPS_DEVICE void wait(u32 barrier, u32 phase) {
+  FLEXOPS_SM90(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+      "r"(phase) : "memory");
 }
-
-/// A ring's stages in turn.
-template <int kStages>
-struct Turn {
-  int stage = 0;
-  u32 parity = 0;
-  FLEXOPS_DEVICE void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-/// Tells the barrier that `threads` will meet at that this thread's warp was there, without waiting
-/// (see barrier() in device.cuh).
-FLEXOPS_DEVICE void barrier_pass(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+/// The same for what other blocks of the cluster have stored; it empties the first-level cache,
+/// too.
+FLEXOPS_DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
+  FLEXOPS_SM90(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+      "done, [%0], %1;\n@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+      "r"(phase) : "memory");
 }
+/// Orders this thread's accesses of shared memory before those of the copy engine and of the tensor
+/// cores, which have no order with them otherwise.
+FLEXOPS_DEVICE void fence_async() { FLEXOPS_SM90("fence.proxy.async.shared::cta;" :: : "memory"); }
 
-/// Orders this thread's ordinary accesses of shared memory before those of the copy engine and the
-/// tensor cores.
-FLEXOPS_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// ---- Bulk copies to shared memory: `bytes` and both addresses are multiples of 16. `barrier`
+// counts the bytes that arrive. ----
 
-// ---- The copy engine ----
-
-FLEXOPS_DEVICE void prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
-}
-/// The map's box from (column, row, head, batch) on; what lies outside of the tensor is zeros.
-/// `barrier` is told of its bytes.
-FLEXOPS_DEVICE void load_tile(u32 to, const TensorMap& map, u32 barrier, int column, int row,
-                              int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
-      "{%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(reinterpret_cast<u64>(&map)), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
-      : "memory");
-}
-/// `bytes` (a multiple of 16, both ends aligned to that) that lie in one piece.
 FLEXOPS_DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile(
+  FLEXOPS_SM90(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),
-      "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier)
-      : "memory");
+      "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier) : "memory");
+}
+FLEXOPS_DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier,
+                               const L2Policy& policy) {
+  FLEXOPS_SM90(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(reinterpret_cast<u64>(from)), "r"(bytes), "r"(barrier), "l"(policy.bits) : "memory");
 }
 
-// ---- Registers. A kernel's threads start with as many; its roles hand them to one another. ----
+// ---- The ring ----
 
-template <int kRegisters>
-FLEXOPS_DEVICE void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-FLEXOPS_DEVICE void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
+/// Where a producer or consumer is in a ring: the stage, and the phase bit of its barriers.
+template <int kStages>
+struct RingState {
+  int stage = 0;
+  u32 phase = 0;
 
-// ---- Tiles as wgmma's operands ----
-
-/// A tile in shared memory, laid out as the copy engine and wgmma have it.
-template <int kRows, int kColumns>
-struct Tile : Panels<kRows, kColumns> {
-  using Layout = Panels<kRows, kColumns>;
-  using Layout::kPanel, Layout::kPanels, Layout::kRowBytes, Layout::kPanelBytes;
-
-  /// Of the tile's part `offset` bytes on. Offsets are known when compiling (a row group aside), so
-  /// that steps differ by one addition.
-  static FLEXOPS_DEVICE u64 descriptor(u32 tile, u32 offset, u32 leading) {
-    constexpr u32 kSwizzle = kPanel == 64 ? 1 : 2, kStride = 8 * kRowBytes / 16;
-    const u32 low = (tile >> 4) + (offset >> 4) + (leading >> 4 << 16);
-    return static_cast<u64>(kStride | kSwizzle << 30) << 32 | low;
+  /// After `count` uses of stages.
+  static FLEXOPS_DEVICE RingState after(u32 count) {
+    return {static_cast<int>(count % kStages), count / kStages % 2};
   }
-  /// Rows from `row` (a multiple of 8) on, whose columns [16 step, 16 step + 16) are summed over.
-  static FLEXOPS_DEVICE u64 rows(u32 tile, int row, int step) {
-    return descriptor(
-        tile, row * kRowBytes + step / (kPanel / 16) * kPanelBytes + step % (kPanel / 16) * 32, 16);
-  }
-  /// Columns from `column` (a multiple of 8; of kPanel, if they go past a panel) on, whose rows [16
-  /// step, 16 step + 16) are summed over: the transposed operand.
-  static FLEXOPS_DEVICE u64 columns(u32 tile, int column, int step) {
-    return descriptor(tile,
-                      column / kPanel * kPanelBytes + column % kPanel * 2 + step * 16 * kRowBytes,
-                      kPanelBytes);
-  }
-  /// The copy engine's loads of the tile's panels.
-  static FLEXOPS_DEVICE void load(u32 to, const TensorMap& map, u32 barrier, int row, int head,
-                                  int batch) {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      load_tile(to + panel * kPanelBytes, map, barrier, panel * kPanel, row, head, batch);
+  FLEXOPS_DEVICE void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
 
-// ---- wgmma ----
+/// Stages that a producer fills and consumers release: two barriers for each, "full" and "empty",
+/// from `first` on of those at the address `barriers`.
+template <int kStages>
+struct Ring {
+  static constexpr int kBarriers = 2 * kStages;
+  using State = RingState<kStages>;
+  u32 barriers;
+  int first = 0;
 
-FLEXOPS_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-FLEXOPS_DEVICE void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-/// Keeps uses of registers on their side of it.
-template <int N>
-FLEXOPS_DEVICE void pin(float (&registers)[N]) {
+  FLEXOPS_DEVICE u32 full(int stage = 0) const { return barriers + 8 * (first + stage); }
+  FLEXOPS_DEVICE u32 empty(int stage = 0) const { return full(kStages + stage); }
+  /// By one thread, with the arrivals that make a stage empty, and full.
+  FLEXOPS_DEVICE void init(u32 consumers, u32 producers = 1) const {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+    for (int i = 0; i < kStages; ++i)
+      hopper::init(full(i), producers), hopper::init(empty(i), consumers);
+  }
+  /// The producer's: until the stage is empty, which it is at first.
+  FLEXOPS_DEVICE void acquire(const State& at) const {
+    hopper::wait(empty(at.stage), at.phase ^ 1);
+  }
+  /// The producer's: the barrier for copies of `bytes` to the stage, once it is empty.
+  FLEXOPS_DEVICE u32 fill(const State& at, u32 bytes) const {
+    acquire(at);
+    expect(full(at.stage), bytes);
+    return full(at.stage);
+  }
+  /// A consumer's: until the stage is full.
+  FLEXOPS_DEVICE void wait(const State& at) const { hopper::wait(full(at.stage), at.phase); }
+  /// By all threads of a consumer's warp that have read the stage. Without the fence the next copy
+  /// may overtake their reads.
+  FLEXOPS_DEVICE void release(const State& at) const {
+    fence_async();
+    FLEXOPS_SM90("bar.warp.sync 0xffffffff;" :: : "memory");
+    if (threadIdx.x % 32 == 0) arrive(empty(at.stage));
+  }
+};
+
+// ---- Clusters ----
+
+inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has
+
+/// This block's number within its cluster.
+FLEXOPS_DEVICE int cluster_rank() {
+  u32 rank = 0;
+  FLEXOPS_SM90("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
 }
-template <int N>
-FLEXOPS_DEVICE void pin(u32 (&registers)[N]) {
+
+/// A value (float2 or float4) of each consumer warp of a cluster, sent to all of its blocks for
+/// each row. With two places a row's values are sent after those of the row before it were
+/// received, with four after those of the row before that one: a block that has received a row's
+/// values knows that all warps have read those of the row (two rows) before, whose place the next
+/// ones take. A block that has received all that it is sent may end.
+template <typename Value, int kPlaces>
+struct ClusterExchange {
+  static constexpr int kMostWarps = 16;
+  static_assert(sizeof(Value) == 8 || sizeof(Value) == 16, "float2 or float4");
+  Value values[kPlaces][kMostClusterBlocks * kMostWarps];
+  u64 barriers[kPlaces];
+
+  /// By one thread, before open().
+  FLEXOPS_DEVICE void init() const {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-/// Waits until at most kPending groups are under way; what the others computed may then be read.
-template <int kPending, int... N>
-FLEXOPS_DEVICE void wgmma_wait(float (&... done)[N]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-  (pin(done), ...);
-}
-
-/// acc[64 x kN] (+)= A[64 x 16] B[16 x kN], with A in shared memory (by rows or by columns of its
-/// tile) or in registers, B in shared memory. A thread of warp w has rows 16 w + lane / 4 (+ 8) and
-/// columns 8 j + lane % 4 * 2 (+ 1) as acc[4 j + 2 (+8 rows) (+ 1)].
-template <class T, int kN, bool kColumnsOfA, bool kColumnsOfB>
-struct Wgmma;
-
-#define FLEXOPS_D8(i)                                                                         \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FLEXOPS_D16(i) FLEXOPS_D8(i), FLEXOPS_D8(i + 8)
-#define FLEXOPS_D32(i) FLEXOPS_D16(i), FLEXOPS_D16(i + 16)
-#define FLEXOPS_D40(i) FLEXOPS_D32(i), FLEXOPS_D8(i + 32)
-#define FLEXOPS_D48(i) FLEXOPS_D32(i), FLEXOPS_D16(i + 32)
-#define FLEXOPS_D56(i) FLEXOPS_D48(i), FLEXOPS_D8(i + 48)
-#define FLEXOPS_D64(i) FLEXOPS_D32(i), FLEXOPS_D32(i + 32)
-#define FLEXOPS_D88(i) FLEXOPS_D64(i), FLEXOPS_D16(i + 64), FLEXOPS_D8(i + 80)
-#define FLEXOPS_D96(i) FLEXOPS_D64(i), FLEXOPS_D32(i + 64)
-#define FLEXOPS_D128(i) FLEXOPS_D64(i), FLEXOPS_D64(i + 64)
-// The same registers in the instruction's text.
-#define FLEXOPS_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define FLEXOPS_L32 FLEXOPS_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define FLEXOPS_L40 FLEXOPS_L32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define FLEXOPS_L48 FLEXOPS_L40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define FLEXOPS_L56 FLEXOPS_L48 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define FLEXOPS_L64 FLEXOPS_L56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define FLEXOPS_L88                                                                            \
-  FLEXOPS_L64                                                                                  \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%" \
-  "86,%87"
-#define FLEXOPS_L96 FLEXOPS_L88 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define FLEXOPS_L128                                                                              \
-  FLEXOPS_L96                                                                                     \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%" \
-  "115,%116,%117,%118,%119,%120,%121,%122,%"                                                      \
-  "123,"                                                                                          \
-  "%124,%125,%126,%127"
-
-#define FLEXOPS_WGMMA_BEGIN(accumulate, n, type)                                               \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, %" accumulate ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-  "k16.f32." type "." type " {"
-// i0 to i6: the numbers of the operands after the kN / 2 registers of the accumulator.
-#define FLEXOPS_DEFINE_WGMMA_OF(T, type, n, registers, i0, i1, i2, i3, i4, i5, i6)           \
-  template <bool kColumnsOfA, bool kColumnsOfB>                                              \
-  struct Wgmma<T, n, kColumnsOfA, kColumnsOfB> {                                             \
-    static FLEXOPS_DEVICE void shared(float (&d)[registers], u64 a, u64 b, int accumulate) { \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i2, n, type) FLEXOPS_L##registers                     \
-                   "}, %" i0 ", %" i1 ", p, 1, 1, %" i3 ", %" i4 ";\n}"                      \
-                   : FLEXOPS_D##registers(0)                                                 \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kColumnsOfA ? 1 : 0),              \
-                     "n"(kColumnsOfB ? 1 : 0));                                              \
-    }                                                                                        \
-    static FLEXOPS_DEVICE void registers_(float (&d)[registers], const u32* a, u64 b,        \
-                                          int accumulate) {                                  \
-      asm volatile(FLEXOPS_WGMMA_BEGIN(i5, n, type) FLEXOPS_L##registers                     \
-                   "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" i4 ", p, 1, 1, %" i6 ";\n}"  \
-                   : FLEXOPS_D##registers(0)                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),    \
-                     "n"(kColumnsOfB ? 1 : 0));                                              \
-    }                                                                                        \
-  };
-#define FLEXOPS_DEFINE_WGMMA(...)                    \
-  FLEXOPS_DEFINE_WGMMA_OF(bf16, "bf16", __VA_ARGS__) \
-  FLEXOPS_DEFINE_WGMMA_OF(f16, "f16", __VA_ARGS__)
-FLEXOPS_DEFINE_WGMMA(32, 16, "16", "17", "18", "19", "20", "21", "22")
-FLEXOPS_DEFINE_WGMMA(64, 32, "32", "33", "34", "35", "36", "37", "38")
-FLEXOPS_DEFINE_WGMMA(80, 40, "40", "41", "42", "43", "44", "45", "46")
-FLEXOPS_DEFINE_WGMMA(96, 48, "48", "49", "50", "51", "52", "53", "54")
-FLEXOPS_DEFINE_WGMMA(112, 56, "56", "57", "58", "59", "60", "61", "62")
-FLEXOPS_DEFINE_WGMMA(128, 64, "64", "65", "66", "67", "68", "69", "70")
-FLEXOPS_DEFINE_WGMMA(176, 88, "88", "89", "90", "91", "92", "93", "94")
-FLEXOPS_DEFINE_WGMMA(192, 96, "96", "97", "98", "99", "100", "101", "102")
-FLEXOPS_DEFINE_WGMMA(256, 128, "128", "129", "130", "131", "132", "133", "134")
-
-template <class T, int kColumnsOfA, int kColumnsOfB, int N>
-FLEXOPS_DEVICE void wgmma(float (&acc)[N], u64 a, u64 b, bool accumulate) {
-  Wgmma<T, 2 * N, kColumnsOfA, kColumnsOfB>::shared(acc, a, b, accumulate);
-}
-template <class T, int kColumnsOfB, int N>
-FLEXOPS_DEVICE void wgmma(float (&acc)[N], const u32* a, u64 b, bool accumulate) {
-  Wgmma<T, 2 * N, false, kColumnsOfB>::registers_(acc, a, b, accumulate);
-}
+    for (int i = 0; i < kPlaces; ++i) hopper::init(shared_address(&barriers[i]), 1);
+  }
+  /// By all threads of the block, after the init of all its barriers: until all of the cluster's
+  /// blocks have come here.
+  FLEXOPS_DEVICE void open() const {
+    fence_init();
+    __syncthreads();
+    FLEXOPS_SM90(
+        "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
+  }
+  /// By all consumers, row by row: their warp's value, which its first lanes have, to all blocks.
+  FLEXOPS_DEVICE void send(u32 row, const Value& value, int blocks, int warps) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    const u32 barrier = shared_address(&barriers[row % kPlaces]);
+    const u32 to = shared_address(&values[row % kPlaces][cluster_rank() * warps + thread / 32]);
+    if (thread == 0) expect(barrier, blocks * warps * static_cast<int>(sizeof(Value)));
+    if (thread % 32 >= blocks) return;
+    if constexpr (sizeof(Value) == 8) {
+      FLEXOPS_SM90(
+          "{\n.reg .u32 there, bell;\nmapa.shared::cluster.u32 there, %0, %2;\n"
+          "mapa.shared::cluster.u32 bell, %1, %2;\n"
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [there], {%3, %4}, "
+          "[bell];\n}" ::"r"(to),
+          "r"(barrier), "r"(thread % 32), "r"(bit_cast<u32>(value.x)),
+          "r"(bit_cast<u32>(value.y)) : "memory");
+    } else {
+      FLEXOPS_SM90(
+          "{\n.reg .u32 there, bell;\nmapa.shared::cluster.u32 there, %0, %2;\n"
+          "mapa.shared::cluster.u32 bell, %1, %2;\n"
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, "
+          "%6}, [bell];\n}" ::"r"(to),
+          "r"(barrier), "r"(thread % 32), "r"(bit_cast<u32>(value.x)), "r"(bit_cast<u32>(value.y)),
+          "r"(bit_cast<u32>(value.z)), "r"(bit_cast<u32>(value.w)) : "memory");
+    }
+    (void)to;
+  }
+  /// What all warps have sent, block by block.
+  FLEXOPS_DEVICE const Value* receive(u32 row) const {
+    wait_for_cluster(shared_address(&barriers[row % kPlaces]), row / kPlaces % 2);
+    return values[row % kPlaces];
+  }
+};
 
 }  // namespace flexops::hopper

@@ -7,7 +7,7 @@
 //
 // For CUDA a library holds no device code. It holds the names of the kernels that it launches, as
 // NVRTC takes them (flexops/build/compile/device_code.py reads them from its file), and asks for
-// each at its first launch on a device: flexops_set_provider() tells it whom. Only the driver is
+// each at its first launch on a device: flexops_set_provider() says whom. Only the driver is
 // called, through the libcuda.so.1 that torch has opened; every driver since 525 has what is used.
 #pragma once
 
@@ -120,7 +120,7 @@ struct Same {
 template <auto function>
 inline constexpr auto kernel = detail::typed<function>(function);
 /// A kernel that builds ahead of time leave out, because few calls launch it: it is compiled when
-/// it is first launched. Where that cannot be, last_error() tells of it and the reference stands
+/// it is first launched. Where that cannot be, last_error() reports it and the reference stands
 /// in: nothing of the call may have been launched before that writes to its arguments.
 template <auto function>
 #if FLEXOPS_HIP
@@ -140,8 +140,7 @@ inline constexpr auto rare_kernel = detail::typed_rare<function>(function);
   {kernel<name<float, ##__VA_ARGS__>>, rare_kernel<name<f16, ##__VA_ARGS__>>, \
    kernel<name<bf16, ##__VA_ARGS__>>}
 
-// ---- the driver
-// --------------------------------------------------------------------------------
+// ---- the driver ----
 
 namespace detail {
 
@@ -433,7 +432,7 @@ inline int gpu_attribute(GpuAttribute which) {
 
 }  // namespace detail
 
-/// Queues a kernel. What goes wrong is told by last_error(), and ends the call: later kernels,
+/// Queues a kernel. What goes wrong is reported by last_error(), and ends the call: later kernels,
 /// which need what the first would have written, are not queued.
 template <typename... A>
 void launch(const KernelOf<A...>& kernel, const LaunchConfig& config,

@@ -3,8 +3,8 @@
 //
 //   template <typename T>
 //   __global__ void add_kernel(const T* a, const T* b, T* out, i64 count) {
-//     map_elements(out, count, [=](float a, float b) { return a + b; }, a, b);      //
-//     blocks(ceil_div(count, 256 * kMapped<T>)) of {256}
+//     map_elements(out, count, [=](float a, float b) { return a + b; }, a, b);
+//     // launched with blocks(ceil_div(count, 256 * kMapped<T>)) of {256}
 //   }
 //
 // For more than that, load_up_to() and store_up_to() are what it is made of.

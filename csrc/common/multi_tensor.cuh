@@ -1,24 +1,25 @@
 // Element-wise kernels over lists of tensors: many tensors per launch, their addresses in the
 // kernel's parameters, one block per chunk of one tensor. An op brings a Rule; this brings memory,
 // which is what decides: every access is 16 bytes wide for fp32 (8 for 16-bit data), a thread has
-// all loads of kUnroll vectors in flight before the first use, and blocks are small. (On an H200
-// loads and stores that are marked as touched once are 3 % slower than plain ones.)
+// all loads of kUnroll vectors in flight before the first use, and blocks are small.
 //
 //   template <Data data> struct Rule {
-//     static constexpr Data kData = data;            // what the typed arrays hold
+//     static constexpr Data kData = data;  // what the typed arrays hold
 //     static constexpr int kThreads, kUnroll, kIterations, kMinBlocks;
-//     static constexpr int kApart;                   // as kUnroll, for tensors that are not
-//     aligned static constexpr int kArrays, kExtras, kSums;  // kExtras: small per-tensor inputs by
-//     pointer; kSums: numbers reduced over the tensor static constexpr u32 kReads, kWrites, kTyped,
-//     kOptional;   // which arrays, as bits; those that are not typed hold fp32 static constexpr
-//     int kUnscaled;                // the array that is also written if shared.grad_scale is
-//     there, or -1 static constexpr bool kReverse;                // last chunk first: finds in the
-//     cache what the pass before read last static constexpr Cache kLoad, kStore; struct Shared {
-//     const float *grad_scale, *found_inf; ... };   // what all tensors share; pointers null where
-//     not used struct Factors { ... };                        // what all elements of one tensor
-//     share static Factors prepare(const Shared&, const Launch<Rule>&, int tensor); static void
-//     update(Element<Rule>& x, const Shared&, const Factors&, const Pointers<Rule>&, float* sums,
-//     bool valid);
+//     static constexpr int kApart;  // as kUnroll, for tensors that are not aligned
+//     static constexpr int kArrays;
+//     static constexpr int kExtras;  // small inputs for each tensor, by pointer
+//     static constexpr int kSums;    // numbers reduced over the tensor
+//     // Which arrays, as bits; those that are not typed hold fp32.
+//     static constexpr u32 kReads, kWrites, kTyped, kOptional;
+//     static constexpr int kUnscaled;  // the array also written with shared.grad_scale, or -1
+//     static constexpr bool kReverse;  // last chunk first: the pass before left it in the cache
+//     static constexpr Cache kLoad, kStore;
+//     struct Shared { const float *grad_scale, *found_inf; ... };  // of all tensors; null: unused
+//     struct Factors { ... };                                      // of all elements of a tensor
+//     static Factors prepare(const Shared&, const Launch<Rule>&, int tensor);
+//     static void update(Element<Rule>& x, const Shared&, const Factors&, const Pointers<Rule>&,
+//                        float* sums, bool valid);
 //   };
 #pragma once
 

@@ -111,8 +111,8 @@ inline void launch_steps(const TensorRow* rows, int64_t count, const float* foun
 }
 
 /// Increments the rows' steps, if they count them, and launches the kernel of each kind of rows, as
-/// kind_of(row) tells them apart. A rare kernel that is needed and cannot be had is found before
-/// anything is written: last_error() tells.
+/// kind_of(row) says which. A rare kernel that is needed and cannot be had is found before
+/// anything is written: last_error() reports it.
 template <class Kind, template <Kind> class Rule, Kind... kinds, class KindOf, class Shared>
 void step_rows(const TensorRow* rows, int64_t count, const KindOf& kind_of, const Shared& shared,
                void* stream, const KernelOf<Launch<Rule<kinds>>>&... kernels) {

@@ -2,8 +2,8 @@
 // more is written than read, as when codes become numbers, but costing 3 % where as much or more is
 // read. Measured on one H200.
 //
-//   Vec<u32, 2> v = load_once(reinterpret_cast<const Vec<u32, 2>*>(pointer));   // aligned to it;
-//   nobody may write there meanwhile
+//   // Aligned to the vector; it must not be written meanwhile:
+//   Vec<u32, 2> v = load_once(reinterpret_cast<const Vec<u32, 2>*>(pointer));
 #pragma once
 
 #include "common/device.cuh"

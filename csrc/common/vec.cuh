@@ -1,8 +1,8 @@
 // Vector loads and stores, up to 16 bytes at once, with hints for data that is touched once.
 //
-//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));   //
-//   one 16-byte access; pointer aligned to it store<Cache::streaming>(reinterpret_cast<Vec<float,
-//   4>*>(out), v);
+//   // One 16-byte access, aligned to that:
+//   Vec<float, 4> v = load<Cache::streaming>(reinterpret_cast<const Vec<float, 4>*>(pointer));
+//   store<Cache::streaming>(reinterpret_cast<Vec<float, 4>*>(out), v);
 #pragma once
 
 #include "common/device.cuh"
@@ -24,7 +24,7 @@ struct alignas(sizeof(T) * N) Vec {
 enum class Cache {
   normal,     // likely to be read again soon
   streaming,  // touched once: first to be evicted
-  constant,   // loads of what nobody writes while the kernel runs: may move ahead of stores
+  constant,   // loads of what is not written while the kernel runs: may move ahead of stores
 };
 
 namespace detail {
@@ -66,35 +66,33 @@ FLEXOPS_DEVICE V load(const V* pointer) {
 #endif
 }
 
-/// Whether the second-level cache keeps what is read, rather than what others put there: made once,
-/// for load_lasting().
-struct Lasting {
-  u64 policy;
-  FLEXOPS_DEVICE explicit Lasting(bool lasting) : policy(0) {
+/// Whether the second-level cache shall keep what is read rather than what others put there: made
+/// once, for load_with().
+struct L2Policy {
+  u64 bits = 0;
+  FLEXOPS_DEVICE explicit L2Policy([[maybe_unused]] bool keep) {
 #if FLEXOPS_HAS_CACHE_POLICY
-    if (lasting) {
-      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    if (keep) {
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(bits));
     } else {
-      asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+      asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(bits));
     }
-#else
-    (void)lasting;
 #endif
   }
 };
 
-/// Reads *pointer, 16 bytes that nobody writes while the kernel runs, in one access.
+/// Reads *pointer, 16 bytes that are not written while the kernel runs, in one access.
 template <typename V>
-FLEXOPS_DEVICE V load_lasting(const V* pointer, const Lasting& lasting) {
+FLEXOPS_DEVICE V load_with(const V* pointer, const L2Policy& policy) {
   static_assert(sizeof(V) == 16, "one access");
 #if FLEXOPS_HAS_CACHE_POLICY
   uint4 words;
   asm("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-      : "l"(pointer), "l"(lasting.policy));
+      : "l"(pointer), "l"(policy.bits));
   return bit_cast<V>(words);
 #else
-  (void)lasting;
+  (void)policy;
   return load<Cache::normal>(pointer);
 #endif
 }

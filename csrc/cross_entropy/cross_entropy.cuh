@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kMostThreads)
   i64 row = blockIdx.x;
   int lane = static_cast<int>(threadIdx.x), rank = 0;
   bool exists = true;
+  // Find the row, and this block's place in it.
   if (p.lanes <= kNarrowWarp) {
     row = (row * blockDim.x + threadIdx.x) >> p.log_lanes;
     lane &= p.lanes - 1;
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   const int target = valid ? static_cast<int>(wanted) : -N;
 
+  // First pass: running maximum and sum of the chunks.
   int last = 0;  // where the last chunk begins, from `first`
   if (end - begin > chunk) last = (end - begin - 1) / chunk * chunk;
   Packed raw[V];
@@ -102,7 +104,9 @@ __global__ void __launch_bounds__(kMostThreads)
     add_vectors<T, V, kParts>(s, p, raw, first + from, step, end);
   }
 
+  // Reduce them over the row, and write loss, maximum and sum.
   float maximum, sum, divisor = p.divisor ? *p.divisor : 1.0f;
+  // Second pass, backwards, since the last chunk is in registers still: the gradient.
   if (!gradient || p.losses) {
     const float at_target =
         valid && lane == 0 ? to_float(x[target]) : 0.0f;  // before others write over it
@@ -146,14 +150,14 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// ---- the whole
-// --------------------------------------------------------------------------------
+// ---- the whole ----
 
 /// One block. What the sum of losses is divided by goes to `divisor`, and their sum or mean to
 /// `loss`, if that is not null.
 __global__ void __launch_bounds__(kMostThreads)
     cross_entropy_finish(const i64* target, const float* losses, float* divisor, float* loss,
                          i64 rows, i64 ignore_index, int mean) {
+  // Add up losses and count targets.
   __shared__ float sums[kWarps];
   __shared__ i64 counts[kWarps];
   float sum = 0.0f;
@@ -163,6 +167,7 @@ __global__ void __launch_bounds__(kMostThreads)
     if (loss) sum += losses[i];
     if (mean) count += target[i] != ignore_index ? 1 : 0;
   }
+  // Reduce over the block, and write.
   sum = group_reduce(sum, Sum{}, 0.0f, kMostThreads, sums);
   count = group_reduce(count, Sum{}, i64{0}, kMostThreads, counts);
   if (threadIdx.x != 0) return;

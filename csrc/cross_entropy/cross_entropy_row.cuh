@@ -35,8 +35,7 @@ struct Params {
   float smoothing, z_loss;
 };
 
-// ---- numbers
-// --------------------------------------------------------------------------------
+// ---- numbers ----
 
 // 16-bit logits take powers of 2, with a factor folded into their exponents; float32 ones have e's
 // own, to the last bits.
@@ -113,8 +112,7 @@ FLEXOPS_DEVICE Gradient make_gradient(const Params& p, float maximum, float sum,
           weight * (1.0f - p.smoothing)};
 }
 
-// ---- a row
-// --------------------------------------------------------------------------------
+// ---- a row ----
 
 /// -inf, twice in 16 bits.
 template <typename T>

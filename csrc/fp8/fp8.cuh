@@ -7,10 +7,11 @@
 // long for a block are read twice, the second time mostly from the second-level cache. Results are
 // marked as soon to be evicted, inputs are not: see quant/quant.cuh.
 //   groups  segments of 2 to 32 whole vectors (a power of two), one behind the other: neighbouring
-//   lanes hold each, several at once; short   any other segments of up to 32 vectors: the same,
-//   with more to ask; long    a block works on a segment (to find its scale), or on a chunk of one
-//   (if its scale is known).
-// Segments begin and end anywhere: see common/rows.cuh. The codes' type is told at run time: that
+//           lanes hold each, several at once
+//   short   any other segments of up to 32 vectors
+//   long    a block works on a segment (to find its scale), or on a chunk of one (if its scale is
+//           known)
+// Segments begin and end anywhere: see common/rows.cuh. The codes' type is known at run time: that
 // costs next to nothing.
 #pragma once
 

@@ -67,6 +67,7 @@ FLEXOPS_DEVICE void write_values(const Params& p, const Span<T>& s, int vector,
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) dequantize_short(const FLEXOPS_GRID_CONSTANT Params p) {
+  // Load codes and scales of several segments.
   Span<T> span[kShortVectors];
   Codes<T> words[kShortVectors];
   float scale[kShortVectors];
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_short(const FLEXOPS_GRID_
         p.aligned ? read_codes(p, span[k], vector) : read_scattered_codes(p, span[k], vector);
     scale[k] = p.scales[index < p.total ? index : 0];
   }
+  // Decode and write.
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) write_values(p, span[k], vector, words[k], scale[k]);
 }
@@ -89,6 +91,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_chunk(const FLEXOPS_GRID_
   u32 chunk;
   const u32 index = divide(blockIdx.x, p.chunks, chunk);
   const Span<T> span = find_span<T>(p, p.out, p.length, index, chunk, kChunk);
+  // Load the chunk's codes and its scale.
   Codes<T> words[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) {
@@ -96,6 +99,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_chunk(const FLEXOPS_GRID_
     words[k] = p.aligned ? read_codes(p, span, vector) : read_scattered_codes(p, span, vector);
   }
   const float scale = p.scales[index];
+  // Decode and write.
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k)
     write_values(p, span, k * kThreads + threadIdx.x, words[k], scale);

@@ -5,7 +5,7 @@
 
 namespace flexops::scaled {
 
-/// The elements of a vector; zeros if it is not there. Others may be among them: see trim().
+/// The elements of a vector; zeros if it is missing. Others may be among them: see trim().
 template <typename T>
 FLEXOPS_DEVICE Packed read(const Span<T>& s, int vector) {
   Packed out = {};
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   const int lane = threadIdx.x % kNarrowWarp;
   const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x - lane) * K + lane,
             total = p.total << p.log_lanes;
+  // Load.
   Packed data[K];
   u32 largest[K];
 #pragma unroll
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
     data[k] = {};
     if (vector < total) data[k] = load<kLoads>(static_cast<const Packed*>(p.in) + vector);
   }
+  // Reduce each group to its largest magnitude.
 #pragma unroll
   for (int k = 0; k < K; ++k) largest[k] = one_of<T>(add_largest<T>(0, data[k]));
   for (int mask = p.lanes / 2; mask > 0; mask /= 2) {
@@ -171,6 +173,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
   const Scaling scaling = Scaling::of_largest(widen_bits<T>(mine), p.code);
   const i64 vector = first + own * kNarrowWarp;
   if ((lane & (p.lanes - 1)) < K && vector < total) p.scales[vector >> p.log_lanes] = scaling.scale;
+  // Hand the scales round, encode and write.
   const float inverse = scaling.keep ? scaling.inverse : not_a_number();
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -183,6 +186,7 @@ __global__ void __launch_bounds__(kThreads) quantize_groups(const FLEXOPS_GRID_C
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CONSTANT Params p) {
+  // Load several segments.
   Span<T> span[kShortVectors];
   Packed data[kShortVectors];
   u32 largest[kShortVectors];
@@ -194,6 +198,7 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
     if (index >= p.total) span[k].last = 0;
     data[k] = read(span[k], vector);
   }
+  // Reduce each to its largest magnitude.
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
     trim(data[k], span[k], vector);
@@ -204,6 +209,7 @@ __global__ void __launch_bounds__(kThreads) quantize_short(const FLEXOPS_GRID_CO
     for (int k = 0; k < kShortVectors; ++k)
       largest[k] = Max()(largest[k], shuffle_xor(largest[k], mask, kNarrowWarp));
   }
+  // Write scales and codes.
 #pragma unroll
   for (int k = 0; k < kShortVectors; ++k) {
     const Scaling scaling = Scaling::of_largest(widen_bits<T>(largest[k]), p.code);
@@ -228,6 +234,7 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
 #pragma unroll
     for (int k = 0; k < kLongVectors; ++k) data[k] = read(span, from + k * threads);
   };
+  // First pass: reduce the segment to its largest magnitude.
   u32 largest = 0;
   int from = threadIdx.x;
   do {
@@ -240,8 +247,10 @@ __global__ void __launch_bounds__(kWide ? kWideThreads : kThreads, kWide ? 1 : k
     from += step;
   } while (kWide && from < vectors);
   largest = group_reduce(one_of<T>(largest), Max(), 0u, threads, shared);
+  // Write the scale.
   const Scaling scaling = Scaling::of_largest(widen_bits<T>(largest), p.code);
   if (threadIdx.x == 0) p.scales[index] = scaling.scale;
+  // Second pass: write the codes, of what is in registers still if that is all.
   from = threadIdx.x;
   do {
     if (kWide && vectors > step) read_all(from);
@@ -258,9 +267,11 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONSTANT Params p) {
   __shared__ u32 shared[kThreads / kNarrowWarp];
   const Span<T> span = find_span<T>(p, p.in, p.row_stride, 0, blockIdx.x, kChunk);
+  // Load the chunk.
   Packed data[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) data[k] = read(span, k * kThreads + threadIdx.x);
+  // Reduce it to its largest magnitude.
   u32 largest = 0;
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) {
@@ -279,9 +290,11 @@ __global__ void __launch_bounds__(kThreads) find_largest(const FLEXOPS_GRID_CONS
 template <typename T>
 __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTANT Params p) {
   const Span<T> span = find_span<T>(p, p.in, p.row_stride, 0, gridDim.x - 1 - blockIdx.x, kChunk);
+  // Load the chunk; the last one first, which caches hold still.
   Packed data[kChunkVectors];
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k) data[k] = read(span, k * kThreads + threadIdx.x);
+  // The scale, from the largest magnitude or given.
   Scaling scaling = {0.0f, 0.0f, ~0u};
   if (p.largest) {
     scaling = Scaling::of_largest(*p.largest, p.code);
@@ -289,6 +302,7 @@ __global__ void __launch_bounds__(kThreads) cast_chunk(const FLEXOPS_GRID_CONSTA
   } else {
     scaling.inverse = __frcp_rn(*p.scales);
   }
+  // Encode and write.
 #pragma unroll
   for (int k = 0; k < kChunkVectors; ++k)
     write_codes(p, span, k * kThreads + threadIdx.x, data[k], scaling.inverse, scaling.keep);

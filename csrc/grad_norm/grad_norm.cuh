@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(ClipRule<data>::kThreads, ClipRule<data>::kMin
   multi::run(launch);
 }
 
-/// What the last stage is told.
+/// The last stage's parameters.
 struct Final {
   static constexpr int kThreads = 1024;
   const float* partials;
@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(Final::kThreads)
     final_kernel(const FLEXOPS_GRID_CONSTANT Final f) {
   constexpr int kUnroll = 8;
   const NormRule<false>::Combine combine{f.kind == 1};
+  // Combine the partial results, a part in each thread.
   float value = 0.0f;
   for (i64 at = threadIdx.x; at < f.count; at += Final::kThreads * kUnroll) {
     float read[kUnroll];
@@ -142,6 +143,7 @@ __global__ void __launch_bounds__(Final::kThreads)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) value = combine(value, read[u]);
   }
+  // Reduce over the block, and write the norm.
   __shared__ float shared[Final::kThreads / kWarpSize];
   value = block_reduce<Final::kThreads>(value, combine, shared);
   if (threadIdx.x != 0) return;

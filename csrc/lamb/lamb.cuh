@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(Segments::kThreads)
   const bool skip = s.found_inf && *s.found_inf != 0.0f;  // the first pass has left no sums
   const int t = blockIdx.x;
   const u32 end = skip ? 0 : s.first_chunk[t + 1];
+  // Add up the tensor's chunks.
   float param = 0.0f, update = 0.0f;
   for (u32 chunk = s.first_chunk[t] + threadIdx.x; chunk < end; chunk += Segments::kThreads) {
     const auto pair =
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(Segments::kThreads)
     param += pair.at[0];
     update += pair.at[1];
   }
+  // Reduce over the block, and write both norms.
   __shared__ float shared[2][Segments::kThreads / kWarpSize];
   param = block_reduce<Segments::kThreads>(param, Sum{}, shared[0]);
   update = block_reduce<Segments::kThreads>(update, Sum{}, shared[1]);

@@ -3,7 +3,7 @@
 // Memory decides. Up to 32 neighbouring lanes share a short row, a block has a long one. Forward:
 // registers hold rows between their sums and their results, and few of them, so that while some
 // blocks wait for a reduction enough others have loads on their way. The second-level cache is
-// asked to keep what is read of large tensors (see Lasting), which was worth 3 % on an H200, also
+// asked to keep what is read of large tensors (see L2Policy), which was worth 3 % on an H200, also
 // where every call had other tensors. Backward: blocks walk over the rows with the next ones
 // already on their way to shared memory. A thread has the same columns of every row, whose sums for
 // the parameters' gradients stay in its registers; a second kernel adds up what the blocks have. No
@@ -29,25 +29,24 @@ inline constexpr int kParts = 4;           // backward: vectors of a row that a 
 inline constexpr int kStages = 2;          // ... and of how many rows it holds them
 inline constexpr int kReduceThreads = 512;
 
-// ---- elements
-// --------------------------------------------------------------------------------
+// ---- elements ----
 
-/// T among the types that are told at run time.
+/// T among the types known at run time.
 template <typename T>
 inline constexpr ElementType kElementType = kIsFloat<T> ? ElementType::f32 : ElementType::bf16;
 template <>
 inline constexpr ElementType kElementType<f16> = ElementType::f16;
 
 /// In place of a type: x, residual and parameters are of types that differ. Seldom, and of 27
-/// kinds: they are told at run time.
+/// kinds: they are known at run time.
 struct Any {};
 template <typename T>
 FLEXOPS_DEVICE ElementType type_of(ElementType) {
   return kElementType<T>;
 }
 template <>
-FLEXOPS_DEVICE ElementType type_of<Any>(ElementType told) {
-  return told;
+FLEXOPS_DEVICE ElementType type_of<Any>(ElementType type) {
+  return type;
 }
 
 /// Keeps the compiler from holding the floats that it has made of 16-bit elements from one pass to
@@ -112,7 +111,7 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index) {
   }
 }
 
-/// The same, of a type told at run time.
+/// The same, of a type known at run time.
 template <Cache cache, int N>
 FLEXOPS_DEVICE void load_floats(float (&out)[N], const void* from, i64 index, ElementType type) {
   if constexpr (N == 1) {
@@ -136,8 +135,7 @@ FLEXOPS_DEVICE void store_floats(const float (&in)[N], void* to, i64 index, Elem
   }
 }
 
-// ---- sums
-// --------------------------------------------------------------------------------
+// ---- sums ----
 
 /// The logarithm of a power of two.
 FLEXOPS_DEVICE int log_of(int power) { return 31 - __clz(power); }

@@ -15,8 +15,7 @@ static_assert(kBlock % (kSums * kLanes) == 0);
 static inline Floats zeros() { return Floats{}; }
 static inline Floats spread(float value) { return Floats{} + value; }
 
-// ---- elements, a register of them at a time
-// ---------------------------------------------------------------------------
+// ---- elements, a register of them at a time ----
 
 template <ElementType type>
 struct Element {

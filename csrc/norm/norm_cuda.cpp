@@ -61,7 +61,7 @@ constexpr int kLayerItems[3][2] = {{norm::kFewItems, norm::kFewItems},
                                    {norm::kFewItems, norm::kItems}};
 
 /// A kernel, the elements of its vectors, how many of these its threads hold.
-struct Way {
+struct KernelChoice {
   KernelOf<Forward> kernel;
   int64_t vector, items;
   int64_t slot = 0;  // bytes of shared memory that hold a vector; 0: registers do
@@ -73,7 +73,7 @@ struct Way {
 /// Whether rows cut into that many parts are too few to fill a GPU.
 bool has_few_rows(const NormForward& a, int64_t parts) { return a.rows * parts < kBusy; }
 
-Way choose(const NormForward& a) {
+KernelChoice choose_kernel(const NormForward& a) {
   const auto type = static_cast<int>(a.row_type);
   const int64_t vector = 16 / element_size(a.row_type), vectors = a.columns / vector;
   const bool codes = a.codes != Dtype::none, parameters = a.weight || a.bias,
@@ -120,16 +120,16 @@ Way choose(const NormForward& a) {
 }
 
 /// How many vectors a thread holds in registers at least where rows are few.
-int64_t least_vectors(const Way& way, Dtype codes) {
-  if (way.items != norm::kManyItems) return 1;
+int64_t least_vectors(const KernelChoice& choice, Dtype codes) {
+  if (choice.items != norm::kManyItems) return 1;
   return codes == Dtype::none ? norm::kFewItems : norm::kManyItems;
 }
 
 /// The threads of a row that shared memory holds, where rows are few: no more than multiprocessors
 /// have room for at once, nor than make a difference.
-int64_t few_threads(const Way& way, int64_t rows, int64_t vectors) {
+int64_t few_threads(const KernelChoice& choice, int64_t rows, int64_t vectors) {
   constexpr int64_t kWarp = norm::kNarrowWarp, kMostWarps = norm::kMostThreads / kWarp;
-  const int64_t room = way.resident / kWarp / ceil_div(rows, gpu_facts().processors);
+  const int64_t room = choice.resident / kWarp / ceil_div(rows, gpu_facts().processors);
   int64_t warps = room < 2 ? 2 : room < kMostWarps ? room : kMostWarps;
   if (room < 3 && vectors <= 5 * kWarp) warps = 1;  // which needs no barriers
   return ceil_div(vectors, ceil_div(vectors, warps * kWarp));
@@ -143,13 +143,14 @@ struct Share {
   /// Two blocks share a multiprocessor, so that one loads while the other stores; a row has it
   /// alone if it is one of few, or if it does not fit into half of the shared memory while half of
   /// the threads are too few for the rest.
-  Share(const Way& way, int64_t vectors, bool few) {
+  Share(const KernelChoice& choice, int64_t vectors, bool few) {
     constexpr int64_t kReserved = 2048;  // a kernel's own shared memory, and the driver's
     const Gpu& gpu = gpu_facts();
     const int64_t all = gpu.shared_of_block - kReserved,
                   half = gpu.shared_of_processor / 2 - kReserved;
-    const bool alone = few || (way.resident < 2 * norm::kMostThreads && vectors * way.slot > half);
-    threads = alone ? norm::kMostThreads : way.resident / 2;
+    const bool alone =
+        few || (choice.resident < 2 * norm::kMostThreads && vectors * choice.slot > half);
+    threads = alone ? norm::kMostThreads : choice.resident / 2;
     bytes = alone || all < half ? all : half;
   }
 };
@@ -168,7 +169,7 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
     return false;
   if ((a.weight || a.bias) && a.weight_type != a.type) return false;
   int64_t size = 2;
-  while (size < kMostClusterBlocks && vectors > size * most) size *= 2;
+  while (size < hopper::kMostClusterBlocks && vectors > size * most) size *= 2;
   if (vectors > size * most || gpu_facts().capability < 90) return false;
   constexpr int64_t kLine = 8;  // vectors
   p.blocks = static_cast<int>(size), p.vectors = static_cast<int>(vectors);
@@ -190,10 +191,10 @@ bool launch_ring(const NormForward& a, Forward& p, void* stream) {
 
 const char* norm_forward_cuda(const NormForward& a, void* stream) {
   if (a.rows == 0) return nullptr;
-  const Way way = choose(a);
-  const int64_t vectors = way.ragged ? ceil_div(a.columns + way.vector - 1, way.vector)
-                                     : a.columns / way.vector,
-                parts = ceil_div(vectors, way.items);
+  const KernelChoice choice = choose_kernel(a);
+  const int64_t vectors = choice.ragged ? ceil_div(a.columns + choice.vector - 1, choice.vector)
+                                        : a.columns / choice.vector,
+                parts = ceil_div(vectors, choice.items);
   const bool few = has_few_rows(a, parts);
   Forward p;
   p.x = a.x, p.residual = a.residual, p.weight = a.weight, p.bias = a.bias;
@@ -203,24 +204,24 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.eps = a.eps, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.row_type = a.row_type;
   p.weight_type = a.weight_type, p.codes = a.codes, p.centered = a.centered;
-  p.nothing = 0, p.lasting = norm::is_large(a.rows * a.columns, a.row_type);
-  if (way.slot != 0 && launch_ring(a, p, stream)) return last_error();
+  p.nothing = 0, p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.row_type);
+  if (choice.slot != 0 && launch_ring(a, p, stream)) return last_error();
   // With few rows, each gets more threads than it needs; but where a thread may have many vectors,
   // it has two.
   int64_t shared_bytes = 0;
-  if (way.slot == 0) {
-    p.lanes = norm::lanes_for(few ? ceil_div(vectors, least_vectors(way, a.codes)) : parts,
+  if (choice.slot == 0) {
+    p.lanes = norm::lanes_for(few ? ceil_div(vectors, least_vectors(choice, a.codes)) : parts,
                               norm::kHeldThreads);
   } else {
-    const Share share(way, vectors, few);
-    p.lanes = norm::lanes_for(few ? few_threads(way, a.rows, vectors) : parts, share.threads);
-    const int64_t slots = norm::Grid(p.lanes, a.rows).threads * way.slot,
+    const Share share(choice, vectors, few);
+    p.lanes = norm::lanes_for(few ? few_threads(choice, a.rows, vectors) : parts, share.threads);
+    const int64_t slots = norm::Grid(p.lanes, a.rows).threads * choice.slot,
                   room = share.bytes / slots;
     const int64_t needed = ceil_div(vectors, p.lanes);
     p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }
   const norm::Grid grid(p.lanes, a.rows);
-  launch(way.kernel, {blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes}, p);
+  launch(choice.kernel, {blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes}, p);
   return last_error();
 }
 

@@ -19,22 +19,22 @@ struct Forward {
   ElementType type, row_type, weight_type;
   Dtype codes;
   bool centered;
-  bool lasting;  // the second-level cache is asked to keep what is read
-  u32 nothing;   // 0: see forget()
+  bool keep_in_l2;  // the second-level cache is asked to keep what is read
+  u32 nothing;      // 0: see forget()
 };
 
 inline constexpr int kFewItems = 2, kItems = 4,
                      kManyItems = 8;  // vectors of a row that a thread holds
 
-/// Vectors first, first + step, ... of a row; zeros for those that it has not.
+/// Vectors first, first + step, ... of a row; zeros beyond its end.
 template <typename T, int N>
 FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int first, int step,
-                             int count, const Lasting& lasting) {
+                             int count, const L2Policy& policy) {
   const auto* vectors = reinterpret_cast<const Packed*>(static_cast<const T*>(from) + begin);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     raw[k] = Packed{};
-    if (first + k * step < count) raw[k] = load_lasting(vectors + (first + k * step), lasting);
+    if (first + k * step < count) raw[k] = load_with(vectors + (first + k * step), policy);
   }
 }
 
@@ -42,14 +42,14 @@ FLEXOPS_DEVICE void read_row(Packed (&raw)[N], const void* from, i64 begin, int 
 /// because registers are dear.
 template <typename T, int N>
 FLEXOPS_DEVICE void add_residual(Packed (&raw)[N], const Forward& p, int first, int step, i64 row,
-                                 int count, const Lasting& lasting) {
+                                 int count, const L2Policy& policy) {
   constexpr int V = kPerVector<T>, kBatch = N == kManyItems ? 2 : 4;
   T* to = static_cast<T*>(p.new_residual) + row * p.columns;
 #pragma unroll
   for (int begin = 0; begin < N; begin += kBatch) {
     Packed residual[kBatch];
     read_row<T>(residual, p.residual, row * p.residual_stride, first + begin * step, step, count,
-                lasting);
+                policy);
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       float x[V], r[V];

@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
       kWarps ? g.lane / kNarrowWarp * (kNarrowWarp * kHeld) + g.lane % kNarrowWarp : g.lane,
       kWarps ? kNarrowWarp : g.lanes};
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  // Load the row into registers, with the residual added.
   Packed raw[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -131,8 +132,9 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
   }
   keep_loads_apart();
   // Asking the cache to keep what is read does not pay where less is written than read.
-  if (p.residual) add_residual<T>(raw, p, s.first, s.step, row, count, Lasting(false));
+  if (p.residual) add_residual<T>(raw, p, s.first, s.step, row, count, L2Policy(false));
 
+  // Reduce to the sum of squares and the largest product with the weight at once.
   float sums[4] = {}, most[2] = {};
   for_each_product<T, Cache::normal, kHeld>(
       p, s, raw, 0, count, [&](const float (&x)[V], const float (&v)[V], int) {
@@ -163,6 +165,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
     write_codes<T>(p, s, raw, count, factor, to);
     return;
   }
+  // Otherwise reduce once more, to the largest result, and then write.
   u32 largest[1] = {0};
   for_each_result<T>(p, g, row, count, rstd,
                      [&](const float (&v)[V], int) { find_largest(largest[0], v); });

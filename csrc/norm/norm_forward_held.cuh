@@ -61,13 +61,15 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>)
   constexpr int V = kPerVector<T>;
   __shared__ Partial<float, 1> shared[2];
   const Group g(p.lanes, true);
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
   const int count = row < p.rows ? p.vectors : 0;
+  // Load the row into registers, with the residual added.
   Packed raw[kHeld];
-  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, lasting);
-  if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, lasting);
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, count, policy);
+  if constexpr (kAdding) add_residual<T>(raw, p, g.lane, g.lanes, row, count, policy);
 
+  // Reduce to the mean, then to the mean square of what is left.
   const bool centered = kMayCenter && p.centered;
   float mean = 0.0f, total[1] = {0.0f};
   if (centered) {
@@ -94,6 +96,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>)
   }
   forget<T>(raw, p.nothing);
   group_reduce<true>(total, Sum{}, g, shared[1]);
+  // Write the statistics.
   const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
   if (g.lane == 0 && row < p.rows) {
     if (p.mean) p.mean[row] = mean;

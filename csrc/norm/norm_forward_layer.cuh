@@ -29,19 +29,20 @@ FLEXOPS_DEVICE float squares_off_mean(float squares, float sum, float mean) {
 /// decides as much as memory does: there is one pass and one barrier for both moments. A warp sums
 /// up what its elements, and their squares, are off the mean of its first vector: as far as that is
 /// from the row's mean, it is part of the row's variance, so what is lost does not show in 16 bits.
-/// What warps have is put together in the same way, off the first warp's mean. (The median of three
-/// vectors' means in place of one is as exact as two passes, and costs 3 % of the time.)
+/// What warps have is put together in the same way, off the first warp's mean.
 template <typename T, int kHeld>
 __global__ void __launch_bounds__(kHeldThreads, 3)
     forward_layer(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>;
   __shared__ float shared[3][kNarrowWarp];
   const Group g(p.lanes, true);
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const i64 row = i64(blockIdx.x) * g.count + g.index;
+  // Load the row into registers.
   Packed raw[kHeld];
-  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, row < p.rows ? p.vectors : 0, lasting);
+  read_row<T>(raw, p.x, row * p.x_stride, g.lane, g.lanes, row < p.rows ? p.vectors : 0, policy);
 
+  // Reduce within the warp, to sums of what differs from the first vector's mean.
   float v[V], shift = 0.0f, sums[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
   const int neighbours = g.wide ? kNarrowWarp : g.lanes;
   widen<T>(v, raw[0]);
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3)
   float total[2] = {sums[0] + sums[1], squares[0] + squares[1]};
   forget<T>(raw, p.nothing);
   add_up(total, neighbours);
+  // Reduce over the warps, whose means differ.
   if (g.wide) {
     const int warp = g.lane / kNarrowWarp, warps = g.lanes / kNarrowWarp;
     if (g.lane % kNarrowWarp == 0)
@@ -81,12 +83,14 @@ __global__ void __launch_bounds__(kHeldThreads, 3)
     total[0] = count * (mean - shift), total[1] = off_mean + total[0] * (mean - shift);
     add_up(total, kNarrowWarp / 2);  // a group has at most so many warps
   }
+  // Write the statistics.
   const float off = total[0] * p.inverse, mean = shift + off;
   const float rstd = reciprocal_root(squares_off_mean(total[1], total[0], off) * p.inverse + p.eps);
   if (g.lane == 0 && row < p.rows) {
     if (p.mean) p.mean[row] = mean;
     if (p.rstd) p.rstd[row] = rstd;
   }
+  // Scale, shift and write.
   if (row >= p.rows) return;
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kMostThreads)
   auto* const slots = reinterpret_cast<Packed*>(storage) + g.lane;
   const i64 row = blockIdx.x;
   const T* const from = static_cast<const T*>(p.x) + row * p.x_stride;
+  // Copy to shared memory what fits of the row.
 #pragma unroll 1
   for (int i = g.lane, k = 0; i < p.vectors; i += U * g.lanes, k += U) {
 #pragma unroll
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   async_commit();
   async_wait(0);
-  // U vectors, zeros for those that the row has not.
+  // U vectors, zeros beyond the row's end.
   const auto get = [&](Packed(&raw)[U], int i, int k) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(kMostThreads)
     }
   };
 
+  // Reduce to mean and deviation.
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
     float total = 0.0f;
 #pragma unroll 1
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(kMostThreads)
     return total;
   });
   const float mean = moments.mean, rstd = moments.rstd;
+  // Scale, shift and write.
 #pragma unroll 1
   for (int i = g.lane, k = 0; i < p.vectors; i += U * g.lanes, k += U) {
     float w[U][V], b[U][V];

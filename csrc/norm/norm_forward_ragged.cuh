@@ -102,7 +102,7 @@ struct Source {
     }
     return out;
   }
-  /// Of elements that the row has not, anything.
+  /// Elements beyond the row's ends may be anything.
   FLEXOPS_DEVICE void load(float (&out)[4], int i, const Pieces& pieces) const {
     if (type == ElementType::f32) {
       widen<float>(out, words<u32>(i, pieces));
@@ -246,6 +246,7 @@ __global__ void __launch_bounds__(kMostThreads)
       v[e] = pieces.has(i, e) ? load_any(from.vectors, from.off + i64(i) * 4 + e, row_type) : 0.0f;
   };
 
+  // Reduce to mean and deviation.
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
     float total = 0.0f;
     walk.for_each([&](int i, const char* slot) {

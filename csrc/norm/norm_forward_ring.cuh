@@ -2,7 +2,7 @@
 // clusters of blocks.
 #pragma once
 
-#include "common/cluster.cuh"
+#include "common/hopper.cuh"
 #include "norm/norm_forward.cuh"
 
 namespace flexops::norm {
@@ -12,9 +12,10 @@ inline constexpr int kRingThreads = 512;  // that compute
 inline constexpr int kRingWarps = kRingThreads / kNarrowWarp;
 inline constexpr int kRingHeld = 8;  // vectors of a row that a thread has at most
 inline constexpr int kRingPart =
-    kRingHeld * kRingThreads;  // vectors of a row that a block has at most
-inline constexpr int kRingBytes = RowRing::kStages * kRingPart *
-                                  16;  // of shared memory; with a residual for half as many vectors
+    kRingHeld * kRingThreads;          // vectors of a row that a block has at most
+inline constexpr int kRingStages = 3;  // two rows are read, the next one is on its way
+inline constexpr int kRingBytes =
+    kRingStages * kRingPart * 16;  // of shared memory; with a residual for half as many vectors
 
 /// As many clusters as the GPU holds at once go from row to row; a block has the same columns of
 /// each, and its weights stay in registers. A row is read from shared memory twice, for its sums
@@ -26,13 +27,16 @@ template <typename T, bool kCentered>
 __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     forward_ring(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>, N = kRingHeld, kBatch = kCentered ? 2 : 4;
+  using RowRing = hopper::Ring<kRingStages>;
   extern __shared__ uint4 storage[];
-  __shared__ RowRing ring;
-  __shared__ ClusterExchange<4> exchange;
-  __shared__ float counts[kMostClusterBlocks * kRingWarps];  // of the elements that each warp has
+  __shared__ u64 barriers[RowRing::kBarriers];
+  __shared__ hopper::ClusterExchange<float2, 4> exchange;
+  __shared__ float
+      counts[hopper::kMostClusterBlocks * kRingWarps];  // of the elements that each warp has
+  const RowRing ring = {hopper::shared_address(barriers)};
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kNarrowWarp,
             warp = thread / kNarrowWarp;
-  const int begin = cluster_rank() * p.held, left = p.vectors - begin,
+  const int begin = hopper::cluster_rank() * p.held, left = p.vectors - begin,
             count = left < 0        ? 0
                     : left < p.held ? left
                                     : p.held;
@@ -41,9 +45,10 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
             start = blockIdx.x / static_cast<u32>(p.blocks);
   const auto part = [&](u32 turn, int stream) {
     return reinterpret_cast<Packed*>(storage) +
-           (static_cast<int>(turn % RowRing::kStages) * streams + stream) * p.held;
+           (static_cast<int>(turn % kRingStages) * streams + stream) * p.held;
   };
   if (thread == 0) ring.init(kRingWarps), exchange.init();
+  // Count the elements that each warp of the cluster has.
   if (kCentered && thread < pairs) {
     const int others = p.vectors - thread / kRingWarps * p.held,
               its = others < p.held ? others : p.held;
@@ -56,23 +61,27 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
   }
   exchange.open();
 
+  // The producer: bulk copies of the rows to come.
   if (thread >= kRingThreads) {
     if (lane != 0) return;
-    const Lasting lasting(p.lasting);
+    const L2Policy policy(p.keep_in_l2);
     u32 turn = 0;
     for (i64 row = start; row < p.rows; row += step, ++turn) {
-      ByteBarrier& full = ring.fill(turn, count * streams * 16);
+      const u32 full = ring.fill(RowRing::State::after(turn), count * streams * 16);
       if (count == 0) continue;
-      full.load(part(turn, 0), static_cast<const T*>(p.x) + row * p.x_stride + i64(begin) * V,
-                count * 16, lasting);
+      hopper::load_bytes(hopper::shared_address(part(turn, 0)),
+                         static_cast<const T*>(p.x) + row * p.x_stride + i64(begin) * V, count * 16,
+                         full, policy);
       if (streams == 2)
-        full.load(part(turn, 1),
-                  static_cast<const T*>(p.residual) + row * p.residual_stride + i64(begin) * V,
-                  count * 16, lasting);
+        hopper::load_bytes(
+            hopper::shared_address(part(turn, 1)),
+            static_cast<const T*>(p.residual) + row * p.residual_stride + i64(begin) * V,
+            count * 16, full, policy);
     }
     return;
   }
 
+  // The consumers: load the weights once.
   Packed weight[N], bias[kCentered ? N : 1];
 #pragma unroll
   for (int k = 0; k < N; ++k) {
@@ -88,7 +97,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     }
   }
 
-  // Some of the thread's vectors, zeros for those that the part has not.
+  // Some of the thread's vectors, zeros beyond the part's end.
   const auto get = [&](Packed(&raw)[kBatch], u32 turn, int from) {
     const Packed* const own = part(turn, 0) + thread + from * kRingThreads;
 #pragma unroll
@@ -97,8 +106,9 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
       if (thread + (from + k) * kRingThreads < count) raw[k] = own[k * kRingThreads];
     }
   };
+  // Sums of a row's part, with the residual added, sent to all blocks.
   const auto sum_up = [&](u32 turn, i64 row) {
-    ring.wait(turn);
+    ring.wait(RowRing::State::after(turn));
     if (streams == 2) {
       Packed* const own = part(turn, 0) + thread;
       const Packed* const added = part(turn, 1) + thread;
@@ -132,7 +142,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
         }
       }
       pair.x = warp_reduce<kNarrowWarp>(sum_of(sums), Sum{});
-      const float elements = counts[cluster_rank() * kRingWarps + warp];
+      const float elements = counts[hopper::cluster_rank() * kRingWarps + warp];
       mean = elements > 0.0f ? __fdividef(pair.x, elements) : 0.0f;
     }
     float squares[4] = {};
@@ -154,17 +164,18 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
     pair.y = warp_reduce<kNarrowWarp>(sum_of(squares), Sum{});
     exchange.send(turn, pair, p.blocks, kRingWarps);
   };
+  // Statistics from all blocks' sums, then the results.
   const auto finish = [&](u32 turn, i64 row) {
-    const float2* const told = exchange.receive(turn);
+    const float2* const sent = exchange.receive(turn);
     float mean = 0.0f, total = 0.0f;
     if (kCentered && p.centered) {
-      for (int i = lane; i < pairs; i += kNarrowWarp) mean += told[i].x;
+      for (int i = lane; i < pairs; i += kNarrowWarp) mean += sent[i].x;
       mean = warp_reduce<kNarrowWarp>(mean, Sum{}) * p.inverse;
     }
     for (int i = lane; i < pairs; i += kNarrowWarp) {
-      total += told[i].y;
+      total += sent[i].y;
       if (kCentered && p.centered && counts[i] > 0.0f) {
-        const float off = __fdividef(told[i].x, counts[i]) - mean;
+        const float off = __fdividef(sent[i].x, counts[i]) - mean;
         total = fmaf(off * off, counts[i], total);
       }
     }
@@ -193,8 +204,9 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
         write<T, Cache::streaming>(to, i64(at) * V, packed<T>(v));
       }
     }
-    ring.release(turn);
+    ring.release(RowRing::State::after(turn));
   };
+  // Each row's sums are sent before the row before it is finished.
   u32 turn = 0;
 #pragma unroll 1
   for (i64 row = start; row < p.rows + step; row += step, ++turn) {

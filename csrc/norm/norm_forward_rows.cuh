@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kMostThreads)
   const i64 row = i64(blockIdx.x) * g.count + g.index, to = row * p.columns;
   const Row<T> r{reinterpret_cast<Packed*>(storage) + threadIdx.x, g.lane, g.lanes,
                  row < p.rows ? p.vectors : 0, p.held};
+  // Copy the row to shared memory, with the residual added.
   const void* from = p.x;
   i64 begin = row * p.x_stride;
   if (p.residual == nullptr) {
@@ -66,6 +67,7 @@ __global__ void __launch_bounds__(kMostThreads)
     from = p.new_residual, begin = to;
   }
 
+  // Reduce to mean and deviation.
   const Moments moments = find_moments(p, g, row, shared, [&](const Deviations& deviations) {
     float total = 0.0f;
     r.for_each([&](int i, int k) {

@@ -6,7 +6,7 @@
 
 namespace flexops::norm {
 
-/// Four elements of S, `step` apart, zeros for those that the row has not.
+/// Four elements of S, `step` apart, zeros beyond the row's end.
 template <typename S>
 FLEXOPS_DEVICE void load_apart(float (&out)[kItems], const void* from, i64 first, int step,
                                int left) {
@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kShortThreads)
       load_apart<float>(out, from, begin + g.lane, g.lanes, left);
     }
   };
+  // Load the row, with the residual added.
   float v[kItems], other[kItems], mean = 0.0f, total[1] = {0.0f};
   load(v, p.x, row * p.x_stride, type);
   if (p.residual) {
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(kShortThreads)
       if (e * g.lanes < left) store_any(p.new_residual, to + e * g.lanes, v[e], row_type);
     }
   }
+  // Reduce to the mean, then to the mean square of what is left.
   if (p.centered) {
     total[0] = sum_of(v);
     group_reduce<true>(total, Sum{}, g, shared[0]);
@@ -62,9 +64,11 @@ __global__ void __launch_bounds__(kShortThreads)
   }
   group_reduce<true>(total, Sum{}, g, shared[1]);
   const float rstd = reciprocal_root(total[0] * p.inverse + p.eps);
+  // Write the statistics.
   const bool publishes = g.lane == 0 && row < p.rows;
   if (publishes && p.mean) p.mean[row] = mean;
   if (publishes && p.rstd) p.rstd[row] = rstd;
+  // Scale and shift.
 #pragma unroll
   for (int e = 0; e < kItems; ++e) v[e] *= rstd;
   if (p.weight) {
@@ -77,6 +81,7 @@ __global__ void __launch_bounds__(kShortThreads)
 #pragma unroll
     for (int e = 0; e < kItems; ++e) v[e] += other[e];
   }
+  // The scale of the codes, from the largest result.
   Coding coding(0, p.codes);
   if (p.codes != Dtype::none) {
     u32 largest[1] = {0};
@@ -85,6 +90,7 @@ __global__ void __launch_bounds__(kShortThreads)
     coding = Coding(largest[0], p.codes);
     if (publishes) p.scales[row] = coding.scale;
   }
+  // Write.
 #pragma unroll
   for (int e = 0; e < kItems; ++e) {
     if (e * g.lanes >= left) continue;

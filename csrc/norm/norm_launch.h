@@ -7,7 +7,7 @@
 
 namespace flexops::norm {
 
-/// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
+/// Whether a tensor is too large for caches to hold it and its results until these are read.
 inline bool is_large(int64_t elements, ElementType type) {
   return elements * element_size(type) >= int64_t{1} << 24;
 }

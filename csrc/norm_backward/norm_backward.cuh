@@ -1,7 +1,7 @@
 // The norms' backward kernels.
 #pragma once
 
-#include "common/cluster.cuh"
+#include "common/hopper.cuh"
 #include "norm/norm.cuh"
 
 namespace flexops::norm {
@@ -22,7 +22,7 @@ struct Backward {
   float inverse;
   ElementType type, weight_type;
   bool centered;
-  bool lasting;  // the second-level cache is asked to keep what is read
+  bool keep_in_l2;  // the second-level cache is asked to keep what is read
 };
 
 /// What both of a row's passes need.
@@ -35,15 +35,15 @@ FLEXOPS_DEVICE Statistics load_statistics(const Backward& p, i64 row) {
 }
 
 /// async_copy16 with a say on what the second-level cache keeps.
-FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const Lasting& lasting) {
+FLEXOPS_DEVICE void fetch16(void* shared, const void* global, bool valid, const L2Policy& policy) {
 #if FLEXOPS_HAS_CACHE_POLICY
   const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                :
-               : "r"(to), "l"(global), "r"(valid ? 16 : 0), "l"(lasting.policy)
+               : "r"(to), "l"(global), "r"(valid ? 16 : 0), "l"(policy.bits)
                : "memory");
 #else
-  (void)lasting;
+  (void)policy;
   async_copy16(shared, global, valid);
 #endif
 }
@@ -100,22 +100,23 @@ struct Weight {
 };
 
 /// kCentered is needed for layer norm, and does for RMS norm. Groups of threads walk over rows.
-/// Each thread fetches its vectors into slots of its own, so that it waits for nobody, while it
-/// works on the row before; both passes read them there, and registers are left for the sums. A
-/// slot is filled again as soon as it has been read the second time.
+/// Each thread fetches its vectors into slots of its own, so that it waits for no other thread,
+/// while it works on the row before; both passes read them there, and registers are left for the
+/// sums. A slot is filled again as soon as it has been read the second time.
 template <typename T, bool kCentered, bool kClustered>
 __global__ void __launch_bounds__(kWalkThreads, 1)
     backward_walk(const FLEXOPS_GRID_CONSTANT Backward p) {
   constexpr int V = kPerVector<T>, kColumns = kParts * V, kSums = kCentered ? 2 : 1;
   extern __shared__ uint4 slots[];
   __shared__ Partial<float, kSums> shared[kStages];
-  __shared__ ClusterExchange<2> exchange;  // of a row, received before the next one's is sent
+  __shared__ hopper::ClusterExchange<float2, 2>
+      exchange;  // of a row, received before the next one's is sent
   Group g(p.lanes, kClustered);
   if constexpr (kClustered) {
-    g.lane += cluster_rank() * kParts * g.lanes;
+    g.lane += hopper::cluster_rank() * kParts * g.lanes;
     if (threadIdx.x == 0) exchange.init();
   }
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const int streams = p.grad_residual ? 3 : 2, threads = static_cast<int>(blockDim.x);
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
   const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp,
@@ -124,12 +125,14 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
       p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
   uint4* const own =
       slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
+  // Start the copies of the weight.
   const Weight<T> weight(own, p, g);
   const auto slot = [&](int stage, int stream, int k) {
     return own + (weight_slots + stage * streams * kParts) * kNarrowWarp +
            (stream * kParts + k) * kNarrowWarp;
   };
 
+  // The block's sums of the parameters' gradients stay in registers.
   float sum_weight[kParts][V], sum_bias[kCentered ? kParts : 1][V];
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
@@ -140,13 +143,13 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     const int at = g.lane + k * g.lanes;
     const bool valid = row < p.rows && at < p.vectors;
     fetch16(slot(stage, 0, k), static_cast<const T*>(p.x) + row * p.x_stride + at * V, valid,
-            lasting);
+            policy);
     fetch16(slot(stage, 1, k), static_cast<const T*>(p.grad) + row * p.grad_stride + at * V, valid,
-            lasting);
+            policy);
     if (streams == 3)
       fetch16(slot(stage, 2, k),
               static_cast<const T*>(p.grad_residual) + row * p.grad_residual_stride + at * V, valid,
-              lasting);
+              policy);
   };
   const auto fetch_row = [&](i64 row, int stage) {
 #pragma unroll  // of a loop ptxas 13.0 makes wrong code: it counts in the register that holds the
@@ -155,6 +158,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     async_commit();
   };
 
+  // Start the copies of the first rows.
   const int together = g.count;
   const u32 walkers = kClustered ? gridDim.x / static_cast<u32>(p.blocks)
                                  : gridDim.x;  // blocks, or clusters of them
@@ -170,6 +174,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   int stage = 0;
   u32 turn = 0;
   if constexpr (kClustered) exchange.open();
+  // For each row: the sums over it, their reduction, its gradient, the copies of a row to come.
   for (; first < p.rows; first += step) {
     const i64 row = first + i64(g.index) * p.group_step;
     const Statistics s = next;
@@ -192,15 +197,15 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     if constexpr (kClustered) {
       const int warps = g.lanes / kNarrowWarp;
       exchange.send(turn,
-                    {warp_reduce<kNarrowWarp>(sums[0], Sum{}),
-                     warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})},
+                    float2{warp_reduce<kNarrowWarp>(sums[0], Sum{}),
+                           warp_reduce<kNarrowWarp>(sums[kSums - 1], Sum{})},
                     p.blocks, warps);
-      const float2* const told = exchange.receive(turn++);
+      const float2* const sent = exchange.receive(turn++);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
       for (int i = lane; i < p.blocks * warps; i += kNarrowWarp) {
-        sums[0] += told[i].x;
-        if (kCentered) sums[kSums - 1] += told[i].y;
+        sums[0] += sent[i].x;
+        if (kCentered) sums[kSums - 1] += sent[i].y;
       }
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] = warp_reduce<kNarrowWarp>(sums[i], Sum{});
@@ -307,6 +312,7 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (int e = 0; e < V; ++e) unit[e] = (unit[e] - s.mean) * s.rstd;
   };
+  // First pass: the sums over the row.
   float sums[2] = {};
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
@@ -318,6 +324,7 @@ __global__ void __launch_bounds__(kMostThreads)
     sums[1] += sum_of(scaled);
   }
   group_reduce<true>(sums, Sum{}, g, shared);
+  // Second pass: the gradient.
   const float slope = sums[0] * p.inverse, level = p.centered ? sums[1] * p.inverse : 0.0f;
 #pragma unroll kAtOnce
   for (int i = g.lane; i < count; i += g.lanes) {
@@ -340,6 +347,7 @@ __global__ void __launch_bounds__(kShortThreads)
   if (i >= p.vectors) return;
   const i64 first = i64(blockIdx.y) * p.rows_per_block,
             last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
+  // Add up the rows.
   float sum_weight[V] = {}, sum_bias[V] = {};
 #pragma unroll 2
   for (i64 row = first; row < last; ++row) {
@@ -353,6 +361,7 @@ __global__ void __launch_bounds__(kShortThreads)
       sum_bias[e] += grad[e];
     }
   }
+  // Write the block's sums for reduce_partial.
   const i64 to = i64(blockIdx.y) * p.columns + i64(i) * V;
   if (p.partial_weight) store<float, Cache::streaming>(p.partial_weight, to, sum_weight);
   if (p.partial_bias) store<float, Cache::streaming>(p.partial_bias, to, sum_bias);
@@ -373,6 +382,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   __shared__ float shared[kSlices][33];
   const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
   const int column = static_cast<int>(blockIdx.x) * 32 + lane;
+  // Each slice adds up its lines, in several sums.
   // By halves, so that errors add up as the logarithm does.
   float sums[kLines] = {};
   if (column < p.columns) {
@@ -386,12 +396,14 @@ __global__ void __launch_bounds__(kReduceThreads)
       }
     }
   }
+  // Reduce the slices in shared memory.
   shared[slice][lane] = sum_of(sums);
 #pragma unroll
   for (int half = kSlices / 2; half > 0; half /= 2) {
     __syncthreads();
     if (slice < half) shared[slice][lane] += shared[slice + half][lane];
   }
+  // Write.
   if (slice == 0 && column < p.columns) {
     const float total = shared[0][lane];
     store_any(p.out[blockIdx.y], column, total, p.type[blockIdx.y]);

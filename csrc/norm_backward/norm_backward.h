@@ -13,8 +13,8 @@ struct NormBackward {
                                          // added to grad_x, or null
   const void* weight;                    // or null
   const float *mean, *rstd;              // mean if centered
-  void* grad_x;                          // contiguous; null if nobody wants it
-  void *grad_weight, *grad_bias;         // of weight_type and bias_type; null if nobody wants them
+  void* grad_x;                          // contiguous; null if not wanted
+  void *grad_weight, *grad_bias;         // of weight_type and bias_type; null if not wanted
   float* partial;  // work space of norm_partial_rows(...) * columns floats for each of the two that
                    // is wanted
   int64_t partial_rows;

@@ -94,7 +94,7 @@ bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory, and the driver's
   const Gpu& gpu = gpu_facts();
   int64_t size = 0, resident = 0;
-  for (int64_t blocks = 2; blocks <= kMostClusterBlocks; ++blocks) {
+  for (int64_t blocks = 2; blocks <= hopper::kMostClusterBlocks; ++blocks) {
     const int64_t lanes = ceil_div(ceil_div(held, blocks), norm::kNarrowWarp) * norm::kNarrowWarp,
                   bytes = lanes * (weights + stages);
     if (lanes > norm::kWalkThreads || bytes + kReserved > gpu.shared_of_block) continue;
@@ -198,7 +198,7 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   p.grad_residual_stride = a.grad_residual_stride;
   p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.weight_type = a.weight_type, p.centered = a.centered;
-  p.lasting = norm::is_large(a.rows * a.columns, a.type);
+  p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.type);
   const Plan plan = make_plan(p, a);
   if (a.rows > 0) plan.walks ? walk(plan, p, a, stream) : read_twice(plan, p, a, stream);
   reduce(plan, p, a, stream);

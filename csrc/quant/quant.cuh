@@ -10,11 +10,13 @@
 // blocks that dequantize ask the second-level one for what others will read some microseconds
 // later: 2 to 3 %. Three ways:
 //   rows      groups along contiguous memory, of whole 16-byte vectors: 1 to 32 neighbouring lanes
-//   hold a group's; columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane
-//   holds 16 bytes of a few rows; any       the rest: 1 to 32 lanes or a whole block hold a group's
-//   elements in pairs, or go over a long group twice.
+//             hold a group's
+//   columns   groups across contiguous rows (FlexGen's weights along dim 0): a lane holds 16 bytes
+//             of a few rows
+//   any       the rest: 1 to 32 lanes or a whole block hold a group's elements in pairs, or go over
+//             a long group twice
 // Kernels are instantiated for each type of elements (one for both 16-bit types is 15 % slower
-// along columns), except `any`. All else is uniform over the grid and told at run time: that costs
+// along columns), except `any`. All else is uniform over the grid and known at run time: that costs
 // next to nothing.
 #pragma once
 
@@ -76,8 +78,7 @@ struct Params {
   i64 pairs_ahead;             // rows: kRowsAhead for scales
 };
 
-// ---- numbers
-// --------------------------------------------------------------------------------
+// ---- numbers ----
 
 inline constexpr float kFloatMax = 3.40282347e38f;
 // Adding 1.5 * 2^23 rounds to an integer, half to even, whose low bits are the sum's low bits.

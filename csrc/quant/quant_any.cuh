@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_C
   const Coding c = make_coding(p, p.type);
   const LanePart s = find_part(p, p.outer_stride, p.length_stride);
   const i64 step = static_cast<i64>(kAnyHeld) * p.lanes;
+  // First pass: reduce the group to its extremes.
   float value[kAnyHeld];
   Extremes e;
   e.clear();
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_C
   e.settle();
   merge_all(e, p.lanes, shared);
   if (!s.inside) return;
+  // Write scale and zero point.
   Group g(e.lowest, e.highest, c);
   g.scale = round_any(g.scale, p.type);
   if (s.first == 0) {
@@ -126,6 +128,7 @@ __global__ void __launch_bounds__(kAnyThreads) quantize_any(const FLEXOPS_GRID_C
     store_any(p.scales, entry, g.scale, p.type);
     if (!c.symmetric) store_any(p.scales, entry + p.inner, g.minimum, p.type);
   }
+  // Second pass: quantize and write the codes.
   const bool halves = p.bits == 4;
   const i64 apart = (halves ? 1 : 2) * p.lanes * p.inner;  // a lane's pairs of codes
   for (first = s.first; first < p.group_size; first += step) {
@@ -169,6 +172,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     dequantize_any(const FLEXOPS_GRID_CONSTANT Params p) {
   const LanePart s = find_part(p, p.length * p.inner, p.inner);
   if (!s.inside) return;
+  // Load scale and zero point.
   const i64 entry = s.line * p.pair * p.inner + s.column,
             step = static_cast<i64>(kAnyHeld) * p.lanes;
   const float minimum = p.pair == 1 ? 0.0f : load_any(p.scales, entry + p.inner, p.scale_type);
@@ -179,6 +183,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     const int left = rows_left(s.rows, first);
     const u8* packed = static_cast<const u8*>(p.x) +
                        (s.line * p.group_bytes + (halves ? first / 2 : first)) * p.inner + s.column;
+    // Load the codes.
     u32 codes[kAnyPairs];  // the even row's in the low byte, the odd one's above it
 #pragma unroll
     for (int k = 0; k < kAnyPairs; ++k, packed += apart) {
@@ -194,6 +199,7 @@ __global__ void __launch_bounds__(kAnyThreads)
         if (row + 1 < left) codes[k] |= static_cast<u32>(packed[p.inner]) << 8;
       }
     }
+    // Dequantize and write.
     i64 at = s.element + first * p.inner;
 #pragma unroll
     for (int k = 0; k < kAnyPairs; ++k, at += 2 * p.lanes * p.inner) {

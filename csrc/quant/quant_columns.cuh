@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kColumnThreads)
                   t.first_row * p.length_stride + t.column;
   const auto row_of = [&](int k) { return 2 * (t.slot + (k / 2) * p.lanes) + k % 2; };
   const int rows = static_cast<int>(t.rows), group_size = static_cast<int>(p.group_size);
+  // Load the lane's rows of the columns.
   Vector<kBytes> data[kColumnRows];
 #pragma unroll
   for (int k = 0; k < kColumnRows;
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     const int row = row_of(k) < rows ? row_of(k) : rows - 1;
     data[k] = load<kLoads>(reinterpret_cast<const Vector<kBytes>*>(x + row * p.length_stride));
   }
+  // Reduce to each column's extremes.
   Span<kBytes, true> span;
   span.clear(kType);
 #pragma unroll
@@ -77,6 +79,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   for (int mask = kNarrowWarp / 2; mask >= kNarrowWarp / p.lanes; mask >>= 1)
     span.merge(span.from(mask), kType);
   if (!t.inside) return;
+  // Scales and zero points.
   float minimum[N], scale[N];
   u32 whole[N / 4] =
       {};  // ones in the bytes of columns whose group is not broken: the others' codes are 0
@@ -95,6 +98,7 @@ __global__ void __launch_bounds__(kColumnThreads)
       store<kStores>(reinterpret_cast<Vector<kBytes>*>(scales + p.inner),
                      narrow(minimum, kType, Bits<kBytes>{}));
   }
+  // Quantize and write the codes.
   u8* out = static_cast<u8*>(p.out) + t.line * p.group_bytes * p.inner + t.column;
   constexpr int kPart =
       kType == ElementType::f32
@@ -166,6 +170,7 @@ __global__ void __launch_bounds__(kPartThreads)
   using Codes = Vec<u32, N / 4>;
   const u32 index = blockIdx.x * kPartThreads + threadIdx.x, inner = static_cast<u32>(p.inner);
   if (index >= static_cast<u32>(p.total)) return;
+  // Find the part of a group of rows.
   u32 chunk, part, group;
   const u32 line = flexops::divide(flexops::divide(index, p.chunks, chunk), p.parts, part),
             outer = flexops::divide(line, p.group_count, group);
@@ -180,6 +185,7 @@ __global__ void __launch_bounds__(kPartThreads)
   const u64 offset =
       static_cast<u64>(line * static_cast<u32>(p.group_bytes) + part * kPartCodes) * inner + column;
   const u8* packed = static_cast<const u8*>(p.x) + offset;
+  // Load codes, scales and zero points.
   Codes words[kPartCodes];
 #pragma unroll
   for (int k = 0; k < kPartCodes; ++k) {
@@ -189,6 +195,7 @@ __global__ void __launch_bounds__(kPartThreads)
   float step[N], minimum[N];
   load_pairs(step, minimum, p,
              static_cast<i64>(static_cast<u64>(line * static_cast<u32>(p.pair)) * inner + column));
+  // Prefetch for a block to come.
   if (chunk % (kLine / N) == 0 && static_cast<i64>(offset) < p.code_bytes) {
 #pragma unroll
     for (int k = 0; k < kPartCodes; ++k)
@@ -196,6 +203,7 @@ __global__ void __launch_bounds__(kPartThreads)
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) step[i] = __frcp_rn(step[i]);
+  // Unpack, dequantize and write, row by row.
   auto* out = static_cast<Bits<kBytes>*>(p.out) +
               (static_cast<u64>(outer * static_cast<u32>(p.length) + first_row) * inner + column);
   const u32 mask = p.bits == 4 ? 0x0f0f0f0fu : ~0u;

@@ -166,8 +166,7 @@ static void dequantize_runs(const uint8_t* packed, const void* scales, void* out
                  l.symmetric ? 0.0f : pairs[i * pair + 1]);
 }
 
-// ---- groups across contiguous rows
-// --------------------------------------------------------------------------------
+// ---- groups across contiguous rows ----
 
 /// One number for each column of a tile.
 template <int64_t columns>

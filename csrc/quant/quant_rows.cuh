@@ -160,11 +160,13 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_
   const i64 first = first_vector();
   const Coding c = make_coding(p, kType);
   if (p.lanes < kVectors) return quantize_small_groups<kType>(p, first, c);
+  // Load.
   Place place[kVectors];
   find_places<kVector<kBytes>>(place, p, first);
   Vector<kBytes> data[kVectors];
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) data[u] = load_vector<kBytes>(p, place[u]);
+  // Reduce each group to its extremes, the groups shared out among lanes.
   Span<kBytes, false> span[kVectors];
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
@@ -174,10 +176,12 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows(const FLEXOPS_GRID_
   }
   deal(span, p.lanes, kType);
   const auto pair = make_pair<kType>(span[0].lowest(0, kType), span[0].highest(0, kType), c);
+  // Write scales and zero points.
   const int share = p.lanes >> kLogVectors;  // lanes that work out the same group
   const int lane = threadIdx.x % kNarrowWarp, start = lane & -p.lanes;
   const i64 mine = first + ((lane - start) >> (p.log_lanes - kLogVectors)) * kNarrowWarp;
   if (mine < p.total && (lane & (share - 1)) == 0) store_pair(p, mine >> p.log_lanes, pair);
+  // Quantize and write the codes.
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
     const auto its = hand(pair, start + u * share);
@@ -230,6 +234,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   using Codes = Vec<u32, N / 4>;
   const u32 vector = blockIdx.x * kDecodeThreads + threadIdx.x, group = vector >> p.log_lanes;
   if (vector >= static_cast<u32>(p.total)) return;
+  // Find the vector's place in its row.
   u32 at = vector;
   auto* out = static_cast<Vector<kBytes>*>(p.out) + vector;
   if (!p.flat) {
@@ -242,6 +247,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     out = reinterpret_cast<Vector<kBytes>*>(static_cast<Bits<kBytes>*>(p.out) +
                                             (row * p.length + column));
   }
+  // Load codes, scale and zero point.
   const bool halves = p.bits == 4;
   Codes codes = {};
   if (halves) {
@@ -257,6 +263,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   } else {
     widen_pair(numbers, pair, p.scale_type);
   }
+  // Unpack, dequantize and write.
   const float step = __frcp_rn(numbers[0]), minimum = numbers[1];
   if (halves) {
     codes = split(codes, p.flip);

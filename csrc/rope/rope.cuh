@@ -160,6 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
   const Task t = find_task(p);
   if (!t.inside) return;
   const bool rotated = t.item < p.rotated;
+  // Find the two vectors that rotate together, or are copied.
   u32 first = t.item, second = t.item + p.rotated;
   if (!rotated) first = second, second += p.copied;
   const bool has_second = second < p.vectors;
@@ -168,6 +169,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
                    t.head * static_cast<u32>(s.in_head);
   const auto *in = static_cast<const Vector*>(s.in) + (from + first),
              *in_second = static_cast<const Vector*>(s.in) + (from + second);
+  // Load them for several heads, which share the angles.
   Vector a[kHeads], b[kHeads];
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
@@ -184,6 +186,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rotate(const FLEXOPS_GRID_C
       angles.template load<false>(p, t, t.item * N, 0);
     }
   }
+  // Rotate and write.
   const u32 to = t.batch * static_cast<u32>(s.out_batch) + t.at * static_cast<u32>(s.out_length) +
                  t.head * static_cast<u32>(s.out_head);
   T *out = static_cast<T*>(s.out) + static_cast<i64>(to + first) * N,
@@ -207,6 +210,7 @@ __global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_C
   const Task t = find_task(p);
   if (!t.inside) return;
   const bool rotated = t.item < p.rotated;
+  // Find the two elements that rotate together, or are copied.
   u32 first = t.item, second = t.item + p.rotated;
   if (!rotated) {
     first = second, second += p.copied;
@@ -217,6 +221,7 @@ __global__ void __launch_bounds__(kThreads) rotate_elements(const FLEXOPS_GRID_C
   Angles<1> angles;
   if (rotated) angles.load<false>(p, t, t.item, 0);
   const Side& s = p.side[t.side];
+  // Load, rotate and write, head by head.
   for (u32 head = t.head; head < t.head + t.heads; ++head) {
     const i64 in = t.batch * s.in_batch + t.at * s.in_length + head * s.in_head;
     const i64 out = t.batch * s.out_batch + t.at * s.out_length + head * s.out_head;

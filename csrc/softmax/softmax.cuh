@@ -7,11 +7,14 @@
 // floats in registers instead would halve the rows under way. Masks that add make floats of scores,
 // which are kept. 1 to 32 neighbouring lanes share a short row; a block holds one of thousands of
 // elements; longer ones are read twice. Masks, their dtype and broadcasting are uniform over the
-// grid and told at run time.
+// grid and known at run time.
 //
 //   softmax_rows.cuh      forward without a mask, causal, or with a boolean one: rows that a block
-//   holds softmax_added.cuh     masks that add softmax_long.cuh      rows that no block holds,
-//   without a mask softmax_general.cuh   everything else softmax_backward.cuh  the gradient
+//                         holds
+//   softmax_added.cuh     masks that add
+//   softmax_long.cuh      rows that no block holds, without a mask
+//   softmax_general.cuh   everything else
+//   softmax_backward.cuh  the gradient
 //
 // This file is what they share.
 #pragma once
@@ -56,14 +59,13 @@ struct Params {
   Dtype mask_kind;
   int lanes, log_lanes;  // threads that share a row: a power of two up to 32; or the block
   float scale;
-  u32 flip;      // forward: signs to change before scaling
-  u32 lowest;    // a word of -inf
-  int chunks;    // long rows and backward: of a row, each as much as its threads hold
-  bool lasting;  // the second-level cache is asked to keep what is read: rows and long rows
+  u32 flip;         // forward: signs to change before scaling
+  u32 lowest;       // a word of -inf
+  int chunks;       // long rows and backward: of a row, each as much as its threads hold
+  bool keep_in_l2;  // the second-level cache is asked to keep what is read: rows and long rows
 };
 
-// ---- where a thread works
-// --------------------------------------------------------------------------------
+// ---- where a thread works ----
 
 struct Place {
   i64 row;
@@ -121,8 +123,7 @@ FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, fl
   return value;
 }
 
-// ---- numbers
-// --------------------------------------------------------------------------------
+// ---- numbers ----
 
 // Both types of 16 bits share a kernel, bf16's: `is_f16`, the same for the whole grid, tells which
 // it is where it matters.
@@ -153,7 +154,7 @@ FLEXOPS_DEVICE float power(float value) {
   return kIsFloat<T> ? expf(value) : quick_exp2(value);
 }
 
-/// A thread's vectors of a row, zeros for those that it has not.
+/// A thread's vectors of a row, zeros beyond its end.
 template <typename T, int V>
 FLEXOPS_DEVICE void load_row(Packed (&raw)[V], const T* row, int first, int step, int length) {
 #pragma unroll

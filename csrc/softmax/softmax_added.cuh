@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded)
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
   const int length = p.length;
+  // Load the row and its mask, and add them.
   Packed raw[V];
   load_row(raw, x, first, step, length);
   float s[V * N], scores[N];
@@ -70,12 +71,14 @@ __global__ void __launch_bounds__(kMostOfAdded, kBlocksOfAdded)
     for (int i = 0; i < N; ++i) s[k * N + i] = __fmaf_rn(scores[i], p.scale, s[k * N + i]);
     limit_exponents<T>(s + k * N, first + k * step, length);
   }
+  // Reduce to the maximum, then to the sum of powers.
   const float maximum =
       settle(reduce_row<true>(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
   for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
   const float sum = reduce_row<true>(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  // Divide and write.
   if (!place.exists) return;
   T* out = static_cast<T*>(p.out) + place.row * p.length;
 #pragma unroll

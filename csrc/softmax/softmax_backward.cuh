@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kWholeThreads, 2)
   const T* grad = static_cast<const T*>(p.grad) + row * p.grad_stride;
   T* out = static_cast<T*>(p.out) + row * p.length;
   const int first = threadIdx.x * N, step = p.lanes * N;
+  // Load results and gradients.
   Packed ys[V], grads[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
@@ -32,7 +33,9 @@ __global__ void __launch_bounds__(kWholeThreads, 2)
       grads[k] = load_vector<T, kRead>(grad, first + k * step);
     }
   }
+  // Reduce their products to the row's sum.
   float a[V * N], b[V * N], products[N], sum = 0.0f;
+  // Write scale y (gradient - sum).
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     widen<T>(a + k * N, ys[k], p.is_f16);
@@ -67,10 +70,12 @@ __global__ void __launch_bounds__(kMostThreads)
             length = visible(p, place.row);
   Packed ys[V], grads[V];
   float sum = 0.0f, a[N], b[N];
+  // Chunks forwards for the sum of products, then backwards to write.
 #pragma unroll 1
   for (int turn = 0; turn < 2 * p.chunks; ++turn) {
     const bool writes = turn >= p.chunks;
     const int from = first + (writes ? 2 * p.chunks - 1 - turn : turn) * V * step;
+    // Between the passes: reduce the sum over the row's lanes.
     if (turn == p.chunks) {
       sum = reduce_row(sum, Sum{}, 0.0f, p.lanes, sums);
       if (!place.exists) return;

@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kMostThreads)
   __shared__ float maxima[kMostThreads / kNarrowWarp], sums[kMostThreads / kNarrowWarp];
   const Place place = find_place(p);
   const T* x = static_cast<const T*>(p.x) + place.row * p.stride;
+  // Load the row, and add the mask.
   int length = visible(p, place.row);
   Packed raw[V];
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
@@ -126,11 +127,13 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
   for (int k = 0; k < V; ++k)
     make_exponents<T>(s + k * N, raw[k], p.is_f16, p.scale, mask, first + k * step, length);
+  // Reduce to the maximum, then to the sum of powers.
   const float maximum = settle(reduce_row(max_tree<V * N>(s), Max{}, -infinity(), p.lanes, maxima));
 #pragma unroll
   for (int i = 0; i < V * N; ++i) s[i] = power<T>((s[i] - maximum) * kUnit<T>);
   const float sum = reduce_row(sum_tree<V * N>(s), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  // Write.
   if (!place.exists) return;
   T* out = static_cast<T*>(p.out) + place.row * p.length;
 #pragma unroll
@@ -154,10 +157,12 @@ __global__ void __launch_bounds__(kMostThreads)
   const int first = static_cast<int>(threadIdx.x) * N - head_of<T>(x), step = p.lanes * N;
   float maximum = -infinity(), sum = 0.0f, inverse = 0.0f, s[N];
   Packed raw[V];
+  // Chunks forwards for maximum and sum, then backwards to write.
 #pragma unroll 1
   for (int turn = 0; turn < 2 * p.chunks; ++turn) {
     const bool writes = turn >= p.chunks;
     const int from = first + (writes ? 2 * p.chunks - 1 - turn : turn) * V * step;
+    // Between the passes: reduce both over the block.
     if (turn == p.chunks) {
       const float top = settle(reduce_row(maximum, Max{}, -infinity(), p.lanes, maxima));
       sum = reduce_row(sum * power<T>((maximum - top) * kUnit<T>), Sum{}, 0.0f, p.lanes, sums);

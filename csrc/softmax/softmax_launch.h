@@ -16,7 +16,7 @@ softmax::Size make_size(int64_t by) {
   return {by, make_divisor(by < kMost ? by : kMost)};
 }
 
-/// Whether a tensor is too large for caches to hold it and its results until somebody reads these.
+/// Whether a tensor is too large for caches to hold it and its results until these are read.
 bool is_large(const SoftmaxRows& rows) {
   return rows.rows * rows.length * element_size(rows.type) >= int64_t{1} << 24;
 }
@@ -35,7 +35,7 @@ Params make_params(const void* x, void* out, const SoftmaxRows& rows) {
   p.gridded = false;
   p.is_f16 = rows.type == ElementType::f16;
   p.lowest = rows.type == ElementType::f32 ? 0xff800000u : p.is_f16 ? 0xfc00fc00u : 0xff80ff80u;
-  p.scale = rows.scale, p.flip = 0, p.lasting = is_large(rows);
+  p.scale = rows.scale, p.flip = 0, p.keep_in_l2 = is_large(rows);
   return p;
 }
 

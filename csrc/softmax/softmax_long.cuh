@@ -39,11 +39,12 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
   const int length = visible(p, row), first = static_cast<int>(threadIdx.x) * N - head_of<T>(x),
             step = p.lanes * N;
   const float scale = p.scale * kUnit<T>;
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
   const auto keep = [&](const T* at) {
-    return load_lasting(reinterpret_cast<const Packed*>(at), lasting);
+    return load_with(reinterpret_cast<const Packed*>(at), policy);
   };
   const auto leave = [](const T* at) { return load_vector<T, Cache::streaming>(at, 0); };
+  // First pass, forwards: running maximum and sum.
   float maximum = -infinity(), sum = 0.0f, s[N];
   Packed scores[V];
 #pragma unroll 1
@@ -60,10 +61,12 @@ __global__ void __launch_bounds__(kMostThreads) softmax_long(const FLEXOPS_GRID_
       sum += sum_tree<N>(s);
     }
   }
+  // Reduce both over the block.
   float top = find_top(reduce_row(maximum, Max{}, -infinity(), p.lanes, maxima), p.scale);
   sum = reduce_row(sum * power<T>((maximum - top) * scale), Sum{}, 0.0f, p.lanes, sums);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   forget(top);
+  // Second pass, backwards, since the last chunk is in registers still: write.
 #pragma unroll 1
   for (int chunk = p.chunks - 1; chunk >= 0; --chunk) {
     const int from = first + chunk * V * step;

@@ -76,14 +76,16 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
   const int first = place.lane * N - head_of<T>(x), step = p.lanes * N;
   int length = visible(p, place.row);
   const u32 lowest = p.lowest ^ p.flip;
-  const Lasting lasting(p.lasting);
+  const L2Policy policy(p.keep_in_l2);
+  // Load the row into registers.
   Packed scores[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     scores[k] = {{lowest, lowest, lowest, lowest}};
     if (first + k * step < length)
-      scores[k] = load_lasting(reinterpret_cast<const Packed*>(x + (first + k * step)), lasting);
+      scores[k] = load_with(reinterpret_cast<const Packed*>(x + (first + k * step)), policy);
   }
+  // Load a boolean mask.
   u32 words[V][N / 4];
   bool bytewise = false;
   if (boolean) {
@@ -95,6 +97,7 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
       bytewise = true;
     }
   }
+  // Apply sign, mask and the row's ends to the scores.
   if (p.flip != 0) {
 #pragma unroll
     for (int i = 0; i < V * 4; ++i) scores[i / 4].at[i % 4] ^= p.flip;
@@ -109,6 +112,7 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
       limit_end<T>(scores[k], at, length, p.lowest);
     }
   }
+  // Reduce to the maximum, then to the sum of powers.
   float top = find_top(
       reduce_row(highest_of<T>(scores, p.is_f16), Max{}, -infinity(), p.lanes, maxima), p.scale);
   const float scale = p.scale * kUnit<T>;
@@ -118,6 +122,7 @@ __global__ void __launch_bounds__((kMostOfRows<T, kMasked>), (kBlocksOfRows<T, k
   float sum = apart ? add_powers<f16>(scores, false, first, step, length, scale, top)
                     : add_powers<T>(scores, is_f16 && !kMasked, first, step, length, scale, top);
   sum = reduce_row(sum, Sum{}, 0.0f, p.lanes, sums);
+  // Write the powers, divided by the sum.
   if (!place.exists) return;
   forget(top);
   T* out = static_cast<T*>(p.out) + place.row * p.length;

@@ -21,7 +21,7 @@ import torch
 from ..builder.registered import here
 from ..errors import FlexopsError, SettingsError
 from . import timing
-from .cases.case import Setup
+from .setup import Setup
 from .text import columns, duration, ratio
 from .timing import Measure
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+CASES = "flexops.cases"
+"""Entry points of other distributions: ``f(op, setup)`` yields names and their contenders."""
 REFUSED = "flexops refuses: "
 """On standard error, before the parts of an error that needs no traceback."""
 
@@ -59,17 +61,27 @@ def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
 
 
 def candidates(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
+    from importlib.metadata import entry_points
+
     from flexops.bench import own
-    from flexops.bench.cases import Setup, sources
+    from flexops.bench.setup import Setup
+    from flexops.errors import SettingsError
 
     setup = Setup(request["device"], small=bool(request.get("small")))
     for place in request["places"]:
         for one in own.cases_of(place, setup):
             yield one.name, one.calls
-    for source in sources([request["op"]]) if request["op"] else ():
-        for case in source.cases(setup):
-            if request["op"] in (source.family, case.function):
-                yield f"{case.name}, {case.part}", case.contenders
+    if op := request["op"]:
+        points = entry_points(group=CASES)
+        if not points:
+            raise SettingsError(
+                f"the cases of {op} are not part of flexops itself",
+                found="no flexops-tools",
+                required="flexops-tools of the same version, from a clone of flexops",
+                fix="pip install ./tools   # in the clone; or name a file with cases(setup)",
+            )
+        for point in points:
+            yield from point.load()(op, setup)
 
 
 def by_torch(call: Callable[[], object], on_gpu: bool) -> list[dict[str, str]]:

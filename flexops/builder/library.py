@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from .._torch import schema_of
 from ..build.describe import catalog, schema
 from ..build.describe.declaration import Output, Rows
-from ..build.describe.schema import Dimensions, Signature, in_words
+from ..build.describe.schema import Signature
 from ..build.describe.spec import OpSpec, Project
 from ..errors import FlexopsError
 from ..ops import _register
+from ..ops._declared import check_arguments, results_of, saving
 
 _TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
 _LONGEST_NAME = 80
@@ -233,7 +233,7 @@ class Op:
                 fix="rename them",
             )
         self._fake: Callable[..., Any] | None = (
-            functools.partial(_fake, signature) if signature else None
+            functools.partial(results_of, signature) if signature else None
         )
         self._check: Callable[..., None] | None = None
         functools.update_wrapper(self, reference)
@@ -333,21 +333,8 @@ class Op:
                 required=required,
                 fix="correct saves=",
             )
-        scalars = [name for name in names if name not in tensors]
-
-        def keep(ctx: Any, args: tuple[Any, ...], result: Any) -> None:
-            there = dict(zip(names, args, strict=True)) | dict(
-                zip(results, result if isinstance(result, tuple) else (result,), strict=True)
-            )
-            ctx.save_for_backward(*(there[name] for name in kept))
-            for name in scalars:
-                setattr(ctx, name, there[name])
-
-        def gradient(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-            made = function(ctx, *gradients)
-            made = made if isinstance(made, tuple) else (made,)
-            return (*made, *(None,) * (len(names) - len(made)))
-
+        numbers = [name for name in names if name not in tensors]
+        keep, gradient = saving(names, numbers, results, kept, function)
         _register.add_gradient(self.op, keep, gradient)
         return function
 
@@ -374,7 +361,8 @@ class Op:
 
     def _refuse(self, *args: Any) -> None:
         if self.signature:
-            _check(self.label, self.signature, dict(zip(self._names, args, strict=False)))
+            given = dict(zip(self._names, args, strict=False))
+            check_arguments(self.label, self.signature, given)
         if self._check:
             self._check(*args)
 
@@ -392,160 +380,3 @@ def _by_position(reference: Callable[..., Any]) -> Callable[..., Any]:
         return reference(*args[:first], **dict(zip(named, args[first:], strict=False)), **kwargs)
 
     return call
-
-
-# ---- what a signature says, in Python: the words are those of the binding ------------------------
-
-
-def _check_rows(label: str, signature: Signature, rows: Rows, given: dict[str, Any]) -> None:
-    first, params = rows.lists[0], given[rows.lists[0]]
-    if not params and signature.schema.results:
-        raise ValueError(f"{label}: {first} must hold at least one tensor")
-    for name in rows.every:
-        tensors = given[name]
-        if name in rows.optional and not tensors:
-            continue
-        joined = (
-            name == rows.steps
-            and len(tensors) == 1
-            and tensors[0].shape == (len(params),)
-            and tensors[0].is_contiguous()
-        )
-        if not joined and len(tensors) != len(params):
-            raise ValueError(
-                f"{label}: {name} must hold {len(params)} tensors, as {first} does, got"
-                f" {len(tensors)}"
-            )
-        for i, (tensor, param) in enumerate(zip(tensors, params, strict=False)):
-            if name == rows.steps:
-                if not joined and tensor.numel() != 1:
-                    raise ValueError(
-                        f"{label}: {name}[{i}] must have one element, got shape"
-                        f" {list(tensor.shape)}"
-                    )
-            elif block := dict(rows.blocks).get(name):
-                if (
-                    tensor.numel() < (least := -(-param.numel() // block))
-                    or not tensor.is_contiguous()
-                ):
-                    what = (
-                        f"a contiguous {str(tensor.dtype)[6:]} tensor of at least {least} elements"
-                    )
-                    raise ValueError(
-                        f"{label}: {name}[{i}] must be {what}, got shape {list(tensor.shape)}"
-                    )
-            elif tensor.shape != param.shape:
-                raise ValueError(
-                    f"{label}: {name}[{i}] must have the shape of {first}[{i}],"
-                    f" {list(param.shape)}, got {list(tensor.shape)}"
-                )
-
-
-def _check(label: str, signature: Signature, given: dict[str, Any]) -> None:
-    found: list[tuple[str, str, Tensor]] = []
-    for argument in signature.schema.arguments:
-        if argument.type != "Tensor":
-            continue
-        value, name = given[argument.name], argument.name
-        if argument.many:
-            items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-        else:
-            items = [] if value is None and argument.optional else [(name, value)]
-        for called, item in items:
-            if not isinstance(item, Tensor):
-                raise TypeError(f"{label}: {called} must be a tensor, got {type(item).__name__}")
-            found.append((name, called, item))
-    for name, called, tensor in found:
-        allowed = dict(signature.dtypes)[name]
-        other = given.get(allowed[0])
-        if isinstance(other, Tensor):
-            if tensor.dtype != other.dtype:
-                raise TypeError(
-                    f"{label}: {called} must be {str(other.dtype)[6:]}, as {allowed[0]}, got"
-                    f" {str(tensor.dtype)[6:]}"
-                )
-        elif str(tensor.dtype)[6:] not in allowed:
-            raise TypeError(
-                f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}"
-            )
-    for name, called, tensor in found:
-        if name in signature.numbers and tensor.numel() != 1:
-            raise ValueError(
-                f"{label}: {called} must have one element, got shape {list(tensor.shape)}"
-            )
-    if signature.rows:
-        _check_rows(label, signature, signature.rows, given)
-    for name, called, tensor in found:
-        shape = dict(signature.shapes).get(name)
-        if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
-            whose = f"{shape}'s " if isinstance(given.get(shape), Tensor) else ""
-            raise ValueError(
-                f"{label}: {called} must have {whose}shape {list(wanted)}, got {list(tensor.shape)}"
-            )
-        layout = signature.layout(name)
-        if layout.startswith("as ") and not _fits(tensor.shape, given[layout[3:]].shape):
-            other = layout[3:]
-            raise ValueError(
-                f"{label}: {called} must be broadcastable to {other}, got shape"
-                f" {list(tensor.shape)} for {list(given[other].shape)}"
-            )
-
-
-def _fits(shape: Sequence[int], other: Sequence[int]) -> bool:
-    missing = len(other) - len(shape)
-    return missing >= 0 and all(
-        size == 1 or size == wanted for size, wanted in zip(shape, other[missing:], strict=True)
-    )
-
-
-def _fake(signature: Signature, *args: Any) -> Any:
-    given = dict(zip((argument.name for argument in signature.schema.arguments), args, strict=True))
-    first = given[signature.first][0] if signature.rows else given[signature.first]
-    made = []
-    for output in signature.outputs:
-        like = given.get(output.dtype, output.dtype) if output.dtype else first
-        like = first if like is None else like
-        dtype = (
-            like.dtype
-            if isinstance(like, Tensor)
-            else getattr(torch, like)
-            if isinstance(like, str)
-            else like
-        )
-        conditions = [
-            argument
-            for argument in signature.schema.arguments
-            if argument.name in output.conditions
-        ]
-        there = all(
-            given[one.name] is not None if one.optional else given[one.name] for one in conditions
-        )
-        shape = (output.shape or signature.first) if there else (output.otherwise or "0")
-        made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
-    return None if not made else made[0] if len(made) == 1 else tuple(made)
-
-
-def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(size for part in schema.dimensions(text) for size in _sizes(label, part, given))
-
-
-def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ...]:
-    if not part.name:
-        return (part.number,)
-    value = given[part.name]
-    if isinstance(value, Tensor) and not part.single:
-        return tuple(value.shape[part.first : part.last])
-    return (_one_size(label, part, value) * part.times // part.over + part.plus,)
-
-
-def _one_size(label: str, part: Dimensions, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return len(value) if part.many else value
-    at = part.first or 0
-    if not -value.dim() <= at < value.dim():
-        least = -at if at < 0 else at + 1
-        wanted = (
-            "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
-        )
-        raise ValueError(f"{label}: {part.name} must have at least {wanted}")
-    return value.shape[at]

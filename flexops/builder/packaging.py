@@ -32,7 +32,7 @@ from . import registered
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # without isolation pip installs nothing that [build-system] requires, and Python brings an old one into a new environment, or none
+except ImportError:  # without isolation pip does not install what [build-system] requires
     _OLD = FlexopsError(
         f"setuptools {setuptools.__version__} is too old",
         required="77 or newer",
@@ -57,10 +57,8 @@ def extensions(name: str, *, where: str | Path = ".") -> list[Extension]:
             "folders with *_cpu.cpp or *_cuda.cpp",
             f"builder.extensions({name!r}, where=...), the directory that the package is in",
         )
-        raise SystemExit(
-            "\nflexops:"
-            f" {FlexopsError(f'{csrc.absolute()} has nothing to build', required=required, fix=fix)}\n"
-        )
+        what = f"{csrc.absolute()} has nothing to build"
+        raise SystemExit(f"\nflexops: {FlexopsError(what, required=required, fix=fix)}\n")
     found = []
     for folder in families:
         sources = [

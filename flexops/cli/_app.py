@@ -11,22 +11,30 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from . import commands
-from .examples import EXAMPLES
 
 _HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-class _Commands(TyperGroup):
-    """The group of all commands: a command's module is imported when the command is looked up."""
+class _Group(TyperGroup):
+    """A group that other distributions add commands to. A command's module is imported when the
+    command is looked up."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - of the interface
-        return list(commands.table())
+        return list(dict.fromkeys([*self.commands, *commands.names(self.name or "")]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        row = commands.find(cmd_name)
-        if cmd_name not in self.commands and row is not None:
-            self.commands[cmd_name] = _made(cmd_name, row)
+        if cmd_name not in self.commands:
+            name = f"{self.name} {cmd_name}" if self.name else cmd_name
+            if row := commands.find(name):
+                self.commands[cmd_name] = _made(name, row)
         return self.commands.get(cmd_name)
+
+
+class _Commands(_Group):
+    """The group of all commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "name": None})
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         formatter.write(f"{commands.help_text()}\n")
@@ -36,27 +44,28 @@ def _made(name: str, row: commands.Command) -> Any:
     module, _, attribute = row.target.partition(":")
     value = getattr(import_module(module), attribute)
     if isinstance(value, typer.Typer):
-        _add_examples(value, f"{name} ")
+        _add_examples(value, f"{name} ", row.examples)
+        value.info.cls = _Group
         made: Any = typer.main.get_group(value)
         made.name = name
         return made
     settings = {} if row.interspersed else {"allow_interspersed_args": False}
     one = typer.Typer(add_completion=False)
-    one.command(name, context_settings=settings, epilog=_epilog(name))(value)
+    last = name.split()[-1]
+    one.command(last, context_settings=settings, epilog=_epilog(row.examples.get(name)))(value)
     return typer.main.get_command(one)
 
 
-def _add_examples(group: typer.Typer, before: str) -> None:
+def _add_examples(group: typer.Typer, before: str, examples: Mapping[str, tuple[str, ...]]) -> None:
     for command in group.registered_commands:
         own = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
-        command.epilog = _epilog(f"{before}{own}") or command.epilog
+        command.epilog = _epilog(examples.get(f"{before}{own}")) or command.epilog
     for sub in group.registered_groups:
         if sub.typer_instance is not None:
-            _add_examples(sub.typer_instance, f"{before}{sub.name} ")
+            _add_examples(sub.typer_instance, f"{before}{sub.name} ", examples)
 
 
-def _epilog(name: str, examples: Mapping[str, tuple[str, ...]] = EXAMPLES) -> str | None:
-    lines = examples.get(name)
+def _epilog(lines: tuple[str, ...] | None) -> str | None:
     return "\n\n".join(["Examples:", *lines]) if lines else None
 
 

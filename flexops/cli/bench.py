@@ -1,325 +1,42 @@
-"""``flexops bench``: what flexops claims, measured on this machine with both sides in one run."""
+"""``flexops bench``: measurements on this machine, with both sides in one run. flexops-tools adds
+those of what flexops claims."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from .. import _json, settings, toolchain
-from ..bench import (
-    build_ladder,
-    build_markdown,
-    build_text,
-    machine,
-    ops_markdown,
-    ops_plot,
-    ops_text,
-    plot,
+app = typer.Typer(
+    no_args_is_help=True, help="Measure flexops against other libraries, both sides in one run."
 )
-from ..bench import text as bench_text
-from ..bench.build_ladder import Ladder
-from ..bench.machine import Machine
-from ..bench.results import Results
-from ..build.store.cache import replace_file
-from ..errors import FlexopsError, SettingsError
-
-_SAVE_HELP = (
-    "Keep the results here (JSON) as they come; the same command goes on after an interruption,"
-    " without what it holds already."
-)
-_COMPILE_HELP = (
-    "torch.compile's mode for the contenders made by it, or off. Off on the CPU and default on"
-    " CUDA, if not given."
-)
-
-app = typer.Typer(no_args_is_help=True, help="Measure what flexops claims, both sides in one run.")
 
 
 @app.callback()
 def bench() -> None:
-    """Measure what flexops claims, both sides in one run."""
+    """Measure flexops against other libraries, both sides in one run."""
 
 
 @app.command()
-def build(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help=(
-                "Leave out the rungs that take minutes; about two minutes instead of a quarter of"
-                " an hour."
-            ),
-        ),
-    ] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rung",
-            metavar="ID",
-            help="A rung to climb (repeatable; --json shows their ids); all if none.",
-        ),
-    ] = None,
-    arch: Annotated[
-        str, typer.Option(help="The architecture of the rungs with one architecture.")
-    ] = build_ladder.DEFAULT_ARCHITECTURE,
-    saved: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
-) -> None:
-    """The build-time ladder on one op: the conventional way with more and more of the usual advice,
-    then flexops; and flexops's families, one by one.
-
-    Needs no GPU; the conventional side needs an nvcc, and is left out where there is none.
-    """
-    if chart:
-        plot.check(chart)
-    if earlier and (quick or only or saved):
-        raise SettingsError(
-            "--from shows an earlier run, so there is nothing to choose",
-            found="--quick, --rung or --save",
-            fix="leave it away",
-        )
-    ladder = _read_ladder(earlier) if earlier else _climb(arch, quick, tuple(only or ()), saved)
-    if chart:
-        plot.save(ladder, chart)
-    if as_json:
-        typer.echo(json.dumps(ladder.as_dict(), indent=1))
-    elif as_markdown:
-        typer.echo(build_markdown.tables(ladder), nl=False)
-    else:
-        _show(ladder, Console())
-
-
-def _climb(arch: str, quick: bool, only: tuple[str, ...], saved: Path | None) -> Ladder:
-    console = Console(stderr=True)
-    # said now, and not after the first rung
-    if saved and not os.access(saved.absolute().parent, os.W_OK):
-        raise FlexopsError(
-            "the results cannot be stored",
-            found=str(saved),
-            required="a file in a writable directory",
-        )
-    so_far: Ladder | None = _read_ladder(saved) if saved and saved.exists() else None
-
-    def keep(ladder: Ladder) -> None:
-        nonlocal so_far
-        so_far = ladder
-        if saved:
-            _write(saved, json.dumps(ladder.as_dict(), indent=1) + "\n")
-
-    with console.status("flexops: starting") as status:
-
-        def report(finished: int, total: int, label: str) -> None:
-            text = f"[{finished + 1}/{total}] {label}"
-            status.update(text)
-            if not console.is_terminal:
-                console.print(text, markup=False, highlight=False)
-
-        # `timeout` and batch systems stop with it: as tidily as with Ctrl-C
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            return build_ladder.run(
-                settings.current(),
-                architecture=arch,
-                quick=quick,
-                only=only,
-                earlier=so_far,
-                report=report,
-                keep=keep,
-            )
-        except KeyboardInterrupt:
-            if so_far is None:
-                raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    console.print(
-        f"interrupted; the same command goes on from {saved}" if saved else "interrupted; so far:",
-        highlight=False,
-        soft_wrap=True,
-    )
-    _show(so_far, Console())
-    raise typer.Exit(130)
-
-
-def _read_ladder(file: Path) -> Ladder:
-    try:
-        return Ladder.from_dict(_json.load(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlexopsError(
-            "the results cannot be read",
-            found=f"{file}: {error}",
-            required="what flexops bench build --json printed",
-        ) from error
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        replace_file(file, text)
-    except OSError as error:
-        raise FlexopsError(
-            "the results cannot be stored",
-            found=f"{file}: {error.strerror}",
-            required="a file in a writable directory",
-        ) from error
-
-
-def _show(ladder: Ladder, console: Console) -> None:
-    for line in build_text.lines(ladder):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command()
-def ops(
-    op: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--op",
-            help="An op to measure, by family or by function (repeatable); all if none is named.",
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    small: Annotated[
-        bool, typer.Option("--small", help="Smaller tensors, for a quick look.")
-    ] = False,
-    mode: Annotated[
-        str | None, typer.Option("--compile", metavar="MODE", help=_COMPILE_HELP)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
-    ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
-) -> None:
-    """Every op against torch's own ways to do the same, with the copy bandwidth of the same run."""
-    if chart:
-        plot.check(chart)
-    if earlier and (device or small or mode):
-        raise SettingsError(
-            "--from shows an earlier run, so there is nothing to choose but --op",
-            found="--device, --small or --compile",
-            fix="leave it away",
-        )
-    run = (
-        _read_run(earlier, tuple(op or ()))
-        if earlier
-        else _measure_ops(device, tuple(op or ()), small, mode)
-    )
-    if chart:
-        ops_plot.save(run.results, ops_text.title(run.results, run.device), str(run.machine), chart)
-    if as_json:
-        typer.echo(bench_text.as_json(run.as_dict()))
-    elif as_markdown:
-        typer.echo(ops_markdown.tables(run.results))
-    else:
-        _show_ops(run, Console())
-
-
-@dataclass(frozen=True)
-class _Run:
-    machine: Machine
-    device: str
-    results: Results
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"machine": self.machine.as_dict(), "device": self.device, **self.results.as_dict()}
-
-
-def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: str | None) -> _Run:
-    from ..bench import ops  # torch is imported only when it is needed
-    from ..bench.cases import Setup
-
-    where = device or ops.default_device()
-    if mode is None:
-        mode = "default" if where == "cuda" else "off"
-    console = Console(stderr=True)
-    with console.status("flexops: starting") as status:
-
-        def report(text: str) -> None:
-            status.update(text)
-            if not console.is_terminal:
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-        results = ops.run(
-            Setup(where, small=small, compile="" if mode == "off" else mode), names, report=report
-        )
-    return _Run(
-        machine.describe(toolchain.discover(settings.current(), device="cuda")),
-        ops.device_name(where),
-        results,
-    )
-
-
-def _read_run(file: Path, names: tuple[str, ...]) -> _Run:
-    try:
-        data = _json.load(file)
-        run = _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlexopsError(
-            "the results cannot be read",
-            found=f"{file}: {error}",
-            required="what flexops bench ops --json printed",
-        ) from error
-    return replace(run, results=run.results.only(names)) if names else run
-
-
-def _show_ops(run: _Run, console: Console) -> None:
-    for line in (
-        ops_text.title(run.results, run.device),
-        "",
-        *ops_text.lines(run.results),
-        str(run.machine),
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command("run")
-def run_own(
+def run(
     places: Annotated[
         list[str],
         typer.Argument(
             metavar="FILE...", help="Python files, or modules, with a function cases(setup)."
         ),
     ],
-    text: Annotated[str, typer.Option("--case", help="Only cases whose name has this in it.")] = "",
+    text: Annotated[str, typer.Option("--case", help="Only cases whose name contains this.")] = "",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Cases of your own: contenders in turns, as a fraction of the copy bandwidth, or of a matrix
     product, of the same run."""
-    from ..bench import ops as bench_ops
     from ..bench import own  # torch is imported only when it is needed
-    from ..bench.cases import Setup
+    from ..bench.setup import Setup, default_device, device_name
 
-    where = device or bench_ops.default_device()
+    where = device or default_device()
     with Console(stderr=True).status("flexops: starting") as status:
         timings = own.run(places, Setup(where), text=text, report=status.update)
     if as_json:
@@ -327,123 +44,4 @@ def run_own(
         return
     for line in own.lines(timings):
         typer.echo(line)
-    typer.echo(f"on {bench_ops.device_name(where)}")
-
-
-@app.command()
-def model(
-    size: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "1b (1.24 billion parameters; needs a large GPU) or tiny; tiny, if not given, where"
-                " there is no GPU."
-            )
-        ),
-    ] = "",
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Who takes part (repeatable); all if none is named.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
-    budget: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of timing, all together; 0 for none.")
-    ] = 20.0,
-    curve: Annotated[
-        int, typer.Option(min=0, help="Also train each for so many steps, and tell the losses.")
-    ] = 0,
-    curve_batch: Annotated[
-        int, typer.Option(min=0, help="Sequences a step of these; those of the timing if 0.")
-    ] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Also draw the bars; the losses go to FILE's name with -losses.",
-        ),
-    ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
-) -> None:
-    """A training step of a whole model: transformers' own, compiled, by Liger, and with one line of
-    flexops."""
-    from ..bench import model as bench_model  # torch is imported only when it is needed
-    from ..bench import model_plot
-
-    if chart:
-        plot.check(chart)
-    found = (
-        _read_model_run(earlier)
-        if earlier
-        else _measure_model(
-            size, device, contender or [], batch, length, budget, curve, curve_batch
-        )
-    )
-    if chart and found.results:
-        model_plot.draw(found.as_dict(), chart)
-    if chart and found.losses:
-        model_plot.draw_losses(
-            found.as_dict(), chart.with_name(f"{chart.stem}-losses{chart.suffix}")
-        )
-    typer.echo(
-        json.dumps(found.as_dict(), indent=1)
-        if as_json
-        else "\n".join(bench_model.markdown(found) if as_markdown else bench_model.lines(found))
-    )
-
-
-def _measure_model(
-    size: str,
-    device: str | None,
-    names: list[str],
-    batch: int | None,
-    length: int | None,
-    budget: float,
-    curve: int,
-    curve_batch: int,
-) -> Any:
-    from ..bench import model as bench_model
-    from ..bench import ops
-
-    where = device or ops.default_device()
-    size = size or ("1b" if where == "cuda" else "tiny")
-    if size not in bench_model.SHAPES:
-        raise SettingsError(
-            "there is no such model", found=size, required=" or ".join(bench_model.SHAPES)
-        )
-    shape = bench_model.SHAPES[size]
-    shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
-    console = Console(stderr=True)
-    with console.status("flexops: starting") as status:
-        return bench_model.run(
-            shape,
-            where,
-            names,
-            budget=budget,
-            curve=curve,
-            curve_batch=curve_batch,
-            report=status.update,
-        )
-
-
-def _read_model_run(file: Path) -> Any:
-    from ..bench import model as bench_model
-
-    try:
-        return bench_model.Run.from_dict(_json.load(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlexopsError(
-            "the results cannot be read",
-            found=f"{file}: {error}",
-            required="what flexops bench model --json printed",
-        ) from error
+    typer.echo(f"on {device_name(where)}")

@@ -72,15 +72,15 @@ def build(
     out: Annotated[
         Path | None, typer.Option(help="Also copy the libraries and their manifests here.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers in parallel.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Compile operators ahead of time, also for a GPU that this machine has not got."""
+    """Compile operators ahead of time, also for GPUs that are not in this machine."""
     if target and arch:
         raise ArchitectureError(
             "--target and --arch both name architectures",
             required="one of them",
-            fix="leave --arch away",
+            fix="omit --arch",
         )
     chosen = settings.current()
     devices: tuple[DeviceType, ...] | None = None

@@ -21,7 +21,7 @@ from ..errors import CacheError
 from ..settings import size_in_words
 from . import remote
 
-app = typer.Typer(no_args_is_help=True, help="Look at the build cache and keep it in order.")
+app = typer.Typer(no_args_is_help=True, help="Inspect and clean the build cache.")
 app.add_typer(remote.app, name="remote")
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 _UNBOUNDED = 10_000
@@ -159,13 +159,13 @@ def clear(
 
 
 def _ask(question: str) -> None:
-    """Go on if the answer is yes; where nobody answers, say how to do without."""
+    """Continue if the answer is yes; without a terminal, name the option that confirms."""
     try:
         answer = typer.confirm(question, err=True)
     except typer.Abort:
         typer.echo("", err=True)
         raise CacheError(
-            "nothing was removed: nobody answered", fix="flexops cache clear --yes"
+            "nothing was removed: no answer", fix="flexops cache clear --yes"
         ) from None
     if not answer:
         raise typer.Exit(1)

@@ -3,10 +3,8 @@
 It imports neither torch nor the command line's libraries, so that ``flexops --help`` and
 ``--version`` start as fast as Python does; a command's module is imported when that command runs.
 Another distribution adds its commands by an entry point of the group ``GROUP`` that names such a
-table::
-
-    [project.entry-points."flexops.commands"]
-    release = "flexops_release.commands:COMMANDS"
+table, as flexops-tools does (tools/pyproject.toml). A name of two words, such as ``target render``,
+is a command of the group called by the first.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from ..errors import SettingsError
+from .examples import EXAMPLES
 
 GROUP = "flexops.commands"
 SUMMARY = "Fused PyTorch operators: build, check, cache, targets, benchmarks."
@@ -33,6 +34,17 @@ OPTIONS = {
     "-h, --help": "Show this message and exit.",
 }
 _WIDEST = 100
+OF_TOOLS = (
+    "bench build",
+    "bench model",
+    "bench ops",
+    "channel",
+    "image",
+    "target lock",
+    "target prove",
+    "target render",
+)
+"""The commands of flexops-tools, which is installed from a clone."""
 
 
 class Command(NamedTuple):
@@ -42,22 +54,24 @@ class Command(NamedTuple):
         target: ``module:name`` of a function, or of a ``typer.Typer``, which is a group.
         summary: the first line of its help.
         interspersed: options may follow arguments.
+        examples: by the name of a command, those that its help ends with.
     """
 
     target: str
     summary: str
     interspersed: bool = True
+    examples: Mapping[str, tuple[str, ...]] = EXAMPLES
 
 
 COMMANDS: dict[str, Command] = {
     "build": Command(
         "flexops.cli.build:build",
-        "Compile operators ahead of time, also for a GPU that this machine has not got.",
+        "Compile operators ahead of time, also for GPUs that are not in this machine.",
     ),
     "warm": Command(
         "flexops.cli.warm:warm",
-        "Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0 "
-        "FLEXOPS_FALLBACK=forbid then proves a start without compiling.",
+        "Compile exactly what a recorded run launched. FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then "
+        "verifies that a start compiles nothing.",
     ),
     "new": Command(
         "flexops.cli.new:new",
@@ -70,12 +84,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "flexops.cli.doctor:doctor",
-        "Look at this machine, build a small op, run every operator against its reference, "
-        "and say what is wrong and what mends it.",
+        "Examine this machine, build a small op, verify every operator against its reference, "
+        "and report what is wrong and how to fix it.",
     ),
     "patch": Command(
         "flexops.cli.patch:patch",
-        "What flexops.patch swaps in a model, and what not and why; no weights are needed.",
+        "What flexops.patch replaces in a model, what it skips and why; requires no weights.",
     ),
     "inspect": Command(
         "flexops.cli.inspect:inspect",
@@ -88,7 +102,7 @@ COMMANDS: dict[str, Command] = {
     "sanitize": Command(
         "flexops.cli.profile:sanitize",
         "compute-sanitizer over the contract's cases: accesses out of bounds, races, "
-        "missing barriers, memory that nobody wrote. Needs a GPU.",
+        "missing barriers, uninitialized memory. Requires a GPU.",
     ),
     "watch": Command(
         "flexops.cli.watch:watch",
@@ -98,24 +112,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "cache": Command(
         "flexops.cli.cache:app",
-        "Look at the build cache and keep it in order.",
+        "Inspect and clean the build cache.",
     ),
     "target": Command(
         "flexops.cli.target:app",
-        "What flexops is built for: the matrix of targets.",
-    ),
-    "channel": Command(
-        "flexops.cli.channel:app",
-        "The conda packages: build them into a channel, index it, check that it works.",
-    ),
-    "image": Command(
-        "flexops.cli.image:app",
-        "Images of the targets. Needs a container engine and the docker SDK, flexops-"
-        "torch's extra `images`.",
+        "The targets that flexops supports.",
     ),
     "bench": Command(
         "flexops.cli.bench:app",
-        "Measure what flexops claims, both sides in one run.",
+        "Measure flexops against other libraries, both sides in one run.",
     ),
 }
 
@@ -135,14 +140,33 @@ def table() -> dict[str, Command]:
 
 
 def find(name: str) -> Command | None:
-    """A command by its name. Other distributions are only asked for a name that is not ours."""
-    return COMMANDS.get(name) or table().get(name)
+    """A command by its name. Other distributions are only asked for a name that is not ours.
+
+    Raises:
+        SettingsError: it is a command of flexops-tools, which is not installed.
+    """
+    found = COMMANDS.get(name) or table().get(name)
+    if found is None and name in OF_TOOLS:
+        raise SettingsError(
+            f"`flexops {name}` is a command of flexops-tools, for releases and measurements",
+            found="flexops without flexops-tools",
+            required="flexops-tools of the same version, from a clone of flexops",
+            fix="pip install './tools[images,conda,bench]'   # in the clone",
+        )
+    return found
+
+
+def names(group: str = "") -> list[str]:
+    """The commands of a group, without its name; of flexops itself by default."""
+    before = f"{group} " if group else ""
+    rest = [name.removeprefix(before) for name in table() if name.startswith(before)]
+    return [name for name in rest if " " not in name]
 
 
 def help_text() -> str:
     """What ``flexops --help`` prints."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    commands = {name: row.summary for name, row in table().items()}
+    commands = {name: row.summary for name, row in table().items() if " " not in name}
     left = max(map(len, [*OPTIONS, *commands])) + 4
 
     def block(title: str, rows: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,6 @@ def doctor(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help=report.STRICT_HELP)] = False,
 ) -> None:
-    """Look at this machine, build a small op, run every operator against its reference, and say
-    what is wrong and what mends it."""
+    """Examine this machine, build a small op, verify every operator against its reference, and
+    report what is wrong and how to fix it."""
     raise typer.Exit(report.run(target, as_json=as_json, strict=strict))

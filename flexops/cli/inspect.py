@@ -36,7 +36,7 @@ def inspect(
     kernel: Annotated[
         str,
         typer.Option(
-            "--kernel", help="Only kernels whose name has this in it, such as 'rotate<float>'."
+            "--kernel", help="Only kernels whose name contains this, such as 'rotate<float>'."
         ),
     ] = "",
     arch: Annotated[
@@ -49,7 +49,7 @@ def inspect(
     ] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX.")] = False,
     sass: Annotated[
-        bool, typer.Option("--sass", help="Print the machine code, by nvdisasm or cuobjdump.")
+        bool, typer.Option("--sass", help="Print the machine code (nvdisasm or cuobjdump).")
     ] = False,
     instructions: Annotated[
         bool,
@@ -66,7 +66,7 @@ def inspect(
         typer.Option(
             "--diff",
             metavar="REV",
-            help="What is different since this commit, compiled by the same compiler.",
+            help="Compare with the kernels of this commit, compiled by the same compiler.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,

@@ -16,7 +16,7 @@ def patch(
     model: Annotated[str, typer.Argument(metavar="MODEL_CONFIG", help=_MODEL_HELP)],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """What flexops.patch swaps in a model, and what not and why; no weights are needed."""
+    """What flexops.patch replaces in a model, what it skips and why; requires no weights."""
     from ..patching import from_config
 
     report = from_config.report(model)

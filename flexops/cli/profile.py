@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..build.describe import catalog
 from ..builder import registered
 from ..errors import FlexopsError, SettingsError, ToolchainError
 from ..inspection import mix
+from ..toolchain import proc
 
 _OP_HELP = (
     "An operator or family, also of your library (mylib.scale, by its benchmarks/scale.py), or a"
@@ -45,14 +45,12 @@ class By(str, Enum):
 def profile(
     op: Annotated[str, typer.Argument(metavar="OP", help=_OP_HELP)],
     case: Annotated[
-        str, typer.Option("--case", help="The first case whose name has this in it.")
+        str, typer.Option("--case", help="The first case whose name contains this.")
     ] = "",
     contender: Annotated[
-        str, typer.Option(help="Who does it: flexops, 'torch eager' ...; the first one by default.")
+        str, typer.Option(help="The contender: flexops, 'torch eager' ...; default: the first one.")
     ] = "",
-    by: Annotated[
-        By | None, typer.Option(help="By default ncu where it is there, on a GPU.")
-    ] = None,
+    by: Annotated[By | None, typer.Option(help="Default: ncu if present, on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -64,7 +62,7 @@ def profile(
             "there is no such device",
             found=str(device),
             required="cpu or cuda",
-            fix="leave --device away",
+            fix="omit --device",
         )
     seen = torch.cuda.is_available()
     if device == "cuda" and not seen:
@@ -114,7 +112,7 @@ def sanitize(
     tool: Annotated[Tool, typer.Option(help="What to look for.")] = Tool.memcheck,
 ) -> None:
     """compute-sanitizer over the contract's cases: accesses out of bounds, races, missing barriers,
-    memory that nobody wrote. Needs a GPU."""
+    uninitialized memory. Requires a GPU."""
     program = mix.find_tool("compute-sanitizer")
     if program is None:
         fix = "install a CUDA toolkit's compute-sanitizer, or pip install nvidia-cuda-sanitizer-api"
@@ -155,14 +153,14 @@ def sanitize(
         *ours,
         *command,
     ]
-    with subprocess.Popen(
-        wrapped, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
+    process, said = proc.start(wrapped, environment=environment), []
+    try:
+        for line in proc.lines(process):
             said.append(line)
             typer.echo(line, nl=False)
+        process.wait()
+    finally:
+        proc.stop(process)
     errors = sum(
         int(match[1])
         for line in said

@@ -20,7 +20,7 @@ from ..errors import CacheError, SettingsError
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look at the remote cache (FLEXOPS_CACHE_REMOTE) and keep it in order.",
+    help="Inspect and clean the remote cache (FLEXOPS_CACHE_REMOTE).",
 )
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -73,7 +73,7 @@ def verify(
     remove: Annotated[
         bool,
         typer.Option(
-            "--remove", help="Remove those that are not whole, or not signed as they should be."
+            "--remove", help="Remove damaged entries, and those without a required signature."
         ),
     ] = False,
 ) -> None:
@@ -114,11 +114,11 @@ def _wrong(store: Remote, item: Object, chosen: settings.Settings) -> str:
 @app.command()
 def prune(
     older_than: Annotated[
-        str | None, typer.Option(help="Remove what was put there longer ago, such as 30d or 12h.")
+        str | None, typer.Option(help="Remove entries older than this, such as 30d or 12h.")
     ] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(help="Remove the oldest entries until no more is there, such as 10G."),
+        typer.Option(help="Remove the oldest entries until at most this is left, such as 10G."),
     ] = None,
 ) -> None:
     """Remove entries by age or size. A store's own lifecycle rules do the same without anybody's

@@ -19,41 +19,36 @@ from ..errors import SettingsError
 def warm(
     records: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--record", help="What a run wrote under FLEXOPS_RECORD; may be given several times."
-        ),
+        typer.Option("--record", help="A file that FLEXOPS_RECORD wrote (repeatable)."),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL_CONFIG",
-            help="Without a run: what flexops.patch's operators may launch in this model.",
+            help="Without a run: the kernels of flexops.patch's operators in this model.",
         ),
     ] = None,
     arch: Annotated[
         str | None,
         typer.Option(
-            help=(
-                'Make kernels for these GPU architectures, such as "8.0;9.0"; by default, of the'
-                " GPUs of that run."
-            )
+            help=('GPU architectures, such as "8.0;9.0"; default: those of the recorded run.')
         ),
     ] = None,
     archive: Annotated[
         Path | None,
-        typer.Option(help="Also write it all to this archive, for `flexops cache import`."),
+        typer.Option(help="Also write the result to this archive, for `flexops cache import`."),
     ] = None,
     to_remote: Annotated[
-        bool, typer.Option("--remote", help="Also put it all into FLEXOPS_CACHE_REMOTE.")
+        bool, typer.Option("--remote", help="Also store the result in FLEXOPS_CACHE_REMOTE.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Compile exactly what a run needed, before it starts again: FLEXOPS_JIT=0
-    FLEXOPS_FALLBACK=forbid then proves a start without compiling."""
+    """Compile exactly what a recorded run launched. FLEXOPS_JIT=0 FLEXOPS_FALLBACK=forbid then
+    verifies that a start compiles nothing."""
     if not records and not model:
-        required = "--record FILE, of a run, or --model MODEL_CONFIG"
+        required = "--record FILE or --model MODEL_CONFIG"
         raise SettingsError(
-            "nothing says what to make",
+            "neither a record nor a model is given",
             required=required,
             fix="FLEXOPS_RECORD=FILE <what is to start warm>",
         )

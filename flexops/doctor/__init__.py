@@ -1,4 +1,4 @@
-"""``flexops doctor``: what this machine has, what of it is wrong, and the command that mends it.
+"""``flexops doctor``: what this machine has, what of it is wrong, and the command that fixes it.
 
 probes (facts) -> checks (judgement: ok, warn or fail, found, required, fix) -> report (text or
 JSON)

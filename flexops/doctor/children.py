@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..toolchain import proc
 
 MARK = "@flexops-doctor "
 
@@ -35,7 +35,7 @@ class Child:
         if self.returncode is None:
             return "gave no answer in time"
         if self.returncode < 0:
-            return f"was killed by {signal_name(-self.returncode)}"
+            return f"was killed by {proc.signal_name(-self.returncode)}"
         return "" if self.returncode == 0 else f"exited {self.returncode}: {self.last_line}"
 
     @property
@@ -55,25 +55,12 @@ def run(
 ) -> Child:
     """Run this Python with ``arguments``; its own children are stopped with it. Raises ``OSError``
     if it cannot be started."""
-    process = subprocess.Popen(
+    done = proc.run(
         [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={**os.environ, **_import_path(), **(environment or {})},
+        seconds=timeout,
+        environment={**os.environ, **_import_path(), **(environment or {})},
     )
-    returncode: int | None
-    try:
-        output = process.communicate(timeout=timeout)[0]
-        returncode = process.returncode
-    except subprocess.TimeoutExpired:
-        _stop(process)
-        output, returncode = process.communicate()[0], None
-    except BaseException:
-        _stop(process)
-        raise
-    return _read(returncode, output.decode("utf-8", "replace"))
+    return _read(done.status, done.output)
 
 
 def _read(returncode: int | None, output: str) -> Child:
@@ -88,11 +75,6 @@ def _read(returncode: int | None, output: str) -> Child:
     return Child(returncode, tuple(messages), "\n".join(noise))
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def _import_path() -> dict[str, str]:
     """The child imports this very flexops, also from a checkout that is not installed, and nothing
     by accident from the working directory."""
@@ -104,10 +86,3 @@ def _import_path() -> dict[str, str]:
         **safe,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH")))),
     }
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

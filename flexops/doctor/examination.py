@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from . import trial
 from .facts import BuildTrial, Facts, TargetFact, Unknown, known
-from .finding import Report, Section, fail
+from .finding import DoctorReport, Section, fail
 from .judgement import judge
 from .probes import build as build_probes
 from .probes import machine as machine_probes
@@ -24,19 +24,19 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def examine(target_id: str | None = None) -> Report:
+def examine(target_id: str | None = None) -> DoctorReport:
     """Look at everything, try everything, judge everything; ``target_id`` names a row of the matrix
     to judge against. Never raises."""
     try:
         facts = gather(target_id)
         ops = () if isinstance(facts.ops, Unknown) else facts.ops
-        return Report(_judged_target(target_id, facts), judge(facts), ops)
+        return DoctorReport(_judged_target(target_id, facts), judge(facts), ops)
     except Exception as error:  # the one thing that doctor must not do is to say nothing
         found = f"the examination itself failed: {type(error).__name__}: {error}"
         finding = fail(
             "doctor", found, "a report", "python -X dev -m flexops.doctor   # and please report it"
         )
-        return Report(target_id, (Section("doctor", (finding,)),))
+        return DoctorReport(target_id, (Section("doctor", (finding,)),))
 
 
 def gather(target_id: str | None = None) -> Facts:

@@ -1,4 +1,4 @@
-"""The result of a check: a judgement with what was found, what is required and what mends it."""
+"""The result of a check: what was found, what is required and how to fix it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """A whole examination.
 
     Attributes:

@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from .examination import examine
-from .finding import Finding, Report, Status
+from .finding import DoctorReport, Finding, Status
 
 HELP = (
-    "Look at this machine, build a small op, run every operator against its reference, and say what"
-    " is wrong and what mends it."
+    "Examine this machine, build a small op, verify every operator against its reference, and"
+    " report what is wrong and how to fix it."
 )
 JSON_HELP = "Print the report as JSON."
-TARGET_HELP = "Judge the machine against this row of the matrix (see `flexops target list`)."
+TARGET_HELP = "Check the machine against this row of the matrix (see `flexops target list`)."
 STRICT_HELP = "Exit 1 for a warning too."
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _VERDICTS: dict[Status, str] = {
     "ok": "everything is in order",
-    "warn": "operators and builds work; the warnings say what could be better",
-    "fail": "operators or builds cannot work like this; each finding marked fail names its fix",
+    "warn": "operators and builds work; the warnings name possible improvements",
+    "fail": "operators or builds do not work; each finding marked fail names its fix",
 }
 
 Line = tuple[str, str]
@@ -44,9 +44,9 @@ def run(target: str | None, *, as_json: bool, strict: bool) -> int:
     return report.exit_code(strict=strict)
 
 
-def lines(report: Report) -> Iterator[Line]:
-    """The text report: grouped, aligned, with what is required and the mend below each finding that
-    needs one. The verdict comes first, for whoever reads a log, and once more at the end, where a
+def lines(report: DoctorReport) -> Iterator[Line]:
+    """The text report: grouped, aligned, with what is required and the fix below each finding that
+    needs one. The verdict comes first, for readers of a log, and again at the end, where a
     terminal stops."""
     yield "flexops doctor" + (f", target {report.target}" if report.target else ""), "bold"
     yield _verdict(report), _STYLES[report.status]
@@ -73,7 +73,7 @@ def _finding_lines(finding: Finding, width: int) -> Iterator[Line]:
             yield f"{indent}fix: {finding.fix}", "bold"
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: DoctorReport) -> str:
     counts = {
         status: [one.id for one in report.findings if one.status == status]
         for status in ("fail", "warn")

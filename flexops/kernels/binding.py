@@ -6,7 +6,8 @@ float factor, int64_t n)`` is, in short,
 
     out = empty_like(x)
     kernel = kernels.get((device, x.dtype)) or prepare(...)
-    pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ..., x.data_ptr(), out.data_ptr(), factor, out.numel())
+    pack_into(memory, 0, grid, 1, 1, 256, 1, 1, 0, stream, ...,
+              x.data_ptr(), out.data_ptr(), factor, out.numel())
     launch(config, kernel, None, extra)
 
 so that a call costs what these lines cost. Everything that can be wrong with a definition is found
@@ -21,13 +22,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import FlexopsError
-from .signature import ELEMENTS, SCALARS, Signature
+from .signature import ELEMENTS, SCALARS, CudaSignature
 
 Function = Callable[..., Any]
 _DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
 
 
-class Argument(NamedTuple):
+class KernelArgument(NamedTuple):
     """An argument of the operator; ``type`` as torch writes it."""
 
     name: str
@@ -46,13 +47,13 @@ class Argument(NamedTuple):
         return self.type.startswith("Optional")
 
 
-class Schema(NamedTuple):
+class KernelSchema(NamedTuple):
     """An operator's schema; ``results`` are the names of the tensors that it returns: ``out`` where
     the schema has none."""
 
     text: str
     qualname: str
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     results: tuple[str, ...]
 
     @property
@@ -65,11 +66,11 @@ class Schema(NamedTuple):
         return bool(self.results) and not any(argument.mutable for argument in self.arguments)
 
     @property
-    def tensors(self) -> tuple[Argument, ...]:
+    def tensors(self) -> tuple[KernelArgument, ...]:
         return tuple(argument for argument in self.arguments if argument.tensor)
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """What ``flexops.kernel`` was given besides source and schema."""
 
     grid: Any = None
@@ -106,7 +107,10 @@ class Bound(NamedTuple):
 
 
 def bind(
-    signature: Signature, schema: Schema, options: Options, reference: Function | None = None
+    signature: CudaSignature,
+    schema: KernelSchema,
+    options: KernelOptions,
+    reference: Function | None = None,
 ) -> Bound:
     """Raises ``FlexopsError`` for a definition whose parts do not fit together."""
     functions: dict[str, Any] = {}
@@ -138,18 +142,16 @@ def bind(
     )
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     launch = list(_run(signature, schema, options, bound, known))
+    refer: list[str] = []
+    if reference:
+        said = _evaluated("_reference", reference, schema, functions, inputs)
+        refer = [f"{'return ' if schema.results else ''}{said}"]
     pieces = {
         "run": launch,
         "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
         "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
         "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
-        "refer": (
-            [
-                f"{'return ' if schema.results else ''}{_evaluated('_reference', reference, schema, functions, inputs)}"
-            ]
-            if reference
-            else []
-        ),
+        "refer": refer,
     }
     declared = ", ".join(map(_declared, schema.arguments))
     text = "".join(
@@ -162,7 +164,7 @@ def bind(
     )
 
 
-def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
+def expression_of(signature: CudaSignature, arguments: Mapping[str, str]) -> str:
     """The kernel as C++ names it, with its template's arguments; what has a default may be left out
     at the end."""
     given = [arguments.get(one.name, "") for one in signature.template]
@@ -174,11 +176,11 @@ def expression_of(signature: Signature, arguments: Mapping[str, str]) -> str:
 def _value(
     name: str,
     pointer: bool,
-    schema: Schema,
-    options: Options,
+    schema: KernelSchema,
+    options: KernelOptions,
     functions: dict[str, Any],
     known: Sequence[str],
-    signature: Signature,
+    signature: CudaSignature,
 ) -> str:
     """The expression of one parameter: what ``args`` says, an argument or result of its name, a
     size of one, or the number of elements."""
@@ -224,16 +226,16 @@ def _value(
     )
 
 
-def _counted(schema: Schema) -> str:
+def _counted(schema: KernelSchema) -> str:
     """The tensor whose elements a kernel goes through if nothing else is said."""
     mutable = [tensor.name for tensor in schema.tensors if tensor.mutable]
     return [*schema.results, *mutable, schema.tensors[0].name][0]
 
 
 def _template(
-    signature: Signature,
-    schema: Schema,
-    options: Options,
+    signature: CudaSignature,
+    schema: KernelSchema,
+    options: KernelOptions,
     functions: dict[str, Any],
     inputs: Sequence[str],
 ) -> Iterable[tuple[str, str]]:
@@ -271,7 +273,7 @@ def _template(
         )
 
 
-def _deduced(name: str, signature: Signature, schema: Schema) -> bool:
+def _deduced(name: str, signature: CudaSignature, schema: KernelSchema) -> bool:
     tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
     return any(
         one.pointer and one.type == name and one.name in tensors for one in signature.parameters
@@ -279,7 +281,7 @@ def _deduced(name: str, signature: Signature, schema: Schema) -> bool:
 
 
 def _evaluated(
-    label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]
+    label: str, given: Any, schema: KernelSchema, functions: dict[str, Any], known: Sequence[str]
 ) -> str:
     """A constant, or a call of what was given by name with those of ``known`` that it asks for."""
     functions[label] = given
@@ -308,7 +310,11 @@ def _evaluated(
 
 
 def _run(
-    signature: Signature, schema: Schema, options: Options, bound: Bound, known: Sequence[str]
+    signature: CudaSignature,
+    schema: KernelSchema,
+    options: KernelOptions,
+    bound: Bound,
+    known: Sequence[str],
 ) -> Iterable[str]:
     inputs, functions = [argument.name for argument in schema.arguments], bound.functions
     first = next(tensor.name for tensor in schema.tensors if not tensor.optional)
@@ -341,7 +347,7 @@ def _run(
 
 
 def _run_again(
-    signature: Signature, schema: Schema, options: Options, bound: Bound
+    signature: CudaSignature, schema: KernelSchema, options: KernelOptions, bound: Bound
 ) -> Iterable[str]:
     """The same where all but the values follows from dtypes and the first result's shape: that is
     worked out once for each. Nothing, where it does not."""
@@ -380,7 +386,7 @@ def _run_again(
     )
 
 
-def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
+def _on_its_device(schema: KernelSchema, first: str) -> Iterable[str]:
     yield f"_device = {first}.get_device()"
     yield "if _device != _current_device():"
     yield (
@@ -390,7 +396,12 @@ def _on_its_device(schema: Schema, first: str) -> Iterable[str]:
 
 
 def _launched(
-    schema: Schema, options: Options, values: Sequence[str], grid: str, block: str, shared: str
+    schema: KernelSchema,
+    options: KernelOptions,
+    values: Sequence[str],
+    grid: str,
+    block: str,
+    shared: str,
 ) -> Iterable[str]:
     given = "".join(f"{value}, " for value in values)
     yield "_memory, _config, _attribute, _extra = _buffers.all"
@@ -412,9 +423,9 @@ def _launched(
 
 
 def _made(
-    signature: Signature,
-    schema: Schema,
-    options: Options,
+    signature: CudaSignature,
+    schema: KernelSchema,
+    options: KernelOptions,
     functions: dict[str, Any],
     inputs: Sequence[str],
 ) -> Iterable[str]:
@@ -432,7 +443,7 @@ def _made(
         yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
 
 
-def _contiguous(schema: Schema, pointers: Container[str]) -> Iterable[str]:
+def _contiguous(schema: KernelSchema, pointers: Container[str]) -> Iterable[str]:
     for tensor in schema.tensors:
         if tensor.name in pointers:
             there = f"{tensor.name} is not None and " if tensor.optional else ""
@@ -444,7 +455,7 @@ def _contiguous(schema: Schema, pointers: Container[str]) -> Iterable[str]:
             )
 
 
-def _like(schema: Schema, options: Options) -> str:
+def _like(schema: KernelSchema, options: KernelOptions) -> str:
     """The tensor that the one result is like."""
     given = options.out or next(tensor.name for tensor in schema.tensors if not tensor.optional)
     names = [tensor.name for tensor in schema.tensors if not tensor.optional]
@@ -458,12 +469,12 @@ def _like(schema: Schema, options: Options) -> str:
     return str(given)
 
 
-def _returned(schema: Schema) -> str:
+def _returned(schema: KernelSchema) -> str:
     return f"return {', '.join(schema.results)}".rstrip()
 
 
 def _dimensions(
-    label: str, given: Any, schema: Schema, functions: dict[str, Any], known: Sequence[str]
+    label: str, given: Any, schema: KernelSchema, functions: dict[str, Any], known: Sequence[str]
 ) -> Iterable[str]:
     """Lines that give ``<label>_x``, ``_y`` and ``_z`` from a number, up to three of them, or a
     function that returns such."""
@@ -484,7 +495,7 @@ def _dimensions(
     yield f"else: {names} = _three({label.strip('_')!r}, {label})"
 
 
-def _key(schema: Schema, bound: Bound, first: str) -> str:
+def _key(schema: KernelSchema, bound: Bound, first: str) -> str:
     """What decides which compiled kernel a call takes, and all that is checked of its tensors: a
     new combination is looked at by ``_prepare``."""
     pieces = ["_device"]
@@ -500,7 +511,7 @@ def _key(schema: Schema, bound: Bound, first: str) -> str:
     return ", ".join([*pieces, *(text for _, text in bound.template)])
 
 
-def _call(schema: Schema, launch: Iterable[str]) -> str:
+def _call(schema: KernelSchema, launch: Iterable[str]) -> str:
     """``__call__``: past the dispatcher where nothing but the kernel would come of it, else by it.
     The launch stands in it once more: a call costs."""
     positional = [_declared(argument) for argument in schema.arguments if not argument.keyword_only]
@@ -540,12 +551,12 @@ def _call(schema: Schema, launch: Iterable[str]) -> str:
     )
 
 
-def _declared(argument: Argument) -> str:
+def _declared(argument: KernelArgument) -> str:
     return f"{argument.name}=_default_{argument.name}" if argument.has_default else argument.name
 
 
 def check_types(
-    signature: Signature, bound: Bound, dtypes: Mapping[str, str | None]
+    signature: CudaSignature, bound: Bound, dtypes: Mapping[str, str | None]
 ) -> dict[str, str]:
     """The dtype of each of the template's types, told by the tensors (their dtypes by name, None
     for one that is not there).
@@ -573,7 +584,7 @@ def check_types(
     return {type_: dtype for type_, (_, dtype) in found.items()}
 
 
-def _wrong(schema: Schema, found: str, required: str) -> FlexopsError:
+def _wrong(schema: KernelSchema, found: str, required: str) -> FlexopsError:
     return FlexopsError(
         f"flexops.kernel: {schema.text} and its kernel do not fit together",
         found=found,

@@ -25,8 +25,8 @@ from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..toolchain import libcuda
 from . import binding, launch
-from .binding import Argument, Options, Schema
-from .signature import CPP_TYPES, Signature, kernels
+from .binding import KernelArgument, KernelOptions, KernelSchema
+from .signature import CPP_TYPES, CudaSignature, kernels
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
@@ -62,7 +62,7 @@ _MENDS = {
         " toolkit's include directory>] has cuda/std)"
     ),
 }
-"""What mends an error of the compiler, by what it says."""
+"""The fix for a compiler error, by its text."""
 
 _LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
 _MOST_THREADS = 1024  # of a block, on every GPU
@@ -146,7 +146,7 @@ def kernel(
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
     signature = _chosen(source, name or parsed.name, schema)
-    given = Options(grid, block, shared, cluster, args or {}, template or {}, out, strided)
+    given = KernelOptions(grid, block, shared, cluster, args or {}, template or {}, out, strided)
     caller = sys._getframe(1).f_globals.get("__name__", "")
     bound = binding.bind(signature, parsed, given, reference)
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
@@ -209,7 +209,7 @@ class Kernel:
     ) -> dict[str, dict[str, int]]:
         """What the kernel of a call with these arguments takes, by architecture: registers of a
         thread, bytes of stack, of spill stores and loads, and of static shared memory, and
-        barriers. As for ``compile``; nothing is told of PTX."""
+        barriers. As for ``compile``; PTX has none."""
         entries = self._code.compiled(self._code.expression(*args, **kwargs), arch)
         return {
             entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries
@@ -230,10 +230,10 @@ class _Code:
     def __init__(
         self,
         source: str,
-        signature: Signature,
-        schema: Schema,
+        signature: CudaSignature,
+        schema: KernelSchema,
         bound: binding.Bound,
-        options: Options,
+        options: KernelOptions,
         reference: Callable[..., Any] | None,
         include: tuple[str, ...],
         flags: tuple[str, ...],
@@ -563,7 +563,7 @@ class _Registered:
     """An operator of torch; ``current`` is what it is now, because a cell of a notebook is run
     again and again."""
 
-    def __init__(self, schema: Schema, library: Any, op: Any, caller: str) -> None:
+    def __init__(self, schema: KernelSchema, library: Any, op: Any, caller: str) -> None:
         self.schema, self.library, self.op, self.caller = schema, library, op, caller
         self.current: Any = None
         self.backward: Any = None
@@ -630,7 +630,7 @@ class _Registered:
 
 
 def _register(
-    schema: Schema,
+    schema: KernelSchema,
     backward: Callable[..., Any] | None,
     setup_context: Callable[..., None] | None,
     caller: str,
@@ -652,7 +652,7 @@ def _register(
     return known
 
 
-def _new(schema: Schema, caller: str) -> _Registered:
+def _new(schema: KernelSchema, caller: str) -> _Registered:
     namespace, _, name = schema.qualname.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     try:
@@ -664,7 +664,7 @@ def _new(schema: Schema, caller: str) -> _Registered:
             ),
             tags=(torch.Tag.pt2_compliant_tag,),
         )
-    except RuntimeError as error:  # somebody else's, of this name
+    except RuntimeError as error:  # another module's operator of this name
         raise FlexopsError(
             f"{schema.qualname} cannot be defined",
             found=str(error).splitlines()[0],
@@ -730,7 +730,7 @@ def _no_gradient(made: _Registered) -> NoReturn:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(text: str) -> Schema:
+def _parsed(text: str) -> KernelSchema:
     try:
         if odd := next((character for character in text if not character.isascii()), ""):
             raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
@@ -749,7 +749,7 @@ def _parsed(text: str) -> Schema:
             fix="see docs/kernels.md",
         ) from None
     arguments = tuple(
-        Argument(
+        KernelArgument(
             one.name,
             str(one.type),
             bool(one.alias_info and one.alias_info.is_write),
@@ -768,7 +768,7 @@ def _parsed(text: str) -> Schema:
         for number, one in enumerate(parsed.returns)
     )
     qualname = parsed.name if "::" in parsed.name else f"{NAMESPACE}::{parsed.name}"
-    schema = Schema(text, qualname, arguments, results)
+    schema = KernelSchema(text, qualname, arguments, results)
     if wrong := _unfit(schema, parsed):
         raise FlexopsError(
             f"flexops.kernel: {text} is no operator that a kernel can be",
@@ -779,7 +779,7 @@ def _parsed(text: str) -> Schema:
     return schema
 
 
-def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
+def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
     if parsed.overload_name:
         return (
             f"an overload: {schema.qualname}.{parsed.overload_name}",
@@ -807,7 +807,7 @@ def _unfit(schema: Schema, parsed: Any) -> tuple[str, str] | None:
     return None
 
 
-def _chosen(source: str, name: str, schema: str) -> Signature:
+def _chosen(source: str, name: str, schema: str) -> CudaSignature:
     found = kernels(source)
     chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
     if len(chosen) != 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
+
+from ..build.describe.cpp_text import blanked, closing, parts
 
 SCALARS: dict[str, str] = {
     **dict.fromkeys(("bool",), "?"),
@@ -89,7 +90,7 @@ class TemplateParameter(NamedTuple):
     has_default: bool
 
 
-class Signature(NamedTuple):
+class CudaSignature(NamedTuple):
     """A kernel as its source declares it.
 
     Attributes:
@@ -103,47 +104,34 @@ class Signature(NamedTuple):
     line: int
 
 
-def kernels(source: str) -> list[Signature]:
+def kernels(source: str) -> list[CudaSignature]:
     """Every ``__global__`` function in a source text, in its order; one that is declared first and
     defined later, where it is defined."""
-    text = _blanked(source)
+    text = blanked(source)
     found, defined = [], set()
     for match in re.finditer(r"\b__global__\b", text):
         head = _head(text, match.end())
         if head is None:
             continue
         name, opening = head
-        closing = _matching(text, opening)
-        own = text[opening + 1 : closing]
+        end = closing(text, opening)
+        own = text[opening + 1 : end]
         namespaces = _namespaces(text[: match.start()])
         parameters = tuple(
-            _parameter(part) for part in _split(own) if part.strip() not in ("", "void")
+            _parameter(part) for part in parts(own) if part.strip() not in ("", "void")
         )
         found.append(
-            Signature(
+            CudaSignature(
                 "::".join([*namespaces, name]),
                 _template(text[: match.start()]),
                 parameters,
                 text.count("\n", 0, match.start()) + 1,
             )
         )
-        if text[closing + 1 :].lstrip()[:1] == "{":
+        if text[end + 1 :].lstrip()[:1] == "{":
             defined.add(found[-1])
     names = {one.name for one in defined}
     return [one for one in found if one in defined or one.name not in names]
-
-
-def _blanked(source: str) -> str:
-    """The source with comments, strings and preprocessor lines as blanks, each character where it
-    was."""
-
-    def blank(match: re.Match[str]) -> str:
-        return re.sub(r"[^\n]", " ", match[0])
-
-    pattern = (
-        r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|^[ \t]*#(?:\\\n|[^\n])*'
-    )
-    return re.sub(pattern, blank, source, flags=re.DOTALL | re.MULTILINE)
 
 
 def _head(text: str, position: int) -> tuple[str, int] | None:
@@ -153,20 +141,10 @@ def _head(text: str, position: int) -> tuple[str, int] | None:
         word, position = match[1], match.end()
         opens = text[position : position + 1] == "("
         if opens and word.startswith("__"):
-            position = _matching(text, position) + 1
+            position = closing(text, position) + 1
         elif opens:
             return word, position
     return None
-
-
-def _matching(text: str, opening: int) -> int:
-    """Where the bracket at ``opening`` closes."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return position
-    return len(text)
 
 
 def _template(before: str) -> tuple[TemplateParameter, ...]:
@@ -177,15 +155,15 @@ def _template(before: str) -> tuple[TemplateParameter, ...]:
     opening = before.find("<", start)
     if start < 0 or opening < 0:
         return ()
-    depth, closing = 0, opening
-    for closing in range(opening, len(before)):
-        depth += {"<": 1, ">": -1}.get(before[closing], 0)
+    depth, end = 0, opening
+    for end in range(opening, len(before)):
+        depth += {"<": 1, ">": -1}.get(before[end], 0)
         if depth == 0:
             break
-    if depth or re.search("[;{}]", before[closing + 1 :]):  # it is another declaration's
+    if depth or re.search("[;{}]", before[end + 1 :]):  # it is another declaration's
         return ()
     parameters = []
-    for part in _split(before[opening + 1 : closing]):
+    for part in parts(before[opening + 1 : end]):
         declared, equals, _ = part.partition("=")
         *kind, name = declared.split()
         parameters.append(
@@ -208,19 +186,6 @@ def _namespaces(before: str) -> list[str]:
         else:
             stack.append(match[1] or "")
     return [name for name in stack if name]
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas that no bracket encloses."""
-    depth, start = 0, 0
-    for position, character in enumerate(text):
-        depth += {"(": 1, "[": 1, "{": 1, "<": 1, ")": -1, "]": -1, "}": -1, ">": -1}.get(
-            character, 0
-        )
-        if character == "," and depth == 0:
-            yield text[start:position]
-            start = position + 1
-    yield text[start:]
 
 
 def _parameter(text: str) -> Parameter:

@@ -23,7 +23,7 @@ warnings.warn(
 )
 
 _RENAMED = {"builder": "building", "compiler": "ninja"}
-_TOOLCHAIN = ("children", "json_child")
+_TOOLCHAIN = ("children", "json_child")  # both are proc today
 
 
 def _places() -> dict[str, str]:
@@ -31,7 +31,7 @@ def _places() -> dict[str, str]:
     found = pkgutil.walk_packages(build.__path__, "flexops.build.")
     names = {one.name.rpartition(".")[2]: one.name for one in found if not one.ispkg}
     names |= {old: names[new] for old, new in _RENAMED.items()}
-    return names | {name: f"flexops.toolchain.{name}" for name in _TOOLCHAIN}
+    return names | dict.fromkeys(_TOOLCHAIN, "flexops.toolchain.proc")
 
 
 class _Alias(MetaPathFinder, Loader):

@@ -35,14 +35,6 @@ class Options(NamedTuple):
     score_mod: int = 0
 
 
-SCHEMA = (
-    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
-    " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
-    " sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int"
-    " max_seqlen_k=0, int score_mod=0"
-)
-
-
 def declined(q: Any, v: Any, score_mod: int = 0) -> str:
     """Why kernels do not take such tensors; "" if they do."""
     if not isinstance(q, Tensor) or not isinstance(v, Tensor):

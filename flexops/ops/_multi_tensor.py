@@ -4,21 +4,18 @@ counters, and errors that name an entry."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import compiles_written_lists, not_compiled
-from ._register import is_dense
+from ._register import refusal_of
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters, gradients, copies and Adam's averages may be. Steps, and other states that are
 not quantized, are float32."""
-
-Lists = Mapping[str, tuple[Sequence[Any], tuple[torch.dtype, ...]]]
-"""An op's lists by name, the parameters first, each with the dtypes that it may hold."""
 
 
 def listed(op: str, **lists: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -26,7 +23,7 @@ def listed(op: str, **lists: Iterable[Tensor]) -> list[list[Tensor]]:
     for name, tensors in lists.items():
         if not isinstance(tensors, Iterable) or isinstance(tensors, Tensor):
             raise TypeError(
-                f"flexops::{op}: {name} must be a list of tensors, got {type(tensors).__name__}"
+                f"flexops.{op}: {name} must be a list of tensors, got {type(tensors).__name__}"
             )
     return [tensors if isinstance(tensors, list) else list(tensors) for tensors in lists.values()]
 
@@ -75,26 +72,30 @@ def resolving_negatives(op: Any, *args: Any, **numbers: Any) -> Any:
     return result
 
 
-def call_lists(
-    op: Any, args: Sequence[Any], written: list[Tensor], check: Callable[[], None]
-) -> Any:
+def call_lists(op: Any, args: Sequence[Any], written: list[Tensor]) -> Any:
     """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in
     it there is nothing to do.
 
     Checking thousands of tensors in Python at every call would cost more than the step. The native
-    kernels check, too: only when they have refused is it found out here, by ``check``, what to
-    tell, in the same words and with the same type for every backend.
+    kernels check, too: only when they have refused is it found out here, by the op's check,
+    what to tell, in the same words and with the same type for every backend.
     """
     if not args[0]:
-        return check()
+        return _refuse(op, args)
     try:
         with torch.no_grad():
             result = resolving_negatives(op, *args)
     except (RuntimeError, TypeError, ValueError):
-        check()
+        _refuse(op, args)
         raise
     increment_versions(written)
     return result
+
+
+def _refuse(op: Any, args: Sequence[Any]) -> None:
+    """Raise if arguments are not as the op's declaration and its check say."""
+    given = op.keywords if isinstance(op, functools.partial) else {}
+    refusal_of(getattr(op, "func", op))(*args, **given)
 
 
 write_lists = call_lists if compiles_written_lists else not_compiled(call_lists)
@@ -134,62 +135,17 @@ def check_rates(
     betas: tuple[float, ...] = (),
     **not_negative: float,
 ) -> None:
-    """Raise ``ValueError`` if a number is out of range, naming it."""
+    """Raise if a number is out of range, naming it."""
     for index, value in enumerate(betas, 1):
         if not 0.0 <= value < 1.0:
-            raise ValueError(f"flexops::{name}: beta{index} must be in [0, 1), got {value}")
+            raise ValueError(f"flexops.{name}: beta{index} must be in [0, 1), got {value}")
     for label, value in not_negative.items():
         if not value >= 0.0:
-            raise ValueError(f"flexops::{name}: {label} must not be negative, got {value}")
+            raise ValueError(f"flexops.{name}: {label} must not be negative, got {value}")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise TypeError(f"flexops.{name}: lr must be a float32 tensor of one element")
     if lr is not None and not isinstance(lr, Tensor) and not lr >= 0.0:
-        raise ValueError(f"flexops::{name}: lr must not be negative, got {lr}")
-
-
-def check_lists(name: str, lists: Lists, **scalars: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together, naming the first
-    that does not.
-
-    Args:
-        name: the op's, without namespace.
-        lists: see :data:`Lists`. ``state_steps`` holds tensors of one element, or one contiguous
-            tensor of as many elements as there are parameters; every other list, tensors of their
-            parameters' shapes.
-        scalars: float32 tensors of one element on the parameters' device, or None.
-    """
-    (first, (params, _)), *_ = lists.items()
-    for label, (tensors, dtypes) in lists.items():
-        if label == "state_steps" and _are_joined(tensors, params):
-            _check_tensor(f"flexops::{name}: {label}[0]", tensors[0], dtypes, first, params)
-            continue
-        if len(tensors) != len(params):
-            raise ValueError(
-                f"flexops::{name}: {label} must hold {len(params)} tensors, as {first} does, got"
-                f" {len(tensors)}"
-            )
-        for index, tensor in enumerate(tensors):
-            _check_tensor(f"flexops::{name}: {label}[{index}]", tensor, dtypes, first, params)
-            if label == "state_steps":
-                if tensor.numel() != 1:
-                    raise ValueError(
-                        f"flexops::{name}: {label}[{index}] must have one element, got shape"
-                        f" {list(tensor.shape)}"
-                    )
-            elif tensor.shape != params[index].shape:
-                shapes = f"{list(params[index].shape)}, got {list(tensor.shape)}"
-                raise ValueError(
-                    f"flexops::{name}: {label}[{index}] must have the shape of its parameter,"
-                    f" {shapes}"
-                )
-    for label, scalar in scalars.items():
-        if scalar is None:
-            continue
-        if scalar.dtype != torch.float32 or scalar.numel() != 1:
-            raise TypeError(f"flexops::{name}: {label} must be a float32 tensor of one element")
-        if params and scalar.device != params[0].device:
-            raise ValueError(
-                f"flexops::{name}: {label} must be on the device of {first}, {params[0].device},"
-                f" got {scalar.device}"
-            )
+        raise ValueError(f"flexops.{name}: lr must not be negative, got {lr}")
 
 
 def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:
@@ -206,33 +162,6 @@ def each_step(steps: list[Tensor], params: list[Tensor]) -> list[Tensor]:
     """A tensor of one element for each parameter's step count, also where one tensor holds them
     all."""
     return list(steps[0].unbind()) if _are_joined(steps, params) else steps
-
-
-def _check_tensor(
-    where: str, tensor: Any, dtypes: tuple[torch.dtype, ...], first: str, params: Sequence[Any]
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
-    if not is_dense(tensor):
-        raise TypeError(
-            f"{where} must be a dense (strided) tensor, got"
-            f" {'a nested one' if tensor.is_nested else tensor.layout}"
-        )
-    if tensor.dtype not in dtypes:
-        accepted = " or ".join(", ".join(_dtype_name(dtype) for dtype in dtypes).rsplit(", ", 1))
-        raise TypeError(f"{where} must be {accepted}, got {_dtype_name(tensor.dtype)}")
-    if tensor.device != params[0].device:
-        raise ValueError(
-            f"{where} must be on the device of {first}[0], {params[0].device}, got {tensor.device}"
-        )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake kernel of an op that returns nothing."""
 
 
 class Writer:

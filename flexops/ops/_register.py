@@ -490,7 +490,7 @@ def _functional(
 
             @staticmethod
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                # gradients that nobody asked for come as zeros: torch 2.4's vmap takes no None
+                # gradients that were not requested are zeros: torch 2.4's vmap takes no None
                 setup_context(ctx, inputs, output)
 
             @staticmethod
@@ -540,7 +540,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; without importing torch.distributed where nobody uses it."""
+    """Whether it is a DTensor; without importing torch.distributed if it is unused."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
@@ -645,7 +645,7 @@ def _stand_in(family: str, key: str = "CUDA") -> None:
     and nothing may compile them.
 
     Native kernels raise before they have launched anything then. With a torch older than 2.9, which
-    gives nobody the kernel that another takes the place of, that is all.
+    cannot call a replaced kernel.
     """
     get_kernel: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:

@@ -3,7 +3,7 @@ for what a tensor has at an index, and, for tensors of its own, how they are mad
 
 ``traced`` calls the function under a mode that sees every call of torch's. One with a symbol
 becomes an operation of the trace. One of tensors alone runs, and is kept as a ``Source``: it runs
-again when kernels are told the tensors, so that later values, and gradients, are the tensors' own.
+again when kernels receive the tensors, so that later values, and gradients, are the tensors' own.
 """
 
 from __future__ import annotations

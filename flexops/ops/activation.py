@@ -1,8 +1,10 @@
 """Activations with what stands beside them in a feed-forward block: a bias before, a gate after.
 
 =================  ===============================================================================
-``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, Phi the normal distribution's (``approximate="none"``), or
-                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``): Hendrycks and Gimpel, 2016
+``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, with Phi of the normal distribution
+                   (``approximate="none"``), or
+                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``):
+                   Hendrycks and Gimpel, 2016
 ``bias_silu``      ``silu(x + bias)``; silu is ``x sigmoid(x)``
 ``swiglu``         ``silu(gate) * up``: Shazeer, "GLU Variants Improve Transformer", 2020
 ``geglu``          ``gelu(gate) * up``
@@ -25,9 +27,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..build.describe import declared
+from ._declared import define
 from ._difference import difference
-from ._register import caller, define
+from ._register import caller
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Approximation = Literal["none", "tanh"]
@@ -116,20 +118,9 @@ def _wrong_dtype(
     )
 
 
-def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-        raise _wrong_dtype(op, "x", x)
+def _check_biased(op: str, x: Tensor) -> None:
     if x.dim() == 0:
         raise ValueError(f"flexops.{op}: x must have at least one dimension")
-    if bias is None:
-        return
-    if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
-        raise _wrong_dtype(op, "bias", bias, "a float32, bfloat16 or float16 tensor or None")
-    if bias.dim() != 1 or bias.size(0) != x.size(-1):
-        raise ValueError(
-            f"flexops.{op}: bias must have shape [{x.size(-1)}], as x's last dimension, got"
-            f" {list(bias.shape)}"
-        )
 
 
 def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
@@ -255,29 +246,6 @@ def gated_backward_reference(
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _biased_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _biased_backward_fake(
-    _: Tensor, x: Tensor, bias: Tensor | None, *options: bool
-) -> tuple[Tensor, Tensor]:
-    of_bias = x.new_empty(
-        [x.shape[-1] if options[-1] else 0], dtype=x.dtype if bias is None else bias.dtype
-    )
-    return x.new_empty(x.shape), of_bias
-
-
-def _gated_fake(gate: Tensor, up: Tensor | None, *_: bool) -> Tensor:
-    return gate.new_empty(gate.shape if up is not None else [*gate.shape[:-1], gate.shape[-1] // 2])
-
-
-def _gated_backward_fake(
-    _: Tensor, gate: Tensor, up: Tensor | None, *__: bool
-) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape if up is not None else [0])
-
-
 def _keep(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
     """The two tensors, and the options that follow them."""
     ctx.save_for_backward(args[0], args[1])
@@ -295,74 +263,54 @@ def _gelu_name(tanh: bool) -> str:
 
 
 define(
-    "activation",
-    declared.BIAS_GELU.schema,
+    "bias_gelu",
     lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
-    _biased_fake,
-    check=lambda x, bias, _: _check_biased("bias_gelu", x, bias),
+    check=lambda x, *_: _check_biased("bias_gelu", x),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_gelu_backward, grad, ctx.needs_input_grad[1]),
-    plain=True,
 )
 define(
-    "activation",
-    declared.BIAS_GELU_BACKWARD.schema,
+    "bias_gelu_backward",
     lambda grad, x, bias, tanh, bias_gradient: _biased_backward(
         grad, x, bias, _gelu_name(tanh), bias_gradient
     ),
-    _biased_backward_fake,
 )
 define(
-    "activation",
-    declared.BIAS_SILU.schema,
+    "bias_silu",
     lambda x, bias: _biased(x, bias, "silu"),
-    _biased_fake,
-    check=lambda x, bias: _check_biased("bias_silu", x, bias),
+    check=lambda x, _: _check_biased("bias_silu", x),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_silu_backward, grad, ctx.needs_input_grad[1]),
-    plain=True,
 )
 define(
-    "activation",
-    declared.BIAS_SILU_BACKWARD.schema,
+    "bias_silu_backward",
     lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, "silu", bias_gradient),
-    _biased_backward_fake,
 )
 define(
-    "activation",
-    declared.SWIGLU.schema,
+    "swiglu",
     lambda gate, up, interleaved: gated_reference(gate, up, "silu", interleaved),
-    _gated_fake,
     check=lambda gate, up, interleaved: check_gated("swiglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _swiglu_backward, grad),
-    plain=True,
 )
 define(
-    "activation",
-    declared.SWIGLU_BACKWARD.schema,
+    "swiglu_backward",
     lambda grad, gate, up, interleaved: gated_backward_reference(
         grad, gate, up, "silu", interleaved
     ),
-    _gated_backward_fake,
 )
 define(
-    "activation",
-    declared.GEGLU.schema,
+    "geglu",
     lambda gate, up, tanh, interleaved: gated_reference(gate, up, _gelu_name(tanh), interleaved),
-    _gated_fake,
     check=lambda gate, up, _, interleaved: check_gated("geglu", gate, up, interleaved),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _geglu_backward, grad),
-    plain=True,
 )
 define(
-    "activation",
-    declared.GEGLU_BACKWARD.schema,
+    "geglu_backward",
     lambda grad, gate, up, tanh, interleaved: gated_backward_reference(
         grad, gate, up, _gelu_name(tanh), interleaved
     ),
-    _gated_backward_fake,
 )
 
 # Looked up once: small calls feel it.

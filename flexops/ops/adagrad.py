@@ -12,22 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import ADAGRAD
+from ._declared import define
 from ._multi_tensor import (
-    PARAM_DTYPES,
-    Lists,
     Writer,
-    check_lists,
     check_rates,
     each_step,
     largest_difference,
     listed,
-    nothing,
     on_cpu,
     split_lr,
     write_lists,
 )
-from ._register import define
 
 
 def adagrad_(
@@ -48,7 +43,7 @@ def adagrad_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = (-grad if maximize else grad) + weight_decay * param
         s     = s + g * g                                       (sums)
         param = param - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
@@ -72,27 +67,7 @@ def adagrad_(
     lists = listed("adagrad_", params=params, grads=grads, sums=sums, state_steps=state_steps)
     number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
-    write_lists(
-        torch.ops.flexops.adagrad_.default,
-        args,
-        lists[0],
-        lambda: _check(lists, tensor, grad_scale, found_inf),
-    )
-
-
-def _check(
-    lists: list[list[Tensor]],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    wanted: Lists = {
-        "params": (lists[0], PARAM_DTYPES),
-        "grads": (lists[1], PARAM_DTYPES),
-        "sums": (lists[2], (torch.float32,)),
-        "state_steps": (lists[3], (torch.float32,)),
-    }
-    check_lists("adagrad_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+    write_lists(torch.ops.flexops.adagrad_.default, args, lists[0])
 
 
 def _reference(
@@ -110,7 +85,6 @@ def _reference(
     found_inf: Tensor | None,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    _check([params, grads, sums, state_steps], lr_tensor, grad_scale, found_inf)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     writer = Writer(found_inf)
     for param, grad_, sum_, steps in zip(
@@ -129,7 +103,7 @@ def _reference(
         writer.put(sum_, total)
 
 
-define("adagrad", ADAGRAD.schema, _reference, nothing)
+define("adagrad_", _reference)
 
 
 def self_check(device: str) -> float:

@@ -14,9 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import ADAM, ADAM_COPY
-from . import _multi_tensor as multi
-from ._register import define
+from ._declared import define
+from ._multi_tensor import (
+    Writer,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+    write_lists,
+)
 
 _LIST_NAMES = (
     "params",
@@ -54,11 +64,12 @@ def adam_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad   = grad / grad_scale                                    (written back, if a grad_scale is given)
-        g      = (-grad if maximize else grad) * grad_factor          (which is 1 if it is None)
-        param  = param * (1 - lr * weight_decay) if decoupled         else g = g + weight_decay * param
-        m      = beta1 * m + (1 - beta1) * g                          (exp_avgs)
-        v      = beta2 * v + (1 - beta2) * g * g                      (exp_avg_sqs)
+        grad   = grad / grad_scale                                (written back, if given)
+        g      = (-grad if maximize else grad) * grad_factor      (1 if it is None)
+        param  = param * (1 - lr * weight_decay) if decoupled
+                 else g = g + weight_decay * param
+        m      = beta1 * m + (1 - beta1) * g                      (exp_avgs)
+        v      = beta2 * v + (1 - beta2) * g * g                  (exp_avg_sqs)
         v'     = max(v', v) with amsgrad (max_exp_avg_sqs), else v
         param  = param - lr / (1 - beta1^t) * m / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
@@ -92,10 +103,10 @@ def adam_(
         maximize: ascend.
         decoupled: AdamW.
         grad_scale: float32, one element: what the gradients were multiplied by.
-        found_inf: float32, one element: nonzero means that multi.nothing at all is done, steps
+        found_inf: float32, one element: nonzero means that nothing at all is done, steps
             included.
         stochastic: round ``exp_avgs`` and ``exp_avg_sqs`` in bfloat16 to one of the two neighbours,
-            to each as likely as it is near: to nearest, an average forgets multi.nothing that is
+            to each as likely as it is near: to nearest, an average forgets nothing that is
             less than half of a unit in its last place, as is each step of one with ``beta2 =
             0.999``. The random numbers follow from the step's number and the element's place in its
             tensor alone, so every run and device draws the same.
@@ -199,17 +210,17 @@ def _call(
     scalars: dict[str, Tensor | None],
     stochastic: bool,
 ) -> None:
-    lists = multi.listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
-    multi.check_rates(
+    lists = listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
+    check_rates(
         name,
         lr,
         (numbers["beta1"], numbers["beta2"]),
         eps=numbers["eps"],
         weight_decay=numbers["weight_decay"],
     )
-    number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
     call = functools.partial(
-        getattr(torch.ops.flexops, name),
+        getattr(torch.ops.flexops, name).default,
         lr=number,
         lr_tensor=tensor,
         stochastic=stochastic,
@@ -217,25 +228,16 @@ def _call(
         **scalars,
     )
     written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    multi.write_lists(
-        call, lists, written, lambda: _check(name, lists, numbers["amsgrad"], lr=tensor, **scalars)
-    )
+    write_lists(call, lists, written)
 
 
-def _check(
-    name: str, lists: Sequence[list[Tensor]], amsgrad: bool, **scalars: Tensor | None
-) -> None:
-    """Raise if the tensors do not fit together, naming the first that does not."""
-    wanted: multi.Lists = {
-        label: (tensors, (torch.float32,) if label == "state_steps" else multi.PARAM_DTYPES)
-        for label, tensors in zip(_LIST_NAMES, lists, strict=False)  # adam_ has no copies
-        if amsgrad or label != "max_exp_avg_sqs"
-    }
-    multi.check_lists(name, wanted, **scalars)
+def _check(*lists: Any, amsgrad: bool, **_: Any) -> None:
+    if amsgrad and lists[0] and not lists[4]:
+        what = f"max_exp_avg_sqs must hold {len(lists[0])} tensors, as params does, got 0"
+        raise ValueError(f"flexops.adam_: {what}")
 
 
 def _reference(
-    name: str,
     *lists: list[Tensor],
     lr: float,
     beta1: float,
@@ -252,22 +254,11 @@ def _reference(
     grad_factor: Tensor | None = None,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    if not lists[0]:
-        return
-    _check(
-        name,
-        lists,
-        amsgrad,
-        lr=lr_tensor,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        grad_factor=grad_factor,
-    )
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
-    writer = multi.Writer(found_inf)
+    writer = Writer(found_inf)
     put = writer.put
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *copies = lists
-    steps = multi.each_step(steps, params)
+    steps = each_step(steps, params)
     for i, param in enumerate(params):
         step = steps[i] + 1
         put(steps[i], step)
@@ -288,7 +279,7 @@ def _reference(
             ((exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq))
         ):
             if stochastic and state.dtype == torch.bfloat16:
-                noise = multi.step_noise(
+                noise = step_noise(
                     step,
                     [
                         tensors[i]
@@ -303,7 +294,7 @@ def _reference(
                         if tensors
                     ],
                 )
-                average = multi.round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
+                average = round_to_bfloat16(average, noise >> 16 * half & 0xFFFF)
             put(state, average)
         if amsgrad:
             put(max_exp_avg_sqs[i], largest)
@@ -312,8 +303,8 @@ def _reference(
             put(copies[0][i], value)
 
 
-define("adam", ADAM.schema, functools.partial(_reference, "adam_"), multi.nothing)
-define("adam", ADAM_COPY.schema, functools.partial(_reference, "adam_copy_"), multi.nothing)
+define("adam_", _reference, check=_check)
+define("adam_copy_", _reference, check=_check)
 
 
 def self_check(device: str) -> float:
@@ -329,7 +320,5 @@ def self_check(device: str) -> float:
         "maximize": False,
         "decoupled": True,
     }
-    steps: tuple[Any, Any] = torch.ops.flexops.adam_, functools.partial(_reference, "adam_")
-    return multi.largest_difference(
-        device, 3, [functools.partial(step, **numbers) for step in steps]
-    )
+    steps: tuple[Any, Any] = torch.ops.flexops.adam_, _reference
+    return largest_difference(device, 3, [functools.partial(step, **numbers) for step in steps])

@@ -16,21 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import ADAM8BIT
+from ._declared import define
 from ._multi_tensor import (
-    PARAM_DTYPES,
-    Lists,
     Writer,
-    check_lists,
     check_rates,
     each_step,
     listed,
-    nothing,
     on_cpu,
     split_lr,
     write_lists,
 )
-from ._register import define
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -113,61 +108,12 @@ def adam8bit_(
         grad_scale,
         found_inf,
     )
-    write_lists(
-        torch.ops.flexops.adam8bit_.default,
-        args,
-        lists[0],
-        lambda: _check(lists, tensor, grad_scale, found_inf),
-    )
+    write_lists(torch.ops.flexops.adam8bit_.default, args, lists[0])
 
 
 def blocks(numel: int) -> int:
     """How many scales a tensor of ``numel`` elements has."""
     return -(-numel // BLOCK)
-
-
-def _check(
-    lists: list[list[Tensor]],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    params, grads, exp_avgs, exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, steps = lists
-    wanted: Lists = {
-        "params": (params, PARAM_DTYPES),
-        "grads": (grads, PARAM_DTYPES),
-        "exp_avgs": (exp_avgs, (torch.int8,)),
-        "exp_avg_sqs": (exp_avg_sqs, (torch.uint8,)),
-        "state_steps": (steps, (torch.float32,)),
-    }
-    check_lists("adam8bit_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
-    for label, scales in (
-        ("exp_avg_scales", exp_avg_scales),
-        ("exp_avg_sq_scales", exp_avg_sq_scales),
-    ):
-        if len(scales) != len(params):
-            raise ValueError(
-                f"flexops::adam8bit_: {label} must hold {len(params)} tensors, as params does, got"
-                f" {len(scales)}"
-            )
-        for index, (scale, param) in enumerate(zip(scales, params, strict=True)):
-            where = f"flexops::adam8bit_: {label}[{index}]"
-            if (
-                not isinstance(scale, Tensor)
-                or scale.dtype != torch.float32
-                or not scale.is_contiguous()
-            ):
-                raise TypeError(f"{where} must be a contiguous float32 tensor")
-            if scale.device != param.device:
-                raise ValueError(
-                    f"{where} must be on the device of params[0], {param.device}, got"
-                    f" {scale.device}"
-                )
-            if scale.numel() < blocks(param.numel()):
-                raise ValueError(
-                    f"{where} must have at least {blocks(param.numel())} elements, one for 256, got"
-                    f" {scale.numel()}"
-                )
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -261,7 +207,6 @@ def _reference(
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, state_steps]
-    _check(lists, lr_tensor, grad_scale, found_inf)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
     lists[-1] = each_step(state_steps, params)
     writer = Writer(found_inf)
@@ -288,7 +233,7 @@ def _reference(
         writer.put(scales2[: len(new_scales2)], new_scales2)
 
 
-define("adam8bit", ADAM8BIT.schema, _reference, nothing)
+define("adam8bit_", _reference)
 
 
 def self_check(device: str) -> float:

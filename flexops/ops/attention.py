@@ -5,10 +5,12 @@ Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-A
 what followed it; the kernels' own pages (``csrc/attention/attention.cuh``) say which. With ``offset
 = keys - queries`` of a sequence, query ``i`` and key ``j``::
 
-    s = scale q_i k_j;  s = softcap tanh(s / softcap);  s = s - slope |i + offset - j| + bias;  s = -inf where the query does not see the key
+    s = scale q_i k_j;  s = softcap tanh(s / softcap);  s = s - slope |i + offset - j| + bias
+    s = -inf where the query does not see the key
     lse_i = log(sum_j e^s + e^sink);  p = e^(s - lse_i);  o_i = sum_j p v_j
 
-    dp = do_i v_j;  delta_i = do_i o_i - dlse_i;  ds = p (dp - delta_i);  dv_j = sum_i p do_i;  dbias = ds;  dsink = -sum_i e^(sink - lse_i) delta_i
+    dp = do_i v_j;  delta_i = do_i o_i - dlse_i;  ds = p (dp - delta_i);  dv_j = sum_i p do_i
+    dbias = ds;  dsink = -sum_i e^(sink - lse_i) delta_i
     ds = ds (1 - tanh^2(s / softcap));  dq_i = scale sum_j ds k_j;  dk_j = scale sum_i ds q_i
 
 A query that sees no key has zeros as its output and gradients, and ``-inf`` as its ``lse`` (without
@@ -25,9 +27,9 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin, register_flops
+from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
 from ._attention_checks import (
     HALVES,
-    SCHEMA,
     Options,
     autocast,
     check,
@@ -52,8 +54,9 @@ from ._attention_reference import (
     rows_first,
     tables_reference,
 )
+from ._declared import define
 from ._difference import difference
-from ._register import caller, define
+from ._register import caller
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -106,7 +109,7 @@ def attention(
         max_seqlen_k: the same of ``k``'s.
         return_lse: give ``lse`` too, which is differentiable.
         deterministic: the same bits every time, backward too, where a GPU adds up ``q``'s gradient
-            in any order otherwise. On by itself under ``torch.use_deterministic_algorithms(True)``.
+            in any order otherwise. Automatic under ``torch.use_deterministic_algorithms(True)``.
         score_mod: a function ``(score, b, h, q, k) -> score`` of arithmetic on numbers
             (:class:`flexops.ScoreMod` says which), or an expression of the same as text, in place
             of ``softcap``, ``alibi_slopes`` and ``bias``; ``-inf`` leaves a key out. It is compiled
@@ -187,7 +190,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# ---- what the operators are told, from what people say -------------------------------------------
+# ---- the operators' arguments, from the public ones -------------------------------------------
 
 
 def usual_options(
@@ -328,28 +331,29 @@ def _gradient_of_sinks(
     return -of_rows.sum((0, 2)).to(options.sinks.dtype)
 
 
-_RESULTS = "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-
 define(
-    "attention",
-    f"attention_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "attention_backward",
     backward_reference,
     backward_fake,
     check=check_backward,
     function="attention",
 )
 define(
-    "attention",
-    f"attention_composed_backward({_RESULTS}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"attention_composed_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
     noting(backward_reference, declined, 2, 7),
     backward_fake,
     check=check_backward,
-    native=False,
     function="attention",
 )
-for _name, _instead, _is_native in (
+for _schema, _instead, _is_native in (
     ("attention", reference, True),
-    ("attention_composed", noting(reference, declined, 0, 3), False),
+    (
+        f"attention_composed(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS})"
+        " -> (Tensor, Tensor)",
+        noting(reference, declined, 0, 3),
+        False,
+    ),
 ):
     _operator = builtin(
         torch.ops.flexops.attention_backward.default
@@ -357,24 +361,19 @@ for _name, _instead, _is_native in (
         else torch.ops.flexops.attention_composed_backward.default
     )
     define(
-        "attention",
-        f"{_name}(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+        _schema,
         _instead,
         fake,
         check=check,
         setup_context=_keep,
         backward=functools.partial(_backward, _operator),
-        native=_is_native,
-        plain=_is_native,
         function="attention",
     )
 define(
-    "attention",
-    f"attention_bias_backward({_RESULTS}, {SCHEMA}) -> Tensor",
+    f"attention_bias_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> Tensor",
     bias_reference,
     bias_fake,
     check=check_backward,
-    native=False,
     function="attention",
 )
 

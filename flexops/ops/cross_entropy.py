@@ -3,7 +3,8 @@
 For a row ``x`` of ``V`` logits and its class ``t``, with ``lse = log(sum(exp(x)))``::
 
     loss     = lse - (1 - label_smoothing) * x[t] - label_smoothing * mean(x) + z_loss * lse**2
-    gradient = softmax(x) * (1 + 2 * z_loss * lse) - label_smoothing / V - (1 - label_smoothing) * (class == t)
+    gradient = (softmax(x) * (1 + 2 * z_loss * lse) - label_smoothing / V
+                - (1 - label_smoothing) * (class == t))
 
 which without ``z_loss`` is what ``torch.nn.functional.cross_entropy`` computes; ``z_loss`` is
 PaLM's (Chowdhery et al., 2022, section 5). All of it is computed in float32, and so are losses,
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming
-from ..build.describe import declared
+from ._declared import define
 from ._difference import difference
-from ._register import caller, check_places, define, is_dense
+from ._register import caller, check_places, is_dense
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -275,20 +276,6 @@ def loss_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _cross_entropy_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    rows, dtype, reduction = logits.shape[0], loss_dtype(logits), rest[-1]
-    loss = logits.new_empty([rows] if reduction == 0 else [], dtype=dtype)
-    return loss, logits.new_empty([2 * rows if reduction == 0 else 3 * rows + 1], dtype=dtype)
-
-
-def _cross_entropy_backward_fake(_: Tensor, logits: Tensor, *__: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _scale_rows_fake(*_: Any) -> None:
-    return None
-
-
 def _cross_entropy_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
     logits, target, *ctx.options = args
     ctx.save_for_backward(logits, target, results[1])
@@ -305,7 +292,7 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | N
 
 def _inplace_setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
     logits = args[0]
-    # the op went past autograd: now whoever needs the logits' values finds out
+    # the op went past autograd: now a reader of the logits' values gets an error
     torch.autograd.graph.increment_version(logits)
     ctx.save_for_backward(logits)
     ctx.mark_non_differentiable(results[1])
@@ -333,28 +320,22 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 define(
     "cross_entropy",
-    declared.CROSS_ENTROPY.schema,
     _cross_entropy_reference,
-    _cross_entropy_fake,
     setup_context=_cross_entropy_setup,
     backward=_cross_entropy_backward,
 )
 define(
-    "cross_entropy",
-    declared.CROSS_ENTROPY_INPLACE.schema,
+    "cross_entropy_",
     _cross_entropy_inplace_reference,
-    _cross_entropy_fake,
     setup_context=_inplace_setup,
     backward=_inplace_backward,
     function="cross_entropy",
 )
 define(
-    "cross_entropy",
-    declared.CROSS_ENTROPY_BACKWARD.schema,
+    "cross_entropy_backward",
     _cross_entropy_backward_reference,
-    _cross_entropy_backward_fake,
 )
-define("cross_entropy", declared.SCALE_ROWS.schema, _scale_rows_reference, _scale_rows_fake)
+define("scale_rows_", _scale_rows_reference)
 _FORWARD, _INPLACE = (
     caller(torch.ops.flexops.cross_entropy.default),
     caller(torch.ops.flexops.cross_entropy_.default),

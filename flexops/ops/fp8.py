@@ -30,8 +30,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._declared import define
 from ._difference import difference
-from ._register import check_places, define, is_dense
+from ._register import check_places, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -365,32 +366,27 @@ def _dequantize_fake(values: Tensor, _scales: Tensor, _segment: int, dtype: torc
 
 
 define(
-    "fp8",
-    "quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) -> (Tensor, Tensor)",
+    "quantize_fp8",
     _quantize_reference,
     _quantize_fake,
 )
 define(
-    "fp8",
-    "quantize_fp8_scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+    "quantize_fp8_scaled",
     _quantize_scaled_reference,
     lambda x, _scale, dtype: torch.empty(x.shape, dtype=dtype, device=x.device),
 )
 define(
-    "fp8",
-    "dequantize_fp8(Tensor values, Tensor scales, SymInt group_size, ScalarType dtype) -> Tensor",
+    "dequantize_fp8",
     _dequantize_reference,
     _dequantize_fake,
 )
 define(
-    "fp8",
-    "quantize_int8(Tensor x) -> (Tensor, Tensor)",
+    "quantize_int8",
     _quantize_int8_reference,
     lambda x: _quantize_fake(x, torch.int8, _PER_ROW),
 )
 define(
-    "fp8",
-    "dequantize_int8(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
+    "dequantize_int8",
     _dequantize_int8_reference,
     lambda values, scales, dtype: _dequantize_fake(values, scales, _PER_ROW, dtype),
 )

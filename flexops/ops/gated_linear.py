@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype
-from ..build.describe import declared
-from ._register import caller, check_places, define
+from ._declared import define
+from ._register import caller, check_places
 from .activation import (
     FLOAT_DTYPES,
     Approximation,
@@ -253,18 +253,8 @@ def _in_place_reference(
     )
 
 
+define("gated_backward_", _in_place_reference, hidden=True)
 define(
-    "activation",
-    declared.GATED_BACKWARD.schema,
-    _in_place_reference,
-    lambda grad, gate, _, __, again: (
-        gate.new_empty(gate.shape),
-        gate.new_empty(grad.shape if again else [0]),
-    ),
-    hidden=True,
-)
-define(
-    "activation",
     "gated_linear(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, int activation, bool"
     " interleaved, ScalarType dtype) -> Tensor",
     _reference,
@@ -273,14 +263,11 @@ define(
     setup_context=_setup,
     backward=_backward,
     function="swiglu_linear",
-    native=False,
 )
 define(
-    "activation",
     "gated_linear_backward(Tensor grad, Tensor gate, Tensor? up, Tensor weight, int activation,"
     " bool interleaved, bool inner, bool outer) -> (Tensor, Tensor, Tensor)",
     _backward_reference,
     _backward_fake,
-    native=False,
 )
 _CALL = caller(torch.ops.flexops.gated_linear.default)

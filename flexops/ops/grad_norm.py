@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import CLIP_GRADS, GRAD_NORM
+from ._declared import define
 from ._difference import difference
-from ._multi_tensor import PARAM_DTYPES, call_lists, check_lists, listed, nothing, write_lists
-from ._register import define
+from ._multi_tensor import call_lists, listed, write_lists
 
 
 def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -36,21 +35,16 @@ def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
             no number; the message names it.
         ValueError: an entry is on another device, or ``norm_type`` is not accepted.
     """
-    norm_type = number("flexops::grad_norm: norm_type", norm_type)
+    norm_type = number("flexops.grad_norm: norm_type", norm_type)
     if not norm_type > 0:
         raise ValueError(
-            "flexops::grad_norm: norm_type must be more than 0 (inf for the largest magnitude),"
+            "flexops.grad_norm: norm_type must be more than 0 (inf for the largest magnitude),"
             f" got {norm_type}"
         )
     (tensors,) = listed("grad_norm", grads=grads)
     if not tensors:
         return torch.zeros(())
-    norm: Tensor = call_lists(
-        torch.ops.flexops.grad_norm.default,
-        (tensors, norm_type),
-        [],
-        lambda: _check("grad_norm", tensors),
-    )
+    norm: Tensor = call_lists(torch.ops.flexops.grad_norm.default, (tensors, norm_type), [])
     return norm
 
 
@@ -71,20 +65,15 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
         ValueError: an entry is on another device.
     """
     (tensors,) = listed("clip_grads_", grads=grads)
-    max_norm = number("flexops::clip_grads_: max_norm", max_norm)
+    max_norm = number("flexops.clip_grads_: max_norm", max_norm)
     given: Any = total_norm
     if not isinstance(given, Tensor):
         found = type(given).__name__
         wanted = "a float32 tensor of one element"
-        raise TypeError(f"flexops::clip_grads_: total_norm must be {wanted}, got {found}")
+        raise TypeError(f"flexops.clip_grads_: total_norm must be {wanted}, got {found}")
     if tensors:
         args = (tensors, total_norm, max_norm)
-        write_lists(
-            torch.ops.flexops.clip_grads_.default,
-            args,
-            tensors,
-            lambda: _check("clip_grads_", tensors, total_norm),
-        )
+        write_lists(torch.ops.flexops.clip_grads_.default, args, tensors)
 
 
 def number(what: str, value: Any) -> float:
@@ -101,14 +90,7 @@ def number(what: str, value: Any) -> float:
         raise TypeError(f"{what} must be a number, got {value!r}") from None
 
 
-def _check(name: str, grads: list[Tensor], total_norm: Tensor | None = None) -> None:
-    check_lists(name, {"grads": (grads, PARAM_DTYPES)}, total_norm=total_norm)
-
-
 def _norm_reference(grads: list[Tensor], norm_type: float) -> Tensor:
-    _check("grad_norm", grads)
-    if not grads:
-        raise ValueError("flexops::grad_norm: grads must hold at least one tensor")
     norms = [
         (
             torch.linalg.vector_norm(grad.float(), norm_type)
@@ -122,18 +104,13 @@ def _norm_reference(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _clip_reference(grads: list[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    _check("clip_grads_", grads, total_norm)
     factor = (max_norm / (total_norm.reshape(()) + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.copy_(grad.float() * factor)
 
 
-def _norm_fake(grads: list[Tensor], _: float) -> Tensor:
-    return grads[0].new_empty((), dtype=torch.float32)
-
-
-define("grad_norm", GRAD_NORM.schema, _norm_reference, _norm_fake)
-define("grad_norm", CLIP_GRADS.schema, _clip_reference, nothing)
+define("grad_norm", _norm_reference)
+define("clip_grads_", _clip_reference)
 
 
 def self_check(device: str) -> float:

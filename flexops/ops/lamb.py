@@ -14,9 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import LAMB, LAMB_APPLY, LAMB_MOMENTS
-from . import _multi_tensor as multi
-from ._register import define
+from ._declared import define
+from ._multi_tensor import (
+    Writer,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+    write_lists,
+)
 
 
 def lamb_(
@@ -41,12 +51,13 @@ def lamb_(
 
     With t the incremented step, and all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = -grad if maximize else grad
         m     = beta1 * m + (1 - beta1) * g                     (exp_avgs)
         v     = beta2 * v + (1 - beta2) * g * g                 (exp_avg_sqs)
         u     = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param
-        ratio = |param| / |u|                                   (2-norms of the whole tensor; 1 if either is 0, or without adapt)
+        ratio = |param| / |u|                                   (2-norms of the whole tensor;
+                                                                1 if one is 0, or without adapt)
         param = param - lr * ratio * u
 
     The norms stay on the device, and are added up in the same order every time. The lists hold one
@@ -59,16 +70,16 @@ def lamb_(
             shapes, written. The norm of the update is taken of them before they are rounded, the
             step of what is kept.
         adapt: whether there is a trust ratio.
-        params, grads, state_steps, lr, beta1, beta2, eps, maximize, grad_scale, found_inf,
-            stochastic: see :func:`flexops.adam_`.
+        params, grads, state_steps, lr, beta1, beta2, eps: see :func:`flexops.adam_`.
+        maximize, grad_scale, found_inf, stochastic: see :func:`flexops.adam_`.
 
     Raises:
         TypeError: an entry is no tensor or has a dtype that is not accepted; the message names it.
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    multi.check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = multi.listed(
+    check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
+    lists = listed(
         "lamb_",
         params=params,
         grads=grads,
@@ -76,7 +87,7 @@ def lamb_(
         exp_avg_sqs=exp_avg_sqs,
         state_steps=state_steps,
     )
-    number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (
         *lists,
         number,
@@ -91,25 +102,7 @@ def lamb_(
         found_inf,
         stochastic,
     )
-    scalars = {"lr": tensor, "grad_scale": grad_scale, "found_inf": found_inf}
-    multi.write_lists(
-        torch.ops.flexops.lamb_.default, args, lists[0], lambda: _check("lamb_", lists, **scalars)
-    )
-
-
-def _check(name: str, lists: list[list[Tensor]], **scalars: Tensor | None) -> None:
-    """``lists`` is what :func:`lamb_` takes, or without gradients."""
-    names = (
-        ("params", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
-        if len(lists) == 5
-        else ("params", "exp_avgs", "exp_avg_sqs", "state_steps")
-    )
-    dtypes = {"state_steps": (torch.float32,)}
-    wanted: multi.Lists = {
-        label: (tensors, dtypes.get(label, multi.PARAM_DTYPES))
-        for label, tensors in zip(names, lists, strict=True)
-    }
-    multi.check_lists(name, wanted, **scalars)
+    write_lists(torch.ops.flexops.lamb_.default, args, lists[0])
 
 
 def _update(
@@ -146,9 +139,8 @@ def _moments_reference(
     """One parameter at a time, in plain PyTorch and float32; waits for no device. Returns
     ``[parameters, 2]``: the sums of squares of parameter and update."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, state_steps]
-    _check("lamb_moments_", lists, grad_scale=grad_scale, found_inf=found_inf)
-    lists[-1] = multi.each_step(state_steps, params)
-    writer = multi.Writer(found_inf)
+    lists[-1] = each_step(state_steps, params)
+    writer = Writer(found_inf)
     norms = []
     for param, grad_, exp_avg, exp_avg_sq, steps in zip(*lists, strict=True):
         writer.put(steps, steps + 1)
@@ -160,10 +152,9 @@ def _moments_reference(
         update = _update(value, *averages, steps, beta1, beta2, eps, weight_decay)
         for half, (state, average) in enumerate(zip((exp_avg, exp_avg_sq), averages, strict=True)):
             if stochastic and state.dtype == torch.bfloat16:
-                average = multi.round_to_bfloat16(
+                average = round_to_bfloat16(
                     average,
-                    multi.step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half
-                    & 0xFFFF,
+                    step_noise(steps, [param, grad_, exp_avg, exp_avg_sq]) >> 16 * half & 0xFFFF,
                 )
             writer.put(state, average)
         norms.append(torch.stack([value.square().sum(), update.square().sum()]))
@@ -187,15 +178,9 @@ def _apply_reference(
     found_inf: Tensor | None,
 ) -> None:
     lists = [params, exp_avgs, exp_avg_sqs, state_steps]
-    _check("lamb_apply_", lists, lr=lr_tensor, found_inf=found_inf)
-    if norms.dtype != torch.float32 or norms.shape != (len(params), 2):
-        raise ValueError(
-            f"flexops::lamb_apply_: norms must be a float32 tensor of shape [{len(params)}, 2], got"
-            f" {norms.dtype} {list(norms.shape)}"
-        )
-    lists[-1] = multi.each_step(state_steps, params)
+    lists[-1] = each_step(state_steps, params)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
-    writer = multi.Writer(found_inf)
+    writer = Writer(found_inf)
     for i, (param, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
         value = param.float()
         update = _update(
@@ -228,13 +213,6 @@ def _reference(
     found_inf: Tensor | None,
     stochastic: bool = False,
 ) -> None:
-    _check(
-        "lamb_",
-        [params, grads, exp_avgs, exp_avg_sqs, state_steps],
-        lr=lr_tensor,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
     numbers, states = (beta1, beta2, eps, weight_decay), (exp_avgs, exp_avg_sqs, state_steps)
     norms = _moments_reference(
         params, grads, *states, *numbers, maximize, grad_scale, found_inf, stochastic
@@ -242,13 +220,9 @@ def _reference(
     _apply_reference(params, *states, norms, lr, *numbers, adapt, lr_tensor, found_inf)
 
 
-def _moments_fake(params: list[Tensor], *_: Any) -> Tensor:
-    return params[0].new_empty((len(params), 2), dtype=torch.float32)
-
-
-define("lamb", LAMB.schema, _reference, multi.nothing)
-define("lamb", LAMB_MOMENTS.schema, _moments_reference, _moments_fake)
-define("lamb", LAMB_APPLY.schema, _apply_reference, multi.nothing)
+define("lamb_", _reference)
+define("lamb_moments_", _moments_reference)
+define("lamb_apply_", _apply_reference)
 
 
 def self_check(device: str) -> float:
@@ -256,6 +230,6 @@ def self_check(device: str) -> float:
     difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lamb_, _reference
     numbers: Any = (0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None)
-    return multi.largest_difference(
+    return largest_difference(
         device, 2, [lambda *lists, step=step: step(*lists, *numbers) for step in steps]
     )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming, product_dtype
-from ._register import caller, check_places, define, is_dense, references
+from ._declared import define
+from ._register import caller, check_places, is_dense, references
 from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -292,7 +293,7 @@ def _sums_wide(
 
 
 class _Gradients:
-    """Of ``x``, ``weight`` and ``bias``, summed over chunks; those that nobody wants stay empty.
+    """Of ``x``, ``weight`` and ``bias``, summed over chunks. Unused ones stay empty.
     The bias's, which is small, stays in float32."""
 
     def __init__(
@@ -622,20 +623,16 @@ _WANTED = (
     "SymInt chunk, int accumulate, ScalarType dtype, bool x_grad, bool weight_grad, bool bias_grad"
 )
 define(
-    "cross_entropy",
     f"linear_cross_entropy({_INPUTS}, int reduction, bool extras, {_WANTED}) -> (Tensor, Tensor,"
     " Tensor, Tensor, Tensor, Tensor)",
     _reference,
     _fake,
     setup_context=_setup,
     backward=_backward,
-    native=False,
 )
 define(
-    "cross_entropy",
     f"linear_cross_entropy_backward(Tensor grad, {_INPUTS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
     _backward_reference,
     _backward_fake,
-    native=False,
 )
 _FORWARD = caller(torch.ops.flexops.linear_cross_entropy.default)

@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.declared import LION
-from . import _multi_tensor as multi
-from ._register import define
+from ._declared import define
+from ._multi_tensor import (
+    Writer,
+    check_rates,
+    each_step,
+    largest_difference,
+    listed,
+    on_cpu,
+    round_to_bfloat16,
+    split_lr,
+    step_noise,
+    write_lists,
+)
 
 
 def lion_(
@@ -36,7 +46,7 @@ def lion_(
 
     With all arithmetic in float32::
 
-        grad  = grad / grad_scale                               (written back, if a grad_scale is given)
+        grad  = grad / grad_scale                               (written back, if given)
         g     = -grad if maximize else grad
         param = param - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * param)
         m     = beta2 * m + (1 - beta2) * g                     (exp_avgs)
@@ -59,11 +69,9 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    multi.check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
-    lists = multi.listed(
-        "lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps
-    )
-    number, tensor = multi.split_lr(lr, multi.on_cpu(lists[0]))
+    check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
+    lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
+    number, tensor = split_lr(lr, on_cpu(lists[0]))
     args = (
         *lists[:3],
         number,
@@ -77,30 +85,12 @@ def lion_(
         lists[3],
         stochastic,
     )
-    multi.write_lists(
-        torch.ops.flexops.lion_.default,
-        args,
-        lists[0],
-        lambda: _check(lists, tensor, grad_scale, found_inf, stochastic),
-    )
+    write_lists(torch.ops.flexops.lion_.default, args, lists[0])
 
 
-def _check(
-    lists: list[list[Tensor]],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic: bool,
-) -> None:
-    wanted: multi.Lists = {
-        label: (tensors, multi.PARAM_DTYPES)
-        for label, tensors in zip(("params", "grads", "exp_avgs"), lists, strict=False)
-    }
-    if lists[3]:
-        wanted = {**wanted, "state_steps": (lists[3], (torch.float32,))}
-    elif stochastic:
-        raise ValueError("flexops::lion_: state_steps must be given to round stochastically")
-    multi.check_lists("lion_", wanted, lr=lr_tensor, grad_scale=grad_scale, found_inf=found_inf)
+def _check(*args: Any) -> None:
+    if args[-1] and not args[-2]:
+        raise ValueError("flexops.lion_: state_steps must be given to round stochastically")
 
 
 def _reference(
@@ -119,10 +109,9 @@ def _reference(
     stochastic: bool,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
-    _check([params, grads, exp_avgs, state_steps], lr_tensor, grad_scale, found_inf, stochastic)
     rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
-    writer = multi.Writer(found_inf)
-    steps = multi.each_step(state_steps, params)
+    writer = Writer(found_inf)
+    steps = each_step(state_steps, params)
     for step in steps:
         writer.put(step, step + 1)
     for i, (param, grad_, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
@@ -136,13 +125,13 @@ def _reference(
         writer.put(param, value - value * (rate * weight_decay) - rate * direction)
         average = average * beta2 + grad * (1 - beta2)
         if stochastic and exp_avg.dtype == torch.bfloat16:
-            average = multi.round_to_bfloat16(
-                average, multi.step_noise(steps[i], [param, grad_, exp_avg]) & 0xFFFF
+            average = round_to_bfloat16(
+                average, step_noise(steps[i], [param, grad_, exp_avg]) & 0xFFFF
             )
         writer.put(exp_avg, average)
 
 
-define("lion", LION.schema, _reference, multi.nothing)
+define("lion_", _reference, check=_check)
 
 
 def self_check(device: str) -> float:
@@ -150,6 +139,6 @@ def self_check(device: str) -> float:
     difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
     numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, [], False)
-    return multi.largest_difference(
+    return largest_difference(
         device, 1, [lambda *lists, step=step: step(*lists[:3], *numbers) for step in steps]
     )

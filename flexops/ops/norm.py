@@ -2,8 +2,10 @@
 
 With ``N`` the last dimension's size (1 to 65536), in float32::
 
-    layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)    y = (x - mean) * rstd * weight + bias
-    RMS norm                          rstd = 1 / sqrt(sum(x**2) / N + eps)             y = x * rstd * weight
+    layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)
+                 y = (x - mean) * rstd * weight + bias
+    RMS norm     rstd = 1 / sqrt(sum(x**2) / N + eps)
+                 y = x * rstd * weight
 
 ``x`` is float32, float16 or bfloat16, and so is ``y``; weight and bias may have another of these
 dtypes (float32 parameters with bfloat16 data need no casts). All arithmetic is in float32 and
@@ -24,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._declared import define
 from ._difference import difference
-from ._register import add_gradient, caller, define
+from ._register import add_gradient, caller
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -369,7 +372,6 @@ def _of_x(ctx: Any, total: Tensor | None) -> Tensor | None:
 
 def _define(
     name: str,
-    arguments: str,
     count: int,
     reference: Any,
     fake: Any,
@@ -380,19 +382,14 @@ def _define(
     """``name``, whose first ``count`` results are for everybody, and its overload ``forward``,
     which has the rows' statistics behind these."""
     shown = operator.itemgetter(0 if count == 1 else slice(count))
-    results = "Tensor" if count == 1 else "(Tensor, Tensor)"
     define(
-        "norm",
-        f"{name}({arguments}) -> {results}",
+        name,
         lambda *args: shown(reference(*args)),
         lambda *args: shown(fake(*args)),
         check=check,
-        plain=True,
     )
-    every = ", ".join(["Tensor"] * (count + 1))
     define(
-        "norm",
-        f"{name}.forward({arguments}) -> ({every})",
+        f"{name}.forward",
         reference,
         fake,
         check=check,
@@ -409,7 +406,6 @@ def _define(
 
 _define(
     "layer_norm",
-    "Tensor x, Tensor? weight, Tensor? bias, float eps",
     1,
     _layer_norm_reference,
     _layer_norm_fake,
@@ -419,7 +415,6 @@ _define(
 )
 _define(
     "rms_norm",
-    "Tensor x, Tensor? weight, float eps",
     1,
     _rms_norm_reference,
     _rms_norm_fake,
@@ -429,7 +424,6 @@ _define(
 )
 _define(
     "add_layer_norm",
-    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
     2,
     _add_layer_norm_reference,
     _add_layer_norm_fake,
@@ -439,7 +433,6 @@ _define(
 )
 _define(
     "add_rms_norm",
-    "Tensor x, Tensor residual, Tensor? weight, float eps",
     2,
     _add_rms_norm_reference,
     _add_rms_norm_fake,

@@ -3,7 +3,8 @@
 With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0), ``s = g *
 weight`` and ``mean_`` a mean over the row::
 
-    grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual      (RMS norm: without mean_(s))
+    grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual
+                  (RMS norm: without mean_(s))
     grad_weight = sum of g * u over the rows
     grad_bias   = sum of g over the rows
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin
+from ._declared import define
 from ._difference import difference
-from ._register import define
 
 
 def widen(x: Tensor) -> Tensor:
@@ -121,19 +122,14 @@ def _rms_norm_backward_fake(
     return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
 
 
-_BACKWARD = "(Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, "
 define(
-    "norm_backward",
-    f"layer_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight, bool"
-    " need_bias, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward",
     _layer_norm_backward_reference,
     _layer_norm_backward_fake,
     hidden=True,
 )
 define(
-    "norm_backward",
-    f"rms_norm_backward{_BACKWARD}Tensor statistics, bool need_x, bool need_weight) -> (Tensor,"
-    " Tensor)",
+    "rms_norm_backward",
     _rms_norm_backward_reference,
     _rms_norm_backward_fake,
     hidden=True,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._register import caller, define
+from ._declared import define
+from ._register import caller
 from .norm import add, check, like, normalize
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
@@ -119,16 +120,13 @@ def _add_rms_norm_quantized_fake(
 
 
 define(
-    "norm",
-    "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
+    "rms_norm_quantized",
     _rms_norm_quantized_reference,
     _rms_norm_quantized_fake,
     check=lambda x, weight, eps, dtype: _check(x, None, weight, eps, dtype),
 )
 define(
-    "norm",
-    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    "add_rms_norm_quantized",
     _add_rms_norm_quantized_reference,
     _add_rms_norm_quantized_fake,
     check=_check,

@@ -14,7 +14,8 @@ takes no part)::
     asymmetric, B = 2**bits - 1                             symmetric, B = 2**(bits - 1) - 1
     minimum = lowest + 0.0                                  minimum = 0
     span    = highest - minimum                             span    = max(|lowest|, |highest|)
-    scale   = (1 / span) * B, at most the largest finite number of x.dtype, rounded to x.dtype; 1 if span is 0
+    scale   = (1 / span) * B, at most the largest finite number of x.dtype, rounded to x.dtype;
+              1 if span is 0
     code    = clamp(round((x - minimum) * scale), 0, B)     code    = clamp(round(x * scale), -B, B)
     value   = code * (1 / scale) + minimum, rounded to the result's dtype
 
@@ -29,8 +30,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._declared import define
 from ._difference import difference
-from ._register import check_places, define, is_dense
+from ._register import check_places, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -400,15 +402,12 @@ def _dequantize_fake(
 
 
 define(
-    "quant",
-    "quantize(Tensor x, int bits, SymInt group_size, int dim, bool symmetric) -> (Tensor, Tensor)",
+    "quantize",
     _quantize_reference,
     _quantize_fake,
 )
 define(
-    "quant",
-    "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size, int dim,"
-    " ScalarType dtype) -> Tensor",
+    "dequantize",
     _dequantize_reference,
     _dequantize_fake,
 )

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .._torch import below_autograd, is_transforming
+from ._declared import define
 from ._difference import difference
-from ._register import caller, check_places, define, is_dense
+from ._register import caller, check_places, is_dense
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -134,7 +135,7 @@ def _rotate_in_place(
                 x.copy_(result)
     elif is_transforming():
         _fail("inplace must be False under torch.func", RuntimeError)
-    else:  # one by one, because torch allows views that are written in place only if they are the one result
+    else:  # one by one: torch allows a view written in place only as the only result
         for x in (query, key):
             if x is not None:
                 _InPlace.apply(x, cos, sin, positions, interleaved)
@@ -387,20 +388,15 @@ def _backward(ctx: Any, query: Tensor | None, key: Tensor | None) -> tuple[Tenso
 
 
 define(
-    "rope",
-    "rotary_embedding(Tensor query, Tensor? key, Tensor cos, Tensor sin, Tensor? positions, bool"
-    " interleaved, bool inverse) -> (Tensor, Tensor)",
+    "rotary_embedding",
     _reference,
     _fake,
     check=_check,
     setup_context=_keep,
     backward=_backward,
-    plain=True,
 )
 define(
-    "rope",
-    "rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, Tensor cos, Tensor sin, Tensor?"
-    " positions, bool interleaved, bool inverse) -> ()",
+    "rotary_embedding_",
     _reference_in_place,
     _fake_in_place,
     function="rotary_embedding",

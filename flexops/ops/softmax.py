@@ -11,7 +11,7 @@ things are defined here that a chain of torch's operations leaves to chance:
 
 - A row in which no element takes part (all masked out, or all ``s`` are ``-inf``) gives zeros, and
   zeros as its gradient; torch's softmax gives NaN.
-- What a boolean mask or causality leaves out is not looked at: a NaN there harms nobody. A NaN or
+- What a boolean mask or causality leaves out is not looked at: a NaN there has no effect. A NaN or
   ``+inf`` that takes part makes its row NaN (but not what is beyond a causal row's end, which is
   0).
 """
@@ -23,12 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe import declared
+from ._declared import define
 from ._difference import difference
-from ._register import caller, define
-
-_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MASK_DTYPES = (torch.bool, *_FLOAT_DTYPES)
+from ._register import caller
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -89,10 +86,7 @@ def causal_softmax(x: Tensor, scale: float = 1.0) -> Tensor:
     return result
 
 
-def _check_x(where: str, x: object, dims: int) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
+def _check_x(where: str, x: Tensor, dims: int) -> None:
     if x.dim() < dims:
         least = "one dimension" if dims == 1 else "two dimensions, queries and keys"
         raise ValueError(f"{where} x must have at least {least}, got shape {tuple(x.shape)}")
@@ -109,32 +103,6 @@ def _check_scale(where: str, scale: Any) -> None:
         raise TypeError(f"{where} scale must be a number, got {type(scale).__name__}") from None
     if not finite:
         raise ValueError(f"{where} scale must be finite in float32, got {scale}")
-
-
-def _check_causal(x: Tensor, _scale: float) -> None:
-    _check_x("flexops.causal_softmax:", x, 2)
-
-
-def _check_masked(x: Tensor, mask: Tensor | None, _scale: float) -> None:
-    where = "flexops.scaled_masked_softmax:"
-    _check_x(where, x, 1)
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype not in _MASK_DTYPES:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"{where} mask must be a bool, float32, float16 or bfloat16 tensor, got {found}"
-        )
-    shape, target = mask.shape, x.shape
-    if shape == target:
-        return
-    missing = len(target) - len(shape)
-    if missing < 0 or any(
-        size not in (1, wanted) for size, wanted in zip(shape, target[missing:], strict=True)
-    ):
-        raise ValueError(
-            f"{where} mask must be broadcastable to x's shape {tuple(target)}, got {tuple(shape)}"
-        )
 
 
 # ---- the ops -------------------------------------------------------------------------------------
@@ -191,14 +159,6 @@ def _softmax_backward_reference(grad: Tensor, y: Tensor, scale: float, causal: b
     return (of_x if beyond is None else of_x.masked_fill(beyond, 0.0)).contiguous()
 
 
-def _forward_fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward_fake(_: Tensor, y: Tensor, *__: object) -> Tensor:
-    return y.new_empty(y.shape)
-
-
 def _masked_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
     _, mask, scale = args
     ctx.save_for_backward(y)
@@ -231,26 +191,20 @@ def _causal_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 define(
-    "softmax",
-    declared.SCALED_MASKED_SOFTMAX.schema,
+    "scaled_masked_softmax",
     _scaled_masked_softmax_reference,
-    _forward_fake,
-    check=_check_masked,
+    check=lambda x, *_: _check_x("flexops.scaled_masked_softmax:", x, 1),
     setup_context=_masked_setup,
     backward=_masked_backward,
-    plain=True,
 )
 define(
-    "softmax",
-    declared.CAUSAL_SOFTMAX.schema,
+    "causal_softmax",
     _causal_softmax_reference,
-    _forward_fake,
-    check=_check_causal,
+    check=lambda x, _: _check_x("flexops.causal_softmax:", x, 2),
     setup_context=_causal_setup,
     backward=_causal_backward,
-    plain=True,
 )
-define("softmax", declared.SOFTMAX_BACKWARD.schema, _softmax_backward_reference, _backward_fake)
+define("softmax_backward", _softmax_backward_reference)
 _MASKED, _CAUSAL = (
     caller(torch.ops.flexops.scaled_masked_softmax.default),
     caller(torch.ops.flexops.causal_softmax.default),

@@ -311,7 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             or not all(map(operator.is_, elements, steps))
         ):
             return steps
-        # Whoever moves states by way of their ``data`` moves all of them: to look at two is enough.
+        # Code that moves states through their ``data`` moves all of them: checking two is enough.
         at = joined.data_ptr()
         return (
             [joined]

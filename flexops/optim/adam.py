@@ -136,7 +136,7 @@ class _FusedAdam(NarrowStates):
             raise
 
     def _copy(self, params: list[Tensor]) -> None:
-        """Make copies, if it is told of which dtype; see that there are copies, if each parameter
+        """Make copies, if a dtype is given; see that there are copies, if each parameter
         must have one."""
         where = f"flexops.optim.{type(self).__name__}"
         if self._copy_dtype is not None:
@@ -238,43 +238,54 @@ _KEPT = ("_copies", "_copy_dtype", "_each_copied", "_max_norm")
 """What a pickle holds beside the others'."""
 _OPTIONS = """
     Args:
-        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may change under a captured CUDA graph).
+        params: parameters, or groups of them with their own options, as for ``torch.optim``.
+        lr: learning rate, a float or a tensor of one element (read on the device, so it may change
+            under a captured CUDA graph).
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: {decay}.
-        amsgrad: use the largest second moment seen so far.
-        maximize: ascend.
-        foreach, capturable: accepted, and without effect: a step is always fused and, on CUDA, can always be captured.
-        fused: False leaves unscaling to a ``GradScaler``, which then waits for the device, and lets Lightning clip gradients; else without effect.
+        amsgrad: use the largest second moment so far.
+        maximize: maximize the objective.
+        foreach, capturable: accepted without effect: a step is always fused and, on CUDA, always
+            capturable.
+        fused: False leaves unscaling to a ``GradScaler``, which then waits for the device, and
+            permits clipping by Lightning; other values have no effect.
         differentiable: must be False.
-        copies: None, or a copy of the parameters in a second dtype that every step brings up to date in the same pass over memory, for training
-            with parameters and states offloaded to the CPU: a dtype such as ``torch.bfloat16`` (the optimizer then makes the copies), one
-            tensor for each parameter in order, or a mapping from parameters to tensors. The property ``copies`` maps each parameter to its copy.
-            Copies are not part of the state dict; they travel with the optimizer, copied or pickled.
-        state_dtype: what the averages are kept in: None for float32, ``torch.bfloat16``, ``torch.float16``, or "param" for each parameter's own dtype,
-            as ``torch.optim`` has it. With parameters, gradients and states in bfloat16 a step moves 14 bytes an element instead of 22, and states
-            take 4 bytes instead of 8. float16 holds no square of a gradient below 2.4e-4, as in torch. Complex parameters keep complex states. A state
-            dict has the states as they are, and whichever is loaded, torch's too, is converted.
-        stochastic_rounding: round bfloat16 states to one of their neighbours at random, each as likely as it is near (docs/training.md shows what it
-            is good for); False for the nearest. The random numbers follow from the step's number and the element's place, so results are the same in
-            every run, on every device; of a DTensor the place is that in the rank's part.
-        max_norm: clip by this norm of all gradients of the optimizer's parameters, as ``torch.nn.utils.clip_grad_norm_`` before each step would; the
-            gradients are scaled as the step reads them, and stay as they are: a pass over memory less than with :func:`clip_grad_norm_`. The norm is
-            then the optimizer's ``grad_norm``. Not for complex gradients.
+        copies: copies of the parameters in a second dtype, updated by every step in the same pass,
+            for parameters and states offloaded to the CPU. A dtype such as ``torch.bfloat16`` (the
+            optimizer creates the copies), one tensor for each parameter in order, or a mapping from
+            parameters to tensors. The property ``copies`` maps each parameter to its copy. Copies
+            are not part of the state dict; they are copied and pickled with the optimizer.
+        state_dtype: dtype of the averages: None for float32, ``torch.bfloat16``, ``torch.float16``,
+            or "param" for each parameter's dtype, as in ``torch.optim``. With everything in
+            bfloat16 a step moves 14 bytes per element instead of 22, and states take 4 bytes
+            instead of 8. float16 underflows for squares of gradients below 2.4e-4, as in torch.
+            Complex parameters have complex states. State dicts of every dtype, and torch's, are
+            converted when they are loaded.
+        stochastic_rounding: round bfloat16 states stochastically (docs/training.md shows the
+            effect); False rounds to nearest. The random numbers depend on the step's number and the
+            element's index only, so results are the same in every run and on every device. The
+            index of a DTensor's element is that in the rank's shard.
+        max_norm: clip by this norm of all gradients of the optimizer's parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` before each step. The step scales the gradients as it
+            reads them and does not change them, one pass over memory less than
+            :func:`clip_grad_norm_`. ``grad_norm`` of the optimizer is the norm. Not for complex
+            gradients.
 
     Raises:
-        TypeError: an option is no number, or nothing that it may be.
-        ValueError: an option is out of range or not supported, or a complex parameter is to have a copy.
+        TypeError: an option has a wrong type.
+        ValueError: an option is out of range or not supported, or a complex parameter has a copy.
     """
 
 
 class Adam(_FusedAdam, torch.optim.Adam):
-    __doc__ = f"""Adam as ``torch.optim.Adam``: same arguments, same state dict (states are float32 unless ``state_dtype`` says otherwise), same results.
+    __doc__ = f"""Adam with the arguments, state dict and results of ``torch.optim.Adam``. States
+    are float32 unless ``state_dtype`` is given.
 
-    Takes float32, bfloat16 and float16 parameters and gradients, also mixed; complex64 as pairs; of DTensors each rank steps its own part.
-    Works under ``torch.amp.GradScaler``, which leaves unscaling to it.
-    {_OPTIONS.format(decay="L2 factor, added to the gradient (with decoupled_weight_decay: AdamW's)")}"""
+    Parameters and gradients may be float32, bfloat16 and float16, also mixed, and complex64. Of a
+    DTensor each rank steps its own shard. The optimizer unscales gradients of
+    ``torch.amp.GradScaler`` itself.
+    {_OPTIONS.format(decay="L2 factor of the gradient (decoupled_weight_decay: AdamW's)")}"""
 
     def __init__(
         self,
@@ -314,9 +325,10 @@ class Adam(_FusedAdam, torch.optim.Adam):
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
-    __doc__ = f"""AdamW as ``torch.optim.AdamW``: same arguments, same state dict (states are float32 unless ``state_dtype`` says otherwise), same results.
+    __doc__ = f"""AdamW with the arguments, state dict and results of ``torch.optim.AdamW``. States
+    are float32 unless ``state_dtype`` is given.
 
-    Takes what :class:`Adam` takes.
+    Supports the tensors of :class:`Adam`.
     {_OPTIONS.format(decay="rate of decoupled weight decay")}"""
 
     _decoupled = True

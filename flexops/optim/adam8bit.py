@@ -31,7 +31,7 @@ class AdamW8bit(FusedOptimizer):
     """AdamW whose two averages take 8 bits an element and two float32 scales for 256, instead of 32
     bits each: 2.03 bytes of states an element instead of 8, and half of the memory traffic.
 
-    The codes and the rounding are told at :func:`flexops.adam8bit_`. A parameter that holds fewer
+    :func:`flexops.adam8bit_` documents codes and rounding. A parameter that holds fewer
     than ``min_8bit_size`` elements keeps float32 states and is stepped as
     :class:`flexops.optim.AdamW` steps it. Takes what ``AdamW`` takes (except complex parameters,
     ``amsgrad`` and ``copies``): float32, bfloat16 and float16 parameters and gradients, DTensors

@@ -74,7 +74,7 @@ def _folder(config: Any) -> str:
 
 
 def _passes_window(config: Any, size: int) -> bool:
-    """Whether attention is told of the window of this size. A chunk has a size, too."""
+    """Whether attention receives the window of this size. A chunk has a size, too."""
     is_window = size == getattr(config, "sliding_window", None)
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
@@ -121,7 +121,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None where :func:`attention` knows the pattern by itself, else what transformers makes for
+    """None where :func:`attention` supports the pattern itself, else what transformers makes for
     torch's attention (True where a key takes part). ``local_size`` is a window's size,
     or a chunk's."""
     from transformers.masking_utils import eager_mask, sdpa_mask

@@ -115,7 +115,7 @@ def gated_rms_norm(
 
 def fuses(norm: Any, x: Tensor) -> bool:
     """Whether a sum can be normalized as the norm would, but without calling it: it is one of the
-    above, and nobody listens to its calls."""
+    above, and it has no hooks."""
     ours = norm.__dict__.get("forward")
     known = isinstance(ours, functools.partial) and ours.func in NORMS
     parameters = norm._parameters.values()
@@ -249,8 +249,8 @@ its code calls a function."""
 
 
 def _is_as_it_was(module: Any, act: Act) -> bool:
-    """Whether the activation is still that one, and nobody listens to its calls; and whether no
-    dropout does something, or is listened to."""
+    """Whether the activation is still that one, it has no hooks; and whether no dropout does
+    something, or has hooks."""
     for one in module._modules.values():
         if isinstance(one, nn.Dropout) and ((one.training and one.p) or not is_unheard(one)):
             return False

@@ -27,9 +27,9 @@ class Row:
     Attributes:
         module: the class's name; ``optimizer`` for that.
         count: how many there are.
-        operator: what takes the place of its own code, or would.
-        swapped: whether it does.
-        reason: why not, or what else there is to know.
+        operator: the replacement of its own code.
+        swapped: whether it was replaced.
+        reason: why not, or a note.
     """
 
     module: str
@@ -45,7 +45,7 @@ class Report:
 
     Attributes:
         model: the model's class.
-        rows: what was swapped first, then what was not.
+        rows: replaced modules first, then skipped ones.
         optimizer: the optimizer that was asked for with ``optimizer=``, else None.
     """
 
@@ -73,16 +73,16 @@ class Report:
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"flexops.patch({self.model}): it has no module that flexops knows"
+            return f"flexops.patch({self.model}): it has no module that flexops supports"
         swapped, left = (
             sum(row.count for row in rows) for rows in (self.swapped, self.not_swapped)
         )
-        head = f"flexops.patch({self.model}): {swapped} swapped, {left} left as they are"
+        head = f"flexops.patch({self.model}): {swapped} replaced, {left} skipped"
         modules = max(len(row.module) for row in self.rows)
         operators = max(len(row.operator) for row in self.rows)
         lines = [
-            f"  {'swapped' if row.swapped else 'left':7}  {row.count:>4} x {row.module:<{modules}} "
-            f" {row.operator:<{operators}}  {row.reason}".rstrip()
+            f"  {'replaced' if row.swapped else 'skipped':8}  {row.count:>4} x"
+            f" {row.module:<{modules}}  {row.operator:<{operators}}  {row.reason}".rstrip()
             for row in self.rows
         ]
         return "\n".join([head, *lines])

@@ -64,7 +64,7 @@ def multihead_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """torch's, where nobody asks for the weights of attention."""
+    """torch's, if the weights of attention are not requested."""
     usual = (
         not need_weights
         and query.dim() == 3

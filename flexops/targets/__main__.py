@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import FlexopsError
-from . import detect, load, locks, render, text
+from . import detect, load, requirements, text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +34,9 @@ def _answer(options: argparse.Namespace) -> str:
         return text.listing(load(), options.json)
     target = load().find(options.id)
     if options.command == "requirements":
-        return render.requirements(target).rstrip("\n")
+        return requirements.requirements(target).rstrip("\n")
     if options.command == "locked":
-        return locks.installed(target, Path.cwd(), toolkit=options.toolkit).rstrip("\n")
+        return requirements.installed(target, Path.cwd(), toolkit=options.toolkit).rstrip("\n")
     return (
         text.field(target, options.field) if options.field else text.details(target, options.json)
     )

@@ -31,10 +31,8 @@ def unfit(row: Target, torch: TorchBuild | None, compiler: Version | None) -> To
             f" built for {name} {row.toolkit_minor}, and a compiler of {name} {row.toolkit_minor}"
         )
         built_for = (torch.cuda if row.accelerator == "cuda" else torch.hip) if torch else None
-        found += (
-            ", and"
-            f" {f'a compiler of {name} {compiler.major_minor}' if compiler else 'no compiler for GPUs'}"
-        )
+        has = f"a compiler of {name} {compiler.major_minor}" if compiler else "no compiler for GPUs"
+        found += f", and {has}"
         fits = (
             fits
             and _is_minor(built_for, row)

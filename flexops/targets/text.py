@@ -15,7 +15,8 @@ def listing(matrix: Matrix, as_json: bool = False) -> str:
         return json.dumps([target.to_dict() for target in matrix.targets], indent=1)
     width = max(map(len, matrix.ids))
     return "\n".join(
-        f"{target.id:<{width}}  {_toolkit(target):<12}  torch {target.torch:<7}  {target.gpus}".rstrip()
+        f"{target.id:<{width}}  {_toolkit(target):<12}  torch {target.torch:<7}"
+        f"  {target.gpus}".rstrip()
         for target in matrix.targets
     )
 

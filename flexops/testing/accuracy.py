@@ -33,7 +33,7 @@ def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Of a result: the kernels' level ("" for what this machine runs by itself), its label, largest
+    """Of a result: the kernels' level ("" for the machine's default), its label, largest
     and mean error, ours and the rival's, and its size."""
 
     level: str

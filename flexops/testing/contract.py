@@ -11,8 +11,10 @@ the CPU and, marked ``gpu``, for CUDA::
 
     class TestContract(Contract):
         cases = (
-            Case("rms_norm", "norm", flexops.rms_norm, inputs, oracle=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6),
-                 names=("x", "weight"), differentiable=(0, 1), parameters=(1,), shapes=((3, 8), (5, 100), (64, 1024)), huge=(2**18 + 3, 2**13)),
+            Case("rms_norm", "norm", flexops.rms_norm, inputs,
+                 oracle=lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6),
+                 names=("x", "weight"), differentiable=(0, 1), parameters=(1,),
+                 shapes=((3, 8), (5, 100), (64, 1024)), huge=(2**18 + 3, 2**13)),
         )
 
 The promises: ``torch.library.opcheck``; ``torch.compile(fullgraph=True)`` with fixed and with any

@@ -1,4 +1,4 @@
-"""What is refused, by name."""
+"""Wrong arguments are rejected by name."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class Results:
                     assert_near(actual, exact, ROUNDING[torch.bfloat16])
                 assert [output.dtype for output in actual.outputs] == [
                     output.dtype for output in planned
-                ], "not what a compiler is told"
+                ], "not the dtype that the compiler assumes"
                 assert all(
                     g is None or g.dtype == args[i].dtype
                     for i, g in zip(case.differentiable, actual.gradients, strict=True)

@@ -14,7 +14,10 @@ from .probe import Probe, probe
 
 T = TypeVar("T")
 
-_INTERESTING = r"(?:.*-)?(?:g\+\+|clang\+\+|c\+\+)(?:-\d+)?|nvcc|hipcc|ninja|ccache|sccache|cu\d+|cuda_nvcc|cuda(?:-[\d.]+)?|rocm(?:-[\d.]+)?"
+_INTERESTING = (
+    r"(?:.*-)?(?:g\+\+|clang\+\+|c\+\+)(?:-\d+)?|nvcc|hipcc|ninja|ccache|sccache|cu\d+|cuda_nvcc"
+    r"|cuda(?:-[\d.]+)?|rocm(?:-[\d.]+)?"
+)
 _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc", "icecream")
 
 

@@ -1,4 +1,4 @@
-"""What to tell someone whose toolchain lacks something: found, required, and the command that mends
+"""What to tell someone whose toolchain lacks something: found, required, and the command that fixes
 it. Pure."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Device = Literal["cpu", "cuda"]
 def discover(settings: Settings, *, device: Device = "cuda") -> Toolchain:
     """Everything a build for that device type needs, chosen to go together.
 
-    What is absent is None in the result; ``missing`` turns that into an error with its mend. With
+    What is absent is None in the result; ``missing`` turns that into an error with its fix. With
     ``device="cpu"`` no GPU toolkit is looked for. Tools are asked for their version once; after
     that ``tools.json`` in the cache directory remembers, and nothing is run.
     """
@@ -43,7 +43,7 @@ def discover(settings: Settings, *, device: Device = "cuda") -> Toolchain:
 
 def device_compiler(settings: Settings) -> Choice[DeviceCompiler]:
     """What compiles flexops' own kernels here: the NVRTC that matches torch, else a matching nvcc;
-    with what was refused, and why.
+    with what was rejected, and why.
 
     Where neither is there ``taken`` is None. Nothing is run unless it comes to nvcc.
     """

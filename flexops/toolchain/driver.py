@@ -1,5 +1,5 @@
-"""The NVIDIA driver's two numbers. Two types, so that nobody compares one with the other, or either
-with a toolkit's version."""
+"""The NVIDIA driver's two numbers. Two types, so that they are never compared with each other, or
+either with a toolkit's version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .version import Version
 @dataclass(frozen=True)
 class DriverRelease:
     """The NVIDIA driver's own release, for example 580.65.06. Not a CUDA version, and a type of its
-    own so that nobody compares the two."""
+    own so that code never compares the two."""
 
     version: Version
 

@@ -236,7 +236,7 @@ def _nvml_gpu(library: ctypes.CDLL, index: int) -> Gpu:
     )
     _check(library.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)))
     _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
-    # refused on some integrated GPUs: their memory stays 0
+    # rejected on some integrated GPUs: their memory stays 0
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     capability = ComputeCapability(major.value, minor.value)
     return Gpu(

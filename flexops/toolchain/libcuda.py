@@ -27,7 +27,7 @@ _NOT_STARTED = (
 
 
 class DriverError(RuntimeError):
-    """The driver has refused a call, with a number of ``CUDA_ERROR_...``."""
+    """The driver has rejected a call, with a number of ``CUDA_ERROR_...``."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)

@@ -120,7 +120,7 @@ class Toolchain(NamedTuple):
         ninja: the build tool.
         launcher: ccache or sccache.
         found_via: for each field that is set, the find step that found it.
-        rejected: what was found and refused, with reasons.
+        rejected: what was found and rejected, with reasons.
         notes: what was taken though it is not quite what one would choose, for example a toolkit of
             another minor than torch's.
         environment: the variables that are set and that compilers and linkers read by themselves.

@@ -7,10 +7,11 @@ it holds no path and no file time.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
-from .. import _fork
+from . import proc
 from .version import Version
 
 Probe = Callable[[str, str], "tuple[Version, str]"]
@@ -41,30 +42,14 @@ def nvcc_root(path: str) -> str:
 def output(path: str, *arguments: str) -> str:
     """Both streams of a command, in English; raises ``OSError`` or ``ValueError`` when it does not
     run."""
-    import os
-    import subprocess
-
     environment = {**os.environ, "LC_ALL": "C", "LANGUAGE": "C"}
-    try:
-        with _fork.postponed():  # a child would hold the pipes open that this waits for
-            done = subprocess.run(
-                [path, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=_SECONDS,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"gave no answer within {_SECONDS} s") from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        raise ValueError(
-            f"exits {done.returncode} when asked for its version:"
-            f" {(text.strip().splitlines() or [''])[-1][:200]}"
-        )
-    return text
+    done = proc.run([path, *arguments], seconds=_SECONDS, environment=environment)
+    if done.status is None:
+        raise ValueError(f"gave no answer within {_SECONDS} s")
+    if done.status:
+        last = (done.output.strip().splitlines() or [""])[-1][:200]
+        raise ValueError(f"exits {done.status} when asked for its version: {last}")
+    return done.output
 
 
 def read_compiler(text: str) -> tuple[Version, str]:

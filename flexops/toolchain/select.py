@@ -15,7 +15,7 @@ CUDA_WISH, ROCM_WISH, CXX_WISH = "CUDA_HOME", "ROCM_HOME", "CXX"
 
 
 class Choice(Generic[T]):
-    """What was taken, what was refused and why, what is worth knowing about what was taken, and
+    """What was selected, what was rejected and why, what is worth knowing about what was taken, and
     where it was looked for."""
 
     def __init__(

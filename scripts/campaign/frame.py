@@ -87,7 +87,7 @@ class World:
             self.tally.faults.append(Fault(fault.kind, f"{what}: {fault}"))
         except Unavailable:
             raise
-        except Exception:  # of the campaign itself: one round less is no reason to lose the others, but it must be seen
+        except Exception:  # of the campaign itself: report it and run the other rounds
             self.tally.faults.append(
                 Fault("traceback", f"{what}, in the campaign: {traceback.format_exc()}")
             )

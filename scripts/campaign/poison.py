@@ -185,7 +185,7 @@ class _Kernel(NamedTuple):
             self.name("sm_90"), key, self.expression, "", architecture, compiler, (), {}
         )
 
-    def mend(self, _: ComputeCapability) -> str:
+    def fix_for(self, _: ComputeCapability) -> str:
         return "flexops build"
 
 

@@ -17,8 +17,10 @@ sys.path.insert(0, ".")
 from flexops import _toml
 from pathlib import Path
 project = _toml.load(Path("pyproject.toml"))["project"]
-print("\n".join([one for one in project["dependencies"] if not one.startswith("torch")] + project["optional-dependencies"]["conda"]))
+extras = _toml.load(Path("tools/pyproject.toml"))["project"]["optional-dependencies"]
+print("\n".join([one for one in project["dependencies"] if not one.startswith("torch")] + extras["conda"]))
 PYTHON
+  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable ./tools
 }
 
 collect() {

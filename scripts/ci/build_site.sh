@@ -11,5 +11,6 @@ if [[ ! -x $environment/bin/sphinx-build ]]; then
   index=$(python3 -m flexops.targets show cpu --field index)
   pip install "torch==$torch" --index-url "$index" || pip install "torch==$torch" # where that index is not reached, the default one's runs on a CPU, too
   pip install numpy typer rich ninja -r docs/requirements.txt
+  pip install --no-deps --editable ./tools
 fi
 "$environment/bin/python" scripts/build_docs.py --out "${1:-site}"

@@ -33,6 +33,8 @@ check() {
   run python3 -m venv "$tools"
   run "$tools/bin/python" -m pip install --quiet --disable-pip-version-check \
     'docker>=7' 'typer>=0.12' 'rich>=13'
+  run "$tools/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --no-deps --editable ./tools
   run "$tools/bin/python" -m flexops image check "$1" --tag "$2"
 }
 

@@ -183,6 +183,7 @@ namespace flexops::attention {
 template <int kAtOnce> struct Numbered {
   static constexpr bool kPlain = false;
   float operator()(float score, int row, int key, float& slope) const { return slope = score + 100 * row + key / 128.0f, slope; }
+  float value(float score, int row, int key) const { float slope; return (*this)(score, row, key, slope); }
 };
 template <> inline constexpr int kScoresAtOnce<Numbered<8>> = 8;
 template <int kAtOnce, int N> void run(float (&scores)[N], float (&gradient)[N], float (&both)[N]) {
@@ -258,7 +259,7 @@ def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
         header = kernel_plan.defining_header(
             tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),)
         )
-        own = "common/hopper.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
+        own = "common/wgmma.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
         assert [kernel_names.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [
             own,
             False,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builds import child_environment
 
-from flexops.bench.build_ladder import RUNGS
 from flexops.toolchain.model import CudaToolkit
+from flexops_tools.bench.build_ladder import RUNGS
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ for place, value, error, said in (
     (2, [x.half()], TypeError, "means[0] must be float32, got float16"),
     (3, [one], ValueError, "scales[0] must be a contiguous float32 tensor of at least 2 elements"),
     (4, [], ValueError, "steps must hold 1 tensors, as params does, got 0"),
-    (6, x, ValueError, ("unscale must have one element", "unscale must be a float32 tensor of one element")),
+    (6, x, TypeError, "unscale must be a float32 tensor of one element"),
 ):
     args = (*good[:place], value, *good[place + 1:])
     words = (said, said) if isinstance(said, str) else said
@@ -1128,7 +1128,7 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
     assert done.returncode == 0, done.stdout
     measured = (
         "import sys; sys.argv = 'flexops bench run benchmarks/double_it.py --device cpu"
-        " --json'.split(); import flexops.bench.cases.case as sizes\n"
+        " --json'.split(); import flexops.bench.setup as sizes\n"
     )
     measured += (
         "sizes.Setup.rows = lambda self, count: 16\nfrom flexops.bench import own,"
@@ -1163,7 +1163,7 @@ def test_a_newcomer_writes_little_that_is_no_formula() -> None:
         line.strip() for path in files for line in path.read_text().splitlines() if line.strip()
     ]
     plain = [line for line in lines if line[0] not in "/})" and not line.startswith(("# ", '"""'))]
-    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 60
+    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 70
 
 
 MOVED = """

@@ -17,8 +17,8 @@ from flexops.build.compile.building import Result
 from flexops.build.describe import catalog, layout
 from flexops.build.describe.spec import OpSpec
 from flexops.cli._app import app
-from flexops.inspection import hip_proof
 from flexops.toolchain import discovery, rocm
+from flexops_tools.proving import hip_proof
 
 # ROCm 5.2, which Debian has, knows no gfx942; both have wavefronts of 64 lanes
 ARCHITECTURE = "gfx90a"

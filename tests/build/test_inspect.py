@@ -21,10 +21,11 @@ from flexops.build.describe.schema import declare
 from flexops.build.describe.spec import OpSpec, Project
 from flexops.cli._app import app
 from flexops.errors import TargetError
-from flexops.inspection import baseline, mix, proving
-from flexops.targets import proven
+from flexops.inspection import baseline, mix
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import Search
+from flexops_tools.proving import kernels as proving
+from flexops_tools.targets import proven
 
 REPOSITORY = Path(__file__).parents[2]
 

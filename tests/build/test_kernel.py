@@ -506,7 +506,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
             "out[i] = y[i];",
             'scale.cu(4): error: identifier "y" is undefined',
             "out[i] = y[i];",
-            "mend the line named above",
+            "correct the line named above",
         ),
         ("out[i] = __float2half(1.f);", "scale.cu(4): error", "__float2half", ""),
         ("__nv_bfloat16 v;", "scale.cu(4): error", "__nv_bfloat16", "write bfloat16"),

@@ -208,8 +208,8 @@ def _program(path: Path, text: str) -> None:
 
 def _copy(clone: Path) -> None:
     """The checkout, with one family, because compiling all of them takes a minute."""
-    left_out = shutil.ignore_patterns("__pycache__", "_aot")
-    for name in ("csrc", "docker", "docs", "envs", "flexops", "recipe", "scripts"):
+    left_out = shutil.ignore_patterns("__pycache__", "_aot", "*.egg-info")
+    for name in ("csrc", "docker", "docs", "envs", "flexops", "recipe", "scripts", "tools"):
         shutil.copytree(REPOSITORY / name, clone / name, ignore=left_out)
     for path in REPOSITORY.iterdir():
         if path.is_file() and path.name != ".git":

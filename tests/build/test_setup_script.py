@@ -1,10 +1,9 @@
-"""scripts/setup_cuda_dev_environment.sh: in a copy of the checkout, with a Python whose pip only
-pretends; one slow test does it for real."""
+"""scripts/setup_cuda_dev_environment.sh: in a copy of the checkout, with a uv and a pip that only
+pretend; one slow test does it for real."""
 
 from __future__ import annotations
 
 import http.server
-import json
 import os
 import re
 import shutil
@@ -19,38 +18,79 @@ from pathlib import Path
 import pytest
 from marks import first_of
 
+from scripts.setup import indexes
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/setup_cuda_dev_environment.sh"
 
-# Stands for the Python that the script is told to use: real, but for making environments.
-FAKE_PYTHON = """#!/bin/sh
-if [ "$1 $2" = "-m venv" ]; then
-  mkdir -p "$3/bin"
-  cp "{tools}/environment-python" "$3/bin/python"
-  if [ -e "{tools}/venv-dies" ]; then
-    printf '#!/bin/sh\\ncase "$*" in *pip*) echo "No module named pip" >&2; exit 1 ;; esac\\nexec {python} "$@"\\n' >"$3/bin/python"
-    case $(cat "{tools}/venv-dies") in disk) echo "No space left on device" >&2; exit 1 ;; *) kill -s "$(cat "{tools}/venv-dies")" "$PPID"; exit 1 ;; esac
-  fi
-  exit 0
-fi
-exec {python} "$@"
+# Stands for uv, for the Python that the script is told to use and for the environment's Python: what
+# installs leaves the metadata of what it would install. The files uv-fails, pip-fails and
+# install-dies, beside it, make it fail.
+FAKE = """
+import json, os, pathlib, re, shutil, signal, sys
+
+tools, log = pathlib.Path({tools!r}), pathlib.Path({log!r})
+program, *words = sys.argv[1:]
+
+def make(prefix):
+    (prefix / "bin").mkdir(parents=True, exist_ok=True)
+    shutil.copy(tools / "environment-python", prefix / "bin" / "python")
+
+def install(prefix, words):
+    site = prefix / "lib/python3.99/site-packages"
+    if "--requirement" in words:
+        words = words + pathlib.Path(words[words.index("--requirement") + 1]).read_text().split()
+    for name, version in re.findall(r"([\\w-]+)(?:\\[.*?\\])?==([\\d.]+)", " ".join(words)):
+        add(site, name, version)
+    if "--editable" in words:
+        root = pathlib.Path(words[words.index("--editable") + 1])
+        info = add(site, "flexops_torch", "0.1.0")
+        url = dict(url=root.as_uri(), dir_info=dict(editable=True))
+        (info / "direct_url.json").write_text(json.dumps(url))
+        shutil.copy(tools / "flexops", prefix / "bin" / "flexops")
+    if "cuda-toolkit" in " ".join(words):
+        for file in ("bin/nvcc", "lib/libcudart.so.13"):
+            (site / "nvidia/cu13" / file).parent.mkdir(parents=True, exist_ok=True)
+            (site / "nvidia/cu13" / file).touch()
+
+def add(site, name, version):
+    info = site / (name + "-" + version + ".dist-info")
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: " + name + "\\nVersion: " + version + "\\n")
+    return info
+
+def record(words):
+    told = [name + "=" + os.environ[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_CACHE_DIR") if name in os.environ and program == "uv"]
+    log.open("a").write(" ".join([*told, program, *words]) + "\\n")
+    die = tools / "install-dies"
+    if die.exists():
+        os.kill(os.getppid(), signal.Signals[die.read_text()])
+        sys.exit(1)
+    if (tools / (program + "-fails")).exists():
+        sys.exit("ERROR: no such index")
+
+if program == "uv" and words[0] == "venv":
+    make(pathlib.Path(words[-1]))
+elif program == "uv" and words[:2] == ["pip", "install"]:
+    record(words)
+    install(pathlib.Path(words[words.index("--python") + 1]).parents[1], words)
+elif words[:2] == ["-m", "venv"]:
+    make(pathlib.Path(words[-1]))
+elif words[:3] == ["-m", "pip", "install"] and "--target" in words:
+    record(words[1:])
+    place = pathlib.Path(words[words.index("--target") + 1]) / "bin"
+    place.mkdir(parents=True)
+    shutil.copy(tools / "uv-program", place / "uv")
+elif words[:3] == ["-m", "pip", "install"]:
+    record(words[1:])
+    install(pathlib.Path(os.environ["FAKE_PYTHON"]).parents[1], words)
+elif words[:2] == ["-m", "flexops.demo"]:
+    log.open("a").write("demo\\n")
+elif program != "uv":
+    os.execv(sys.executable, [sys.executable, *words])
 """
-# Stands for the environment's Python: real, but for installing and for what needs what would be
-# installed.
-FAKE_ENVIRONMENT_PYTHON = """#!/bin/sh
-prefix=$(cd "$(dirname "$0")/.." && pwd)
-case "$*" in
-  *"pip install"*)
-    echo "pip $*" >>"{log}"
-    if [ -e "{tools}/pip-fails" ]; then echo "ERROR: no such index" >&2; exit 1; fi
-    cp "{tools}/flexops" "$prefix/bin/flexops"
-    touch "$prefix/installed" ;;
-  *installed.py*--namesake*) cat "{tools}/namesake" 2>/dev/null || true ;;
-  *"pip uninstall"*) echo "pip $*" >>"{log}" ;;
-  *installed.py*) test -e "$prefix/installed" ;;
-  *flexops.demo*) echo demo >>"{log}" ;;
-  *) exec {python} "$@" ;;
-esac
+FAKE_PROGRAM = """#!/bin/sh
+FAKE_PYTHON="$0" exec {python} "{tools}/fake.py" NAME "$@"
 """
 FAKE_FLEXOPS = """#!/bin/sh
 echo "flexops $* [$TORCH_CUDA_ARCH_LIST]" >>"{log}"
@@ -94,8 +134,8 @@ class Checkout:
         clean = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA"))
-        }
+            if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA", "PIP_", "UV_"))
+        } | {"PIP_CONFIG_FILE": os.devnull}
         command = ["bash", SCRIPT, *arguments, *python]
         return subprocess.run(
             command,
@@ -151,9 +191,13 @@ def checkout(tmp_path: Path) -> Checkout:
     tools = tmp_path / "tools"
     tools.mkdir()
     made = Checkout(root, tools, tmp_path / "log")
-    made.tool("python", FAKE_PYTHON)
-    made.tool("environment-python", FAKE_ENVIRONMENT_PYTHON)
+    text = FAKE.replace("{tools!r}", repr(str(tools))).replace("{log!r}", repr(str(made.log)))
+    (tools / "fake.py").write_text(text)
+    for name in ("python", "environment-python"):
+        made.tool(name, FAKE_PROGRAM.replace("NAME", "pip"))
+    made.tool("uv", FAKE_PROGRAM.replace("NAME", "uv"))
     made.tool("flexops", FAKE_FLEXOPS)
+    made.path = f"{tools}:{made.path}"
     return made
 
 
@@ -176,13 +220,13 @@ def test_help_names_every_option(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--targte", "cpu"], "there is no option --targte"),
-        (["--target"], "needs a value"),
-        (["--target", "--yes"], "needs a value"),
-        (["--toolkit", "x"], "auto, index or system"),
+        (["--targte", "cpu"], "--targte"),
+        (["--target"], "expected one argument"),
+        (["--target", "--yes"], "expected one argument"),
+        (["--toolkit", "x"], "'auto', 'index', 'system'"),
     ],
 )
-def test_a_wrong_option_is_refused_with_the_way_to_help(
+def test_a_wrong_option_is_rejected_with_the_way_to_help(
     checkout: Checkout, arguments: list[str], said: str
 ) -> None:
     done = checkout.run(*arguments, fake=False)
@@ -195,7 +239,7 @@ def test_an_unknown_target_names_those_there_are(checkout: Checkout) -> None:
     done = checkout.run("--target", "cu999-sm1")
     assert done.returncode == 1
     assert "cu130-sm90" in done.stderr
-    assert "mend:" in done.stderr
+    assert "fix:" in done.stderr
 
 
 def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
@@ -213,6 +257,14 @@ def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
         assert text in done.stdout
     assert checkout.files() == before
     assert checkout.calls == []
+
+
+def test_a_variable_that_is_not_understood_is_an_error_not_a_traceback(checkout: Checkout) -> None:
+    done = checkout.run("--dry-run", FLEXOPS_FALLBACK="perhaps")
+    assert done.returncode != 0
+    assert "FLEXOPS_FALLBACK" in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Checkout) -> None:
@@ -259,8 +311,10 @@ def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) ->
     )
     assert first.returncode == 0, first.stdout + first.stderr
     pins, flexops, build, doctor, demo = checkout.calls
+    # uv reads no settings of pip's
+    assert pins.startswith("UV_DEFAULT_INDEX=https://index.invalid/simple ")
+    assert "uv pip install" in pins
     assert "torch==2.13.0 ninja==" in pins
-    assert "index.invalid" not in pins  # pip reads its own settings
     assert f"--no-build-isolation --editable {checkout.root}" in flexops
     assert build.startswith("flexops build --target cpu --out")
     assert doctor.startswith("flexops doctor --target cpu")
@@ -295,66 +349,99 @@ def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
         assert "--device cpu" in build  # the CPU operators still are
 
 
-def test_a_failing_step_is_named_with_its_mend_and_the_next_run_goes_on(checkout: Checkout) -> None:
-    (checkout.tools / "pip-fails").touch()
+def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout: Checkout) -> None:
+    for installer in ("uv", "pip"):
+        (checkout.tools / f"{installer}-fails").touch()
     failed = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert failed.returncode != 0
     assert "no such index" in failed.stderr
     assert 'step "install the pinned packages"' in failed.stderr
-    assert "mend: check the network" in failed.stderr
+    assert "fix: check the network" in failed.stderr
+    secret = ("--index-url", "https://user:secret@index.invalid/simple")
+    failed = checkout.run("--yes", "--no-root", "--target", "cpu", *secret)
+    assert failed.returncode == 1
+    assert "https://index.invalid/simple" in failed.stderr
+    assert "secret" not in failed.stdout + failed.stderr
     (checkout.tools / "pip-fails").unlink()
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "uv could not install that; pip tries" in done.stderr
 
 
-@pytest.mark.parametrize("death", first_of("INT", "KILL", "disk"))
+@pytest.mark.parametrize("uv_is_to_be_had", [True, False])
+def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
+    checkout: Checkout, uv_is_to_be_had: bool
+) -> None:
+    checkout.without("uv")
+    (checkout.tools / "uv").rename(checkout.tools / "uv-program")
+    if not uv_is_to_be_had:
+        program = checkout.tools / "uv-program"
+        program.write_text("#!/bin/sh\nexit 1\n")  # a wheel for another machine
+    done = checkout.run("--yes", "--no-root", "--target", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install -qq --target" in checkout.calls[0]
+    installers = {call.split()[0] for call in checkout.calls if " torch==" in call}
+    assert installers == {"uv" if uv_is_to_be_had else "pip"}
+    assert ("going on with pip" in done.stderr) != uv_is_to_be_had
+
+
+def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> None:
+    (checkout.tools / "home").touch()
+    done = checkout.run(
+        "--yes",
+        "--no-root",
+        "--target",
+        "cpu",
+        HOME=str(checkout.tools / "home"),
+        XDG_CACHE_HOME="",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.calls[0].startswith(f"UV_CACHE_DIR={checkout.root}/.flexops/cache/uv uv pip")
+
+
+@pytest.mark.parametrize("death", first_of("INT", "TERM", "KILL"))
 def test_an_environment_whose_making_was_interrupted_is_made_anew(
     checkout: Checkout, death: str
 ) -> None:
-    """It has a Python that runs, and no pip: what `python -m venv` leaves when it is stopped
-    between the two."""
-    (checkout.tools / "venv-dies").write_text(death)
+    """It has a Python that runs, and a part of the packages: no look at it shows which."""
+    (checkout.tools / "install-dies").write_text(f"SIG{death}")
     first = checkout.run("--yes", "--no-root", "--target", "cpu")
-    assert first.returncode != 0
-    assert (checkout.root / ".venv" / "bin" / "python").exists()
-    (checkout.tools / "venv-dies").unlink()
+    assert first.returncode == {"INT": 130, "TERM": 143, "KILL": -9}[death]
+    assert ("run the same command again" in first.stderr) == (death != "KILL")
+    left = checkout.root / ".venv" / "bin" / "half-a-package"
+    left.touch()
+    (checkout.tools / "install-dies").unlink()
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "did not get to finish" in done.stdout
-    assert "No module named pip" not in done.stderr
+    assert not left.exists()
 
 
 @pytest.mark.extra
-def test_an_environment_that_lost_its_pip_is_made_anew(checkout: Checkout) -> None:
+def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
-    python = checkout.root / ".venv" / "bin" / "python"
-    python.write_text(
-        f'#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
-    )
+    (checkout.root / ".venv" / "bin" / "python").unlink()
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "has no pip" in done.stdout
+    assert "its Python does not run" in done.stdout
 
 
 @pytest.mark.extra
 def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
+    """What is half removed has lost its marker, and is listed as unfinished."""
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
-    checkout.without("rm")
-    checkout.tool(
-        "rm",
-        '#!/bin/sh\n/bin/rm -f "{tools}/../a checkout/.venv/.flexops-setup"\nkill -KILL "$PPID"\n',
-    )
-    assert checkout.run("--uninstall", "--yes", fake=False).returncode != 0
-    (checkout.tools / "rm").unlink()
-    (checkout.tools / "system" / "rm").symlink_to("/bin/rm")
+    prefix = checkout.root / ".venv"
+    (prefix / ".flexops-setup").unlink()
+    assert checkout.run("--uninstall", "--yes", "--dry-run", fake=False).returncode == 0
+    (checkout.root / ".flexops" / "unfinished").write_text(f"{prefix}\n")
     assert checkout.run("--uninstall", "--yes", fake=False).returncode == 0
-    assert not (checkout.root / ".venv").exists()
+    assert not prefix.exists()
     assert not (checkout.root / ".flexops").exists()
 
 
 @pytest.mark.parametrize("script", [SCRIPT, "scripts/run_tests.sh"])
 @pytest.mark.parametrize("shell", ["dash", "bash --posix", "zsh"])
-def test_another_shell_hands_the_script_to_bash(
+def test_any_shell_runs_the_script(
     checkout: Checkout, script: str, shell: str, require: Callable[..., None]
 ) -> None:
     program, *options = shell.split()
@@ -374,19 +461,20 @@ def test_another_shell_hands_the_script_to_bash(
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
 
-def test_without_bash_there_is_a_sentence(checkout: Checkout, require: Callable[..., None]) -> None:
-    dash = shutil.which("dash")
-    require(dash, "dash", "apt-get install dash")
-    done = subprocess.run(
-        [str(dash), SCRIPT, "--help"],
-        cwd=checkout.root,
-        env={"PATH": str(checkout.tools)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "this script needs bash: apt-get install bash\n"
+def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
+    programs = [path.name for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()]
+    checkout.without(*(name for name in programs if name.startswith("python")))
+    for name in ("python", "python3", "uv"):
+        (checkout.tools / name).unlink()
+    done = checkout.run("--help", fake=False, HOME="/nowhere", PYENV_ROOT="/nowhere")
+    assert done.returncode == 1
+    assert "no Python 3.10 or newer" in done.stderr
+    assert "fix: apt-get install python3" in done.stderr
+    # uv has one, or gets one
+    checkout.tool("uv", '#!/bin/sh\nshift 4; exec {python} "$@"\n')
+    done = checkout.run("--help", fake=False, HOME="/nowhere", PYENV_ROOT="/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert "--dry-run" in done.stdout
 
 
 def test_fish_is_told_how_to_use_the_environment(
@@ -435,52 +523,27 @@ def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
 def test_another_project_with_our_import_name_is_the_users_to_decide_about(
     checkout: Checkout,
 ) -> None:
-    (checkout.tools / "namesake").write_text("other 3.2.0")
+    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
+    info = checkout.root / ".venv/lib/python3.99/site-packages/flexops-3.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flexops\nVersion: 3.2.0\n")
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
     assert done.returncode == 1
     assert "another project's flexops (3.2.0)" in done.stderr
     assert "pip uninstall flexops" in done.stderr
-    # this checkout, from before it was called flexops-torch
-    (checkout.tools / "namesake").write_text("ours")
+
+
+@pytest.mark.extra
+def test_what_was_changed_in_the_environment_is_installed_again(checkout: Checkout) -> None:
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
-    assert [call for call in checkout.calls if call.endswith("uninstall --quiet --yes flexops")]
-
-
-def test_installed_asks_for_this_checkout_by_its_name(tmp_path: Path) -> None:
-    def holds(*arguments: str) -> tuple[int, str]:
-        command = [
-            sys.executable,
-            "-S",
-            str(ROOT / "scripts/lib/installed.py"),
-            "/our/checkout",
-            *arguments,
-        ]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.returncode, done.stdout.strip() + done.stderr
-
-    def install(name: str, version: str, url: str) -> None:
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "direct_url.json").write_text(
-            json.dumps({"url": url, "dir_info": {"editable": True}})
-        )
-
-    assert holds() == (1, "")
-    install("flexops_torch", "0.1.0", "file:///our/checkout")
-    assert holds() == (0, "")
-    assert holds("no-such-package==1") == (1, "")
-    install("flexops", "0.1.0", "file:///our/checkout")
-    assert (holds(), holds("--namesake")) == ((1, ""), (0, "ours"))
-    shutil.rmtree(tmp_path / "flexops-0.1.0.dist-info")
-    install("flexops", "3.2.0", "file:///elsewhere")
-    assert (holds(), holds("--namesake")) == ((1, ""), (0, "other 3.2.0"))
+    site = checkout.root / ".venv/lib/python3.99/site-packages"
+    for change in ("ninja-*", "flexops_torch-*"):
+        (found,) = site.glob(change)
+        shutil.rmtree(found)
+        done = checkout.run("--yes", "--no-root", "--target", "cpu")
+        assert done.returncode == 0, done.stderr
+        assert "bring up to date" in done.stdout
+        assert found.exists()
 
 
 def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> None:
@@ -590,10 +653,6 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
     target's extra index is not reached either."""
     folder = checkout.tools.as_uri()
     silent = ["http://user:secret@127.0.0.1:9/simple", "https://index.invalid/simple"]
-    checkout.tool(
-        "environment-python",
-        FAKE_ENVIRONMENT_PYTHON.replace('echo "pip $*"', 'echo "pip $PIP_EXTRA_INDEX_URL $*"'),
-    )
     proxy = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     done = checkout.run(
         "--yes",
@@ -605,9 +664,9 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
         **proxy,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert checkout.calls[0].startswith(f"pip {folder} -m pip install")
-    assert "passed over, for it does not answer: http://127.0.0.1:9/simple" in done.stdout
-    assert "passed over, for it does not answer: https://index.invalid/simple" in done.stdout
+    assert checkout.calls[0].startswith(f"UV_INDEX={folder} uv pip install")
+    assert "passed over, because it does not answer: http://127.0.0.1:9/simple" in done.stdout
+    assert "passed over, because it does not answer: https://index.invalid/simple" in done.stdout
     assert (
         "https://download.pytorch.org/whl/cpu does not answer; going on with the default index"
         in done.stdout
@@ -635,49 +694,58 @@ def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
             tmp_path.as_uri(),
             f"http://127.0.0.1:{mute.getsockname()[1]}/simple",
         ]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts/lib/silent_indexes.py"), *urls],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        answers, silent = indexes.answering(urls)
         server.shutdown()
-    assert done.stdout.split() == urls[2:]
+    assert (answers, silent) == (urls[:2], urls[2:])
 
 
-@pytest.mark.extra
-def test_what_an_interrupted_pip_left_is_installed_again(checkout: Checkout) -> None:
-    """The part of a wheel that is there without its RECORD, which pip writes last, and what was
-    renamed to be replaced."""
-    assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
-    site = checkout.tools / "site"
-    whole, half = site / "ninja-1.13.0.dist-info", site / "torch-2.13.0.dist-info"
-    for info in (whole, half):
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\n")
-    (whole / "RECORD").touch()
-    (site / "~orch").mkdir()
-    code = (
-        "import pathlib, sys, installed; print(*sorted(path.name for path in"
-        " installed.half_installed(pathlib.Path(sys.argv[1]))))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts/lib")}
+def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
+    """From every file and variable that pip takes them from, by pip's own order."""
+    files = {
+        "xdg/pip/pip.conf": "[global]\nindex-url = https://system.invalid/simple\nretries = 1\n",
+        "home/.config/pip/pip.conf": "[global]\nextra-index-url =\n  https://a.invalid/simple\n"
+        "  https://b.invalid/simple\nretries = 2\ntrusted-host = a.invalid\n",
+        "named.conf": "[install]\nfind-links = /one\n  /two\n[global]\ncert = /global.pem\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environ = {
+        "HOME": str(tmp_path / "home"),
+        "XDG_CONFIG_DIRS": str(tmp_path / "xdg"),
+        "PIP_CONFIG_FILE": str(tmp_path / "named.conf"),
+        "PIP_INDEX_URL": "https://variable.invalid/simple",
+        "PIP_NO_INDEX": "1",
+        "PIP_TIMEOUT": "",
+        "UV_HTTP_RETRIES": "9",
+    }
+    settings = indexes.pip_settings(environ, str(tmp_path))
+    command = [sys.executable, "-m", "pip", "config", "list"]
     told = subprocess.run(
-        [sys.executable, "-c", code, str(site)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert told.split() == ["torch-2.13.0.dist-info", "~orch"]
-
-    finds_it = f"""case "$*" in\n  *--half-installed*) echo "{half}" ;;"""
-    checkout.tool("environment-python", FAKE_ENVIRONMENT_PYTHON.replace('case "$*" in', finds_it))
-    done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
-    assert done.returncode == 0, done.stderr
-    assert "half installed, so it is installed again: torch-2.13.0.dist-info" in done.stdout
-    assert (half.exists(), whole.exists()) == (False, True)
+        command, env={**environ, "PATH": os.defpath}, capture_output=True, text=True, check=True
+    )
+    for line in told.stdout.splitlines():  # pip's view: the last of a name's lines wins
+        name, _, value = line.partition("=")
+        name = name.rpartition(".")[2]
+        if name in ("extra-index-url", "find-links", "trusted-host"):
+            assert settings[name] == " ".join(value.strip("'").replace("\\n", " ").split())
+    options, variables = indexes.for_uv(settings, environ)
+    assert options == ["--no-index"]
+    assert {**variables, "UV_SYSTEM_CERTS": "true"} == {
+        "UV_DEFAULT_INDEX": "https://variable.invalid/simple",
+        "UV_INDEX": "https://a.invalid/simple https://b.invalid/simple",
+        "UV_FIND_LINKS": "/one,/two",
+        "UV_INSECURE_HOST": "a.invalid",
+        "SSL_CERT_FILE": "/global.pem",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_SYSTEM_CERTS": "true",
+    }
+    # what the user has set for uv is the user's
+    _, variables = indexes.for_uv(settings, {**environ, "UV_INDEX": "https://mine.invalid"})
+    assert not {"UV_DEFAULT_INDEX", "UV_INDEX"} & set(variables)
+    assert indexes.pip_settings({"PIP_CONFIG_FILE": os.devnull}, "/nowhere").keys() == {
+        "config-file"
+    }
 
 
 def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
@@ -727,10 +795,12 @@ def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
 def test_for_real(checkout: Checkout) -> None:
     """The README's first command, from nothing to a checked environment; takes minutes, and torch's
     wheel from the package index."""
-    for name in ("flexops", "csrc"):
+    for name in ("flexops", "csrc", "tools"):
         shutil.rmtree(checkout.root / name, ignore_errors=True)
         shutil.copytree(
-            ROOT / name, checkout.root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+            ROOT / name,
+            checkout.root / name,
+            ignore=shutil.ignore_patterns("__pycache__", "_aot", "*.egg-info"),
         )
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout.root / name)

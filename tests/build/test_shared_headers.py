@@ -24,7 +24,7 @@ from marks import first_of
 
 from flexops import settings, toolchain
 from flexops.build.compile import ninja as compiler
-from flexops.build.describe import catalog, includes
+from flexops.build.describe import catalog, cpp_text
 from flexops.build.describe.spec import BINDING, DECLARATIONS
 from flexops.build.load import loader
 from flexops.build.plan import cache_key, shared_headers
@@ -206,7 +206,7 @@ def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_c
     dependency file names one more header."""
     csrc = REPOSITORY / "csrc"
     for source in spec.cpu_sources:
-        reached = includes.own_headers(
+        reached = cpp_text.own_headers(
             (csrc / source).read_text(), str((csrc / source).parent), [str(csrc)]
         )
         assert str(csrc / INTRINSICS_HEADER) in reached, source

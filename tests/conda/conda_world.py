@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexops.channel.place import Place
-from flexops.channel.run import child
+from flexops_tools.channel.place import Place
+from flexops_tools.channel.run import child
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,9 +14,9 @@ import pytest
 from conda_world import HERE, ROOT, CpuBuild, World
 
 from flexops import targets
-from flexops.channel.place import Place
-from flexops.channel.run import child
-from flexops.distribution import with_extra
+from flexops_tools import with_extra
+from flexops_tools.channel.place import Place
+from flexops_tools.channel.run import child
 
 
 @pytest.fixture(scope="session")

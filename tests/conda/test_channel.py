@@ -13,9 +13,9 @@ import pytest
 from conda_world import CpuBuild, World, copy_of_checkout, only_empty
 
 from flexops import __version__, targets
-from flexops.channel import check, index, verify
-from flexops.channel.place import Place, distribution
 from flexops.errors import ChannelError
+from flexops_tools.channel import check, index, verify
+from flexops_tools.channel.place import Place, distribution
 
 CUDA_RUN = [
     "python >=3.10",

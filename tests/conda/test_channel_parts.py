@@ -1,4 +1,4 @@
-"""The parts of ``flexops.channel`` that need no bindings: choosing an engine, explaining failures,
+"""The parts of ``flexops_tools.channel`` that need no bindings: choosing an engine, explaining failures,
 which variant a machine should get."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import pytest
 from conda_world import ROOT
 
 from flexops import targets
-from flexops.channel import build, building, check, engine, run
-from flexops.channel.explain import explain
-from flexops.channel.place import Place, distribution
 from flexops.errors import ChannelError, SettingsError
 from flexops.settings import Settings
+from flexops_tools.channel import build, building, check, engine, run
+from flexops_tools.channel.explain import explain
+from flexops_tools.channel.place import Place, distribution
 
 CPU, CUDA129, CUDA130 = targets.load().variants
 
@@ -125,7 +125,7 @@ def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPat
         run.child("solve", {})
     assert (caught.value.found, caught.value.fix) == (
         "no py-nothing",
-        'pip install "flexops-torch[conda]"',
+        "pip install './tools[conda]'   # in the clone",
     )
 
 

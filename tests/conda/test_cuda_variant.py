@@ -15,13 +15,13 @@ from test_channel import CUDA_RUN
 from flexops import targets
 from flexops.build.describe import catalog
 from flexops.build.describe.spec import OpSpec
-from flexops.channel.place import Place
-from flexops.channel.run import child
 from flexops.compute_capability import ComputeCapability
 from flexops.targets import conda
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
+from flexops_tools.channel.place import Place
+from flexops_tools.channel.run import child
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from conda_world import CpuBuild, World, copy_of_checkout, only_empty
 
-from flexops.channel import audit, build, check, index, sealing
-from flexops.channel.auditing import served
-from flexops.channel.place import Place
-from flexops.channel.run import child
 from flexops.errors import ChannelError, SettingsError
 from flexops.targets import load
+from flexops_tools.channel import audit, build, check, index, sealing
+from flexops_tools.channel.auditing import served
+from flexops_tools.channel.place import Place
+from flexops_tools.channel.run import child
 
 VARIANTS = load().variants
 
@@ -342,7 +342,7 @@ def test_where_no_folder_can_be_is_said_before_the_build(
     text: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flexops.channel.building.engine.choose", lambda _: pytest.fail("it went on to build")
+        "flexops_tools.channel.building.engine.choose", lambda _: pytest.fail("it went on to build")
     )
     with pytest.raises(ChannelError, match="the channel cannot be a folder here") as caught:
         build(VARIANTS[:1], Place.parse(text))

@@ -16,10 +16,10 @@ from conda_world import ROOT
 
 import flexops
 from flexops import __version__, _toml, targets
-from flexops.distribution import with_extra
 from flexops.targets import conda, loading
 from flexops.toolchain.compat import rules
 from flexops.toolchain.model import TorchBuild
+from flexops_tools import with_extra
 
 RECIPE = (ROOT / "recipe" / "recipe.yaml").read_text()
 RENDER = """

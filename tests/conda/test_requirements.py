@@ -11,9 +11,9 @@ import pytest
 from conda_world import ROOT, World
 
 from flexops import targets
-from flexops.channel.place import Place
-from flexops.channel.run import child
 from flexops.targets.conda import Variant
+from flexops_tools.channel.place import Place
+from flexops_tools.channel.run import child
 
 RUN = ["ninja", "pytorch >=2.11", "rich >=13", "tomli >=2", "typer >=0.12"]
 SCRIPT = """

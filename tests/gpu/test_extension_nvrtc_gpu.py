@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flexops
-from flexops.bench.build_runner import EDITED
+from flexops_tools.bench.build_runner import EDITED
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,5 @@
-"""A ring of stages between a producer's warp and a consumer's, by the barriers of
-``csrc/common/hopper.cuh``, as attention's backward has one for exponents.
+"""A ring of stages between a producer's warp and a consumer's, by
+``csrc/common/hopper.cuh``, as attention, the norms and cross entropy have one.
 
 Also a program, for compute-sanitizer: what its racecheck makes of a ring that is right, and of one
 with a fault, is told in ``docs/benchmarks/README.md``, "Attention on a GPU"::
@@ -29,40 +29,36 @@ constexpr int kStages = 3, kRow = 64;
 template <int copy, bool meet, int fault>
 __global__ void __launch_bounds__(64) ring(const float* x, float* out, int x_size0) {
   __shared__ __align__(128) float stages[kStages][kRow];
-  __shared__ __align__(8) unsigned long long barriers[2 * kStages];
-  const u32 memory = hopper::shared_address(stages), full = hopper::shared_address(barriers), empty = full + 8 * kStages;
+  using Ring = hopper::Ring<kStages>;
+  __shared__ unsigned long long barriers[Ring::kBarriers];
+  const Ring ring = {hopper::shared_address(barriers)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) hopper::init(full + 8 * i, copy == 1 ? 32 : 1), hopper::init(empty + 8 * i, 1);
-    hopper::fence_init();
-  }
+  if (threadIdx.x == 0) ring.init(1, copy == 1 ? 32 : 1), hopper::fence_init();
   __syncthreads();
-  hopper::Turn<kStages> turn;
+  Ring::State at;
 #pragma unroll 1
-  for (int row = 0; row < x_size0; ++row, turn.next()) {
-    const u32 is_full = full + 8 * turn.stage, is_empty = empty + 8 * turn.stage;
+  for (int row = 0; row < x_size0; ++row, at.next()) {
+    volatile float* stage = stages[at.stage];
     if (warp == 0) {
-      hopper::wait(is_empty, turn.parity ^ 1);
       if (copy == 1) {
-        stages[turn.stage][lane] = x[row * kRow + lane], stages[turn.stage][lane + 32] = x[row * kRow + lane + 32];
-        hopper::arrive(is_full);
+        ring.acquire(at);
+        stage[lane] = x[row * kRow + lane], stage[lane + 32] = x[row * kRow + lane + 32];
+        hopper::arrive(ring.full(at.stage));
       } else if (lane == 0) {
-        hopper::expect(is_full, kRow * 4);
-        hopper::load_bytes(memory + turn.stage * kRow * 4, x + row * kRow, kRow * 4, is_full);
+        const u32 full = ring.fill(at, kRow * 4);
+        hopper::load_bytes(hopper::shared_address(stages[at.stage]), x + row * kRow, kRow * 4, full);
       }
       __syncwarp();
     }
     if (meet) barrier(1, 64);
     if (warp == 1) {
-      if (fault != 1) hopper::wait(is_full, turn.parity);
+      if (fault != 1) ring.wait(at);
       __syncwarp();
-      if (fault == 2 && lane == 0) hopper::arrive(is_empty);
-      const volatile float* stage = stages[turn.stage];
+      if (fault == 2) ring.release(at);
       const float a = stage[lane], b = stage[lane + 32];
-      if (fault == 1) hopper::wait(is_full, turn.parity);
+      if (fault == 1) ring.wait(at);
       out[row * kRow + lane] = a, out[row * kRow + lane + 32] = b;
-      __syncwarp();
-      if (fault != 2 && lane == 0) hopper::arrive(is_empty);
+      if (fault != 2) ring.release(at);
     }
   }
 }

@@ -71,7 +71,7 @@ class Image:
 def engine(require: Callable[..., None]) -> Any:
     """A client of the container engine."""
     from flexops.errors import ImageError
-    from flexops.images.engine import connect
+    from flexops_tools.images.engine import connect
 
     try:
         client, why = connect(), ""

@@ -35,8 +35,8 @@ from flexops import targets
 from flexops.build.describe.catalog import CATALOG
 from flexops.doctor.checks.build import TOLERANCE
 from flexops.errors import ImageError
-from flexops.images import building, naming
-from flexops.targets.image_files import labels
+from flexops_tools.images import building, naming
+from flexops_tools.targets.image_files import labels
 
 pytestmark = [pytest.mark.image, pytest.mark.extra]
 
@@ -647,7 +647,7 @@ def test_a_socket_that_may_not_be_used(
     )
     # What is needed is imported as root, because another user may not be able to read this Python.
     script = (
-        "import os, docker.transport, docker.errors, flexops.images.engine as e; os.setgroups([]);"
+        "import os, docker.transport, docker.errors, flexops_tools.images.engine as e; os.setgroups([]);"
         " os.setgid(65534); os.setuid(65534); e.connect()"
     )
     done = subprocess.run(

@@ -28,9 +28,12 @@ from flexops import targets, toolchain
 from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
-from flexops.doctor.finding import Finding, Report, Section
+from flexops.doctor.finding import DoctorReport, Finding, Section
+from flexops.doctor.image import inside, judgement
+from flexops.doctor.image.facts import ImageFacts, Library
 from flexops.errors import ImageError, TargetError
-from flexops.images import (
+from flexops.settings import Settings
+from flexops_tools.images import (
     building,
     buildkit,
     checking,
@@ -38,16 +41,13 @@ from flexops.images import (
     dockerfile,
     engine,
     failure,
-    inside,
-    judgement,
     listing,
     naming,
     running,
 )
-from flexops.images.facts import ImageFacts, Library
-from flexops.images.failure import Step
-from flexops.settings import Settings
-from flexops.targets import image_files, locks
+from flexops_tools.images import labels as image_labels
+from flexops_tools.images.failure import Step
+from flexops_tools.targets import image_files, locks
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = targets.load()
@@ -727,18 +727,18 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
         "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n      "
         "  if name.startswith('docker.'): raise ModuleNotFoundError(name)\nsys.path[:] = [p for p"
         " in sys.path if 'site-packages' not in p]\nsys.meta_path.insert(0, Nothing())\nfrom"
-        " flexops.images.engine import connect\nconnect()"
+        " flexops_tools.images.engine import connect\nconnect()"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", script],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tools'}"},
         check=False,
     )
     assert "this needs the docker SDK" in done.stderr
-    assert 'pip install "flexops-torch[images]"' in done.stderr
+    assert "pip install './tools[images]'" in done.stderr
 
 
 # ---- a build on a fake engine --------------------------------------------------------------------
@@ -1047,8 +1047,8 @@ def test_a_torch_for_cuda_in_the_cpus_image_is_said() -> None:
     """The label ``dev.flexops.accelerator`` alone is ``cpu`` there."""
     other = facts(CPU, torch_cuda="13.0")
     assert statuses(CPU, other) == {"image-torch-build": "warn"}
-    assert judgement.contents_labels(other)["dev.flexops.torch-build"] == "cuda13.0"
-    assert judgement.contents_labels(facts(CPU))["dev.flexops.torch-build"] == "cpu"
+    assert image_labels.contents_labels(other)["dev.flexops.torch-build"] == "cuda13.0"
+    assert image_labels.contents_labels(facts(CPU))["dev.flexops.torch-build"] == "cpu"
 
 
 def test_libraries_must_be_there_and_for_the_row() -> None:
@@ -1107,10 +1107,10 @@ def test_labels_against_the_matrix_and_the_image() -> None:
     inside = facts(CUDA)
     good = {
         **image_files.labels(CUDA),
-        **judgement.contents_labels(inside),
+        **image_labels.contents_labels(inside),
         "org.opencontainers.image.revision": "abc",
     }
-    assert {one.status for one in judgement.judge_labels(CUDA, good, inside)} == {"ok"}
+    assert {one.status for one in image_labels.judge_labels(CUDA, good, inside)} == {"ok"}
     for label, wrong, right in (
         ("target", "cpu", CUDA.id),
         ("python", "3.11.2", f"{CUDA.python}.3"),
@@ -1118,14 +1118,16 @@ def test_labels_against_the_matrix_and_the_image() -> None:
     ):
         faults = [
             one
-            for one in judgement.judge_labels(CUDA, {**good, f"dev.flexops.{label}": wrong}, inside)
+            for one in image_labels.judge_labels(
+                CUDA, {**good, f"dev.flexops.{label}": wrong}, inside
+            )
             if one.status == "fail"
         ]
         assert [one.found for one in faults] == [f"dev.flexops.{label}={wrong}"]
         assert faults[0].required.startswith(right)
     by_docker_alone = {name: value for name, value in good.items() if name != "dev.flexops.python"}
     assert [
-        (one.id, one.status) for one in judgement.judge_labels(CUDA, by_docker_alone, inside)
+        (one.id, one.status) for one in image_labels.judge_labels(CUDA, by_docker_alone, inside)
     ] == [("labels", "warn"), ("revision", "ok")]
 
 
@@ -1134,10 +1136,12 @@ def test_what_doctor_found_is_named(status: Any) -> None:
     told = Finding("cache", status, "the cache is full of sand", "no sand", "sweep")
     report = json.loads(
         json.dumps(
-            Report("cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)).as_dict()
+            DoctorReport(
+                "cpu", (Section("cache", (told, Finding("torch", "ok", "there"))),)
+            ).as_dict()
         )
     )
-    found = judgement.judge_report(
+    found = image_labels.judge_report(
         "doctor-plain", report, int(status == "fail"), 1.0, "docker run --rm x"
     )
     assert found.status == status
@@ -1204,7 +1208,7 @@ def test_images_are_listed_without_the_sdk(tmp_path: Path, program: bool) -> Non
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(MATRIX.ids)
     assert ("flexops:cpu-dev" in done.stdout) is program
-    assert ('pip install "flexops-torch[images]"' in done.stderr) is not program
+    assert ("pip install './tools[images]'" in done.stderr) is not program
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flexops.bench import model
 from flexops.cli._app import app
 from flexops.errors import FlexopsError
+from flexops_tools.bench import model
 
 
 def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
     assert "rms_norm" in shown
     assert "swiglu_linear\n" in shown
     assert "geglu" not in shown
-    assert shown.splitlines()[0].endswith(", 0 left as they are")
+    assert shown.splitlines()[0].endswith(", 0 skipped")
     assert "bias_gelu" in CliRunner().invoke(app, ["patch", "phi"]).stdout
     # the model with a loss that its words were masked for
     assert "linear_cross_entropy" in CliRunner().invoke(app, ["patch", "bert"]).stdout

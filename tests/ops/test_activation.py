@@ -320,7 +320,7 @@ class TestContract(Contract):
                 Refusal(
                     lambda: flexops.swiglu(SMALL, SMALL.half()),
                     TypeError,
-                    "up must be a torch.float32 tensor",
+                    "up must be float32, as gate, got float16",
                 ),
                 Refusal(
                     lambda: flexops.swiglu(SMALL[:, :7]),

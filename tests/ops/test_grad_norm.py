@@ -205,20 +205,20 @@ def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_arguments_are_named() -> None:
     grads: list[Any] = make("cpu")
     with pytest.raises(
-        ValueError, match=r"flexops::grad_norm: norm_type must be more than 0 .*got -1"
+        ValueError, match=r"flexops.grad_norm: norm_type must be more than 0 .*got -1"
     ):
         flexops.grad_norm(grads, -1)
     with pytest.raises(
         TypeError,
-        match=r"flexops::grad_norm: grads\[1\] must be float32, bfloat16 or float16, got float64",
+        match=r"flexops.grad_norm: grads\[1\] must be float32, float16 or bfloat16, got float64",
     ):
         flexops.grad_norm([grads[0], grads[1].double()])
     with pytest.raises(
-        TypeError, match=r"flexops::clip_grads_: grads\[1\] must be a tensor, got NoneType"
+        TypeError, match=r"flexops.clip_grads_: grads\[1\] must be a tensor, got NoneType"
     ):
         flexops.clip_grads_([grads[0], None], torch.ones(()), 1.0)
     with pytest.raises(
-        TypeError, match=r"flexops::clip_grads_: total_norm must be a float32 tensor of one element"
+        TypeError, match=r"flexops.clip_grads_: total_norm must be a float32 tensor of one element"
     ):
         flexops.clip_grads_(grads, torch.ones(2), 1.0)
 

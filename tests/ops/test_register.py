@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexops
 import flexops.optim
 from flexops import settings
-from flexops.build.describe import catalog
+from flexops.build.describe import catalog, families
 from flexops.build.load import loader
 from flexops.errors import NO_CODE, NativeUnavailableError
 from flexops.ops import _register
@@ -228,6 +228,28 @@ def test_bindings_register_what_is_defined() -> None:
         for spec in catalog.CATALOG
     }
     assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
+
+
+def test_hand_written_bindings_register_what_is_declared() -> None:
+    by_hand = [spec for spec in catalog.CATALOG if spec.binding]
+    assert by_hand
+    for spec in by_hand:
+        text = (spec.project.csrc / spec.binding).read_text()
+        plain = {f"{one.name}_plain" for one in spec.declared if one.plain}
+        declared = {one.name for one in spec.declared} | plain
+        assert set(re.findall(r'FLEXOPS_IMPL\(\s*\w+,\s*"([\w.]+)"', text)) == declared, spec.name
+
+
+def test_an_operator_is_declared_in_one_place() -> None:
+    """Its schema and its family; whatever else needs them asks for them by the operator's name."""
+    schema = re.compile(rf"\b({'|'.join(map(re.escape, families.OPERATORS))})\(Tensor\b")
+    package = Path(flexops.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if schema.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"build/describe/families.py"}
 
 
 def test_the_page_of_operators_has_them_all() -> None:

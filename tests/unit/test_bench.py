@@ -16,7 +16,13 @@ from builds import TOOLS
 from typer.testing import CliRunner
 
 from flexops import settings, toolchain
-from flexops.bench import (
+from flexops.bench import timing
+from flexops.bench.text import duration, ratio
+from flexops.build.describe import catalog
+from flexops.build.load import loader
+from flexops.cli._app import app
+from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
+from flexops_tools.bench import (
     build_ladder,
     build_runner,
     build_text,
@@ -25,16 +31,10 @@ from flexops.bench import (
     ops_plot,
     ops_text,
     plot,
-    timing,
 )
-from flexops.bench.build_ladder import RUNGS, Ladder
-from flexops.bench.cases import SOURCES, Case, Setup, Source
-from flexops.bench.results import Results, Timing
-from flexops.bench.text import duration, ratio
-from flexops.build.describe import catalog
-from flexops.build.load import loader
-from flexops.cli._app import app
-from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
+from flexops_tools.bench.build_ladder import RUNGS, Ladder
+from flexops_tools.bench.cases import SOURCES, Case, Setup, Source
+from flexops_tools.bench.results import Results, Timing
 
 interrupted_at: list[str] = []
 SECONDS = {rung.id: 200.0 / (number + 1) ** 3 for number, rung in enumerate(RUNGS)}
@@ -563,7 +563,7 @@ def test_who_takes_long_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_inputs_rotate_with_their_gradients() -> None:
     import torch
 
-    from flexops.bench.cases.case import input_sets, rotating
+    from flexops_tools.bench.cases.case import input_sets, rotating
 
     sets = input_sets((torch.ones(3, requires_grad=True), torch.ones(3), 5))
     assert len(sets) == 3
@@ -580,7 +580,7 @@ def test_inputs_rotate_with_their_gradients() -> None:
 
 
 def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too() -> None:
-    from flexops.bench.cases import optim
+    from flexops_tools.bench.cases import optim
 
     measured = {}
     for case in optim._step(

@@ -23,9 +23,10 @@ import flexops
 from flexops import errors
 from flexops.cli import main
 from flexops.cli._app import app
-from flexops.cli.commands import COMMANDS, GROUP, OPTIONS, help_text
-from flexops.cli.examples import EXAMPLES
-from flexops.errors import FlexopsError
+from flexops.cli.commands import COMMANDS, GROUP, OF_TOOLS, OPTIONS, help_text
+from flexops.cli.examples import EXAMPLES as OWN
+from flexops.errors import FlexopsError, SettingsError
+from flexops_tools import commands as tools
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,9 @@ def parse(words: list[str]) -> None:
     ):
         tool = tool.get_command(context, words[0])
         context = tool.make_context(words[0], words[1:], parent=context)
+
+
+EXAMPLES = OWN | tools.EXAMPLES
 
 
 def test_examples_are_understood() -> None:
@@ -257,6 +261,7 @@ def test_the_help_names_every_option_and_command() -> None:
     options = [", ".join(sorted(one.opts, key=len)) for one in COMMAND.get_params(context)]
     assert sorted(options) == sorted(OPTIONS)
     assert all(re.search(rf"^  {name} ", said, re.MULTILINE) for name in (*OPTIONS, *COMMANDS))
+    assert re.search("^  image ", said, re.MULTILINE)
     assert max(map(len, said.splitlines())) <= 100
 
 
@@ -284,6 +289,17 @@ def test_another_distribution_adds_commands(tmp_path: Path) -> None:
     assert "flexops: no commands of nothing:COMMANDS" in shown.stderr
     assert started("polish", "--times", "3", PYTHONPATH=path).stdout == "polished 3 times\n"
     assert "not the doctor" not in started("doctor", "--help", PYTHONPATH=path).stdout
+
+
+@pytest.mark.parametrize("name", OF_TOOLS)
+def test_without_flexops_tools_its_commands_say_how_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(OF_TOOLS) == sorted(tools.COMMANDS)
+    monkeypatch.setattr("flexops.cli.commands.table", lambda: COMMANDS)
+    shown = CliRunner().invoke(app, name.split())
+    assert isinstance(shown.exception, SettingsError)
+    assert "pip install './tools[" in shown.exception.fix
 
 
 EXIT_CODES: dict[str, int] = {

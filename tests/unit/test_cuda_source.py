@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexops.build.describe.cpp_text import Unclear, brackets, tokens_of
 from flexops.build.describe.cuda_declarations import Unsplittable
 from flexops.build.describe.cuda_source import Split, split
-from flexops.build.describe.cuda_tokens import Unclear, brackets, tokens_of
 from flexops.build.load.extension_nvrtc import expression_of, flags_of, kernel_of
 from flexops.build.plan.kernel_names import alike
 from flexops.errors import ToolchainError

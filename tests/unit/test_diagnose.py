@@ -1,4 +1,4 @@
-"""From what compilers say to the first real error, its cause and its mend."""
+"""From what compilers say to the first real error, its cause and its fix."""
 
 from __future__ import annotations
 

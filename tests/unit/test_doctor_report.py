@@ -17,7 +17,7 @@ import flexops
 from flexops.doctor import examination, report, trial
 from flexops.doctor.children import Child
 from flexops.doctor.facts import BuildTrial, Facts, OpTrial, Unknown
-from flexops.doctor.finding import Finding, Report, Section, fail, ok, warn
+from flexops.doctor.finding import DoctorReport, Finding, Section, fail, ok, warn
 from flexops.doctor.judgement import judge
 from flexops.doctor.probes import build as build_probes
 from flexops.doctor.probes import machine as machine_probes
@@ -30,8 +30,8 @@ POOR = warn("launcher", "no ccache", "ccache", "apt-get install -y ccache")
 OP = OpTrial("adam", "cpu", "jit", "found in the cache", "", 1e-7)
 
 
-def whole(*findings: Finding, ops: tuple[OpTrial, ...] = (OP,)) -> Report:
-    return Report("cpu", (Section("tools", findings),), ops)
+def whole(*findings: Finding, ops: tuple[OpTrial, ...] = (OP,)) -> DoctorReport:
+    return DoctorReport("cpu", (Section("tools", findings),), ops)
 
 
 def check_shape(document: dict[str, Any]) -> None:

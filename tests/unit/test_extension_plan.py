@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexops.build.compile import ninja as compiler
-from flexops.build.describe.includes import own_headers, reaches_first
+from flexops.build.describe.cpp_text import own_headers, reaches_first
 from flexops.build.load.extension_inline import cpp_text
 from flexops.build.plan import cache_key, extension_advice, hipify
 from flexops.build.plan.extension_hip import plan_hip_extension
@@ -363,3 +363,11 @@ def test_a_rocm_build_translates_first() -> None:
     assert "build hipified_1.hip.o: ext_2 hipified.stamp" in ninja
     with pytest.raises(ArchitectureError, match="AMD"):
         plan_hip_extension(request(with_cuda=True), tools, PYTHON, architectures=())
+
+
+def test_a_comment_in_a_string_hides_no_include(tmp_path: Path) -> None:
+    (tmp_path / "own.h").write_text("")
+    text = 'const char* begin = "/*";\n#include "own.h"\nconst char* end = "*/";\n'
+    assert own_headers(text, str(tmp_path), ()) == [str(tmp_path / "own.h")]
+    assert own_headers('/* #include "own.h" */\n', str(tmp_path), ()) == []
+    assert own_headers('// a \\\n#include "own.h"\n', str(tmp_path), ()) == []

@@ -9,9 +9,10 @@ import pytest
 
 from flexops.compute_capability import Architecture, ComputeCapability
 from flexops.errors import FlexopsError
-from flexops.inspection import baseline, cubin, mix, proving
+from flexops.inspection import baseline, cubin, mix
 from flexops.inspection.measuring import Measured
 from flexops.inspection.occupancy import occupancy
+from flexops_tools.proving import kernels as proving
 
 HOPPER = ComputeCapability(9, 0)
 

@@ -18,10 +18,11 @@ Graph = dict[str, set[str]]
 
 def modules() -> dict[str, Path]:
     found = {}
-    for path in (ROOT / "flexops").rglob("*.py"):
-        if "example" not in path.parts:
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for root, package in ((ROOT, "flexops"), (ROOT / "tools", "flexops_tools")):
+        for path in (root / package).rglob("*.py"):
+            if "example" not in path.parts:
+                parts = path.relative_to(root).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -81,6 +82,16 @@ def test_no_circle_between_folders() -> None:
         own = between.setdefault(folder(name), set())
         own |= {folder(target) for target in targets} - {folder(name)}
     assert circles(between) == []
+
+
+def test_flexops_imports_no_release_tools() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        for target in targets
+        if not name.startswith("flexops_tools") and target.startswith("flexops_tools")
+    ]
+    assert wrong == []
 
 
 def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:

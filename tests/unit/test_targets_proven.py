@@ -11,10 +11,12 @@ from flexops import targets
 from flexops.build.describe import catalog
 from flexops.compute_capability import parse_arch_list
 from flexops.errors import TargetError
-from flexops.inspection import baseline, hip_proof, proving, torch_proof
+from flexops.inspection import baseline
 from flexops.inspection.measuring import Measured
-from flexops.targets import proven, render
-from flexops.targets.proven import KERNELS, OPERATORS, TESTS, Fact
+from flexops_tools.proving import hip_proof, torch_proof
+from flexops_tools.proving import kernels as proving
+from flexops_tools.targets import proven, render
+from flexops_tools.targets.proven import KERNELS, OPERATORS, TESTS, Fact
 
 ROOT = Path(__file__).parents[2]
 MATRIX = targets.load()

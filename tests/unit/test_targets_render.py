@@ -12,8 +12,9 @@ import pytest
 
 from flexops import targets
 from flexops.errors import TargetError
-from flexops.targets import checkout as checkouts
-from flexops.targets import loading, locks, render
+from flexops.targets import loading
+from flexops_tools.targets import checkout as checkouts
+from flexops_tools.targets import locks, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "targets"
@@ -117,11 +118,11 @@ class TestCommandLine:
         pytest.importorskip("typer")
         from typer.testing import CliRunner
 
-        from flexops.cli.target import app
+        from flexops.cli._app import app
 
         self.root = tmp_path
         monkeypatch.setattr(render, "checkout", lambda: tmp_path)
-        self.run = lambda *arguments: CliRunner().invoke(app, list(arguments))
+        self.run = lambda *arguments: CliRunner().invoke(app, ["target", *arguments])
 
     def test_check_exits_1_and_lists_then_render_mends(self) -> None:
         checked = self.run("render", "--check")
@@ -157,7 +158,7 @@ def test_an_installed_package_works_on_the_checkout_of_the_working_directory(
         shutil.copy(loading.PATH, root / "flexops" / "targets")
     (clone / "csrc" / "adam").mkdir(parents=True)
     shutil.copy(Path(__file__).parents[2] / "pyproject.toml", clone)
-    monkeypatch.setattr(checkouts, "_PACKAGE", installed)
+    monkeypatch.setattr(checkouts, "_OWN", installed)
     monkeypatch.chdir(clone / "csrc" / "adam")
     assert render.checkout() == clone
     assert "torch==" in locks.input_text(targets.load().cpu, "header"), "of the clone's pyproject"

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from flexops import targets
-from flexops.targets import image_files, loading
+from flexops.targets import loading
+from flexops_tools.targets import image_files
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"

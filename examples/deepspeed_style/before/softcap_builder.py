@@ -1,4 +1,5 @@
-"""A builder in the manner of DeepSpeed's op_builder: sources, flags and checks as methods. Kept to be compared with ``after``."""
+"""A builder in the manner of DeepSpeed's op_builder: sources, flags and checks as methods.
+Compare it with ``after``."""
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
@@ -23,7 +24,13 @@ class SoftcapBuilder(CUDAOpBuilder):
         return ["-O3", "-std=c++17", "-g", "-Wno-reorder"]
 
     def nvcc_args(self):
-        flags = ["-O3", "-std=c++17", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__", "--use_fast_math"]
+        flags = [
+            "-O3",
+            "-std=c++17",
+            "-U__CUDA_NO_HALF_OPERATORS__",
+            "-U__CUDA_NO_HALF_CONVERSIONS__",
+            "--use_fast_math",
+        ]
         return flags + self.compute_capability_args()
 
     def is_compatible(self, verbose=False):

@@ -86,7 +86,7 @@ def obtain(
         with contextlib.ExitStack() as locks:
             # in one order everywhere, so that two processes never wait for each other
             for plan in missing:
-                locks.enter_context(cache.lock(f"{plan.name}-{_digest(plan)}"))
+                locks.enter_context(cache.compile_lock(f"{plan.name}-{_digest(plan)}"))
             for plan in missing:
                 if entry := cache.lookup(plan):
                     results[plan.name] = Result(plan, entry, cached=True)
@@ -310,8 +310,10 @@ def _record_failure(
         cache.make_name(plan.name)
         replace_file(log, own)
         if outcome.complete:  # a build that was killed says nothing about the next
-            told = [path for path in ninja.depfiles(plan, directory) if path.exists()]
-            headers = search.header_states(plan, directory, cache_key.reached_headers(plan, told))
+            depfiles = [path for path in ninja.depfiles(plan, directory) if path.exists()]
+            headers = search.header_states(
+                plan, directory, cache_key.reached_headers(plan, depfiles)
+            )
             if before.verdict(places_today(plan, search.present(headers))) == "same":
                 told_to_others = {**record, "number": os.urandom(8).hex(), "headers": headers}
                 replace_file(_failure_file(plan, cache, sources), json.dumps(told_to_others))

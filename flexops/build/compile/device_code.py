@@ -177,7 +177,7 @@ class _Pool:
                 result = _single_flight(
                     plan, self.cache, worker, self.time_limit, self.ballot, waits
                 )
-                if result is None:  # another machine makes it: what nobody makes comes first
+                if result is None:  # another machine makes it: what no process makes comes first
                     self.queue.put((number, True))
                     continue
                 self.results[number] = result
@@ -205,7 +205,7 @@ def _single_flight(
     yet."""
     started = time.monotonic()
     remote = functools.partial(cache.fetch_key, plan.name, plan.key)
-    with cache.lock(f"{plan.name}-{plan.key}"):
+    with cache.compile_lock(f"{plan.name}-{plan.key}"):
         entry = cache.read(plan.name, plan.key)
         if entry is None and waits and ballot:
             entry = ballot.receive(

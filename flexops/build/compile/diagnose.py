@@ -1,4 +1,4 @@
-"""From what the compilers said to the first real error, its cause and its mend."""
+"""From what the compilers said to the first real error, its cause and its fix."""
 
 from __future__ import annotations
 
@@ -203,10 +203,10 @@ def _first(output: str) -> Diagnosis:
     for rule in RULES:
         if re.search(rule.pattern, first):
             return Diagnosis(first, rule.cause, rule.fix)
-    return Diagnosis(first, "the source does not compile", "mend the line named above")
+    return Diagnosis(first, "the source does not compile", "correct the line named above")
 
 
-def told(error: BaseException) -> str:
+def with_cause(error: BaseException) -> str:
     """An error with what caused it: torch says of a library only that it could not be loaded."""
     return "; ".join(str(one) for one in (error, error.__cause__) if one)
 

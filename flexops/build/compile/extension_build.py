@@ -11,7 +11,7 @@ from ...errors import CompileError
 from ...settings import Settings
 from ...toolchain.model import Toolchain
 from ...toolchain.resources import Resources
-from ..describe.includes import reaches_first
+from ..describe.cpp_text import reaches_first
 from ..plan import search
 from ..plan.extension_plan import PythonBuild, Request, precompilable_flags, torch_identity
 from ..plan.plan import BuildPlan, Step, choose_jobs, spare_threads

@@ -4,13 +4,11 @@ limit; and what they say of it, read."""
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import _fork
 from ...errors import CompileError
-from ...toolchain.json_child import JsonChild
+from ...toolchain import proc
 from ..plan.kernel_names import alike
 from ..plan.kernel_plan import OPTIONS, KernelPlan
 
@@ -53,7 +51,8 @@ class Worker:
 
     def __init__(self, compiler: DeviceCompiler) -> None:
         self.compiler = compiler
-        self._child: JsonChild | None = None
+        self._child: proc.JsonChild | None = None
+        self._nvcc_process: proc.Process | None = None
 
     @property
     def alive(self) -> bool:
@@ -81,6 +80,8 @@ class Worker:
     def stop(self) -> None:
         if self._child:
             self._child.stop()
+        if (nvcc := self._nvcc_process) and nvcc.poll() is None:
+            proc.kill_all(nvcc.pid)
 
     def _nvrtc(self, plan: KernelPlan, output: Path, time_limit: float) -> dict[str, str]:
         usual = [
@@ -103,7 +104,8 @@ class Worker:
         }
         job |= {"ptx": not plan.architecture.sass, "output": str(output), "empty": plan.standard}
         if self._child is None:
-            self._child = JsonChild(_WORKER, str(self.compiler.path), str(self.compiler.builtins))
+            library, builtins = str(self.compiler.path), str(self.compiler.builtins)
+            self._child = proc.JsonChild(_WORKER, library, builtins)
         try:
             answer: dict[str, str] = self._child.ask(job, time_limit)
             if "error" in answer:  # the assembler in the library says why on standard error
@@ -149,26 +151,15 @@ class Worker:
             str(source),
         ]
         try:
-            with _fork.postponed():
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            with process:
-                try:
-                    said, errors = process.communicate(timeout=time_limit or None)
-                finally:
-                    process.kill()
-        except subprocess.TimeoutExpired:
-            return {"error": f"it was not done after {time_limit:.0f} s"}
+            self._nvcc_process = proc.start(command)
+            done = proc.finish(self._nvcc_process, time_limit)
         finally:
             source.unlink(missing_ok=True)
-        if process.returncode:
-            return {"error": f"nvcc ended with status {process.returncode}", "log": said + errors}
-        return {"symbol": _symbol_in(output), "log": said + errors}
+        if done.status is None:
+            return {"error": f"it was not done after {time_limit:.0f} s"}
+        if done.status:
+            return {"error": f"nvcc ended with status {done.status}", "log": done.output}
+        return {"symbol": _symbol_in(output), "log": done.output}
 
 
 def _require_same(plan: KernelPlan, symbols: list[str]) -> None:
@@ -207,7 +198,7 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
 
         fix = nvrtc_fix(plan.compiler.version)
     elif lines:
-        fix = "mend the line named above" + (
+        fix = "correct the line named above" + (
             "; if nvcc takes it, NVRTC lacks what it names: device_compiler='nvcc'"
             if plan.expressions
             else ""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import io
 import os
 import re
-import select
 import shlex
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import _fork, trust
+from ... import trust
 from ...errors import ToolchainError
-from ...toolchain import children
+from ...toolchain import proc
 from ..plan.plan import BuildPlan, Step
 from ..plan.shared_headers import share
 
@@ -34,7 +29,6 @@ _STATUS_LINE = re.compile(r"^@flexops (\d+) (\d+) (.*)$")
 _STOPPED = re.compile(
     r"^ninja: build stopped: (?:subcommands? failed|cannot make progress)", re.MULTILINE
 )
-_ATTENTIVE_MS = 200
 TIMED_OUT = "flexops: stopped, because it took longer than"
 KILLED = "flexops: ninja was ended by"
 
@@ -77,7 +71,8 @@ def run(
     share the processors.
 
     A plan that fails does not stop the others (``-k 0``): look at which libraries exist. What a
-    failed step left is removed, and everything if ninja itself was ended, because then nobody knows
+    failed step left is removed, and everything if ninja itself was ended, because then it is not
+    known
     what was being written. Everything said is in each one's ``build.log``. The process that runs
     ninja may be interrupted at any moment: the compilers are stopped with it.
     """
@@ -207,16 +202,11 @@ class _Watch:
         if self._limit == 0 or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 1
-        for child, group, seconds in children.of(ninja):
+        for child, group, seconds in list(proc.children(ninja)):
             # A step has a group of its own, with all that it starts.
             if seconds > self._limit and group == child and child not in (ninja, os.getpgrp()):
-                self._note(children.command(child))
-                below = children.below(child)
-                with contextlib.suppress(OSError):
-                    os.killpg(group, signal.SIGKILL)
-                for process in below:  # in other sessions they would keep ninja's pipe open
-                    with contextlib.suppress(OSError):
-                        os.kill(process, signal.SIGKILL)
+                self._note(proc.command_of(child))
+                proc.kill_all(child)
 
     def _note(self, command: str) -> None:
         for plan, step in self._steps:
@@ -247,16 +237,7 @@ def _run_ninja(
         "NINJA_STATUS": _STATUS,
     }
     try:
-        with _fork.postponed():  # a child would hold the pipes open that Popen waits for
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                start_new_session=True,
-                bufsize=0,
-            )
+        process = proc.start(command, environment=environ)
     except OSError as error:
         raise ToolchainError(
             "ninja cannot be started",
@@ -265,8 +246,7 @@ def _run_ninja(
         ) from error
     said: list[str] = []
     try:
-        assert process.stdout is not None
-        for line in _lines(process, process.stdout.fileno(), watch):
+        for line in proc.lines(process, watch.look):
             if match := _STATUS_LINE.match(line):
                 if progress:
                     progress(int(match[1]), int(match[2]), match[3])
@@ -275,58 +255,15 @@ def _run_ninja(
             if line.startswith("FAILED: "):
                 said += [note for output, note in watch.stopped.items() if output in line.split()]
         if (status := process.wait()) < 0:
-            said.append(f"{KILLED} {signal.Signals(-status).name}\n")
+            said.append(f"{KILLED} {proc.signal_name(-status)}\n")
         elif any(line.startswith("ninja: build stopped: interrupted") for line in said):
             said.append(f"{KILLED} a signal\n")
         return Outcome(status, "".join(said))
     finally:
-        if process.poll() is None:  # interrupted: stop the compilers too
-            _stop(process)
+        # interrupted: ninja stops its compilers when it is terminated
+        proc.stop(process, signal.SIGTERM, signal.SIGKILL)
         if process.stdout:
             process.stdout.close()
-
-
-def _lines(process: subprocess.Popen[bytes], descriptor: int, watch: _Watch) -> Iterator[str]:
-    """What a process writes to a pipe, line by line, until the pipe's end or, if something that it
-    started keeps the pipe open, the process's.
-
-    Not a plain read, which a signal need not end: in a large process another thread may be the one
-    that takes it, or a library's handler in front of Python's may have the kernel go on reading.
-    Then Ctrl-C would count only after the compiler's next word. Here it does within
-    ``_ATTENTIVE_MS``.
-    """
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    decoder = io.IncrementalNewlineDecoder(
-        codecs.getincrementaldecoder("utf-8")("replace"), translate=True
-    )
-    rest = ""
-    data = b"..."
-    while data:
-        watch.look(process.pid)
-        ended = process.poll() is not None  # before looking, so that its last words are not missed
-        if poller.poll(0 if ended else _ATTENTIVE_MS):
-            data = os.read(descriptor, 1 << 16)
-        elif ended:
-            data = b""
-        else:
-            continue
-        *whole, rest = (rest + decoder.decode(data, final=not data)).split("\n")
-        yield from (f"{line}\n" for line in whole)
-    if rest:
-        yield rest
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=3)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _path(text: str) -> str:

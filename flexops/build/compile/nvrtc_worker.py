@@ -5,8 +5,9 @@ Run as a script, by ``kernel_compiler``.
 
 Reads jobs from standard input, one JSON object a line, and answers each with one line:
 
-    {"source": "...", "expressions": ["flexops::rope::rotate<float>"], "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE", "empty": []}
-    {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}         the code is in FILE; of several, a symbol a line
+    {"source": "...", "expressions": ["flexops::rope::rotate<float>"],
+     "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE", "empty": []}
+    {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}    the code is in FILE; one symbol a line
 
 ``empty``: headers that there is nothing in.
     {"error": "...", "log": "..."}

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import _fork, trust
+from ... import trust
 from ...settings import LogLevel
+from ...toolchain import proc
 from ...toolchain.model import HostCompiler, TorchBuild
 from ..plan.cache_key import digest_fields
 from ..store.cache import OWNER_LOCK, BuildCache, read_manifest
@@ -44,7 +44,7 @@ _RETRY_SECONDS = 86400.0
 _TORCH_PARTS = ("torch", "ATen", "c10", "caffe2", "pybind11", "Python.h")
 
 # kept, so that no ResourceWarning says that one is still running
-_background: list[subprocess.Popen[bytes]] = []
+_background: list[proc.Process] = []
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def describe(
         flags: of the compile, less what differs between extensions and cannot matter to torch's
             headers.
         environment: the variables that compilers read by themselves.
-        own: one that somebody else could have made is not there; otherwise (a shared cache) it is.
+        own: one that another user could have made is ignored; otherwise (a shared cache) it is.
     """
     if host.kind != "gcc" or any(flag in ("-include", "-imacros") for flag in flags):
         return None
@@ -169,23 +169,17 @@ def make(
         " (FLEXOPS_PCH=0: never)",
         log,
     )
-    command = [
-        sys.executable,
-        "-I",
-        pch_worker.__file__,
-        json.dumps(_order(pch, cache, wait, timeout)),
-    ]
-    quiet = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-    }
+    order = json.dumps(_order(pch, cache, wait, timeout))
+    process = proc.start(
+        [sys.executable, "-I", pch_worker.__file__, order],
+        stdout=proc.DEVNULL,
+        stderr=proc.DEVNULL,
+        directory=None if wait else "/",
+    )
     if wait:
-        subprocess.run(command, check=False, **quiet)  # type: ignore[call-overload]
+        proc.finish(process)
     else:
-        _background[:] = [process for process in _background if process.poll() is None]
-        with _fork.postponed():
-            _background.append(subprocess.Popen(command, cwd="/", start_new_session=True, **quiet))  # type: ignore[call-overload]
+        _background[:] = [one for one in (*_background, process) if one.poll() is None]
 
 
 def drop(pch: PrecompiledHeader, cache: BuildCache) -> None:

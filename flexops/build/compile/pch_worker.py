@@ -87,7 +87,7 @@ def _compile(order: dict[str, Any], workspace: Path, final: Path) -> int:
 
 
 def _yield(order: dict[str, Any]) -> None:
-    """Whoever waits for a compile goes first."""
+    """Compiles that a process waits for go first."""
     if not order["wait"]:
         os.nice(19)
 

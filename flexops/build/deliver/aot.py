@@ -102,7 +102,7 @@ def build_specs(
 def _with_kernels(
     pairs: Sequence[tuple[OpSpec, DeviceType]],
     results: list[Result],
-    choice: provider.Choice,
+    choice: provider.CompilerChoice,
     chosen: Settings,
     rare: bool,
     progress: Progress | None,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .declaration import Output
-from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dimensions, in_words
+from .declaration import Output, in_words
+from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dimensions
 
 ISA_LEVELS = {"avx512": "Isa::avx512", "avx2": "Isa::avx2"}
 
@@ -38,10 +38,8 @@ def launcher(signature: Signature, device: str) -> str:
         return f"void {name}_host({', '.join(['flexops::Host& host', *parameters])})"
     if device == "cuda":
         return f"const char* {name}_cuda({', '.join([*parameters, 'void* stream'])})"
-    return (
-        "void"
-        f" {name}_cpu({', '.join([*parameters, *(() if signature.split == 'whole' else ('int64_t begin', 'int64_t end'))])})"
-    )
+    span = () if signature.split == "whole" else ("int64_t begin", "int64_t end")
+    return f"void {name}_cpu({', '.join([*parameters, *span])})"
 
 
 def declarations(namespace: str, signatures: Sequence[Signature]) -> str:
@@ -372,10 +370,8 @@ def _laid_out(signature: Signature) -> Iterator[str]:
                 f" {name}_strides);"
             )
         else:
-            yield (
-                f"  take({name},"
-                f" {name}_view{', ' + _bool('rows' in layout) + ', ' + _bool('aligned' in layout) if layout else ''});"
-            )
+            flags = f", {_bool('rows' in layout)}, {_bool('aligned' in layout)}" if layout else ""
+            yield f"  take({name}, {name}_view{flags});"
 
 
 def _made(signature: Signature, shape: str, output: Output) -> str:

@@ -1,49 +1,15 @@
 """The families that there are: those that flexops ships, and those of the projects that registered
 theirs (``flexops.builder``).
 
-What a family is built from, and which operators it has, its folder in ``csrc/`` says (``spec.py``).
+``families.py`` declares flexops' own; what a family is built from, its folder in ``csrc/`` says
+(``spec.py``).
 """
 
 from __future__ import annotations
 
 from ...errors import FlexopsError, SettingsError
-from . import declared
+from .families import CATALOG as CATALOG
 from .spec import FLEXOPS, OpSpec, Project
-
-_LISTS = (7, 0)
-"""Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older
-GPUs have 4."""
-
-CATALOG: tuple[OpSpec, ...] = (
-    OpSpec("activation", declared=declared.ACTIVATIONS),
-    OpSpec("adagrad", least_capability=_LISTS, declared=(declared.ADAGRAD,)),
-    OpSpec("adam", least_capability=_LISTS, declared=(declared.ADAM, declared.ADAM_COPY)),
-    OpSpec("adam8bit", least_capability=_LISTS, declared=(declared.ADAM8BIT,)),
-    OpSpec("fp8"),
-    OpSpec(
-        "grad_norm", least_capability=_LISTS, declared=(declared.GRAD_NORM, declared.CLIP_GRADS)
-    ),
-    OpSpec(
-        "lamb",
-        least_capability=_LISTS,
-        declared=(declared.LAMB, declared.LAMB_MOMENTS, declared.LAMB_APPLY),
-    ),
-    OpSpec("lion", least_capability=_LISTS, declared=(declared.LION,)),
-    OpSpec("attention", hip=False, least_capability=(8, 0)),
-    OpSpec("quant"),
-    OpSpec("rope"),
-    OpSpec(
-        "softmax",
-        declared=(
-            declared.SCALED_MASKED_SOFTMAX,
-            declared.CAUSAL_SOFTMAX,
-            declared.SOFTMAX_BACKWARD,
-        ),
-    ),
-    OpSpec("cross_entropy", declared=declared.LOSSES),
-    OpSpec("norm"),
-    OpSpec("norm_backward"),
-)
 
 _projects: dict[str, Project] = {FLEXOPS.name: FLEXOPS}
 _others: dict[str, OpSpec] = {}

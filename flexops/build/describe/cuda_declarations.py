@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from . import cuda_tokens
+from . import cpp_text
+from .cpp_text import Token, Unclear, after_angles, before_angles, brackets
 from .cuda_names import DEVICE_NAMES, HOST_NAMESPACES
-from .cuda_tokens import Token, Unclear, after_angles, before_angles, brackets
 
 # ---- names ---------------------------------------------------------------------------------------
 
@@ -211,10 +211,8 @@ class File(NamedTuple):
 def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ...] = ()) -> File:
     """A source with the headers of the user's that it includes. ``above``: the files that include
     this one."""
-    from .includes import resolve
-
     try:
-        tokens = cuda_tokens.tokens_of(text)
+        tokens = cpp_text.tokens_of(text)
         partner = brackets(tokens)
     except Unclear as problem:
         raise Unsplittable(problem.what, path, problem.line) from None
@@ -222,19 +220,15 @@ def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ..
     for place, token in enumerate(tokens):
         if token.directive not in ("include", "include_next", "import"):
             continue
-        name = re.match(r'#\s*include\s*(?:<([^>]+)>|"([^"]+)")', token.text)
-        if name is None:
+        if not token.includes:
             raise Unsplittable("an #include of a name that is a macro", path, token.line)
-        found = resolve(
-            name[1] or name[2], os.path.dirname(path) if name[2] else None, include_dirs
-        )
+        name, quoted = token.includes[1:-1], token.includes[0] == '"'
+        found = cpp_text.resolve(name, os.path.dirname(path) if quoted else None, include_dirs)
         if found and found not in above and found != path:
             with open(found, encoding="utf-8", errors="surrogateescape") as stream:
                 included[place] = read(found, stream.read(), include_dirs, (*above, path))
-        elif found is None and not (
-            FOR_BOTH.fullmatch(name[1] or name[2]) or FOR_THE_HOST.fullmatch(name[1] or name[2])
-        ):
-            raise Unsplittable(f"the header {name[1] or name[2]}", path, token.line)
+        elif found is None and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
+            raise Unsplittable(f"the header {name}", path, token.line)
     return File(path, text, tokens, partner, included)
 
 
@@ -254,14 +248,14 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
     bodies: dict[str, set[str]] = {}
     for file in files:
         for token in file.tokens:
-            if token.directive == "define" and (
-                match := re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)(\()?", token.text)
-            ):
-                rest = cuda_tokens.without_comments(token.text[match.end() :])
+            if name := token.defines:
+                rest = cpp_text.without_comments(
+                    token.text.partition("define")[2].partition(name)[2]
+                )
                 body = set(re.findall(r"[A-Za-z_]\w*|\{", rest))
-                bodies.setdefault(match[1], set()).update(body)
-                if match[1] in _ATTRIBUTES or match[1] in KNOWN:
-                    raise Unsplittable(f"a macro {match[1]} of its own", file.path, token.line)
+                bodies.setdefault(name, set()).update(body)
+                if name in _ATTRIBUTES or name in KNOWN:
+                    raise Unsplittable(f"a macro {name} of its own", file.path, token.line)
     attributes: dict[str, frozenset[str]] = {
         name: frozenset(words.split()) for name, words in _ATTRIBUTES.items()
     }
@@ -275,18 +269,10 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
         attributes.update(found)
     for file in files:
         for token in file.tokens:
-            name = (
-                re.match(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text)
-                if token.directive == "define"
-                else None
-            )
-            if (
-                name
-                and "{" in token.text
-                and attributes.get(name[1], frozenset()) & {"global", "device"}
-            ):
+            name, known = token.defines, attributes.get(token.defines, frozenset())
+            if name and "{" in token.text and known & {"global", "device"}:
                 raise Unsplittable(
-                    f"the macro {name[1]}, which defines device code", file.path, token.line
+                    f"the macro {name}, which defines device code", file.path, token.line
                 )
     return Macros(
         {name: value for name, value in attributes.items() if value},

@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from . import cpp_text
 from . import cuda_declarations as reading
-from . import cuda_tokens
+from .cpp_text import Token, Unclear, brackets
 from .cuda_declarations import FOR_BOTH, FOR_THE_HOST, KNOWN, File, Item, Macros, Unsplittable
-from .cuda_tokens import Token, Unclear, brackets
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"
@@ -173,12 +173,12 @@ class _Halves:
                     )
                 )
         elif token.directive == "include":
-            name = re.match(r'#\s*include\s*[<"]([^>"]+)[>"]', token.text)
-            self._included.append(name[1] if name else "")
+            name = token.includes[1:-1]
+            self._included.append(name)
             # a header of torch's, or one that includes this
-            if name is None or not FOR_BOTH.fullmatch(name[1]):
+            if not FOR_BOTH.fullmatch(name):
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
-            if name and not (FOR_BOTH.fullmatch(name[1]) or FOR_THE_HOST.fullmatch(name[1])):
+            if name and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
                 host.append(_Edit(token.start, token.end, _blank(token.text)))
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
             for edits in (host, device):
@@ -188,7 +188,7 @@ class _Halves:
         ):  # NVRTC's assert is there before the first line
             raise Unsplittable(f"#{token.directive} NDEBUG", file.path, token.line)
         elif token.directive == "define":
-            self._defined.update(re.findall(r"#\s*define\s+([A-Za-z_$][\w$]*)", token.text))
+            self._defined.update(filter(None, [token.defines]))
             launching = "<<<" in token.text or "cudaFuncSetAttribute" in token.text
             launcher = self._launching_macro(file, token) if launching else token.text
             for edits, text, names in (
@@ -201,7 +201,7 @@ class _Halves:
     def _condition(self, file: File, token: Token, host: list[_Edit], device: list[_Edit]) -> None:
         """A condition must be true in both halves where it is under nvcc, which has read torch's
         headers for both."""
-        plain = re.sub(r"//.*|/\*[\s\S]*?\*/", " ", token.text)
+        plain = cpp_text.without_comments(token.text)
         guards = ""
         for name in dict.fromkeys(
             re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain.partition(token.directive)[2])
@@ -254,7 +254,7 @@ class _Halves:
         assert head is not None
         body = token.text[head.end() :]
         try:
-            tokens = cuda_tokens.tokens_of(body, token.line)
+            tokens = cpp_text.tokens_of(body, token.line)
             inner = File(file.path, body, tokens, brackets(tokens), {})
         except Unclear as problem:
             raise Unsplittable(

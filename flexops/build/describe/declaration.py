@@ -3,7 +3,7 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -70,11 +70,31 @@ class Rows(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """An operator of flexops' own: its schema as torch gets it, and what ``schema.declare`` is told
-    beside it. It has a host function, unless that says otherwise."""
+    """An operator of flexops' own.
+
+    Attributes:
+        schema: as torch gets it.
+        said: what ``schema.declare`` is told beside it; None if the binding is hand-written.
+        by_hand_plain: ``plain``, of an operator whose binding is hand-written.
+    """
 
     schema: str
-    said: Mapping[str, Any]
+    said: Mapping[str, Any] | None
+    by_hand_plain: bool = False
 
     def __hash__(self) -> int:
         return hash(self.schema)
+
+    @property
+    def name(self) -> str:
+        """With the overload, without the namespace."""
+        return self.schema.partition("(")[0]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is registered as ``<name>_plain``, too (``ops/_register.py``)."""
+        return self.by_hand_plain if self.said is None else bool(self.said.get("plain"))
+
+
+def in_words(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]

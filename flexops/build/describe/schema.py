@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import FlexopsError
-from .declaration import Output, Rows
+from .declaration import Declared, Output, Rows, in_words
 
 DTYPES = {
     "float32": "f32",
@@ -32,16 +32,20 @@ FLOATS = ("float32", "float16", "bfloat16")
 SPLITS = ("elements", "rows", "whole", "host")
 
 RESERVED = frozenset(
-    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t char8_t class co_await co_return co_yield compl
-    concept const const_cast consteval constexpr constinit continue decltype default delete do double dynamic_cast else enum explicit export extern
-    false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public
-    register reinterpret_cast requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw true
-    try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
+    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
+    char32_t char8_t class co_await co_return co_yield compl concept const const_cast
+    consteval constexpr constinit continue decltype default delete do double dynamic_cast
+    else enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
 _BINDINGS = frozenset(
-    """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous cpu_isa current_stream dtype_name dtype_of_code element_type
-    empty end flexops guard_ Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape size_of std stream table_ take TensorTable type_
-    view_of""".split()  # noqa: SIM905
+    """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous
+    cpu_isa current_stream dtype_name dtype_of_code element_type empty end flexops guard_
+    Host host host_ it_ kernel_ kOp on_this_device_type parallel_for pointer_to Shape
+    size_of std stream table_ take TensorTable type_ view_of""".split()  # noqa: SIM905
 )
 """What bindings and launchers call so themselves, beside ``<argument>_view``, ``_work``,
 ``_strides`` and ``_dtype``."""
@@ -221,6 +225,10 @@ class Signature:
         )
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.schema.arguments)
+
+    @property
     def writes(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.schema.arguments if argument.written)
 
@@ -304,6 +312,12 @@ def declare(
     return signature
 
 
+@functools.cache
+def signature_of(one: Declared) -> Signature:
+    """Of an operator of flexops' own that is not ``by hand``."""
+    return declare(without_defaults(one.schema), **{"split": "host", **(one.said or {})})
+
+
 def without_defaults(schema: str) -> str:
     """The schema as ``parse`` takes it: what the arguments are that a call leaves out, and which go
     by name only, is nothing to a binding."""
@@ -339,10 +353,6 @@ def dimensions(text: str) -> tuple[Dimensions, ...]:
         )
         parts[-1] = parts[-1]._replace(plus=int(added or 0))
     return tuple(parts)
-
-
-def in_words(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _dtypes(value: object) -> tuple[str, ...]:
@@ -442,11 +452,31 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                     one,
                     f"{', '.join(DTYPES)}; or a tensor that is always there: {', '.join(always)}",
                 )
-    scalars = {
+    _check_outputs(signature, refuse, single)
+    _check_results(signature, refuse)
+    _check_layouts(signature, refuse, always)
+    _check_shapes(signature, refuse, always)
+    if signature.split not in SPLITS:
+        raise refuse("split", signature.split, " or ".join(SPLITS))
+    if signature.rows and signature.split == "rows":
+        raise refuse(
+            "split", signature.split, "elements (of each row), whole or host, since rows= is given"
+        )
+
+
+def _scalars(schema: Schema) -> dict[str, str]:
+    return {
         argument.name: argument.type
         for argument in schema.arguments
         if argument.type != "Tensor" and not argument.optional
     }
+
+
+def _check_outputs(
+    signature: Signature, refuse: Callable[[str, str, str], FlexopsError], single: list[str]
+) -> None:
+    """Results have a dtype, and with rows a shape, of their own or of a single tensor."""
+    scalars = _scalars(signature.schema)
     for output in signature.outputs:
         if signature.rows and not (output.shape and output.dtype):
             raise refuse(
@@ -465,8 +495,13 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                 output.dtype,
                 f"a dtype; or an argument that has one: {', '.join(single)}",
             )
-    _check_results(signature, refuse)
-    _check_layouts(signature, refuse, always)
+
+
+def _check_shapes(
+    signature: Signature, refuse: Callable[[str, str, str], FlexopsError], always: list[str]
+) -> None:
+    """Shapes can be read, and name ints and tensors that are always there."""
+    schema, scalars = signature.schema, _scalars(signature.schema)
     for shape in (
         *dict(signature.shapes).values(),
         *(shape for output in signature.outputs for shape in (output.shape, output.otherwise)),
@@ -495,12 +530,6 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
                     part.name,
                     f"an int, or a tensor that is always there: {', '.join(always)}",
                 )
-    if signature.split not in SPLITS:
-        raise refuse("split", signature.split, " or ".join(SPLITS))
-    if signature.rows and signature.split == "rows":
-        raise refuse(
-            "split", signature.split, "elements (of each row), whole or host, since rows= is given"
-        )
 
 
 def _check_results(signature: Signature, refuse: Callable[[str, str, str], FlexopsError]) -> None:

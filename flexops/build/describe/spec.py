@@ -95,7 +95,7 @@ class OpSpec(_Fields):
         least_capability: of the NVIDIA GPUs that its kernels run on.
         signatures: of the operators, where they are declared: from them the binding is written,
             unless the folder has one.
-        declared: in the place of signatures, what they are made from when they are asked for.
+        declared: flexops' own operators, whose signatures are made when they are asked for.
     """
 
     @kept
@@ -104,10 +104,7 @@ class OpSpec(_Fields):
             return self.signatures
         from . import schema
 
-        return tuple(
-            schema.declare(schema.without_defaults(one.schema), **{"split": "host", **one.said})
-            for one in self.declared
-        )
+        return tuple(schema.signature_of(one) for one in self.declared)
 
     @property
     def name(self) -> str:
@@ -119,11 +116,8 @@ class OpSpec(_Fields):
     def binding(self) -> str:
         """Relative to ``csrc``; "" if it is written by the builder."""
         name = f"{self.family}_binding.cpp"
-        return (
-            ""
-            if (self.signatures or self.declared) and name not in self._files
-            else f"{self.family}/{name}"
-        )
+        made = self.signatures or any(one.said is not None for one in self.declared)
+        return "" if made and name not in self._files else f"{self.family}/{name}"
 
     @property
     def one_binding(self) -> bool:
@@ -156,14 +150,15 @@ class OpSpec(_Fields):
     @kept
     def ops(self) -> tuple[str, ...]:
         """The torch operators that its libraries implement, without namespace and overloads: those
-        that the binding registers."""
-        if not self.binding:
+        that are declared, or those that a project's own binding registers."""
+        if self.declared or not self.binding:
             declared = (
-                one.schema.partition("(")[0] + more
+                one.name.partition(".")[0] + more
                 for one in self.declared
-                for more in ("", *(("_plain",) if one.said.get("plain") else ()))
+                for more in ("", *(("_plain",) if one.plain else ()))
             )
-            return (*declared, *(signature.schema.name for signature in self.signatures))
+            made = (signature.schema.name for signature in self.signatures)
+            return tuple(dict.fromkeys((*declared, *made)))
         try:
             text = (self.project.csrc / self.binding).read_text(encoding="utf-8")
         except OSError:

@@ -298,9 +298,9 @@ def _loaded(
                     found=refusal.reason,
                     fix=refusal.fix,
                 ) from error
-            from ..compile.diagnose import load_trouble, told
+            from ..compile.diagnose import load_trouble, with_cause
 
-            if found := load_trouble(told(error)):
+            if found := load_trouble(with_cause(error)):
                 kind = (
                     ExtensionImportError if isinstance(error, ImportError) else ExtensionOpenError
                 )
@@ -647,7 +647,7 @@ def _installed(
     they are of another build.
 
     Args:
-        shared: whoever may write to the directory is trusted.
+        shared: every user who can write to the directory is trusted.
         texts: name and content of sources that were given as text, which belong there, too.
     """
     target = directory / entry.manifest.library

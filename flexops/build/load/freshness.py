@@ -8,10 +8,10 @@ from ..describe import layout
 from ..describe.spec import OpSpec
 from ..plan import cache_key
 from ..store.entry import Entry
-from ..store.manifest import Refusal
+from ..store.manifest import Rejection
 
 
-def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
+def stale(entry: Entry, spec: OpSpec) -> Rejection | None:
     """Whether the sources have changed since the library was made from them (in a checkout that is
     being worked on).
 
@@ -32,19 +32,19 @@ def stale(entry: Entry, spec: OpSpec) -> Refusal | None:
         except OSError:
             current = ""
         if current != digest:
-            return Refusal(
+            return Rejection(
                 f"{rest.lstrip('/') or name} has changed since it was built", "flexops build"
             )
     return None
 
 
-def _made_of_less(entry: Entry, spec: OpSpec) -> Refusal | None:
+def _made_of_less(entry: Entry, spec: OpSpec) -> Rejection | None:
     """Whether a library was not made from all that its family has today: sources, and what the
     declarations say."""
     files, root = entry.manifest.files, spec.project.roots(layout.csrc_root())[0][0]
     for name, text in spec.texts:
         if files.get(name) != hashlib.sha256(text.encode()).hexdigest():
-            return Refusal(
+            return Rejection(
                 f"the declaration of {spec.name}'s operators has changed since it was built",
                 "flexops build",
             )
@@ -57,4 +57,4 @@ def _made_of_less(entry: Entry, spec: OpSpec) -> Refusal | None:
         ),
         None,
     )
-    return Refusal(f"{new} was not there yet when it was built", "flexops build") if new else None
+    return Rejection(f"{new} was not there yet when it was built", "flexops build") if new else None

@@ -22,7 +22,7 @@ from ..plan import cache_key
 from ..store import counters
 from ..store.cache import BuildCache, Entry, read_entry
 from ..store.entry import cannot_run
-from ..store.manifest import Refusal, judge
+from ..store.manifest import Rejection, judge
 from ..store.opening import open_cache as open_cache
 from .freshness import stale
 
@@ -154,7 +154,7 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
         return OpStatus(
             spec.name, device, "reference", f"flexops has no {spec.name} kernels for AMD GPUs"
         )
-    refusals: list[Refusal] = []
+    refusals: list[Rejection] = []
     try:
         for entry, backend, reason in _sources(spec, device, refusals):
             if refusal := _open(entry, spec):
@@ -172,21 +172,21 @@ def _resolve(spec: OpSpec, device: str) -> OpStatus:
 
                 record.library(spec.name, device)
             return OpStatus(spec.name, device, backend, reason, path=entry.library)
-    except OSError as error:  # a source or tool that went away meanwhile, say: no reason to stop somebody's training
-        refusals.append(Refusal(str(error), "flexops doctor"))
-    # who reads one reason reads that which the fix is for
-    mended = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
+    except OSError as error:  # such as a source removed meanwhile: no reason to stop training
+        refusals.append(Rejection(str(error), "flexops doctor"))
+    # first the reason that the fix is for
+    fixable = next((refusal for refusal in reversed(refusals) if refusal.fix), refusals[-1])
     return OpStatus(
         spec.name,
         device,
         "reference",
-        "; ".join(dict.fromkeys(refusal.reason for refusal in (mended, *refusals))),
-        mended.fix,
+        "; ".join(dict.fromkeys(refusal.reason for refusal in (fixable, *refusals))),
+        fixable.fix,
     )
 
 
 def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
-    """Why a family has nothing for a device type, and what would mend it."""
+    """Why a family has nothing for a device type, and its fix."""
     package = spec.project.package
     if package and not package.is_dir():
         reason = (
@@ -209,22 +209,22 @@ def _no_sources(spec: OpSpec, device: str) -> tuple[str, str]:
 
 
 def _sources(
-    spec: OpSpec, device: DeviceType, refusals: list[Refusal]
+    spec: OpSpec, device: DeviceType, refusals: list[Rejection]
 ) -> Iterator[tuple[Entry, Backend, str]]:
     """Libraries to try, best first; what is ruled out on the way goes to ``refusals``."""
     chosen = settings.current()
     torch = toolchain.torch_build()
     if torch is None:
-        refusals.append(Refusal("torch was not found", "pip install torch"))
+        refusals.append(Rejection("torch was not found", "pip install torch"))
         return
     entry, refusal = _ahead_of_time(spec, device, torch)
     if entry:
         yield entry, "aot", _INSTALLED
-    refusals.append(refusal or Refusal("no ahead-of-time library"))
+    refusals.append(refusal or Rejection("no ahead-of-time library"))
     cache = open_cache(chosen)
     if problem := cache.problem():
         refusals.append(
-            Refusal(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>")
+            Rejection(f"cache: {problem}", "export FLEXOPS_CACHE_DIR=<a directory of your own>")
         )
     else:
         for entry in _intact(cache, _fitting(spec, device, torch, cache, refusals), refusals):
@@ -235,14 +235,14 @@ def _sources(
         yield from _compiled(spec, device, chosen, cache, refusals)
     else:
         refusals.append(
-            Refusal(
+            Rejection(
                 "nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling",
                 f"flexops build {spec.name}",
             )
         )
 
 
-def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) -> Iterator[Entry]:
+def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Rejection]) -> Iterator[Entry]:
     for entry in entries:
         verified, refusal = cache.verified(entry)
         if verified:
@@ -253,17 +253,21 @@ def _intact(cache: BuildCache, entries: list[Entry], refusals: list[Refusal]) ->
 
 def _ahead_of_time(
     spec: OpSpec, device: DeviceType, torch: TorchBuild
-) -> tuple[Entry | None, Refusal | None]:
+) -> tuple[Entry | None, Rejection | None]:
     entry, damage = read_entry(spec.project.aot / f"{spec.name}-{device}")
     if entry is None:
         return None, damage
     if refusal := judge(entry.manifest, torch) or stale(entry, spec):
-        return None, Refusal(f"ahead-of-time library: {refusal.reason}", refusal.fix)
+        return None, Rejection(f"ahead-of-time library: {refusal.reason}", refusal.fix)
     return entry, None
 
 
 def _fitting(
-    spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]
+    spec: OpSpec,
+    device: DeviceType,
+    torch: TorchBuild,
+    cache: BuildCache,
+    refusals: list[Rejection],
 ) -> list[Entry]:
     """Cache entries made from these very sources that can run here, told by their manifests alone.
 
@@ -277,26 +281,30 @@ def _fitting(
     ]
     fitting = [entry for entry, refusal in judged if refusal is None]
     if judged and not fitting and (newest := judged[0][1]):
-        refusals.append(Refusal(f"cached library: {newest.reason}", newest.fix))
+        refusals.append(Rejection(f"cached library: {newest.reason}", newest.fix))
     return fitting
 
 
 def _remote(
-    spec: OpSpec, device: DeviceType, torch: TorchBuild, cache: BuildCache, refusals: list[Refusal]
+    spec: OpSpec,
+    device: DeviceType,
+    torch: TorchBuild,
+    cache: BuildCache,
+    refusals: list[Rejection],
 ) -> list[Entry]:
     """The library from the remote cache, made from these very sources; told by its manifest that it
     can run here."""
     if cache.remote is None:
         return []
-    from ..store import made_of
+    from ..store import source_index
 
     with _fork.allowed():
-        entry = made_of.fetch(spec, device, torch, cache)
+        entry = source_index.fetch(spec, device, torch, cache)
     if cache.remote.problem:
-        refusals.append(Refusal(f"remote cache {cache.remote.name}: {cache.remote.problem}"))
+        refusals.append(Rejection(f"remote cache {cache.remote.name}: {cache.remote.problem}"))
     refusal = entry and (judge(entry.manifest, torch) or stale(entry, spec))
     if refusal:
-        refusals.append(Refusal(f"library of the remote cache: {refusal.reason}", refusal.fix))
+        refusals.append(Rejection(f"library of the remote cache: {refusal.reason}", refusal.fix))
     return [entry] if entry and not refusal else []
 
 
@@ -305,7 +313,7 @@ def _compiled(
     device: DeviceType,
     chosen: settings.Settings,
     cache: BuildCache,
-    refusals: list[Refusal],
+    refusals: list[Rejection],
 ) -> Iterator[tuple[Entry, Backend, str]]:
     from ..compile import building, progress
 
@@ -317,7 +325,7 @@ def _compiled(
             share(spec, device, cache, None if result.cached else entry)
     except FlexopsError as error:
         refusals.append(
-            Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+            Rejection("; ".join(part for part in (error.what, error.found) if part), error.fix)
         )
         return
     trouble = (
@@ -340,9 +348,9 @@ def share(spec: OpSpec, device: DeviceType, cache: BuildCache, entry: Entry | No
     """Let machines without a compiler find a library that was built now in the remote cache."""
     torch = toolchain.torch_build()
     if cache.remote and entry and torch:
-        from ..store import made_of
+        from ..store import source_index
 
-        made_of.publish(spec, device, torch, cache, entry)
+        source_index.publish(spec, device, torch, cache, entry)
 
 
 def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> BuildPlan:
@@ -385,7 +393,7 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
     return plan._replace(timeout=chosen.compile_timeout)
 
 
-def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
+def _open(entry: Entry, spec: OpSpec) -> Rejection | None:
     """Open a library, if its kernels can be had."""
     torch = toolchain.torch_build()
     # for AMD GPUs the kernels are in it
@@ -398,11 +406,11 @@ def _open(entry: Entry, spec: OpSpec) -> Refusal | None:
         OSError,
         RuntimeError,
     ) as error:  # RuntimeError: torch refuses what the library registers
-        from ..compile.diagnose import load_trouble, told
+        from ..compile.diagnose import load_trouble, with_cause
 
-        trouble = load_trouble(told(error))
-        why = f"{trouble.cause}: {trouble.error}" if trouble else told(error)
-        return cannot_run(entry.library) or Refusal(
+        trouble = load_trouble(with_cause(error))
+        why = f"{trouble.cause}: {trouble.error}" if trouble else with_cause(error)
+        return cannot_run(entry.library) or Rejection(
             f"{entry.library} cannot be opened: {why}", "flexops doctor"
         )
     return None
@@ -439,7 +447,7 @@ def open_library(
         provider.attach(library, asks, made)
 
 
-def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
+def _no_kernels(entry: Entry, spec: OpSpec) -> Rejection | None:
     """Why a library's kernels can be had for the GPUs here neither by compiling them when they are
     launched nor compiled already."""
     capabilities = toolchain.local_capabilities()
@@ -449,11 +457,11 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
     from . import provider
 
     if older := [one for one in capabilities if not spec.runs_on(one)]:
-        return Refusal(
+        return Rejection(
             f"{spec.name} kernels need GPUs of capability"
             f" {'.'.join(map(str, spec.least_capability))} or newer; one here has {older[0]}"
         )
-    why = Refusal("FLEXOPS_JIT=0 rules out compiling kernels")
+    why = Rejection("FLEXOPS_JIT=0 rules out compiling kernels")
     made = _headers(entry, spec)
     today = {
         name: cache_key.file_state(layout.csrc_root() / name.partition(">/")[2]) for name, _ in made
@@ -465,14 +473,16 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Refusal | None:
             provider.compiler_for(settings.current(), capabilities)
             return None
         except FlexopsError as error:
-            why = Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+            why = Rejection(
+                "; ".join(part for part in (error.what, error.found) if part), error.fix
+            )
     # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its
     # launch, if it is launched.
     refusal = provider.incomplete(
         entry.library, spec, capabilities, made, some=settings.current().fallback == "forbid"
     )
     if refusal:
-        return Refusal(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix)
+        return Rejection(f"{refusal.reason}; {why.reason}", why.fix or refusal.fix)
     if provider.lacks_rare(entry.library, spec, capabilities, made):
         _lacking.add(spec.name)
     return None

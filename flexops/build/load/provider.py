@@ -26,7 +26,7 @@ from ..plan.cache_key import Digests
 from ..plan.program import Program
 from ..store import counters
 from ..store.cache import Entry, read_entry
-from ..store.manifest import Refusal
+from ..store.manifest import Rejection
 from ..store.opening import open_cache
 from . import freshness, provider_texts, record
 
@@ -57,11 +57,11 @@ class FamilyKernel(NamedTuple):
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> kernel_plan.KernelPlan:
         return plan_kernel(self.spec, self.expression, architecture, compiler, self.text)
 
-    def apart(self, files: Digests) -> Refusal | None:
+    def apart(self, files: Digests) -> Rejection | None:
         """Launcher and kernel hand each other structs: those of one and the same header."""
         return other_headers(self.spec, self.made, files)
 
-    def mend(self, capability: ComputeCapability) -> str:
+    def fix_for(self, capability: ComputeCapability) -> str:
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
@@ -116,7 +116,7 @@ def incomplete(
     made: tuple[tuple[str, str], ...] = (),
     *,
     some: bool = False,
-) -> Refusal | None:
+) -> Rejection | None:
     """None if every kernel of a library that is built ahead of time (``some``: at least one) is
     there for every GPU here; else how many are not."""
     names = kernel_names.names_in(library)
@@ -150,7 +150,7 @@ def _lacking(
     made: tuple[tuple[str, str], ...],
     *,
     some: bool = False,
-) -> Refusal | None:
+) -> Rejection | None:
     for capability in capabilities:
         wanted = names(Architecture(capability))
         architectures = [*machine_code(capability), *ptx(capability)]
@@ -162,7 +162,7 @@ def _lacking(
         lacking = len(kernels) * (not any(there)) if some else sum(not one for one in there)
         if lacking:
             fix = f'flexops build {spec.name} --arch "{capability}"'
-            return Refusal(
+            return Rejection(
                 f"{lacking} of the {len(wanted)} kernels of {spec.name} are not compiled for a GPU"
                 f" of capability {capability}",
                 fix,
@@ -195,10 +195,10 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
 
     Raises:
         NativeUnavailableError: there is none, for the reasons that it names.
-        CompileError: a kernel of somebody's own text does not compile.
+        CompileError: a kernel of a user's text does not compile.
     """
-    refusals: list[Refusal] = []
-    mend = ""
+    refusals: list[Rejection] = []
+    newest_fix = ""
     for entry, compiled in _entries(kernel, capability, refusals):
         try:
             # PTX is a text, and ends so
@@ -215,9 +215,9 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
         except (OSError, DriverError) as error:
             refused = _refused(entry, kernel, capability, error, compiled=compiled)
             refusals.append(refused)
-            # what mends the newest code, rather than what is old in the cache
-            mend = mend or refusals[-1].fix
-    fix = mend or next(
+            # the fix of the newest code, rather than of what is old in the cache
+            newest_fix = newest_fix or refusals[-1].fix
+    fix = newest_fix or next(
         (refusal.fix for refusal in reversed(refusals) if refusal.fix), "flexops doctor"
     )
     found = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
@@ -233,7 +233,7 @@ def _refused(
     error: OSError | DriverError,
     *,
     compiled: bool,
-) -> Refusal:
+) -> Rejection:
     """Why code is not used. What is whole and yet not what it was filed as is put aside.
 
     Otherwise it would be found each time.
@@ -246,13 +246,13 @@ def _refused(
     reason = f"{entry.library}: the driver refuses it: {error}"
     useless = isinstance(error, DriverError) and error.status in NOT_CODE
     if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
-        return Refusal(reason, "flexops doctor")
+        return Rejection(reason, "flexops doctor")
     open_cache(settings.current()).reject(entry)
-    return Refusal(f"{reason}; it was put aside", kernel.mend(capability))
+    return Rejection(f"{reason}; it was put aside", kernel.fix_for(capability))
 
 
 def _entries(
-    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
+    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Rejection]
 ) -> Iterator[tuple[Entry, bool]]:
     """Code to try, best first, and whether it was compiled now.
 
@@ -275,15 +275,16 @@ def _entries(
         yield fetched, False
     else:
         refusals.append(
-            Refusal(
-                "it is not compiled, and FLEXOPS_JIT=0 rules out compiling", kernel.mend(capability)
+            Rejection(
+                "it is not compiled, and FLEXOPS_JIT=0 rules out compiling",
+                kernel.fix_for(capability),
             )
         )
     yield from ((entry, False) for entry in _ready(kernel, ptx(capability), refusals))
 
 
 def _ready(
-    kernel: AnyKernel, architectures: Iterable[str], refusals: list[Refusal]
+    kernel: AnyKernel, architectures: Iterable[str], refusals: list[Rejection]
 ) -> Iterator[Entry]:
     """What was compiled before, from these very sources, for one of these architectures: at
     install, or in the cache."""
@@ -310,7 +311,7 @@ def _ready(
 
 
 def _compiled(
-    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Refusal]
+    kernel: AnyKernel, capability: ComputeCapability, refusals: list[Rejection]
 ) -> Iterator[tuple[Entry, bool]]:
     """Code of the caches or another process; if the driver refuses that, code compiled here."""
     from ..compile import device_code  # a start that compiles nothing does without
@@ -333,7 +334,7 @@ def _compiled(
         if isinstance(error, CompileError) and not isinstance(kernel, FamilyKernel):
             raise
         refusals.append(
-            Refusal("; ".join(part for part in (error.what, error.found) if part), error.fix)
+            Rejection("; ".join(part for part in (error.what, error.found) if part), error.fix)
         )
 
 
@@ -379,25 +380,25 @@ def _plan(
     return plan, choice.notes
 
 
-def _apart(kernel: AnyKernel, files: Digests) -> Refusal | None:
+def _apart(kernel: AnyKernel, files: Digests) -> Rejection | None:
     return kernel.apart(files) if isinstance(kernel, FamilyKernel) else None
 
 
 def other_headers(
     spec: OpSpec, made: tuple[tuple[str, str], ...], files: Digests
-) -> Refusal | None:
+) -> Rejection | None:
     """Why what is made of ``files`` does not go with a launcher that was compiled with the headers
     in ``made``; None if it does."""
     name = next((name for name, digest in made if files.get(name, digest) != digest), None)
     if name is None:
         return None
-    return Refusal(
+    return Rejection(
         f"{spec.name} was compiled with another flexops' {name.partition('>/')[2]} than this one's",
         f"install {spec.project.name} anew",
     )
 
 
-def _too_new(entry: Entry) -> Refusal | None:
+def _too_new(entry: Entry) -> Rejection | None:
     """A driver runs machine code of any CUDA of its own major, or an older one; PTX only of its own
     version or an older one."""
     made, runs = Version.parse(entry.manifest.cuda_version), libcuda.driver().cuda()
@@ -412,13 +413,13 @@ def _too_new(entry: Entry) -> Refusal | None:
             f"{entry.library} is of CUDA {made}, which needs the NVIDIA driver {least} or newer;"
             f" this one runs CUDA {runs}"
         )
-        return Refusal(
+        return Rejection(
             reason, "update the driver, or take a torch of an older CUDA: flexops target detect"
         )
     return None
 
 
-class Choice(NamedTuple):
+class CompilerChoice(NamedTuple):
     """What compiles kernels here, and for which architectures."""
 
     compiler: DeviceCompiler
@@ -431,7 +432,7 @@ def compiler_for(
     capabilities: tuple[ComputeCapability, ...],
     *,
     asked: str | None = None,
-) -> Choice:
+) -> CompilerChoice:
     """The device compiler of this machine, and what it makes for these GPUs, or for the list of
     architectures that was asked for.
 
@@ -446,4 +447,4 @@ def compiler_for(
     resolved = toolchain.architectures.resolve(
         asked, compiler.version, detected=capabilities, known=toolchain.compat.rules()
     )
-    return Choice(compiler, resolved.architectures, found.notes + resolved.notes)
+    return CompilerChoice(compiler, resolved.architectures, found.notes + resolved.notes)

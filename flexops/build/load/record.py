@@ -6,8 +6,9 @@ is one write to its end.
 
     {"library": "rope", "device": "cpu"}
     {"kernel": "flexops::rope::rotate<float>", "family": "rope", "capability": "9.0"}
-    {"kernel": "scale<float>", "family": "kernel", "text": "...", "include": [], "options": [], "capability": "9.0"}       somebody's own source
-    {"extension": "my_kernels", "key": "..."}                                                                               of ``flexops.load``
+    {"kernel": "scale<float>", "family": "kernel", "text": "...", "include": [], "options": [],
+     "capability": "9.0"}                          a user's source
+    {"extension": "my_kernels", "key": "..."}      of ``flexops.load``
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Record(NamedTuple):
     Attributes:
         libraries: (family, device).
         kernels: (family, expression).
-        texts: the lines of kernels in somebody's own text.
+        texts: the lines of kernels in a user's text.
         extensions: (name, key) of ``flexops.load``.
         capabilities: of the GPUs on which kernels were launched.
     """
@@ -74,7 +75,7 @@ def kernel(launched: AnyKernel, capability: ComputeCapability) -> None:
 
 
 def extension(made: Manifest) -> None:
-    """An extension of somebody's own was loaded."""
+    """A user's extension was loaded."""
     _write({"extension": made.name, "key": made.key})
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..describe import includes
+from ..describe import cpp_text
 from . import search
 from .cache_key import ABSENT, FileStamp, file_stamp
 from .plan import BuildPlan
@@ -74,5 +74,5 @@ def _included(plans: Sequence[BuildPlan]) -> set[str]:
             for source in step.inputs if step.kind != "link" else ():
                 # one that cannot be read has the compiler say so
                 with contextlib.suppress(OSError):
-                    includes.own_headers(*search.text_of(plan, source), own, known)
+                    cpp_text.own_headers(*search.text_of(plan, source), own, known)
     return {path for known in found.values() for path in known}

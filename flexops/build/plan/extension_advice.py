@@ -1,4 +1,4 @@
-"""What would make somebody's extension build faster, in one line: said when it was built and took
+"""What would make a user's extension build faster, in one line: said when it was built and took
 long."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ...toolchain.probe import read_text
-from ..describe.includes import own_headers
+from ..describe.cpp_text import included, own_headers
 from . import search
 from .extension_plan import Request
 from .plan import BuildPlan
@@ -18,9 +18,7 @@ WORTH_SECONDS = 10.0
 PAGE = "docs/splitting.md"
 
 _WHOLE_TORCH = re.compile(
-    r"^[ \t]*#[ \t]*include["
-    r" \t]*[<\"]((?:torch/(?:extension|torch|all|types|script|library)|ATen/ATen|torch/csrc/[^>\"]+)\.h)[>\"]",
-    re.MULTILINE,
+    r"(?:torch/(?:extension|torch|all|types|script|library)|ATen/ATen|torch/csrc/.+)\.h"
 )
 
 
@@ -34,7 +32,7 @@ def split_device_code(
     once to bring both together.
 
     Args:
-        without_nvcc: flexops can split them by itself.
+        without_nvcc: flexops can split them automatically.
     """
     found = list(torch_in_device_code(plan, request)) if seconds >= WORTH_SECONDS else []
     if not found:
@@ -63,6 +61,6 @@ def torch_in_device_code(plan: BuildPlan, request: Request) -> Iterator[tuple[st
     for source in (step.inputs[0] for step in plan.steps if step.kind == "device"):
         text, folder = search.text_of(plan, source)
         for one in (text, *map(read_text, own_headers(text, folder, request.include_dirs))):
-            if match := _WHOLE_TORCH.search(one):
-                yield source, match[1]
+            if header := next(filter(_WHOLE_TORCH.fullmatch, included(one)), ""):
+                yield source, header
                 break

@@ -125,7 +125,8 @@ def is_cuda(source: str, torch: TorchBuild | None = None) -> bool:
 def torch_identity(torch: TorchBuild) -> str:
     """Which torch a user's extension runs with: this very build, since it may use any of its
     C++."""
-    return f"torch-{torch.version}-{torch.git_version[:12] or 'unknown'}-cxx11abi{int(torch.cxx11_abi)}"
+    commit = torch.git_version[:12] or "unknown"
+    return f"torch-{torch.version}-{commit}-cxx11abi{int(torch.cxx11_abi)}"
 
 
 def plan_extension(

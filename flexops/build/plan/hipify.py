@@ -5,7 +5,7 @@ torch's own translator does the work (``torch/utils/hipify``, which every torch 
 itself is not imported. It writes beside what it reads, so the sources and the user's headers that
 they reach are first copied:
 
-    hipified/...                     the copies, in their places relative to each other, and the translations beside them
+    hipified/...                     the copies, with their relative paths, and the translations
     hipified_<number>.hip, .cpp      what is compiled: includes the translation of one source
     hipified.stamp(.d)               that it is done, and from which files
 
@@ -33,7 +33,8 @@ _TEXTS = "texts"
 
 def wrapper(number: int, source: str) -> str:
     """What is compiled for the source of that number."""
-    return f"{FOLDER}_{number}{'.hip' if os.path.splitext(source)[1] in ('.cu', '.cuh', '.hip') else '.cpp'}"
+    device = os.path.splitext(source)[1] in (".cu", ".cuh", ".hip")
+    return f"{FOLDER}_{number}{'.hip' if device else '.cpp'}"
 
 
 def order(sources: Sequence[str], include_dirs: Sequence[str], torch_root: Path) -> str:
@@ -58,7 +59,7 @@ def translate(
 ) -> None:
     """Translate into ``directory``, the build directory."""
     own_headers = _module(
-        "flexops_includes", Path(__file__).parents[1] / "describe/includes.py"
+        "flexops_cpp_text", Path(__file__).parents[1] / "describe/cpp_text.py"
     ).own_headers
     originals: dict[str, Path] = {}  # file -> its copy
     for source in sources:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...compute_capability import Architecture, ComputeCapability
 from ...errors import CompileError
-from ..describe import includes
+from ..describe import cpp_text
 from ..describe.spec import OpSpec
 from . import cache_key
 from .cache_key import Digests
@@ -135,7 +135,7 @@ def _key(
 
 
 class TextKernel(NamedTuple):
-    """A kernel in a source text of somebody's own, which may include our headers, and those of the
+    """A kernel in a source text of a user, which may include our headers, and those of the
     directories ``include``.
 
     ``options`` are NVRTC's.
@@ -180,7 +180,7 @@ class TextKernel(NamedTuple):
             self.options,
         )
 
-    def mend(self, _: ComputeCapability) -> str:
+    def fix_for(self, _: ComputeCapability) -> str:
         return "unset FLEXOPS_JIT"
 
     def _roots(self) -> Roots:
@@ -194,14 +194,14 @@ class TextKernel(NamedTuple):
     def _reached(self) -> Digests:
         return {
             path: cache_key.file_digest(path)
-            for path in includes.own_headers(
+            for path in cpp_text.own_headers(
                 self.text, os.getcwd(), [str(root) for _, root in self._roots()]
             )
         }
 
     def _digest(self, reached: Digests) -> str:
         """Of all but the compiler and the headers of this package: what is found under a name made
-        of it is of this text, whoever compiled it."""
+        of it is of this text, whichever process compiled it."""
         own = [
             ("header", digest)
             for path, digest in reached.items()
@@ -233,7 +233,7 @@ def defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
 def _reached(source: str, roots: Roots) -> tuple[str, ...]:
     path = place_of(source, roots)
     with open(path, encoding="utf-8") as stream:
-        found = includes.own_headers(
+        found = cpp_text.own_headers(
             stream.read(), os.path.dirname(path), [str(root) for _, root in roots]
         )
     return tuple(name_under(reached, roots) for reached in found)

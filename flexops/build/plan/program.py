@@ -1,4 +1,4 @@
-"""The device code of a `.cu` of somebody's own, as NVRTC gets it: a whole program, whose kernels
+"""The device code of a user's `.cu`, as NVRTC gets it: a whole program, whose kernels
 are one module of the driver's, as nvcc makes one."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Program(NamedTuple):
             _STANDARD,
         )
 
-    def mend(self, _: ComputeCapability) -> str:
+    def fix_for(self, _: ComputeCapability) -> str:
         return "unset FLEXOPS_JIT"
 
     def _program(self) -> str:

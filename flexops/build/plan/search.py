@@ -145,7 +145,7 @@ def _up_to(name: str, directories: Iterable[str]) -> set[str]:
     for directory in directories:
         path = os.path.join(directory, name)
         if directory and os.path.isfile(path):
-            # Nobody puts another <vector> into the compiler's own directories, before the one that
+            # No project puts another <vector> into the compiler's directories, before the one that
             # is there.
             return {path, *(one for one in passed if not one.startswith(_DISTRIBUTION))}
         if directory:

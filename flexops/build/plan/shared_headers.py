@@ -65,7 +65,7 @@ def _using(shared: list[tuple[str, ...]], plan: BuildPlan, step: Step) -> Step:
         return step
     header, flags = f"../{FOLDER}/{shared.index(reading)}.h", len(reading) - 1
     # Before all else, or g++ does not take it, and reads the header itself. With -fpch-deps its
-    # dependency file names what the precompiled header's did, which clang's does by itself.
+    # dependency file names what the precompiled header's did, which clang's does automatically.
     listed = () if "-target" in step.command else ("-fpch-deps",)
     command = (*step.command[:flags], "-include", header, *listed, *step.command[flags:])
     return step._replace(inputs=(*step.inputs, f"{header}.gch"), command=command)

@@ -1,15 +1,16 @@
 """The build cache: finished artifacts under their keys.
 
-    <root>/<name>/<key>/{<library>, manifest.json, build.ninja, build.log}     an entry; never changed once it is there
-    <root>/<name>/<base>.headers.json                                         which headers the last build under this base key reached
-    <root>/.tmp/<random>/                                                     a build in progress; renamed into place when it is whole
-                        (in TMPDIR where other users could rename it here; then it is copied)
-    <root>/.quarantine/                                                       entries found damaged, or not ours
-    <root>/.locks/                                                            flock files: they only save duplicate work
+    <root>/<name>/<key>/                  an entry, which never changes: <library>, manifest.json,
+                                          build.ninja, build.log
+    <root>/<name>/<base>.headers.json     the headers of the last build under this base key
+    <root>/.tmp/<random>/                 a build in progress; renamed into place when complete (in
+                                          TMPDIR if other users could rename it here; then copied)
+    <root>/.quarantine/                   damaged entries, and those of other users
+    <root>/.locks/                        flock files: they only avoid duplicate work
 
 There is no "does it exist": look-ups return the entry or None, because check-then-read is a race. A
-look-up writes nothing; what was used least recently is told from the file times that the kernel
-keeps. Whose entries are believed is told in docs/security.md.
+look-up writes nothing; the least recently used entry is found by the file times that the kernel
+keeps. docs/security.md documents whose entries are trusted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .entry import Demands as Demands
 from .entry import Entry as Entry
 from .entry import read_entry as read_entry
 from .entry import read_manifest as read_manifest
-from .manifest import FILE_NAME, Manifest, Refusal
+from .manifest import FILE_NAME, Manifest, Rejection
 
 if TYPE_CHECKING:
     from ..plan.plan import BuildPlan
@@ -67,8 +68,8 @@ class BuildCache:
     """A directory of artifacts. Constructing one touches nothing.
 
     Args:
-        shared: others may write to it, and are trusted; otherwise what somebody else could have put
-            there is refused.
+        shared: other users can write to it, and are trusted; otherwise entries that another user
+            could have written are rejected.
         signing_key: what is published is signed with it.
         trusted_keys: only what is signed with one of the keys in this ``allowed_signers`` file is
             opened.
@@ -150,15 +151,15 @@ class BuildCache:
         whether one may be opened."""
         yield from sorted(self._entries(self.root / name), key=lambda entry: -entry.made)
 
-    def verified(self, entry: Entry) -> tuple[Entry | None, Refusal | None]:
+    def verified(self, entry: Entry) -> tuple[Entry | None, Rejection | None]:
         """What to open for one of ``candidates``, or why not: that entry, or a copy of it that
-        nobody else can reach."""
+        no other user can reach."""
         if self._copies is None:
             refusal = self._whole._replace(trusted_keys=self.trusted_keys).refuse(entry)
             return (None, refusal) if refusal else (entry, None)
         known = entry.manifest
         if problem := self._copies.problem():
-            return None, Refusal(
+            return None, Rejection(
                 f"verified copies cannot be kept: {problem}",
                 "export XDG_CACHE_HOME=<a directory of your own>",
             )
@@ -168,13 +169,13 @@ class BuildCache:
             copy = self._copies.adopt(entry.directory)
             self._copies.prune(keep=(copy.directory,))
         except CacheError as error:
-            return None, Refusal(
+            return None, Rejection(
                 "; ".join(part for part in (error.what, error.found) if part), error.fix
             )
         return (
             (copy, None)
             if _is_filed_right(copy)
-            else (None, Refusal(f"{entry.directory} changed while it was read", "run it again"))
+            else (None, Rejection(f"{entry.directory} changed while it was read", "run it again"))
         )
 
     def problem(self) -> str:
@@ -216,7 +217,7 @@ class BuildCache:
                     f"FLEXOPS_CACHE_TRUSTED_KEYS={self.trusted_keys}, and nothing in {self.root}"
                     " that fits and is signed with one of these keys"
                 ),
-                required="a build by whoever holds such a key, or FLEXOPS_CACHE_SIGNING_KEY",
+                required="a build signed by such a key, or FLEXOPS_CACHE_SIGNING_KEY",
                 fix="unset FLEXOPS_CACHE_TRUSTED_KEYS   # to build for yourself",
             )
 
@@ -249,15 +250,15 @@ class BuildCache:
             ) from error
 
     def _make(self, directory: Path, mode: int = 0o755) -> None:
-        """Make a directory that nobody else can write to, whatever the umask; in a shared cache,
-        whoever may write to the root."""
+        """Make a directory that no other user can write to, whatever the umask; in a shared cache,
+        every user who can write to the root can."""
         there = directory.is_dir()
         trust.make_directory(str(directory), mode)
         if self.shared and directory != self.root and not there:
             os.chmod(directory, stat.S_IMODE(self.root.stat().st_mode))
 
     def make_name(self, name: str) -> Path:
-        """The directory that holds all that is called so; one that somebody else could write to is
+        """The directory that holds all that is called so; one that another user could write to is
         put aside with what is in it."""
         directory = self.root / name
         with contextlib.suppress(OSError):
@@ -291,7 +292,7 @@ class BuildCache:
                 shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[None]:
+    def compile_lock(self, name: str) -> Iterator[None]:
         """Hold the advisory lock of one build."""
         with lock.held(self.root / ".locks" / f"{name}.lock"):
             yield
@@ -338,7 +339,7 @@ class BuildCache:
     def _place(self, built: Path, manifest: Manifest) -> Entry:
         """Move a whole directory to its key, unless a whole entry is there already."""
         final = self.root / manifest.name / manifest.key
-        refused: OSError | Refusal | None = None
+        refused: OSError | Rejection | None = None
         placed = False
         # again if what was in the way proves damaged, or `cache clear` removes the parent at this
         # moment
@@ -352,7 +353,7 @@ class BuildCache:
             if entry := self.read(manifest.name, manifest.key):
                 return entry
             found, _ = read_entry(final, self._whole)
-            # whole, but nobody trusted vouches for it
+            # whole, but not signed by a trusted key
             if found and (refusal := self.verified(found)[1]):
                 refused = refusal
                 if not placed and attempt < 2:
@@ -524,7 +525,7 @@ class BuildCache:
             ) from error
 
     def _quarantine(self, directory: Path) -> None:
-        """Put a directory aside; all of its name, if somebody else can change what is called so."""
+        """Put a directory aside; with all of its name, if another user can change those entries."""
         # a read-only cache keeps its damage, and each look-up still counts as a miss
         with contextlib.suppress(OSError):
             if (
@@ -539,7 +540,7 @@ class BuildCache:
             )
             try:
                 os.rename(directory, aside)
-            except PermissionError:  # somebody else's, who alone may move it to another directory
+            except PermissionError:  # only its owner may move it to another directory
                 os.rmdir(aside)
                 os.rename(directory, tempfile.mkdtemp(prefix=".refused-", dir=directory.parent))
 
@@ -660,9 +661,9 @@ def _subdirectories(path: Path) -> list[Path]:
         return []
 
 
-def _not_stored(where: Path, why: OSError | Refusal | None) -> CacheError:
+def _not_stored(where: Path, why: OSError | Rejection | None) -> CacheError:
     fix = "free some space, or set FLEXOPS_CACHE_DIR"
-    if isinstance(why, Refusal):
+    if isinstance(why, Rejection):
         return CacheError(
             "the finished build could not be stored", found=why.reason, fix=why.fix or fix
         )

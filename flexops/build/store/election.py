@@ -6,7 +6,7 @@ artifact: no remote cache is needed. Other processes use the remote cache, where
 object that only one of them can make. Where there is neither, everybody compiles.
 
 Waiting is a matter of time only. Whatever is received goes through what `flexops cache import`
-does, and whoever receives nothing compiles.
+does, and a process that receives nothing compiles.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Election(Protocol):
 
 def between(cache: BuildCache) -> Election | None:
     """The way in which processes that share no directory can agree here; None if there is none, or
-    nobody is to be waited for."""
+    there is no process to wait for."""
     seconds = settings.current().compile_wait
     # who could not open what it makes makes nothing
     if not seconds or (cache.trusted_keys and not cache.signing_key):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ... import _json, trust
-from .manifest import FILE_NAME, Manifest, Refusal, verify
+from .manifest import FILE_NAME, Manifest, Rejection, verify
 
 UNSIGNED = ("build.ninja", "build.log")
 """What an entry may have besides its library, manifest and signature, which covers neither."""
@@ -71,7 +71,7 @@ class Demands(NamedTuple):
     """What an entry must satisfy before its library is opened.
 
     Attributes:
-        own: nobody but this user and root could have written it, or could now.
+        own: only this user and root could have written it, or could now.
         sha256: its library is verified by SHA-256.
         trusted_keys: an ``allowed_signers`` file: its manifest is signed with one of those keys.
     """
@@ -80,7 +80,7 @@ class Demands(NamedTuple):
     sha256: bool = False
     trusted_keys: Path | None = None
 
-    def refuse(self, entry: Entry) -> Refusal | None:
+    def refuse(self, entry: Entry) -> Rejection | None:
         """None if the entry may be opened."""
         if self.trusted_keys is not None:
             from . import signing  # starts processes, which no other warm start does
@@ -90,11 +90,11 @@ class Demands(NamedTuple):
                 content = _json.read(path)
                 same = Manifest.from_json(content.decode()) == entry.manifest
             except (OSError, ValueError) as error:
-                return Refusal(f"{path} cannot be read: {error}", "flexops cache clear")
+                return Rejection(f"{path} cannot be read: {error}", "flexops cache clear")
             if refusal := signing.check(path, content, self.trusted_keys):
                 return refusal
             if not same:
-                return Refusal(f"{path} has changed since it was read", "run it again")
+                return Rejection(f"{path} has changed since it was read", "run it again")
         return verify(
             entry.directory,
             entry.manifest,
@@ -105,7 +105,7 @@ class Demands(NamedTuple):
 
 def read_manifest(directory: Path, *, own: bool = False) -> Entry | None:
     """The entry in a directory by its manifest alone; None if there is no readable one, or
-    (``own``) somebody else could change it."""
+    (``own``) another user could change it."""
     try:
         if own and any(trust.problem(path.lstat()) for path in (directory.parent, directory)):
             return None
@@ -117,7 +117,7 @@ def read_manifest(directory: Path, *, own: bool = False) -> Entry | None:
 
 def read_entry(
     directory: Path, demands: Demands | None = None
-) -> tuple[Entry | None, Refusal | None]:
+) -> tuple[Entry | None, Rejection | None]:
     """The entry in a directory, its library verified. Both None: there is nothing there; only a
     refusal: it is damaged."""
     if not directory.is_dir():
@@ -125,14 +125,14 @@ def read_entry(
     demands = demands or Demands()
     entry = read_manifest(directory, own=demands.own)
     if entry is None:
-        return None, Refusal(
+        return None, Rejection(
             f"{directory / FILE_NAME} is missing, damaged or not yours", "flexops cache clear"
         )
     refusal = demands.refuse(entry)
     return (None, refusal) if refusal else (entry, None)
 
 
-def cannot_run(library: Path) -> Refusal | None:
+def cannot_run(library: Path) -> Rejection | None:
     """Why no library can be opened where this one is; None if that is not the reason."""
     try:
         noexec = bool(os.statvfs(library).f_flag & os.ST_NOEXEC)
@@ -141,6 +141,6 @@ def cannot_run(library: Path) -> Refusal | None:
     if not noexec:
         return None
     fix = "export FLEXOPS_CACHE_DIR=<a directory on another file system>"
-    return Refusal(
+    return Rejection(
         f"{library} is on a file system mounted noexec: nothing there can be loaded", fix
     )

@@ -70,7 +70,7 @@ def is_held(path: Path) -> bool:
 
 
 def _wait(descriptor: int) -> None:
-    """Until the lock is held, or proves to be refused here. In naps: a signal need not end a wait
+    """Until the lock is held, or fails here. In naps: a signal need not end a wait
     in the kernel (``compiler._lines`` says why)."""
     nap, until = 0.001, time.monotonic() + _PATIENCE
     while time.monotonic() < until:
@@ -90,7 +90,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except (
         PermissionError
-    ):  # somebody else's, in a shared cache: most file systems lock what is only read, too
+    ):  # another user's, in a shared cache: most file systems also lock read-only files
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -26,8 +26,8 @@ FILE_NAME = "manifest.json"
 ABI = 1
 """What a library and the flexops that opens it agree on: how it is given its kernels
 (``csrc/common/launch.h``), how kernels' names stand in its file. Raised when that changes, so that
-a project's library that an older flexops compiled is refused with this as the reason."""
-_NONE: dict[str, Any] = {}  # which nobody writes to
+a project's library that an older flexops compiled is rejected with this as the reason."""
+_NONE: dict[str, Any] = {}  # never written to
 
 
 class Manifest(NamedTuple):
@@ -92,7 +92,8 @@ class Manifest(NamedTuple):
         return self.own_crc32 not in ("", self._crc32())
 
     def _crc32(self) -> str:
-        return f"{zlib.crc32(json.dumps({**self._asdict(), 'own_crc32': ''}, sort_keys=True).encode()):08x}"
+        text = json.dumps({**self._asdict(), "own_crc32": ""}, sort_keys=True)
+        return f"{zlib.crc32(text.encode()):08x}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -174,24 +175,24 @@ def _is_architecture(text: str) -> bool:
         return False
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """Why a library or a way to get one is not taken, and what would change that."""
 
     reason: str
     fix: str = ""
 
 
-def judge(manifest: Manifest, torch: TorchBuild) -> Refusal | None:
+def judge(manifest: Manifest, torch: TorchBuild) -> Rejection | None:
     """None if the library can be opened by a process with that torch and will run here; otherwise
     why not. Opens nothing."""
     if manifest.abi != ABI:
-        return Refusal(
+        return Rejection(
             f"compiled by flexops {manifest.flexops}, whose libraries have ABI {manifest.abi}; this"
             f" one opens ABI {ABI}",
             "flexops build",
         )
     if manifest.torch_abi != torch.abi_id:
-        return Refusal(
+        return Rejection(
             f"built for torch ABI {manifest.torch_abi}, this is {torch.abi_id} (torch"
             f" {torch.version})",
             "flexops build",
@@ -199,12 +200,12 @@ def judge(manifest: Manifest, torch: TorchBuild) -> Refusal | None:
     return _judge_symbols(manifest, torch.cxx11_abi)
 
 
-def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:
+def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Rejection | None:
     """Where this process's own libraries cannot be looked at, opening the library will tell."""
     fix = "build on this system: flexops build"
     glibc = _glibc() if manifest.glibc else ""
     if glibc and Version.parse(manifest.glibc) > Version.parse(glibc):
-        return Refusal(f"needs glibc {manifest.glibc}, this system has {glibc}", fix)
+        return Rejection(f"needs glibc {manifest.glibc}, this system has {glibc}", fix)
     # The C++11 ABI came with GLIBCXX_3.4.21: a torch that has that ABI has loaded a libstdc++ with
     # these symbols, which saves reading it.
     surely_there = not manifest.glibcxx or (
@@ -212,24 +213,24 @@ def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Refusal | None:
     )
     libstdcxx = "" if surely_there else _libstdcxx()
     if libstdcxx and not _defines(libstdcxx, f"GLIBCXX_{manifest.glibcxx}"):
-        return Refusal(f"needs GLIBCXX_{manifest.glibcxx}, which {libstdcxx} lacks", fix)
+        return Rejection(f"needs GLIBCXX_{manifest.glibcxx}, which {libstdcxx} lacks", fix)
     return None
 
 
 def verify(
     directory: Path, manifest: Manifest, *, strict: bool = False, own: bool = False
-) -> Refusal | None:
+) -> Rejection | None:
     """None if the library is the very one that the manifest speaks of.
 
     Args:
         strict: by its SHA-256, which says so to those who trust the manifest; otherwise by its
             CRC-32, which only finds damage, in a third of the time or less: every start reads whole
             libraries, and who can change one in a private cache can change the manifest beside it.
-        own: refuse a library that somebody else could change.
+        own: reject a library that another user could change.
     """
     library, fix = directory / manifest.library, "flexops cache clear"
     if strict and not manifest.sha256:
-        return Refusal(
+        return Rejection(
             f"the manifest of {library} has no SHA-256", "build it again, with this flexops"
         )
     try:
@@ -237,7 +238,7 @@ def verify(
         try:
             status = os.fstat(descriptor)
             if own and (problem := trust.problem(status)):
-                return Refusal(f"{library} {problem}", fix)
+                return Rejection(f"{library} {problem}", fix)
             same = (
                 stat.S_ISREG(status.st_mode)
                 and status.st_size == manifest.size
@@ -246,7 +247,7 @@ def verify(
             if not same or _digest(descriptor, strict) != (
                 manifest.sha256 if strict else manifest.crc32
             ):
-                return Refusal(
+                return Rejection(
                     f"{library} is not the file that its manifest describes (damaged, truncated, or"
                     " swapped)",
                     fix,
@@ -254,7 +255,7 @@ def verify(
         finally:
             os.close(descriptor)
     except OSError as error:
-        return Refusal(f"{library} cannot be read: {error.strerror}", fix)
+        return Rejection(f"{library} cannot be read: {error.strerror}", fix)
     return None
 
 

@@ -1,10 +1,12 @@
 """A remote cache behind the local one: what is missing here is looked for there before it is
 compiled, and what is compiled is put there.
 
-    <url>/<name>/<key>.tar.gz               an entry as `flexops cache export` writes it; never changed once it is there
-    <url>/<name>/<base>.headers.json        which headers the last build under this base key reached: look-ups start from it, as in the local cache
-    <url>/<name>/<made of>.entry.json       the key of a family's library, by what it is made from: for machines without a compiler
-    <url>/<name>/<key>.claim.json           who is compiling it now, and until when that is believed (``election``)
+    <url>/<name>/<key>.tar.gz            an entry as of `flexops cache export`; it never changes
+    <url>/<name>/<base>.headers.json     the headers of the last build under this base key
+    <url>/<name>/<made of>.entry.json    the key of a family's library, by its inputs: for machines
+                                         without a compiler
+    <url>/<name>/<key>.claim.json        the process that compiles it, and its deadline
+                                         (``election``)
 
 Nothing of this is believed: an entry goes through what `flexops cache import` does before it is in
 the local cache, and only from there it is opened.
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _fork, _json
 from ...errors import CacheError, FlexopsError, RemoteError
 from ...redaction import redacted, scrubbed
-from ...toolchain.json_child import JsonChild
+from ...toolchain.proc import JsonChild
 from . import cache_archive, counters
 from .manifest import is_plain
 
@@ -48,7 +50,7 @@ CLAIM = "claim"
 """The kind of document by which processes agree who compiles (``election``)."""
 _WORKER = Path(__file__).resolve().with_name("remote_worker.py")
 _START_SECONDS = 60.0  # of a Python with its client library, where all processors are busy
-_GRACE_SECONDS = 5.0  # beyond the limit, which the client observes by itself
+_GRACE_SECONDS = 5.0  # beyond the limit, which the client enforces itself
 _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0
 _READS = 3
@@ -156,7 +158,7 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The URL, without what nobody else should read."""
+        """The URL, without secrets."""
         return redacted(self.url)
 
     @property
@@ -217,7 +219,7 @@ class Remote:
         return False
 
     def headers(self, cache: BuildCache, name: str, base: str) -> Digests | None:
-        """What the last build under a base key reached; None if nobody knows."""
+        """What the last build under a base key reached; None if unknown."""
         found = self.hint(cache, name, base, "headers")
         return (
             found[0]
@@ -296,7 +298,7 @@ class Remote:
             time.sleep(_QUICK_SECONDS)
         return None
 
-    # ---- for the command line: failures are told -------------------------------------------------
+    # ---- for the command line: failures are raised -----------------------------------------------
 
     def list(self) -> list[Object]:
         """Everything in the store.

@@ -6,12 +6,11 @@ What is signed is the manifest, which has the library's SHA-256, its name and it
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from ... import _fork
 from ...errors import CacheError
-from .manifest import Refusal
+from ...toolchain import proc
+from .manifest import Rejection
 
 SUFFIX = ".sig"
 NAMESPACE = "flexops-cache"
@@ -38,7 +37,7 @@ def sign(file: Path, key: Path) -> None:
             required="OpenSSH 8.2 or newer",
             fix=_INSTALL,
         ) from error
-    if done.returncode != 0 or not file.with_name(file.name + SUFFIX).exists():
+    if done.status != 0 or not file.with_name(file.name + SUFFIX).exists():
         required, fix = (
             "a private key without a passphrase, or a public key that ssh-agent has",
             "ssh-keygen -t ed25519 -f KEY -N ''",
@@ -51,59 +50,42 @@ def sign(file: Path, key: Path) -> None:
         )
 
 
-def check(file: Path, content: bytes, trusted: Path) -> Refusal | None:
+def check(file: Path, content: bytes, trusted: Path) -> Rejection | None:
     """None if ``<file>.sig`` is a signature of ``content`` by one of the keys in ``trusted``, an
     ``allowed_signers`` file (see ssh-keygen(1))."""
     signature = file.with_name(file.name + SUFFIX)
     if not trusted.is_file():
-        return Refusal(
+        return Rejection(
             f"FLEXOPS_CACHE_TRUSTED_KEYS={trusted} is no file that can be read",
             "export FLEXOPS_CACHE_TRUSTED_KEYS=<an allowed_signers file>",
         )
-    fix = "have it built by whoever holds the team's key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
+    fix = "build it with the team's signing key, or unset FLEXOPS_CACHE_TRUSTED_KEYS"
     if not signature.exists():
-        return Refusal(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
+        return Rejection(f"{file.parent} is not signed, and FLEXOPS_CACHE_TRUSTED_KEYS is set", fix)
     common = ("-f", str(trusted), "-s", str(signature), "-n", NAMESPACE)
     try:
-        signers = (
-            _ssh_keygen("find-principals", *common).stdout.decode(errors="replace").splitlines()
-        )
-        if (
-            signers
-            and _ssh_keygen("verify", *common, "-I", signers[0], content=content).returncode == 0
-        ):
-            return None
+        signers = _ssh_keygen("find-principals", *common).output.splitlines()
+        if signers:
+            verified = _ssh_keygen("verify", *common, "-I", signers[0], content=content)
+            if verified.status == 0:
+                return None
     except OSError as error:
-        return Refusal(f"signatures cannot be checked: ssh-keygen: {error.strerror}", _INSTALL)
-    return Refusal(
+        return Rejection(f"signatures cannot be checked: ssh-keygen: {error.strerror}", _INSTALL)
+    return Rejection(
         f"the signature of {file.parent} is not of one of the keys in {trusted}, or not of this"
         " manifest",
         fix,
     )
 
 
-def _ssh_keygen(
-    action: str, *arguments: str, content: bytes = b""
-) -> subprocess.CompletedProcess[bytes]:
-    """In a session of its own: without a terminal it fails where it would ask for a passphrase, and
-    wait."""
+def _ssh_keygen(action: str, *arguments: str, content: bytes = b"") -> proc.Ended:
+    """Without a terminal, which its session lacks, it fails where it would ask for a passphrase."""
     command = ("ssh-keygen", "-Y", action, *arguments)
-    try:
-        with _fork.postponed():
-            return subprocess.run(
-                command,
-                input=content,
-                capture_output=True,
-                timeout=_SECONDS,
-                start_new_session=True,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(
-            command, 1, b"", f"no answer after {_SECONDS:.0f} s".encode()
-        )
+    return proc.run(command, seconds=_SECONDS, content=content, apart=True)
 
 
-def _said(done: subprocess.CompletedProcess[bytes]) -> str:
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"ssh-keygen exited {done.returncode}"
+def _said(done: proc.Ended) -> str:
+    if done.status is None:
+        return f"no answer after {_SECONDS:.0f} s"
+    lines = done.errors.strip().splitlines()
+    return lines[-1] if lines else f"ssh-keygen exited {done.status}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LEAST_FREE = 2**30
 STALE_SECONDS = 120.0
-"""A lock that nobody is seen to hold, and that is older than this, is taken for left over."""
+"""A lock without a visible holder that is older than this is reported as left over."""
 MANY_ARCHITECTURES = 3
 TOLERANCE = 1e-3
 """The most that an op on random numbers of size 1 may differ from its reference."""
@@ -35,7 +35,7 @@ def cache(fact: CacheFact, *, needed: bool) -> Finding:
     if fact.problem:
         fix = f"{_OWN_CACHE}   # or FLEXOPS_CACHE_SHARED=1 if you trust who owns it"
         return fail(
-            "cache", fact.problem, "your own directory, which nobody else can write to", fix
+            "cache", fact.problem, "your own directory, which no other user can write to", fix
         )
     if fact.noexec:
         found = f"{fact.root} is on a file system mounted noexec: no library in it can be loaded"
@@ -160,10 +160,8 @@ def architectures(
             error.fix,
         )
     compiled = ";".join(map(str, choice.architectures))
-    exact = (
-        "export"
-        f' TORCH_CUDA_ARCH_LIST="{";".join(sorted({str(one) for one in here})) or suggested or "9.0"}"'
-    )
+    named = ";".join(sorted({str(one) for one in here})) or suggested or "9.0"
+    exact = f'export TORCH_CUDA_ARCH_LIST="{named}"'
     if asked is None and not here:
         if not builds:
             return ok(
@@ -308,7 +306,8 @@ def unregistered(found: Sequence[tuple[str, str]]) -> Iterator[Finding]:
             f"{distribution} is installed with kernels in {package}/csrc, and has no entry point:"
             " not tried here"
         )
-        fix = f"""add [project.entry-points."flexops.libraries"] {package} = "{package}" to its pyproject.toml, and install it again"""
+        entry = f'[project.entry-points."flexops.libraries"] {package} = "{package}"'
+        fix = f"add {entry} to its pyproject.toml, and install it again"
         yield warn("op-unregistered", said, "an entry point of the group flexops.libraries", fix)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
 
 if TYPE_CHECKING:
     from ...build.describe.spec import DeviceType
-    from ...build.store.manifest import Manifest, Refusal
+    from ...build.store.manifest import Manifest, Rejection
     from ...settings import Settings
     from ...toolchain.model import Toolchain
     from ...toolchain.nvrtc import DeviceCompiler
@@ -57,14 +56,7 @@ def launcher(found: Toolchain) -> LauncherFact:
         return LauncherFact()
     if found.launcher.path.name == "sccache":
         return _sccache(str(found.launcher.path))
-    done = subprocess.run(
-        [found.launcher.path, "--print-stats"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    return read_ccache(done.stdout)
+    return read_ccache(_stats(found.launcher.path, "--print-stats"))
 
 
 def read_ccache(text: str) -> LauncherFact:
@@ -89,14 +81,14 @@ def _sccache(path: str) -> LauncherFact:
             != 0
         ):
             return LauncherFact(note="its server is not running now")
-    done = subprocess.run(
-        [path, "--show-stats", "--stats-format", "json"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    return read_sccache(done.stdout)
+    return read_sccache(_stats(path, "--show-stats", "--stats-format", "json"))
+
+
+def _stats(*command: str | Path) -> str:
+    """What a launcher writes to standard output; raises ``OSError`` where it does not start."""
+    from ...toolchain import proc
+
+    return proc.run(command, seconds=20, apart=True).output
 
 
 def read_sccache(text: str) -> LauncherFact:
@@ -239,7 +231,7 @@ def _library(
     device: str,
     origin: Literal["aot", "cache"],
     manifest: Manifest,
-    refusal: Refusal | None,
+    refusal: Rejection | None,
 ) -> LibraryFact:
     reason, fix = (refusal.reason, refusal.fix) if refusal else ("", "")
     return LibraryFact(

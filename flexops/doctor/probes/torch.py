@@ -13,7 +13,10 @@ from ..children import Child
 from ..facts import LoadedLibrary, TorchFact
 
 SECONDS = 120.0
-_LIBRARIES = r"cudart|cublas|cudnn|cufft|cufile|curand|cusolver|cusparse|cupti|nvrtc|nvJitLink|nccl|amdhip64|stdc\+\+|gomp"
+_LIBRARIES = (
+    r"cudart|cublas|cudnn|cufft|cufile|curand|cusolver|cusparse|cupti|nvrtc|nvJitLink|nccl|amdhip64"
+    r"|stdc\+\+|gomp"
+)
 _SONAME = re.compile(rf"lib(?:{_LIBRARIES})[\w.+-]*\.so(?:\.\d+)*")
 _ABSENT = "ModuleNotFoundError: No module named 'torch'"
 

@@ -1,0 +1,376 @@
+"""flexops' own families, each declared once: what its folder in ``csrc`` is built for, and its
+operators, as other projects declare theirs by ``builder.Library.op``.
+
+From here come bindings, the checks of arguments, fake kernels (``ops/_declared.py``), and
+every list of operators. It stands here, not with the references in ``flexops/ops``, because a build
+must know without importing torch. Nothing is parsed before it is asked for
+(``schema.signature_of``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .declaration import Declared, Output, Rows
+from .spec import OpSpec
+
+_LISTS = (7, 0)
+"""Steps on lists of tensors take 31 KiB of parameters (csrc/common/multi_tensor.cuh), where older
+GPUs have 4."""
+
+
+def _op(schema: str, **said: Any) -> Declared:
+    """An operator whose binding, checks and fake kernel are made from the declaration; arguments as
+    for ``builder.Library.op``. ``split`` is ``host`` unless given; with ``plain`` it is registered
+    as ``<name>_plain``, too (``ops/_register.py``)."""
+    return Declared(schema, said)
+
+
+def _family(name: str, *declared: Declared, **fields: Any) -> OpSpec:
+    return OpSpec(name, declared=declared, **fields)
+
+
+def _by_hand(*schemas: str, plain: bool = False) -> tuple[Declared, ...]:
+    """Operators of a family with a hand-written binding."""
+    return tuple(Declared(schema, None, plain) for schema in schemas)
+
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+# ---- activation ----------------------------------------------------------------------------------
+
+_BIASED: dict[str, Any] = {
+    "shapes": {"bias": "x[-1]"},
+    "dtypes": {"bias": _FLOATS},
+    "strided": {"x": "rows", "bias": "aligned"},
+    "plain": True,
+}
+_BIASED_BACKWARD: dict[str, Any] = {
+    "dtypes": {"x": _FLOATS, "grad": "x", "bias": _FLOATS},
+    "shapes": {"grad": "x", "bias": "x[-1]"},
+    "strided": {"x": "rows", "grad": "rows", "bias": "aligned"},
+    "outputs": (Output("x", "x"), Output("x[-1]", "bias", when="bias_gradient")),
+}
+_GATED: dict[str, Any] = {
+    "shapes": {"up": "gate"},
+    "strided": {"gate": "rows", "up": "rows"},
+    "outputs": (Output("gate", when="up", otherwise="gate[:-1], gate[-1] // 2"),),
+    "plain": True,
+}
+_GATED_BACKWARD: dict[str, Any] = {
+    "dtypes": {"gate": _FLOATS, "grad": "gate", "up": "gate"},
+    "shapes": {"up": "gate"},
+    "strided": {"grad": "rows", "gate": "rows", "up": "rows"},
+    "outputs": (Output("gate"), Output("gate", when="up")),
+}
+_PAIR = "-> (Tensor, Tensor)"
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+_NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
+_SCALED = (("grads", "grad_scale"),)
+"""Gradients are divided by a scale where they lie, if there is one."""
+
+_ADAM_LISTS = (
+    "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
+    " Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps"
+)
+_ADAM_NUMBERS = (
+    "float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool"
+    " maximize, bool decoupled, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor?"
+    " found_inf=None, bool stochastic=False, Tensor? grad_factor=None"
+)
+_ADAM_ROWS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+_LAMB_ROWS = Rows(("params", "grads", "exp_avgs", "exp_avg_sqs"), "state_steps", (), _SCALED)
+
+# ---- softmax and losses --------------------------------------------------------------------------
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
+_LOSSES: dict[str, Any] = {
+    "dtypes": {"target": "int64"},
+    "shapes": {"target": "logits[0]"},
+    "strided": {"logits": "rows"},
+    "outputs": (
+        Output("[]", "float32", when="reduction", otherwise="logits[0]"),
+        Output("logits[0] * 3 + 1", "float32", when="reduction", otherwise="logits[0] * 2"),
+    ),
+}
+
+# ---- families with a binding of their own --------------------------------------------------------
+
+
+def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
+    """An operator, and its overload ``forward``, which returns the rows' statistics as well."""
+    more = ", Tensor" * residual
+    (shown,) = _by_hand(
+        f"{name}({arguments}) -> {f'(Tensor{more})' if residual else 'Tensor'}", plain=True
+    )
+    return shown, *_by_hand(f"{name}.forward({arguments}) -> (Tensor, Tensor{more})")
+
+
+_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
+_ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
+ATTENTION_OPTIONS = (
+    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
+    " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
+    " sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int"
+    " max_seqlen_k=0, int score_mod=0"
+)
+ATTENTION_RESULTS = (
+    "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+)
+
+CATALOG: tuple[OpSpec, ...] = (
+    _family(
+        "activation",
+        _op("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", **_BIASED),
+        _op(
+            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient)"
+            f" {_PAIR}",
+            **_BIASED_BACKWARD,
+        ),
+        _op("bias_silu(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
+        _op(
+            f"bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
+            **_BIASED_BACKWARD,
+        ),
+        _op("swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor", **_GATED),
+        _op(
+            f"swiglu_backward(Tensor grad, Tensor gate, Tensor? up, bool interleaved) {_PAIR}",
+            **_GATED_BACKWARD,
+        ),
+        _op("geglu(Tensor gate, Tensor? up, bool tanh, bool interleaved) -> Tensor", **_GATED),
+        _op(
+            "geglu_backward(Tensor grad, Tensor gate, Tensor? up, bool tanh, bool interleaved)"
+            f" {_PAIR}",
+            **_GATED_BACKWARD,
+        ),
+        _op(
+            "gated_backward_(Tensor(a!) grad, Tensor gate, Tensor up, int activation, bool again)"
+            f" {_PAIR}",
+            **_GATED_BACKWARD
+            | {
+                "strided": {"grad": "any", "gate": "rows", "up": "rows"},
+                "outputs": (Output("gate"), Output("gate", when="again")),
+            },
+        ),
+    ),
+    _family(
+        "adagrad",
+        _op(
+            "adagrad_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[]"
+            " state_steps, float lr, float lr_decay, float weight_decay, float eps, bool maximize,"
+            " Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf) -> ()",
+            rows=Rows(("params", "grads", "sums"), "state_steps", (), _SCALED),
+            dtypes={"sums": "float32"},
+            numbers=_NUMBERS,
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "adam",
+        *tuple(
+            _op(
+                f"{name}({_ADAM_LISTS}, {more}*, {_ADAM_NUMBERS}) -> ()",
+                rows=Rows((*_ADAM_ROWS, *copies), "state_steps", ("max_exp_avg_sqs",), _SCALED),
+                numbers=(*_NUMBERS, "grad_factor"),
+            )
+            for name, more, copies in (
+                ("adam_", "", ()),
+                ("adam_copy_", "Tensor(g!)[] copies, ", ("copies",)),
+            )
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "adam8bit",
+        _op(
+            "adam8bit_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
+            " exp_avg_sqs, Tensor(e!)[] exp_avg_scales, Tensor(f!)[] exp_avg_sq_scales,"
+            " Tensor(g!)[] state_steps, float lr, float beta1, float beta2, float eps, float"
+            " weight_decay, bool maximize, bool decoupled, Tensor? lr_tensor, Tensor? grad_scale,"
+            " Tensor? found_inf) -> ()",
+            rows=Rows(
+                (
+                    *("params", "grads", "exp_avgs", "exp_avg_sqs"),
+                    *("exp_avg_scales", "exp_avg_sq_scales"),
+                ),
+                "state_steps",
+                (),
+                _SCALED,
+                (("exp_avg_scales", 256), ("exp_avg_sq_scales", 256)),
+                row_major=True,
+            ),
+            dtypes={
+                "exp_avgs": "int8",
+                "exp_avg_sqs": "uint8",
+                "exp_avg_scales": "float32",
+                "exp_avg_sq_scales": "float32",
+            },
+            numbers=_NUMBERS,
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "fp8",
+        *_by_hand(
+            f"quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) {_PAIR}",
+            "quantize_fp8_scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+            "dequantize_fp8(Tensor values, Tensor scales, SymInt group_size, ScalarType dtype) ->"
+            " Tensor",
+            f"quantize_int8(Tensor x) {_PAIR}",
+            "dequantize_int8(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
+        ),
+    ),
+    _family(
+        "grad_norm",
+        _op(
+            "grad_norm(Tensor[] grads, float norm_type) -> Tensor",
+            rows=Rows(("grads",)),
+            outputs=(Output("[]", "float32"),),
+        ),
+        _op(
+            "clip_grads_(Tensor(a!)[] grads, Tensor total_norm, float max_norm) -> ()",
+            rows=Rows(("grads",)),
+            numbers=("total_norm",),
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "lamb",
+        _op(
+            "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
+            " exp_avg_sqs, Tensor(e!)[] state_steps, float lr, float beta1, float beta2, float eps,"
+            " float weight_decay, bool adapt, bool maximize, Tensor? lr_tensor, Tensor? grad_scale,"
+            " Tensor? found_inf, bool stochastic=False) -> ()",
+            rows=_LAMB_ROWS,
+            numbers=_NUMBERS,
+        ),
+        _op(
+            "lamb_moments_(Tensor[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs,"
+            " Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] state_steps, float beta1, float beta2, float"
+            " eps, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? found_inf, bool"
+            " stochastic=False) -> Tensor",
+            rows=_LAMB_ROWS,
+            numbers=("grad_scale", "found_inf"),
+            outputs=(Output("len(params), 2", "float32"),),
+        ),
+        _op(
+            "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[]"
+            " state_steps, Tensor norms, float lr, float beta1, float beta2, float eps, float"
+            " weight_decay, bool adapt, Tensor? lr_tensor, Tensor? found_inf) -> ()",
+            rows=Rows(("params", "exp_avgs", "exp_avg_sqs"), "state_steps"),
+            dtypes={"norms": "float32"},
+            shapes={"norms": "len(params), 2"},
+            numbers=("lr_tensor", "found_inf"),
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "lion",
+        _op(
+            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float"
+            " beta1, float beta2, float weight_decay, bool maximize, Tensor? lr_tensor, Tensor?"
+            " grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
+            rows=Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED),
+            numbers=_NUMBERS,
+        ),
+        least_capability=_LISTS,
+    ),
+    _family(
+        "attention",
+        *_by_hand(
+            f"attention(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS}) {_PAIR}", plain=True
+        ),
+        *_by_hand(
+            f"attention_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> (Tensor, Tensor,"
+            " Tensor)"
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
+        "quant",
+        *_by_hand(
+            f"quantize(Tensor x, int bits, SymInt group_size, int dim, bool symmetric) {_PAIR}",
+            "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size,"
+            " int dim, ScalarType dtype) -> Tensor",
+        ),
+    ),
+    _family(
+        "rope",
+        *_by_hand(f"rotary_embedding(Tensor query, Tensor? key, {_ROTATED}) {_PAIR}", plain=True),
+        *_by_hand(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()"),
+    ),
+    _family(
+        "softmax",
+        _op(
+            "scaled_masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor",
+            dtypes={"mask": ("bool", *_FLOATS)},
+            strided={"x": "aligned rows", "mask": "as x"},
+            plain=True,
+        ),
+        _op(
+            "causal_softmax(Tensor x, float scale) -> Tensor",
+            strided={"x": "aligned rows"},
+            plain=True,
+        ),
+        _op(
+            "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
+            dtypes={"y": _FLOATS, "grad": "y"},
+            shapes={"grad": "y"},
+            strided={"grad": "aligned rows", "y": "aligned rows"},
+        ),
+    ),
+    _family(
+        "cross_entropy",
+        _op(f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) {_PAIR}", **_LOSSES),
+        _op(
+            "cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors,"
+            f" {_OPTIONS}) {_PAIR}",
+            **_LOSSES
+            | {"dtypes": {"target": "int64", "factors": "float32"}, "strided": {"logits": "any"}},
+        ),
+        _op(
+            "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats,"
+            f" {_OPTIONS}) -> Tensor",
+            dtypes={"grad": "float32", "logits": _FLOATS, "target": "int64", "stats": "float32"},
+            shapes={"target": "logits[0]"},
+            strided={"logits": "aligned rows"},
+            outputs=(Output("logits", "logits"),),
+        ),
+        _op(
+            "scale_rows_(Tensor(a!) values, Tensor factors) -> ()",
+            dtypes={"factors": "float32"},
+            strided={"values": "any"},
+        ),
+    ),
+    _family(
+        "norm",
+        *_norm("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", False),
+        *_norm("rms_norm", "Tensor x, Tensor? weight, float eps", False),
+        *_norm(
+            "add_layer_norm",
+            "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
+            True,
+        ),
+        *_norm("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", True),
+        *_by_hand(
+            f"rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) {_PAIR}",
+            "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps,"
+            " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+        ),
+    ),
+    _family(
+        "norm_backward",
+        *_by_hand(
+            f"layer_norm_backward({_STATISTICS}, bool need_x, bool need_weight, bool need_bias,"
+            " ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+            f"rms_norm_backward({_STATISTICS}, bool need_x, bool need_weight) {_PAIR}",
+        ),
+    ),
+)
+OPERATORS: dict[str, tuple[str, Declared]] = {
+    one.name: (spec.family, one) for spec in CATALOG for one in spec.declared
+}
+"""By name, with the family."""

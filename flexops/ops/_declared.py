@@ -1,0 +1,287 @@
+"""What a declaration says, in Python: checks whose words are those of the binding, results of the
+fake kernel, and what a gradient keeps. Both ``flexops.builder`` and flexops' own operators are
+defined through it; flexops' own by :func:`define`, from ``build/describe/families.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..build.describe import families
+from ..build.describe.declaration import Declared, Rows, in_words
+from . import _register
+
+if TYPE_CHECKING:
+    from ..build.describe.schema import Dimensions, Signature
+
+
+def define(
+    name: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    *,
+    check: Callable[..., None] | None = None,
+    saves: Sequence[str] | None = None,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    hidden: bool = False,
+    function: str = "",
+) -> None:
+    """Define an operator of flexops' own: ``torch.ops.flexops.<name>``.
+
+    Args:
+        name: of one that ``families.py`` declares: its schema, its library, its checks and, without
+            ``fake``, its fake kernel are what is declared there. Or the schema of one that is
+            declared nowhere else: then no library has it.
+        reference: plain PyTorch, called with the schema's arguments.
+        fake: results' shapes, dtypes and devices, for operators whose binding is hand-written.
+        check: raises for what the declaration cannot say; asked after what it says.
+        saves: for ``backward``: tensors among arguments and results that ``ctx.saved_tensors`` has;
+            arguments that are no tensors are attributes of ``ctx``. In its place ``setup_context``.
+        setup_context, backward, hidden, function: see ``_register.define``; with ``saves``, the
+            gradients that ``backward`` leaves off at the end are None.
+    """
+    family, declared = families.OPERATORS.get(name, ("", None))
+    text = declared.schema if declared else name
+    if saves is not None and backward is not None:
+        setup_context, backward = _saving(text, saves, backward)
+    if declared and declared.said is not None:
+        signature = functools.partial(_signature, declared)
+        fake = fake or _nothing if text.endswith("-> ()") else fake or _fake(signature)
+        check = _checking(f"flexops.{function or name}", signature, check)
+    assert fake is not None, f"{name} needs a fake kernel"
+    _register.define(
+        family,
+        text,
+        reference,
+        fake,
+        check=check,
+        setup_context=setup_context,
+        backward=backward,
+        plain=declared is not None and declared.plain,
+        hidden=hidden,
+        native=declared is not None,
+        function=function,
+    )
+
+
+def _signature(declared: Declared) -> Signature:
+    from ..build.describe.schema import signature_of  # parses; most processes never ask
+
+    return signature_of(declared)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The fake kernel of an op that returns nothing."""
+
+
+def _fake(signature: Callable[[], Signature]) -> Callable[..., Any]:
+    return lambda *args, **named: results_of(signature(), *args, **named)
+
+
+def _checking(
+    label: str, signature: Callable[[], Signature], more: Callable[..., None] | None
+) -> Callable[..., None]:
+    def check(*args: Any, **named: Any) -> None:
+        known = signature()
+        check_arguments(label, known, dict(zip(known.names, args, strict=False)) | named)
+        if more is not None:
+            more(*args, **named)
+
+    return check
+
+
+def _saving(text: str, saves: Sequence[str], backward: Callable[..., Any]) -> tuple[Any, Any]:
+    from ..build.describe import schema
+
+    read = schema.parse(schema.without_defaults(text))
+    numbers = [one.name for one in read.arguments if one.type != "Tensor"]
+    return saving([one.name for one in read.arguments], numbers, read.results, saves, backward)
+
+
+def saving(
+    names: Sequence[str],
+    numbers: Sequence[str],
+    results: Sequence[str],
+    saves: Sequence[str],
+    backward: Callable[..., Any],
+) -> tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]:
+    """``setup_context``, which keeps the tensors ``saves`` and, as attributes, the ``numbers``; and
+    ``backward`` with None for every argument that it leaves off."""
+
+    def keep(ctx: Any, args: tuple[Any, ...], result: Any) -> None:
+        made = result if isinstance(result, tuple) else (result,)
+        there = dict(zip((*names, *results), (*args, *made), strict=True))
+        ctx.save_for_backward(*(there[name] for name in saves))
+        for name in numbers:
+            setattr(ctx, name, there[name])
+
+    def gradient(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        made = backward(ctx, *gradients)
+        made = made if isinstance(made, tuple) else (made,)
+        return (*made, *(None,) * (len(names) - len(made)))
+
+    return keep, gradient
+
+
+def _check_rows(label: str, signature: Signature, rows: Rows, given: dict[str, Any]) -> None:
+    first, params = rows.lists[0], given[rows.lists[0]]
+    if not params and signature.schema.results:
+        raise ValueError(f"{label}: {first} must hold at least one tensor")
+    for name in rows.every:
+        tensors = given[name]
+        if name in rows.optional and not tensors:
+            continue
+        joined = (
+            name == rows.steps
+            and len(tensors) == 1
+            and tensors[0].shape == (len(params),)
+            and tensors[0].is_contiguous()
+        )
+        if not joined and len(tensors) != len(params):
+            raise ValueError(
+                f"{label}: {name} must hold {len(params)} tensors, as {first} does, got"
+                f" {len(tensors)}"
+            )
+        for i, (tensor, param) in enumerate(zip(tensors, params, strict=False)):
+            if name == rows.steps:
+                if not joined and tensor.numel() != 1:
+                    raise ValueError(
+                        f"{label}: {name}[{i}] must have one element, got shape"
+                        f" {list(tensor.shape)}"
+                    )
+            elif block := dict(rows.blocks).get(name):
+                if (
+                    tensor.numel() < (least := -(-param.numel() // block))
+                    or not tensor.is_contiguous()
+                ):
+                    what = (
+                        f"a contiguous {str(tensor.dtype)[6:]} tensor of at least {least} elements"
+                    )
+                    raise ValueError(
+                        f"{label}: {name}[{i}] must be {what}, got shape {list(tensor.shape)}"
+                    )
+            elif tensor.shape != param.shape:
+                raise ValueError(
+                    f"{label}: {name}[{i}] must have the shape of {first}[{i}],"
+                    f" {list(param.shape)}, got {list(tensor.shape)}"
+                )
+
+
+def check_arguments(label: str, signature: Signature, given: dict[str, Any]) -> None:
+    found: list[tuple[str, str, Tensor]] = []
+    for argument in signature.schema.arguments:
+        if argument.type != "Tensor":
+            continue
+        value, name = given.get(argument.name), argument.name
+        if argument.many:
+            items = [(f"{name}[{i}]", item) for i, item in enumerate(value or ())]
+        else:
+            items = [] if value is None and argument.optional else [(name, value)]
+        for called, item in items:
+            if not isinstance(item, Tensor):
+                raise TypeError(f"{label}: {called} must be a tensor, got {type(item).__name__}")
+            found.append((name, called, item))
+    for name, called, tensor in found:
+        if name in signature.numbers:
+            if tensor.dtype != torch.float32 or tensor.numel() != 1:
+                raise TypeError(
+                    f"{label}: {called} must be a float32 tensor of one element, got"
+                    f" {str(tensor.dtype)[6:]} {list(tensor.shape)}"
+                )
+            continue
+        allowed = dict(signature.dtypes)[name]
+        other = given.get(allowed[0])
+        if isinstance(other, Tensor):
+            if tensor.dtype != other.dtype:
+                raise TypeError(
+                    f"{label}: {called} must be {str(other.dtype)[6:]}, as {allowed[0]}, got"
+                    f" {str(tensor.dtype)[6:]}"
+                )
+        elif str(tensor.dtype)[6:] not in allowed:
+            raise TypeError(
+                f"{label}: {called} must be {in_words(allowed)}, got {str(tensor.dtype)[6:]}"
+            )
+    if signature.rows:
+        _check_rows(label, signature, signature.rows, given)
+    for name, called, tensor in found:
+        shape = dict(signature.shapes).get(name)
+        if shape is not None and tuple(tensor.shape) != (wanted := _shape(label, shape, given)):
+            whose = f"{shape}'s " if isinstance(given.get(shape), Tensor) else ""
+            raise ValueError(
+                f"{label}: {called} must have {whose}shape {list(wanted)}, got {list(tensor.shape)}"
+            )
+        layout = signature.layout(name)
+        if layout.startswith("as ") and not _fits(tensor.shape, given[layout[3:]].shape):
+            other = layout[3:]
+            raise ValueError(
+                f"{label}: {called} must be broadcastable to {other}, got shape"
+                f" {list(tensor.shape)} for {list(given[other].shape)}"
+            )
+
+
+def _fits(shape: Sequence[int], other: Sequence[int]) -> bool:
+    missing = len(other) - len(shape)
+    return missing >= 0 and all(
+        size == 1 or size == wanted for size, wanted in zip(shape, other[missing:], strict=True)
+    )
+
+
+def results_of(signature: Signature, *args: Any, **named: Any) -> Any:
+    given = dict(zip(signature.names, args, strict=False)) | named
+    first = given[signature.first][0] if signature.rows else given[signature.first]
+    made = []
+    for output in signature.outputs:
+        like = given.get(output.dtype, output.dtype) if output.dtype else first
+        like = first if like is None else like
+        dtype = (
+            like.dtype
+            if isinstance(like, Tensor)
+            else getattr(torch, like)
+            if isinstance(like, str)
+            else like
+        )
+        conditions = [
+            argument
+            for argument in signature.schema.arguments
+            if argument.name in output.conditions
+        ]
+        there = all(
+            given[one.name] is not None if one.optional else given[one.name] for one in conditions
+        )
+        shape = (output.shape or signature.first) if there else (output.otherwise or "0")
+        made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
+    return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+
+def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    from ..build.describe.schema import dimensions
+
+    return tuple(size for part in dimensions(text) for size in _sizes(label, part, given))
+
+
+def _sizes(label: str, part: Dimensions, given: dict[str, Any]) -> tuple[Any, ...]:
+    if not part.name:
+        return (part.number,)
+    value = given[part.name]
+    if isinstance(value, Tensor) and not part.single:
+        return tuple(value.shape[part.first : part.last])
+    return (_one_size(label, part, value) * part.times // part.over + part.plus,)
+
+
+def _one_size(label: str, part: Dimensions, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return len(value) if part.many else value
+    at = part.first or 0
+    if not -value.dim() <= at < value.dim():
+        least = -at if at < 0 else at + 1
+        wanted = (
+            "one dimension" if least == 1 else f"{least} dimensions, got shape {list(value.shape)}"
+        )
+        raise ValueError(f"{label}: {part.name} must have at least {wanted}")
+    return value.shape[at]

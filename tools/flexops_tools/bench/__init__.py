@@ -1,0 +1,1 @@
+"""Measurements of what flexops claims: both sides of every comparison in one run."""

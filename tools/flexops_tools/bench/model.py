@@ -1,0 +1,445 @@
+"""``flexops bench model``: a whole training step of a Llama-style model, by those who make it
+faster: time, memory, and the losses of a training.
+
+Each contender has a model of its own, from the same seed, and takes its turns at the same batches.
+A step is forward and backward pass, clipping to norm 1, and AdamW with states in the parameters'
+dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import itertools
+import math
+import re
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexops.bench import timing
+from flexops.bench.text import columns, duration, ratio
+from flexops.errors import FlexopsError, SettingsError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and what it is trained on in one step."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        sizes = (
+            f"hidden {self.hidden}, {self.layers} layers, {self.heads} query and {self.kv_heads}"
+            f" key/value heads, MLP {self.inner}"
+        )
+        return (
+            f"Llama-style model ({sizes}, vocabulary {self.vocabulary}, tied), batch {self.batch} x"
+            f" {self.length} tokens"
+        )
+
+
+SHAPES = {
+    "1b": Shape(2048, 16, 32, 8, 8192, 128256, 4, 2048),
+    "tiny": Shape(64, 2, 4, 2, 128, 512, 2, 32),
+}
+WARM_UP = 20
+"""Steps over which the learning rate of a curve rises."""
+RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one contender reached; ``gibibytes`` is 0 where there is no GPU, ``preparation`` the
+    seconds until the model was patched."""
+
+    name: str
+    milliseconds: float
+    gibibytes: float
+    flexops: bool
+    preparation: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results in the order of the contenders, losses of each step by contender, and who could not
+    take part, and why."""
+
+    date: str
+    machine: str
+    what: str
+    results: tuple[Result, ...] = ()
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    benchmark: str = "training step"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Run:
+        results = tuple(Result(**{"flexops": False, **one}) for one in data["results"])
+        return cls(
+            data["date"],
+            data["machine"],
+            data["what"],
+            results,
+            data.get("losses", {}),
+            data.get("absent", {}),
+        )
+
+
+# ---- contenders ----------------------------------------------------------------------------------
+
+
+class Contender:
+    """A model and what makes its steps."""
+
+    def __init__(
+        self, shape: Shape, device: str, *, seed: int = 0, kind: str = "", compiled: bool = False
+    ) -> None:
+        self.model = make_model(shape, device, seed)
+        self.swap: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        started = time.perf_counter()
+        if kind == "Liger":
+            self.swap = _liger(self.model)
+        if kind == "flexops":
+            import flexops
+
+            flexops.patch(self.model)
+            self.optimizer: Any = flexops.optim.AdamW(
+                self.model.parameters(), lr=RATE, state_dtype="param", max_norm=1.0
+            )
+            self.clip: Callable[[], object] = lambda: None
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+            self.clip = functools.partial(
+                torch.nn.utils.clip_grad_norm_, list(self.model.parameters()), 1.0
+            )
+        self.preparation = time.perf_counter() - started
+        self.forward = torch.compile(self.model) if compiled else self.model
+
+    def step(self, batch: Tensor) -> Tensor:
+        with self.swap:
+            loss: Tensor = self.forward(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            self.clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "transformers, torch.compile": {"compiled": True},
+    "Liger": {"kind": "Liger"},
+    "flexops.patch": {"kind": "flexops"},
+    "flexops.patch, torch.compile": {"kind": "flexops", "compiled": True},
+}
+OTHER_SEED = "transformers, another seed"
+
+
+def make_model(shape: Shape, device: str, seed: int) -> Any:
+    """Random weights in bfloat16 (on the CPU in float32), the same for a seed."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise FlexopsError(
+            "the model is one of transformers'", found=str(error), fix="pip install transformers"
+        ) from error
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.inner,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.length,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32).train()
+
+
+def _liger(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Patch a model by Liger, which also changes transformers' module, where the others would meet
+    it: the result puts that there for a while."""
+    import transformers.models.llama.modeling_llama as module
+
+    before = dict(vars(module))
+    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    original = {name: before[name] for name in changed if name in before}
+    vars(module).update(original)
+    return _Swapped(vars(module), changed, original)
+
+
+class _Swapped:
+    """Names of a module, changed inside of ``with``."""
+
+    def __init__(
+        self, names: dict[str, Any], changed: dict[str, Any], original: dict[str, Any]
+    ) -> None:
+        self._names, self._changed, self._original = names, changed, original
+
+    def __enter__(self) -> None:
+        self._names.update(self._changed)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.update(self._original)
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+def text_tokens(count: int, vocabulary: int) -> Tensor:
+    """So many tokens, at least, of the source of Python's standard library, which every Python
+    brings: words, blanks and signs, numbered by how often each occurs; those that are too rare for
+    the vocabulary share a number."""
+    words: list[str] = []
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        words += re.findall(r"\w+|\s+|[^\w\s]", file.read_text(encoding="utf-8", errors="replace"))
+        if len(words) >= 2 * count + 100_000:
+            break
+    numbers = {
+        word: min(rank, vocabulary - 1)
+        for rank, (word, _) in enumerate(Counter(words).most_common())
+    }
+    return torch.tensor([numbers[word] for word in words])
+
+
+def batches(tokens: Tensor, shape: Shape, count: int, device: str) -> list[Tensor]:
+    """The same for every contender: pieces of the text, from anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(
+        0, len(tokens) - shape.length, (count, shape.batch, 1), generator=generator
+    )
+    return list(tokens[starts + torch.arange(shape.length)].to(device))
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def run(
+    shape: Shape,
+    device: str,
+    names: Sequence[str] = (),
+    *,
+    budget: float = 20.0,
+    curve: int = 0,
+    curve_batch: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+) -> Run:
+    """Measure contenders (none named: all that are installed).
+
+    Args:
+        budget: seconds of measuring, all together; 0 for none.
+        curve: steps of a training of each, beside that of a plain model from another seed.
+        curve_batch: sequences a step in these; 0 for the shape's.
+
+    Raises:
+        FlexopsError: transformers is not installed, or a name is no contender's.
+    """
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        raise SettingsError(
+            "there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS)
+        )
+    chosen = {name: CONTENDERS[name] for name in names or CONTENDERS}
+    absent: dict[str, str] = {}
+    if "Liger" in chosen and (missing := _no_liger(device)):
+        absent["Liger"] = missing
+        del chosen["Liger"]
+    tokens = text_tokens(max(8, curve) * shape.batch * shape.length, shape.vocabulary)
+    results = _times(shape, device, chosen, tokens, budget, report) if budget > 0 else ()
+    losses = {}
+    curve_shape = Shape(**{**asdict(shape), "batch": curve_batch or shape.batch})
+    for name, options in {**chosen, OTHER_SEED: {"seed": 1}}.items() if curve else ():
+        report(f"{name}, {curve} steps")
+        losses[name] = _losses(
+            Contender(curve_shape, device, **options), batches(tokens, curve_shape, curve, device)
+        )
+        _release(device)
+    precision = "bfloat16" if device == "cuda" else "float32"
+    what = (
+        f"{shape}, {precision}, AdamW with states of that, clipping; torch {torch.__version__},"
+        f" transformers {_version('transformers')}"
+    )
+    what += f", Liger {_version('liger_kernel')}" if "Liger" in chosen else ""
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return Run(
+        datetime.now(timezone.utc).strftime("%Y-%m-%d"), name, what, tuple(results), losses, absent
+    )
+
+
+def _times(
+    shape: Shape,
+    device: str,
+    chosen: dict[str, dict[str, Any]],
+    tokens: Tensor,
+    budget: float,
+    report: Callable[[str], None],
+) -> Iterator[Result]:
+    data = batches(tokens, shape, 8, device)
+    calls: dict[str, Callable[[], object]] = {}
+    memory: dict[str, float] = {}
+    preparation: dict[str, float] = {}
+    for name, options in chosen.items():
+        report(f"{name}: {shape.layers} layers")
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        contender = Contender(shape, device, **options)
+        contender.step(data[0])  # compiles what there is to compile
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        for batch in data[:2]:
+            contender.step(batch)
+        memory[name] = (
+            (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+        )
+        preparation[name] = contender.preparation
+        calls[name] = _turn(contender, data)
+    report("in turns")
+    for name, seconds in timing.medians(calls, device, ahead=False, budget=budget).items():
+        is_ours = chosen[name].get("kind") == "flexops"
+        yield Result(
+            name,
+            round(1000 * seconds, 2),
+            round(memory[name], 2),
+            is_ours,
+            round(preparation[name], 3),
+        )
+
+
+def _turn(contender: Contender, data: list[Tensor]) -> Callable[[], object]:
+    turns = itertools.cycle(data)
+    return lambda: contender.step(next(turns))
+
+
+def _losses(contender: Contender, data: list[Tensor]) -> list[float]:
+    losses = []
+    for number, batch in enumerate(data):
+        contender.rate(RATE * min(1.0, (number + 1) / WARM_UP))
+        losses.append(contender.step(batch))
+    return [round(value, 4) for value in torch.stack(losses).tolist()]
+
+
+def _no_liger(device: str) -> str:
+    """Why Liger does not take part."""
+    if device != "cuda":
+        return "its kernels need a GPU"
+    try:
+        importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _release(device: str) -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return "?"
+
+
+# ---- telling -------------------------------------------------------------------------------------
+
+
+def mean_distance(losses: dict[str, list[float]], one: str, other: str) -> float:
+    """Of two trainings, how far their losses are apart, step by step, on average."""
+    pairs = list(zip(losses[one], losses[other], strict=True))
+    return math.fsum(abs(a - b) for a, b in pairs) / len(pairs)
+
+
+def lines(run: Run) -> Iterator[str]:
+    """For a terminal."""
+    if run.results:
+        rows = [("", "step", "GiB at the peak", "against the first")]
+        first = run.results[0].milliseconds
+        rows += [
+            (
+                one.name,
+                duration(one.milliseconds / 1000),
+                f"{one.gibibytes:.2f}",
+                ratio(one.milliseconds / first, 2),
+            )
+            for one in run.results
+        ]
+        yield from columns(rows, left=1)
+    for name, losses in run.losses.items():
+        apart = (
+            f", {mean_distance(run.losses, name, 'transformers'):.4f} from transformers' on average"
+            if "transformers" in run.losses
+            else ""
+        )
+        yield f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps{apart}"
+    yield from (f"{name} takes no part: {reason}" for name, reason in run.absent.items())
+    yield f"{run.what}; {run.machine}"
+
+
+def markdown(run: Run) -> Iterator[str]:
+    """Tables, as in docs/benchmarks."""
+    yield f"{run.date}, {run.machine}. {run.what}."
+    if run.results:
+        yield from ("", "| | ms a step | GiB at the peak |", "| --- | ---: | ---: |")
+        yield from (f"| {one.name} | {one.milliseconds} | {one.gibibytes} |" for one in run.results)
+    if run.losses:
+        steps = len(next(iter(run.losses.values())))
+        marks = [mark for mark in (10, 50, 100, 200, 300, 500, 1000) if mark <= steps] or [steps]
+        yield from (
+            "",
+            (
+                f"| mean of ten losses up to step | {' | '.join(map(str, marks))} | distance to"
+                " transformers' |"
+            ),
+        )
+        yield "| --- |" + " ---: |" * (len(marks) + 1)
+        for name, losses in run.losses.items():
+            means = (
+                f"{math.fsum(part) / len(part):.3f}"
+                for mark in marks
+                if (part := losses[max(0, mark - 10) : mark])
+            )
+            apart = (
+                f"{mean_distance(run.losses, name, 'transformers'):.4f}"
+                if "transformers" in run.losses
+                else ""
+            )
+            yield f"| {name} | {' | '.join(means)} | {apart} |"
+    yield from (f"\n{name} took no part: {reason}" for name, reason in run.absent.items())

@@ -1,0 +1,82 @@
+"""The ladder as a chart."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from pathlib import Path
+
+from flexops.bench.text import duration
+from flexops.errors import FlexopsError
+
+from .build_ladder import Ladder
+
+_COLOURS = {"torch": "#9aa5b1", "flexops": "#1f6feb"}
+
+
+def check(file: Path) -> None:
+    """Raises ``FlexopsError`` if no chart could be written there: better said before minutes of
+    measuring than after them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise FlexopsError(
+            "a chart needs matplotlib",
+            found="no matplotlib in this environment",
+            fix="pip install matplotlib",
+        )
+    if file.suffix not in (".png", ".svg", ".pdf") or not file.absolute().parent.is_dir():
+        raise FlexopsError(
+            "the chart cannot be written",
+            found=str(file),
+            required="a .png, .svg or .pdf in a writable directory",
+        )
+
+
+def save(ladder: Ladder, file: Path) -> None:
+    """Draw the measured rungs as bars on a logarithmic axis; the file's suffix chooses the format
+    (.png, .svg, .pdf).
+
+    Raises:
+        FlexopsError: matplotlib is not installed, or the file cannot be written.
+    """
+    check(file)
+    from matplotlib.figure import Figure
+
+    measured = [
+        (item, item.seconds)
+        for item in ladder.measurements
+        if item.seconds is not None and not item.rung.family
+    ]
+    figure = Figure(figsize=(10, 0.45 * len(measured) + 1.8), layout="constrained")
+    axes = figure.add_subplot()
+    positions = range(len(measured))
+    bars = axes.barh(
+        positions,
+        [seconds for _, seconds in measured],
+        color=[_COLOURS[item.rung.side] for item, _ in measured],
+    )
+    axes.bar_label(bars, labels=[duration(seconds) for _, seconds in measured], padding=4)
+    axes.set_yticks(positions, [f"{item.rung.side}: {item.rung.label}" for item, _ in measured])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.set_xlabel("seconds (logarithmic)")
+    axes.set_title(
+        f"One CUDA op ({ladder.op}) from source to loaded, architecture {ladder.architecture}",
+        loc="left",
+    )
+    figure.supxlabel(
+        "\n".join(textwrap.wrap(str(ladder.machine), 150)),
+        fontsize=7,
+        color="#57606a",
+        x=0.01,
+        ha="left",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise FlexopsError(
+            "the chart cannot be written",
+            found=f"{file}: {error}",
+            required="a .png, .svg or .pdf in a writable directory",
+        ) from error

@@ -1,0 +1,1 @@
+"""The commands. Only these modules print."""

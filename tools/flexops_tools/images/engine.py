@@ -1,0 +1,72 @@
+"""The container engine: reaching it through the docker SDK, and what its refusals mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexops.errors import ImageError
+
+from .. import with_extra
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+GET_ONE = (
+    "sudo apt-get install -y docker.io && sudo systemctl start docker   # or export"
+    " DOCKER_HOST=unix://… of an engine that runs elsewhere"
+)
+_TIMEOUT = 600
+
+
+class NoSdk(ImageError):
+    """The docker SDK for Python is not installed."""
+
+
+def connect() -> DockerClient:
+    """A client of the engine that the environment names (``DOCKER_HOST``), which answers.
+
+    Raises:
+        ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the mend.
+    """
+    try:
+        # Not `import docker`: in a checkout without the SDK that succeeds, and is the folder
+        # docker/.
+        from docker import DockerClient
+        from docker.errors import DockerException
+    except ImportError as error:
+        raise NoSdk(
+            "this needs the docker SDK for Python",
+            found=str(error),
+            fix=with_extra("images"),
+        ) from error
+    try:
+        client = DockerClient.from_env(timeout=_TIMEOUT)
+        client.ping()
+    except DockerException as error:
+        raise unreachable(str(error)) from error
+    return client
+
+
+def unreachable(message: str) -> ImageError:
+    """Why no engine can be used, told from what the SDK says."""
+    if "Permission denied" in message or "PermissionError" in message:
+        return ImageError(
+            "this user may not use the container engine",
+            found=message,
+            required="membership in the group docker, or a rootless engine",
+            fix="sudo usermod -aG docker $USER && newgrp docker",
+        )
+    return ImageError(
+        "no container engine answers", found=message, required="a running engine", fix=GET_ONE
+    )
+
+
+def engine_root(client: DockerClient) -> str:
+    """Where the engine keeps its images."""
+    return str(information(client).get("DockerRootDir", ""))
+
+
+def information(client: DockerClient) -> dict[str, Any]:
+    """What the engine says about itself."""
+    found: dict[str, Any] = client.info()
+    return found
