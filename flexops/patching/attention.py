@@ -4,8 +4,11 @@ or not."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import re
+import textwrap
 import types
 from typing import Any
 
@@ -338,23 +341,6 @@ def _as_numbers(
 # ---- switching a model over ----------------------------------------------------------------------
 
 _BEFORE = "_flexops_attention_before"
-MODELS = frozenset(
-    f"transformers.models.{model}.modeling_{model}.{name}"
-    for model, name in (
-        ("llama", "LlamaModel"),
-        ("mistral", "MistralModel"),
-        ("qwen2", "Qwen2Model"),
-        ("qwen3", "Qwen3Model"),
-        ("gemma2", "Gemma2Model"),
-        ("gemma3", "Gemma3TextModel"),
-        ("phi", "PhiModel"),
-        ("phi3", "Phi3Model"),
-        ("gpt_neox", "GPTNeoXModel"),
-        ("bert", "BertModel"),
-        ("vit", "ViTModel"),
-    )
-)
-"""Base models whose masks and attention go through transformers' interfaces, and nowhere else."""
 _REPLACEABLE = ("sdpa", "eager", NAME)
 _verdicts: dict[type, str] = {}
 
@@ -372,7 +358,8 @@ def switch(module: nn.Module, reason: str) -> Row | None:
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
-            model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
+            if _only_makes_masks(type(model)):
+                model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
     return Row(
         cls.__name__,
@@ -381,6 +368,33 @@ def switch(module: nn.Module, reason: str) -> Row | None:
         not reason,
         reason,
     )
+
+
+@functools.cache
+def _only_makes_masks(cls: Any) -> bool:
+    """Whether a model reads its ``attention_mask`` only to have transformers make a mask of it."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    makes = [node for node in ast.walk(tree) if _makes_mask(node)]
+    allowed = {id(one) for node in makes for one in ast.walk(node)}
+    reads = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == "attention_mask"
+    ]
+    return bool(reads) and all(id(node) in allowed for node in reads)
+
+
+def _makes_mask(node: ast.AST) -> bool:
+    """A call of one of transformers' functions for masks, or a part of its arguments."""
+    if isinstance(node, ast.Dict):
+        return "attention_mask" in [getattr(key, "value", None) for key in node.keys]
+    if not isinstance(node, ast.Call):
+        return False
+    name = str(getattr(node.func, "id", getattr(node.func, "attr", "")))
+    return re.fullmatch(r"_?create_\w*masks?|mask_function|isinstance", name) is not None
 
 
 def is_switched(model: Any) -> bool:
@@ -403,7 +417,12 @@ def _attention_of(model: Any) -> Any:
         getattr(model, "base_model", None)
     ) != id(model):
         return None
-    return next((part for part in model.modules() if eager_of(type(part)) is not None), None)
+    return next((part for part in model.modules() if _is_attention_of(part, model)), None)
+
+
+def _is_attention_of(part: Any, model: Any) -> bool:
+    """Whether it looks its function up in the model's config: a wrapper's models have their own."""
+    return eager_of(type(part)) is not None and getattr(part, "config", None) is model.config
 
 
 def eager_of(cls: Any) -> Any:
@@ -415,8 +434,8 @@ def eager_of(cls: Any) -> Any:
 
 
 def _refusal(model: Any, part: Any) -> str:
-    if f"{type(model).__module__}.{type(model).__qualname__}" not in MODELS:
-        return "flexops does not know this model's attention"
+    if not type(model).__module__.startswith("transformers.models."):
+        return "its code is not transformers' own"
     if model.config._attn_implementation not in _REPLACEABLE:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:

@@ -20,6 +20,8 @@ from ..ops._register import references_only
 
 Swap = list[tuple[nn.Module, Any]]
 """Modules, and what becomes their ``forward``."""
+Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A small module with arguments for it."""
 
 WIDTH, INNER, CLASSES, LENGTH = 8, 12, 13, 5
 _NOT_COPIED = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
@@ -28,7 +30,13 @@ _TOLERANCE = 1e-4
 
 def bare(module: nn.Module, **children: Any) -> Any:
     """A module of the same class with the same settings, and these children and parameters."""
-    made = type(module).__new__(type(module))
+    # FSDP2 puts classes of its own before a module's, which cannot be copied
+    cls = next(
+        one
+        for one in type(module).__mro__
+        if "__deepcopy__" not in one.__dict__ and not one.__module__.startswith("torch.distributed")
+    )
+    made: Any = object.__new__(cls)
     nn.Module.__init__(made)
     made.__dict__.update(
         {name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED}
@@ -58,19 +66,8 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, device="cpu", dtype=torch.float32) * 0.5)
 
 
-class Attention(nn.Module):
-    """Stands for a layer's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = linear(WIDTH, WIDTH)
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return self.projection(hidden_states), None
-
-
 class Base(nn.Module):
-    """Stands for the model below a language model's head."""
+    """Stands for a model, or a part of one, below a language model's head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,10 +76,19 @@ class Base(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+    def forward(self, input_ids: Any = None, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=self.embedding(input_ids))
+        class Output(BaseModelOutputWithPast):
+            """With whatever a wrapper asks its model for."""
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+
+        if not isinstance(input_ids, Tensor):
+            input_ids = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
+        return Output(last_hidden_state=self.embedding(input_ids.long()))
 
 
 @contextlib.contextmanager
@@ -104,6 +110,7 @@ def _undisturbed() -> Iterator[None]:
 def disagreement(
     make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]],
     swap: Callable[[nn.Module], Swap],
+    half: bool = False,
 ) -> str:
     """What differs between a miniature and the same with its ``forward`` swapped, result or
     gradients; "" if nothing does.
@@ -111,6 +118,7 @@ def disagreement(
     Args:
         make: gives a miniature, and arguments for it.
         swap: gives the replacements for it.
+        half: compare the results in bfloat16, too.
     """
     try:
         with _undisturbed():
@@ -120,6 +128,9 @@ def disagreement(
             for part, forward in swap(other):
                 part.forward = forward
             actual = _run(other, args, kwargs)
+            if half:
+                expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
+                actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
     except Exception as error:  # whatever another release's code may raise
         return (
             f"its code did not run on a small input: {type(error).__name__}:"
@@ -128,9 +139,18 @@ def disagreement(
     if len(expected) != len(actual):
         return "on a small input it gives other tensors than the replacement"
     for a, b in zip(actual, expected, strict=True):
-        if a.shape != b.shape or not torch.allclose(a, b, _TOLERANCE, _TOLERANCE):
+        if a.dtype != b.dtype:
+            return f"it gives {b.dtype}, and the replacement {a.dtype}"
+        rounding = _TOLERANCE if a.dtype == torch.float32 else 0.03
+        if a.shape != b.shape or not torch.allclose(a, b, rounding, rounding):
             return "on a small input it computes something else than the replacement"
     return ""
+
+
+def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+    )
 
 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -154,7 +174,8 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     sources = [
         x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad
     ]
-    gradients = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
+    total = (output.float() * weights).sum()
+    gradients = torch.autograd.grad(total, sources, allow_unused=True)
     return [
         output.detach(),
         *(

@@ -1,0 +1,142 @@
+"""What ``flexops.patch`` replaces in each text and vision-language type of transformers:
+``python tests/models/zoo.py`` writes the table of docs/models.md, ``--why TYPE`` reports on one."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+
+import flexops
+
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("vocab_size", "n_positions"), 97),
+    **{"head_dim": 16, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+}
+"""What is set of a config, where it has it."""
+LIGER = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 gemma gemma2 gemma3_text gemma3 gemma4_text gemma4 glm4"
+    " glm4v glm4v_moe gpt_oss internvl llama llama4_text llama4 llava granite mllama"
+    " mllama_text_model ministral mistral mixtral muse_glimmer nemotron olmo2 pixtral olmo3 qwen2"
+    " qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_next qwen3_5"
+    " qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_vl qwen3_vl_text qwen3_vl_moe"
+    " qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe"
+    " exaone4"
+).split()
+"""The types of Liger's table."""
+_AUTO = (
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+TYPES = sorted({*LIGER, *(name for mapping in _AUTO for name in mapping)})
+PARTS = ("norms", "rope", "activations", "attention", "loss", "residuals")
+_OPERATORS = {
+    "norms": r"\b(rms|layer)_norm",
+    "rope": "rotary",
+    "activations": "glu_linear|bias_",
+    "attention": "^attention",
+    "loss": "cross_entropy",
+    "residuals": "^add_",
+}
+
+
+def config_of(name: str) -> Any:
+    return transformers.CONFIG_MAPPING[name]()
+
+
+def shrink(config: Any) -> Any:
+    for value in list(vars(config).values()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            shrink(value)
+    for name, value in SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, value)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        config.layer_types = [kinds[0], kinds[-1]]
+    return config
+
+
+def few_layers(config: Any) -> Any:
+    for value in list(vars(config).values()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            few_layers(value)
+    for name in SMALL:
+        many = getattr(config, name, None)
+        if re.search("layer|depth", name) and isinstance(many, int):
+            kinds = getattr(config, "layer_types", None)
+            setattr(config, name, min(many, 8))
+            if kinds and len(kinds) > 8:
+                config.layer_types = kinds[:8]
+    return config
+
+
+def class_of(config: Any) -> Any:
+    for mapping in _AUTO:
+        kind = mapping.get(config.model_type)
+        if kind:
+            return getattr(transformers, kind if isinstance(kind, str) else kind[0])
+    return transformers.AutoModel._model_mapping[type(config)]
+
+
+def on_meta(name: str) -> Any:
+    """The model of the type's own sizes, with few layers."""
+    config = few_layers(config_of(name))
+    with torch.device("meta"):
+        return class_of(config)(config)
+
+
+def table() -> str:
+    lines = ["| type | norm | rotary | MLP | attention | loss | residual |", "|" + " --- |" * 7]
+    for name in TYPES:
+        try:
+            report = flexops.patch(on_meta(name))
+        except Exception as error:
+            print(name, type(error).__name__, str(error)[:90].replace("\n", " "), file=sys.stderr)
+            continue
+        cells = [cell(report, part) for part in PARTS]
+        lines.append(f"| {name}{' *' if name in LIGER else ''} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(report: Any, part: str) -> str:
+    """What is replaced, "partly" where not all of it is, "left" where none is, "-" without any."""
+    rows = [row for row in report.rows if re.search(_OPERATORS[part], row.operator)]
+    found = sorted({row.operator for row in rows if row.swapped})
+    left = [row for row in rows if not row.swapped]
+    if not rows:
+        return "-"
+    if not found:
+        return "left"
+    return ("partly " if left else "") + ", ".join(found)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if sys.argv[1:2] == ["--why"]:
+        for kind in sys.argv[2:]:
+            print(flexops.patch(on_meta(kind)))
+    else:
+        page = Path(__file__).parents[2] / "docs" / "models.md"
+        before, mark, _ = page.read_text().partition("<!-- table -->\n")
+        page.write_text(f"{before}{mark}\n{table()}\n")
