@@ -355,10 +355,11 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     cls = type(part)
     reason = reason or _refusal(model, part)
     if not reason:
+        kind: Any = type(model)
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
-            if _only_makes_masks(type(model)):
+            if _only_makes_masks(kind):
                 model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
     return Row(

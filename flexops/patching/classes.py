@@ -59,14 +59,11 @@ def _module(name: str) -> str | None:
             "an architecture's name is one of transformers' models, which is not installed",
             fix="pip install transformers",
         )
-    from transformers.models.auto.configuration_auto import (
-        CONFIG_MAPPING_NAMES,
-        model_type_to_module_name,
-    )
+    from transformers.models.auto import configuration_auto as auto
 
-    folder = model_type_to_module_name(name)
+    folder = auto.model_type_to_module_name(name)
     qualified = f"transformers.models.{folder}.modeling_{folder}"
-    known = name in CONFIG_MAPPING_NAMES or name == folder
+    known = name in auto.CONFIG_MAPPING or name == folder
     try:
         return qualified if known and importlib.util.find_spec(qualified) else None
     except ImportError:

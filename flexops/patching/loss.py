@@ -12,33 +12,43 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import hears_of_parameters_only, is_unheard, tree_map
+from .._torch import hears_of_parameters_only, is_unheard, product_dtype, tree_map
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import plain
+from .linears import DTYPES
 
 _DEFERS = "_flexops_defers"
+_CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, eq=False)
 class Logits:
-    """``cap(scale * linear(x, weight, bias))``, not computed yet."""
+    """``cap(scale * linear(x, weight, bias))``, not computed yet.
 
-    def __init__(
-        self, head: Any, x: Tensor, scale: float = 1.0, softcap: float = 0.0, inside: bool = False
-    ) -> None:
-        self.head, self.x, self.scale, self.softcap = head, x, scale, softcap
-        self.inside = inside  # after a soft cap's tanh, before its product
+    Attributes:
+        head: the linear layer.
+        x: its input.
+        dtype: what the logits were converted to; the loss is computed in float32 in any case.
+        scale, softcap: of the logits; a soft cap of 0 is none.
+        inside: they are after a soft cap's tanh, and before its product.
+    """
+
+    head: Any
+    x: Tensor
+    dtype: torch.dtype
+    scale: float = 1.0
+    softcap: float = 0.0
+    inside: bool = False
 
     def _with(self, **changes: Any) -> Logits:
-        made = Logits(self.head, self.x, self.scale, self.softcap, self.inside)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
+        return replace(self, **changes)
 
     # ---- what tensors have -----------------------------------------------------------------------
 
@@ -50,25 +60,20 @@ class Logits:
     def device(self) -> torch.device:
         return self.x.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         return self.x.dim()
 
-    def float(self) -> Logits:
-        return self
-
     def contiguous(self) -> Logits:
         return self
 
-    def to(self, *_: Any, **__: Any) -> Any:
-        """Of devices and dtypes there is one choice: the loss is float32 in any case."""
-        return self
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        like = self.x.new_empty(0, dtype=self.dtype).to(*args, **kwargs)
+        if like.device == self.device and like.dtype in DTYPES:
+            return self._with(dtype=like.dtype)
+        return self.tensor().to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if isinstance(shape[0], (tuple, list, torch.Size)) else shape
@@ -84,10 +89,10 @@ class Logits:
         whole = slice(None)
         if parts[0] is Ellipsis and parts[-1] == whole and len(parts) > 1:
             return self._with(x=self.x[index])
-        rows = [part for part in parts if part is not Ellipsis]
-        if len(rows) == len(parts) and (len(parts) < self.dim() or parts[-1] == whole):
-            if len(parts) > 1 or not isinstance(index, Tensor) or index.dim() < self.dim():
-                return self._with(x=self.x[index])
+        of_rows = len(parts) < self.dim() or parts[-1] == whole
+        flat = len(parts) == 1 and isinstance(index, Tensor) and index.dim() >= self.dim()
+        if of_rows and not flat and all(part is not Ellipsis for part in parts):
+            return self._with(x=self.x[index])
         return self.tensor()[index]
 
     def __mul__(self, factor: Any) -> Any:
@@ -112,18 +117,21 @@ class Logits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in _CONVERSIONS:
+            return functools.partial(self.to, _CONVERSIONS[name])
         return getattr(self.tensor(), name)
 
     # ---- what is computed ------------------------------------------------------------------------
 
     def tensor(self) -> Tensor:
         """The logits after all."""
-        y = self.head(self.x, skip_logits=False)
+        y = self.head(self.x, skip_logits=False).to(self.dtype)
         if self.inside:
             return torch.tanh(y * self.scale)
         if self.softcap:
             return torch.tanh(y * (self.scale / self.softcap)) * self.softcap
-        return y if self.scale == 1.0 else y * self.scale
+        scaled: Tensor = y if self.scale == 1.0 else y * self.scale
+        return scaled
 
     def cross_entropy(
         self,
@@ -183,7 +191,7 @@ def head(
             **options,
         )  # fmt: skip
     if skip_logits and module.__dict__.get(_DEFERS):
-        return Logits(module, x)
+        return Logits(module, x, product_dtype(x))
     return plain(module, x)
 
 

@@ -39,7 +39,11 @@ def bare(module: nn.Module, **children: Any) -> Any:
     made: Any = object.__new__(cls)
     nn.Module.__init__(made)
     made.__dict__.update(
-        {name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED}
+        {
+            name: value
+            for name, value in module.__dict__.items()
+            if name not in _NOT_COPIED and not name.startswith("__")  # FSDP2's state, say
+        }
     )
     for name, value in children.items():
         setattr(made, name, value)

@@ -39,7 +39,7 @@ def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
 def _neighbours(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     """Pairs are neighbours, and so are the tables' equal numbers."""
     if dim == 2:
-        q, k = _neighbours(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 1, None)
+        q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
         return q.transpose(1, 2), k.transpose(1, 2)
     return rotary_embedding(q, k, cos, sin, interleaved=True)
 
@@ -47,8 +47,8 @@ def _neighbours(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
 def _neighbours_of_halves(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     """The same with the tables of :func:`_half`."""
     half = cos.shape[-1] // 2
-    tables = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
-    return _neighbours(q, k, *tables, dim, None)
+    cos, sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
+    return _neighbours(q, k, cos, sin, dim, None)
 
 
 def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
@@ -59,9 +59,8 @@ def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
 
 def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     """The tables have each number once: gpt-oss."""
-    return apply_rotary_pos_emb(
-        q, k, *(torch.cat([table, table], -1) for table in (cos, sin)), unsqueeze_dim=dim
-    )
+    cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
+    return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 
 def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
@@ -126,7 +125,7 @@ def original(module: Any) -> Any:
     if isinstance(module, Rotation):
         return module.function
     cls = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-    found = _original(cls.__dict__["forward"])
+    found: Any = _original(cls.__dict__["forward"])
     return found[1] if found else None
 
 
@@ -139,10 +138,9 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | kwargs
-        q, k, cos, sin, at, sections = (
-            given.get(slots.get(name, ""), default)
-            for name, default in zip(_NAMES, (None, None, None, None, dim, None), strict=True)
-        )
+        found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
+        q, k, cos, sin, at, sections = found
+        at = dim if at is None else at
         if alone:
             return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
         return ours(q, k, cos, sin, at, sections)

@@ -28,18 +28,24 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
     **dict.fromkeys(("vocab_size", "n_positions"), 97),
-    **{"head_dim": 16, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+    "head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
 }
 """What is set of a config, where it has it."""
-LIGER = (
-    "deepseek_v2 deepseek_v3 deepseek_v4 gemma gemma2 gemma3_text gemma3 gemma4_text gemma4 glm4"
-    " glm4v glm4v_moe gpt_oss internvl llama llama4_text llama4 llava granite mllama"
-    " mllama_text_model ministral mistral mixtral muse_glimmer nemotron olmo2 pixtral olmo3 qwen2"
-    " qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_next qwen3_5"
-    " qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_vl qwen3_vl_text qwen3_vl_moe"
-    " qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe"
-    " exaone4"
-).split()
+LIGER = frozenset(
+    (
+        "deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma", "gemma2", "gemma3_text", "gemma3",
+        "gemma4_text", "gemma4", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl", "llama",
+        "llama4_text", "llama4", "llava", "granite", "mllama", "mllama_text_model", "ministral",
+        "mistral", "mixtral", "muse_glimmer", "nemotron", "olmo2", "pixtral", "olmo3", "qwen2",
+        "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl",
+        "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma",
+        "falcon_h1", "smolvlm", "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4"
+    )
+)  # fmt: skip
 """The types of Liger's table."""
 _AUTO = (
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
