@@ -210,7 +210,9 @@ def _verdict(module: nn.Module, pattern: Pattern, candidates: list[Candidate]) -
     first = ""
     for index, (_, swap, *own) in enumerate(candidates):
         make = own[0] if own else functools.partial(pattern.miniature, module)
-        reason = disagreement(make, swap, half=pattern.part in ("norms", "activations"))
+        half = pattern.part in ("norms", "activations")
+        without = "logits" if pattern.part == "loss" else ""
+        reason = disagreement(make, swap, half, without)
         if not reason:
             return index, ""
         first = first or reason

@@ -30,12 +30,13 @@ _CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, eq=False)
 class Logits:
-    """``cap(scale * linear(x, weight, bias))``, not computed yet.
+    """``cap(scale * (linear(x, weight) + bias))``, not computed yet.
 
     Attributes:
         head: the linear layer.
         x: its input.
         dtype: what the logits were converted to; the loss is computed in float32 in any case.
+        bias: what was added to the head's result, ``[classes]``.
         scale, softcap: of the logits; a soft cap of 0 is none.
         inside: they are after a soft cap's tanh, and before its product.
     """
@@ -43,6 +44,7 @@ class Logits:
     head: Any
     x: Tensor
     dtype: torch.dtype
+    bias: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0
     inside: bool = False
@@ -111,6 +113,12 @@ class Logits:
             return self.tensor() / divisor
         return self * (1.0 / divisor)
 
+    def __add__(self, bias: Any) -> Any:
+        first = isinstance(bias, Tensor) and bias.numel() == bias.shape[-1] == self.shape[-1]
+        if not first or self.bias is not None or self.scale != 1.0 or self.softcap or self.inside:
+            return self.tensor() + bias
+        return self._with(bias=bias.flatten())
+
     def tanh(self) -> Any:
         return self.tensor().tanh() if self.softcap or self.inside else self._with(inside=True)
 
@@ -125,7 +133,8 @@ class Logits:
 
     def tensor(self) -> Tensor:
         """The logits after all."""
-        y = self.head(self.x, skip_logits=False).to(self.dtype)
+        y = self.head(self.x, skip_logits=False)
+        y = (y if self.bias is None else y + self.bias).to(self.dtype)
         if self.inside:
             return torch.tanh(y * self.scale)
         if self.softcap:
@@ -153,7 +162,7 @@ class Logits:
         options |= {"softcap": self.softcap} if self.softcap else {}
         options |= {"label_smoothing": label_smoothing} if label_smoothing else {}
         x = self.x if self.scale == 1.0 else self.x * self.scale
-        loss: Tensor = self.head(x, target=target, scale=self.scale, **options)
+        loss: Tensor = self.head(x, target=target, bias=self.bias, scale=self.scale, **options)
         return loss
 
     @classmethod
@@ -178,6 +187,7 @@ def head(
     x: Tensor,
     *,
     target: Tensor | None = None,
+    bias: Tensor | None = None,
     scale: float = 1.0,
     skip_logits: bool = True,
     **options: Any,
@@ -185,11 +195,9 @@ def head(
     """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's
     hooks have gathered the layer's parameters."""
     if target is not None:
-        bias = module.bias
-        return linear_cross_entropy(
-            x, module.weight, target, bias if bias is None or scale == 1.0 else bias * scale,
-            **options,
-        )  # fmt: skip
+        biases = [one for one in (module.bias, bias) if one is not None]
+        total = sum(biases[1:], biases[0]) * scale if biases else None
+        return linear_cross_entropy(x, module.weight, target, total, **options)
     if skip_logits and module.__dict__.get(_DEFERS):
         return Logits(module, x, product_dtype(x))
     return plain(module, x)

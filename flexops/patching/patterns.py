@@ -404,45 +404,55 @@ def _loss_candidates(_: Any) -> Iterator[Candidate]:
     yield "linear_cross_entropy", loss.swap
 
 
-def _small_config(config: Any) -> Any:
+def _small_config(config: Any, classes: int) -> Any:
     made = copy.copy(config)
     for name, value in vars(config).items():
-        if name.endswith("_config") and hasattr(value, "to_dict"):
-            setattr(made, name, _small_config(value))
-        elif name == "vocab_size":
-            made.vocab_size = CLASSES
+        if hasattr(value, "to_dict"):
+            setattr(made, name, _small_config(value, classes))
+        elif value == classes and type(value) is int:
+            setattr(made, name, CLASSES)
+    if getattr(made, "is_encoder_decoder", False):
+        made.decoder_start_token_id = made.pad_token_id = 0
     return made
 
 
-def _around_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
+def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     """A small copy of what is between a model and its head."""
+    if module is None:
+        return None
     if module is head:
         return linear(WIDTH, CLASSES, head)
+    parts = list(module.modules())
+    if not any(part is head for part in parts) and any(
+        isinstance(part, (nn.Embedding, nn.ModuleList)) for part in parts
+    ):
+        return Base(module)
     if is_linear(module):
         return linear(WIDTH, WIDTH, module)
     if looks_like_norm(module):
         return tiny_norm(module)
-    parts = {name: _around_head(one, head, sizes) for name, one in module._modules.items()}
-    parts |= {
-        name: None if one is None else parameter(*(sizes.get(n, WIDTH) for n in one.shape))
-        for name, one in module._parameters.items()
-    }
-    return bare(module, **parts)
-
-
-def _tiny_model(module: Any) -> Miniature:
-    head, parts = module.get_output_embeddings(), {}
-    sizes = {head.out_features: CLASSES, head.in_features: WIDTH}
-    for name, one in module._modules.items():
-        on_the_way = one is not None and any(part is head for part in one.modules())
-        parts[name] = _around_head(one, head, sizes) if on_the_way else Base()
-    made = bare(module, config=_small_config(module.config), **parts)
+    made = bare(
+        module,
+        **{name: _below_head(one, head, sizes) for name, one in module._modules.items()},
+        **{
+            name: None if one is None else parameter(*(sizes.get(n, WIDTH) for n in one.shape))
+            for name, one in module._parameters.items()
+        },
+    )
     for name, one in module._buffers.items():
         shape = () if one is None else (sizes.get(n, n) for n in one.shape)
         made.register_buffer(name, None if one is None else torch.zeros(*shape, device="cpu"))
-    for name in ("vocab_size", "num_labels"):
-        if vars(made).get(name) == head.out_features:
+    for name, value in vars(module).items():
+        if value == head.out_features and type(value) is int:
             setattr(made, name, CLASSES)
+    if "config" in vars(module):
+        made.config = _small_config(module.config, head.out_features)
+    return made
+
+
+def _tiny_model(module: Any) -> Miniature:
+    head = module.get_output_embeddings()
+    made = _below_head(module, head, {head.out_features: CLASSES, head.in_features: WIDTH})
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
     labels = tokens.clone()
     labels[0, 2] = -100

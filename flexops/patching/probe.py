@@ -71,11 +71,17 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Base(nn.Module):
-    """Stands for a model, or a part of one, below a language model's head."""
+    """Stands for a model, or a part of one, below a language model's head; and for its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: Any) -> None:
         super().__init__()
+        self.parts = frozenset(name for one in real.modules() for name in one._modules)
+        numbers = {name: value for name, value in vars(real).items() if type(value) in (int, float)}
+        self.__dict__.update(numbers)
         self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name in self.__dict__.get("parts", ()) else super().__getattr__(name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -115,6 +121,7 @@ def disagreement(
     make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]],
     swap: Callable[[nn.Module], Swap],
     half: bool = False,
+    without: str = "",
 ) -> str:
     """What differs between a miniature and the same with its ``forward`` swapped, result or
     gradients; "" if nothing does.
@@ -123,6 +130,7 @@ def disagreement(
         make: gives a miniature, and arguments for it.
         swap: gives the replacements for it.
         half: compare the results in bfloat16, too.
+        without: the output that the replacement must not compute.
     """
     try:
         with _undisturbed():
@@ -131,7 +139,7 @@ def disagreement(
             other = copy.deepcopy(module)
             for part, forward in swap(other):
                 part.forward = forward
-            actual = _run(other, args, kwargs)
+            actual = _run(other, args, kwargs, without)
             if half:
                 expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
                 actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
@@ -157,7 +165,9 @@ def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _run(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without: str = ""
+) -> list[Tensor]:
     inputs = [
         (
             x.detach().clone().requires_grad_()
@@ -167,6 +177,8 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for x in args
     ]
     result = module(*inputs, **kwargs)
+    if without and result.get(without) is not None:
+        raise RuntimeError(f"the replacement has {without}, too")
     output = (
         result
         if isinstance(result, Tensor)

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto as auto
 
 import flexops
 
+_GROUPED = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
+    **dict.fromkeys(_GROUPED, 2),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
     **dict.fromkeys(("vocab_size", "n_positions"), 97),
@@ -32,6 +33,7 @@ SMALL: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "pad_token_id": 0,
+    "sliding_window": 6,
 }
 """What is set of a config, where it has it."""
 LIGER = frozenset(
@@ -49,9 +51,9 @@ LIGER = frozenset(
 """The types of Liger's table."""
 _AUTO = (
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 TYPES = sorted({*LIGER, *(name for mapping in _AUTO for name in mapping)})
 PARTS = ("norms", "rope", "activations", "attention", "loss", "residuals")
@@ -65,34 +67,66 @@ _OPERATORS = {
 }
 
 
-def config_of(name: str) -> Any:
-    return transformers.CONFIG_MAPPING[name]()
+MROPE = re.compile(
+    "qwen2_vl|qwen2_5_vl|qwen2_5_omni|paddleocr_vl|glm4v|glm46v|glm_ocr|glmga|ernie4_5_vl"
+)
+_START = {"decoder_start_token_id": 0}
+_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+CHANGES: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "t5": _START,
+    "longt5": _START,
+    "switch_transformers": _START,
+    "smolvlm": {"pad_token_id": 0},
+    "idefics3": {"pad_token_id": 0},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "falcon_h1": _MAMBA,
+}
+"""What a type's config requires besides."""
 
 
-def shrink(config: Any) -> Any:
-    for value in list(vars(config).values()):
-        if isinstance(value, transformers.PreTrainedConfig):
-            shrink(value)
-    for name, value in SMALL.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, value)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        config.layer_types = [kinds[0], kinds[-1]]
-    return config
+def tiny_config(cls: Any, name: str) -> Any:
+    """A config made with small numbers where it has any."""
+    default = cls()
+    own = vars(default) | {key: getattr(default, key) for key in default.attribute_map}
+    given = {key: value for key, value in SMALL.items() if isinstance(own.get(key), int)}
+    parts = {key: one for key, one in own.items() if isinstance(one, transformers.PreTrainedConfig)}
+    given |= {key: tiny_config(type(one), name) for key, one in parts.items()}
+    kinds = own.get("layer_types")
+    if kinds and "layer_types" not in default.attribute_map:
+        given["layer_types"] = [kinds[0], kinds[-1]]
+    if "qk_rope_head_dim" in own:
+        given = {key: one for key, one in given.items() if key not in ("head_dim", *_GROUPED)}
+    if MROPE.match(name) and "rope_parameters" in own:
+        few = [1, 1, 2] if "moe" in name else [2, 3, 3]
+        given["rope_parameters"] = {**default.rope_parameters, "mrope_section": few}
+    given |= CHANGES.get(name, {})
+    return cls(**given)
 
 
-def few_layers(config: Any) -> Any:
-    for value in list(vars(config).values()):
-        if isinstance(value, transformers.PreTrainedConfig):
-            few_layers(value)
-    for name in SMALL:
-        many = getattr(config, name, None)
-        if re.search("layer|depth", name) and isinstance(many, int):
-            kinds = getattr(config, "layer_types", None)
-            setattr(config, name, min(many, 8))
-            if kinds and len(kinds) > 8:
-                config.layer_types = kinds[:8]
+def large_config(name: str) -> Any:
+    """A config of the type's own sizes, with few layers."""
+
+    def shorten(config: Any) -> Any:
+        for value in list(vars(config).values()):
+            if isinstance(value, transformers.PreTrainedConfig):
+                shorten(value)
+        for key in SMALL:
+            many = vars(config).get(key)
+            if re.search("layer|depth", key) and isinstance(many, int):
+                kinds = vars(config).get("layer_types")
+                setattr(config, key, min(many, 8))
+                if kinds and len(kinds) > 8:
+                    config.layer_types = kinds[:8]
+        return config
+
+    config = shorten(transformers.CONFIG_MAPPING[name]())
+    for key, value in CHANGES.get(name, {}).items():
+        setattr(config, key, value)
     return config
 
 
@@ -106,7 +140,7 @@ def class_of(config: Any) -> Any:
 
 def on_meta(name: str) -> Any:
     """The model of the type's own sizes, with few layers."""
-    config = few_layers(config_of(name))
+    config = large_config(name)
     with torch.device("meta"):
         return class_of(config)(config)
 
