@@ -16,8 +16,8 @@ from . import attention as attending
 from . import projections as projecting
 from . import residuals as adding
 from . import torch_modules
-from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern, own_class
-from .probe import Swap, disagreement
+from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
+from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
 
 _verdicts: dict[Any, tuple[int, str]] = {}
@@ -156,7 +156,7 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
     switched = attending.switch(module, "" if wanted["attention"] else "attention=False")
     if switched is not None:
         yield switched
-    found, name = _find(module), own_class(module).__name__
+    found, name = _find(module), class_of(module).__name__
     if not found:
         reason = _unknown(module)
         if reason:
@@ -192,12 +192,13 @@ def _covered(module: nn.Module) -> set[int]:
 def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
     """The operator, the replacement, and why it is none."""
     present = module.__dict__.get("forward")
-    reason = pattern.refuse(module)
+    cls = own_class(module)
+    code = cls.__dict__["forward"]
+    reason = foreign(cls) or foreign(code) or pattern.refuse(module)
     if present is not None and not is_ours(present):
         reason = "its forward was replaced before, by something else"
     if reason:
         return pattern.operator, None, reason
-    code = own_class(module).__dict__["forward"]
     key = (pattern.part, type(module), code, pattern.key(module))
     candidates = list(pattern.candidates(module))
     if key not in _verdicts:
@@ -240,6 +241,7 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     if reason is None:
         return
     linears = tuple(getattr(module, name) for name in projecting.NAMES)
+    reason = reason or foreign(own_class(module))
     if not reason and any(
         (present := one.__dict__.get("forward")) is not None and not is_ours(present)
         for one in linears

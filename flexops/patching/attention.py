@@ -21,7 +21,7 @@ from ..errors import PatchError
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
-from .probe import LENGTH, WIDTH, bare, disagreement, parameter
+from .probe import LENGTH, WIDTH, bare, disagreement, foreign, parameter
 from .report import Row
 
 NAME = "flexops"
@@ -485,7 +485,7 @@ def eager_of(cls: Any) -> Any:
 
 def _refusal(model: Any, part: Any) -> str:
     if not type(model).__module__.startswith("transformers.models."):
-        return "its code is not transformers' own"
+        return foreign(type(model)) or "its code is not transformers' own"
     if model.config._attn_implementation not in _REPLACEABLE:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:

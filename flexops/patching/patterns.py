@@ -31,6 +31,7 @@ from .probe import (
     Swap,
     bare,
     linear,
+    own_class,
     parameter,
     unheard,
 )
@@ -67,13 +68,13 @@ class Pattern:
 
 
 def settings(module: nn.Module) -> Any:
-    """What a module's code may depend on: numbers, names and kinds of parts. Its place in the model
-    (``layer_idx``) is none, so that a class is probed once."""
+    """What a module's code may depend on: numbers, functions and kinds of parts. Its
+    place in the model (``layer_idx``) is none, so that a class is probed once."""
     own = tuple(
         (name, value)
         for name, value in vars(module).items()
-        if name not in ("training", "layer_idx", "layer_id")
-        and isinstance(value, (int, float, bool, str, type(None)))
+        if name not in ("training", "layer_idx", "layer_id", "forward")
+        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
     )
     parts = tuple(
         (name, type(part), getattr(part, "bias", None) is None)
@@ -95,11 +96,6 @@ def _arguments(module: Any) -> list[str]:
         return []
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [one.name for one in found if one.kind in usual and one.default is one.empty]
-
-
-def own_class(module: nn.Module) -> type:
-    """The class whose code a module runs: FSDP2, say, puts one of its own before it."""
-    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
 
 
 def _one(module: Any, forward: Callable[..., Any], **options: Any) -> Swap:
@@ -409,7 +405,7 @@ def _small_config(config: Any, classes: int) -> Any:
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             setattr(made, name, _small_config(value, classes))
-        elif value == classes and type(value) is int:
+        elif type(value) is int and (name == "vocab_size" or value == classes):
             setattr(made, name, CLASSES)
     if getattr(made, "is_encoder_decoder", False):
         made.decoder_start_token_id = made.pad_token_id = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,17 +27,36 @@ Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 WIDTH, INNER, CLASSES, LENGTH = 8, 12, 13, 5
 _NOT_COPIED = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
 _TOLERANCE = 1e-4
+_FOREIGN = {
+    "transformers_modules": "its code came with the model (trust_remote_code)",
+    "liger_kernel": "Liger has replaced it before",
+}
+"""Whose code is not replaced."""
 
 
-def bare(module: nn.Module, **children: Any) -> Any:
-    """A module of the same class with the same settings, and these children and parameters."""
-    # FSDP2 puts classes of its own before a module's, which cannot be copied
-    cls = next(
+def foreign(code: Any) -> str:
+    """Why a function, or a class, is left alone whatever it computes; "" for most."""
+    package = str(getattr(inspect.unwrap(code), "__module__", "")).partition(".")[0]
+    return _FOREIGN.get(package, "")
+
+
+def class_of(module: nn.Module) -> type:
+    """A module's class without those that FSDP2 puts before it, which cannot be copied."""
+    return next(
         one
         for one in type(module).__mro__
         if "__deepcopy__" not in one.__dict__ and not one.__module__.startswith("torch.distributed")
     )
-    made: Any = object.__new__(cls)
+
+
+def own_class(module: nn.Module) -> type:
+    """The class whose ``forward`` a module runs."""
+    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+
+
+def bare(module: nn.Module, **children: Any) -> Any:
+    """A module of the same class with the same settings, and these children and parameters."""
+    made: Any = object.__new__(class_of(module))
     nn.Module.__init__(made)
     made.__dict__.update(
         {
@@ -75,13 +95,14 @@ class Base(nn.Module):
 
     def __init__(self, real: Any) -> None:
         super().__init__()
-        self.parts = frozenset(name for one in real.modules() for name in one._modules)
+        self.__dict__["parts"] = frozenset(name for one in real.modules() for name in one._modules)
         numbers = {name: value for name, value in vars(real).items() if type(value) in (int, float)}
         self.__dict__.update(numbers)
         self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
 
     def __getattr__(self, name: str) -> Any:
-        return self if name in self.__dict__.get("parts", ()) else super().__getattr__(name)
+        own = name in self.__dict__.get("_modules", ())
+        return self if not own and name in self.__dict__["parts"] else super().__getattr__(name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding

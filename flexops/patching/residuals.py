@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import forwards
-from .patterns import looks_like_norm, own_class, settings, tiny_norm
-from .probe import LENGTH, WIDTH, Miniature, Swap, bare, disagreement, linear
+from .patterns import looks_like_norm, settings, tiny_norm
+from .probe import (
+    LENGTH,
+    WIDTH,
+    Miniature,
+    Swap,
+    bare,
+    class_of,
+    disagreement,
+    foreign,
+    linear,
+    own_class,
+)
 from .report import Row
 
 _OUT = ""
@@ -178,6 +189,9 @@ def _sites(layer: Any, structure: Structure, after: Any) -> Swap:
 
 def _structure(layer: Any) -> tuple[Structure, str]:
     """What a layer adds, and why nothing of it is fused."""
+    reason = foreign(own_class(layer)) or foreign(own_class(layer).__dict__["forward"])
+    if reason:
+        return ("", {}), reason
     norms = {name: part for name, part in layer._modules.items() if is_norm(part)}
     others = [
         name
@@ -198,7 +212,6 @@ def _structure(layer: Any) -> tuple[Structure, str]:
             part.__dict__["forward"] = functools.partial(ours.func, part, **options)
         return [*swaps, *_sites(tiny, found, None)]
 
-    reason = ""
     for gives in itertools.product(("tensor", "tuple"), repeat=len(others)):
         for inputs in ("none", "tensors"):
             make = functools.partial(_miniature, layer, gives, inputs)
@@ -241,7 +254,7 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
     if not wanted:
         for layer in model.modules():
             if _looks(layer, looks_like_norm):
-                yield Row(own_class(layer).__name__, 1, _OPERATOR, False, "residuals=False")
+                yield Row(class_of(layer).__name__, 1, _OPERATOR, False, "residuals=False")
         return
     following = dict(_following(model))
     for layer in model.modules():
@@ -258,9 +271,9 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
             reason = "" if sites else "no norm reads a sum that it makes"
             for part, forward in () if reason else sites:
                 part.__dict__["forward"] = forward
-        elif not structure[1] and not own_class(layer).__name__.endswith("Layer"):
+        elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
             continue
-        yield Row(own_class(layer).__name__, 1, _OPERATOR, not reason, reason)
+        yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)
 
 
 def _entry(layer: Any) -> str:
