@@ -541,7 +541,7 @@ def test_code_that_computes_something_else_stays_and_is_named(
     report = flexops.patch(model)
     reasons = {row.module: row.reason for row in report.not_swapped}
     assert reasons["Qwen2MLP"] == "on a small input it computes something else than the replacement"
-    assert "did not run on a small input: TypeError" in reasons["Qwen2DecoderLayer"]
+    assert "no norm reads a sum" in reasons["Qwen2DecoderLayer"]
     assert "Qwen2MLP" in str(report)
     assert "forward" not in vars(model.model.layers[0].mlp)
     assert {row.module for row in report.swapped} >= {"Qwen2RMSNorm"}
@@ -552,7 +552,7 @@ def test_an_error_on_the_way_leaves_everything_as_it_was() -> None:
 
     class Broken(nn.Module):
         @property
-        def gate_proj(self) -> nn.Module:
+        def q_proj(self) -> nn.Module:
             raise RuntimeError("not loaded yet")
 
     model = tiny.model("llama")
@@ -603,7 +603,7 @@ def test_unknown_classes_are_named() -> None:
 
     report = flexops.patch(nn.Sequential(HouseRMSNorm(), nn.LayerNorm((4, 8)), nn.Linear(3, 3)))
     reasons = {row.module: row.reason for row in report.not_swapped}
-    assert reasons["HouseRMSNorm"] == "flexops does not know this class"
+    assert "computes something else" in reasons["HouseRMSNorm"]
     assert "normalizes over 2 dimensions" in reasons["LayerNorm"]
     assert report.swapped == ()
 
