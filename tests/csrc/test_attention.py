@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import score_mod_cases
 import torch
 from marks import first_of
 
@@ -26,14 +26,11 @@ from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
-import score_mod_cases
-
 SPEC = catalog.find("attention")
 
 
 @pytest.fixture(scope="module")
-def library(host_compiler: Any) -> Path:  # noqa: ARG001
+def library(host_compiler: Any) -> Path:
     chosen = settings.current()
     return (
         building.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0]

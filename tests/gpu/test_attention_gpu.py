@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import score_mod_cases
 import torch
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 from torch import Tensor
 
 import flexops
@@ -25,10 +27,6 @@ from flexops.build.load import loader
 from flexops.ops import attention as attention_module
 from flexops.testing import accuracy
 from flexops.testing.comparing import size_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-import score_mod_cases
-from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)

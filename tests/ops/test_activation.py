@@ -3,22 +3,12 @@ to pack, every ISA level."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import flexops
-from flexops.build.load import loader
-from flexops.ops import _register
-from flexops.ops import activation as activation_module
-
-sys.path.insert(0, str(Path(__file__).parent))
 from contract import (
     ISA_LEVELS,
     ROUNDING,
@@ -31,6 +21,12 @@ from contract import (
     isa_limit,
     run,
 )
+from torch import Tensor
+
+import flexops
+from flexops.build.load import loader
+from flexops.ops import _register
+from flexops.ops import activation as activation_module
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES: tuple[Shape, ...] = ((3, 8), (2, 5, 100), (64, 1032))

@@ -1,18 +1,16 @@
-# ruff: noqa: ARG005 - a score_mod has five parameters, and uses what it needs
 """flexops.attention and flexops.scaled_dot_product_attention: the contract, every option against
 the formula, packed sequences, torch's arguments."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
 from contract import Args, Case, Contract, Make, Refusal, Shape
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -24,9 +22,6 @@ from flexops.bench.reference import OnReference
 from flexops.build.load import loader
 from flexops.errors import NativeUnavailableError
 from flexops.ops import attention as attention_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
 
 HALVES = (torch.bfloat16, torch.float16)
 

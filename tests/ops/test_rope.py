@@ -3,20 +3,16 @@ strides that are not copied, in place."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, isa_limit
 from torch import Tensor
 
 import flexops
 from flexops.ops import rope as rope_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, isa_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROTARY = {"whole": lambda head_dim: head_dim, "part": lambda head_dim: head_dim // 4 * 2}
@@ -520,7 +516,7 @@ def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
         assert cos.shape == (len(ids), 7, 16)
 
         def rotated(rotate: Callable[..., Any]) -> tuple[Tensor, ...]:
-            return rotate(*((leaf * 1).transpose(1, 2) for leaf in leaves), cos, sin)  # noqa: B023
+            return rotate(*((leaf * 1).transpose(1, 2) for leaf in leaves), cos, sin)
 
         actual = rotated(lambda *args: flexops.rotary_embedding(*args, inplace=inplace))
         expected = rotated(apply_rotary_pos_emb)

@@ -7,22 +7,18 @@ import contextlib
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
 from torch import Tensor
 
 import flexops
 from flexops.bench.reference import OnReference
 from flexops.ops import softmax as softmax_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
 
 LOWEST = -torch.inf
 
