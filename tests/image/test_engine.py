@@ -201,7 +201,7 @@ def test_a_docker_without_buildkit_is_one_clear_error(
     path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = image("build", "cpu", *image.build_options, checkout=small_checkout, environment=path)
     assert done.returncode == 10
-    assert "images are built by BuildKit, which is missing" in done.stderr
+    assert "images are built by BuildKit" in done.stderr
     assert "fix: sudo apt-get install docker-buildx" in done.stderr
 
 

@@ -166,7 +166,7 @@ def _said(log: Path, error: str) -> str:
     said."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     own = _OWN_ERROR.search(text)
-    return textwrap.dedent(own[0]).replace("\n", "\n  ") if own else last_lines(f"{text}\n{error}")
+    return textwrap.dedent(own[0]).replace("\n", "\n  ") if own else last_lines(error or text)
 
 
 def _made(output: Path) -> list[Path]:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from flexops.errors import ImageError
-
 from . import context
+from .engine import environment, no_program
 from .failure import Step
 
 KEPT_STAGE = "kept-kernels"
@@ -61,11 +60,7 @@ class Job:
         ]
 
     def environment(self) -> dict[str, str]:
-        """The engine that the SDK talks to, and a builder whose images that engine has."""
-        chosen = {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default", _VARIABLE: self.credentials}
-        if not os.environ.get("DOCKER_HOST"):
-            chosen["DOCKER_CONTEXT"] = "default"
-        return {**os.environ, **chosen}
+        return {**environment(), _VARIABLE: self.credentials}
 
 
 @dataclass
@@ -140,7 +135,7 @@ def build(
         KeyboardInterrupt: as it came, after the build was stopped.
     """
     if not shutil.which("docker"):
-        raise _refused("the program docker is missing")
+        raise no_program("no docker on PATH")
     packed.seek(0)
     done, last = Done(runtime_base=job.args.get("RUNTIME_BASE", "")), ""
     with tempfile.TemporaryDirectory() as folder:
@@ -176,16 +171,7 @@ def build(
         if done.step:
             done.step = replace(done.step, total=done.steps)
         if done.failed and not done.steps and _NO_BUILDKIT.search(done.error):
-            raise _refused(done.error)
+            raise no_program(done.error)
         if not done.failed:
             done.image = image_file.read_text(encoding="utf-8").strip()
     return done
-
-
-def _refused(found: str) -> ImageError:
-    return ImageError(
-        "images are built by BuildKit, which is missing",
-        found=found,
-        required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
-        fix="sudo apt-get install docker-buildx",
-    )
