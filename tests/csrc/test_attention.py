@@ -30,7 +30,7 @@ SPEC = catalog.find("attention")
 
 
 @pytest.fixture(scope="module")
-def library(host_compiler: Any) -> Path:
+def library(host_compiler: Any) -> Path:  # noqa: ARG001
     chosen = settings.current()
     return (
         building.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0]

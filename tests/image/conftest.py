@@ -154,7 +154,7 @@ def docker_with_buildkit(
 
 
 @pytest.fixture(scope="session")
-def image(index_url: str, docker_with_buildkit: None) -> Image:
+def image(index_url: str, docker_with_buildkit: None) -> Image:  # noqa: ARG001
     """The command line with this session's options."""
     return Image(index_url)
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG005 - a score_mod has five parameters, and uses what it needs
 """flexops.attention and flexops.scaled_dot_product_attention: the contract, every option against
 the formula, packed sequences, torch's arguments."""
 

@@ -516,7 +516,7 @@ def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
         assert cos.shape == (len(ids), 7, 16)
 
         def rotated(rotate: Callable[..., Any]) -> tuple[Tensor, ...]:
-            return rotate(*((leaf * 1).transpose(1, 2) for leaf in leaves), cos, sin)
+            return rotate(*((leaf * 1).transpose(1, 2) for leaf in leaves), cos, sin)  # noqa: B023
 
         actual = rotated(lambda *args: flexops.rotary_embedding(*args, inplace=inplace))
         expected = rotated(apply_rotary_pos_emb)

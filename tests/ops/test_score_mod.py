@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001, ARG005 - a score_mod has five parameters, and uses what it needs
 """Score modifiers: what FlexAttention's users write in them, against FlexAttention and float64."""
 
 from __future__ import annotations

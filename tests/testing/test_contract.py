@@ -127,7 +127,7 @@ def right(x: Tensor) -> Tensor:
     return x * 2
 
 
-def other_last_bits(x: Tensor, _calls: Iterator[int] = itertools.count()) -> Tensor:
+def other_last_bits(x: Tensor, _calls: Iterator[int] = itertools.count()) -> Tensor:  # noqa: B008
     return x * (2 * (1 + 1e-7 * (next(_calls) % 3)))
 
 
