@@ -450,7 +450,7 @@ def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: Hos
     assert "jit" in said
     # the shape that a call gives in the place of the fake kernel's
     assert "(0,)" in said or "[0]" in said, said
-    edit(folder / "gated_cpu.cpp", ", const TensorView& gate, int64_t begin", ", int64_t begin")
+    edit(folder / "gated_cpu.cpp", "const TensorView& gate, int64_t begin", "int64_t begin")
     edit(folder / "gated_cpu.cpp", "if (gate)", "if (false)")
     edit(folder / "gated_cpu.cpp", "store(gate.", "store(y.")
     page = (REPOSITORY / "docs/builder.md").read_text()
