@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from . import forwards, loss, rope, torch_modules
+from . import experts, forwards, loss, rope, torch_modules
 from .probe import (
     CLASSES,
     INNER,
@@ -611,6 +611,18 @@ PATTERNS: tuple[Pattern, ...] = (
     _mlp(_hf("MLP", "phi.Phi", "vit.ViT"), "fc1", "activation_fn", "fc2"),
     _mlp(_hf("MLP", "gpt_neox.GPTNeoX"), "dense_h_to_4h", "act", "dense_4h_to_h"),
     _mlp(_hf("Intermediate", "bert.Bert"), "dense", "intermediate_act_fn", ""),
+    Pattern(
+        "experts",
+        "gated_experts / grouped_linear",
+        ("*",),
+        ("down_proj", "is_transposed", "has_gate", "has_bias"),
+        experts.swap,
+        experts.miniature,
+        experts.refuse,
+        experts.variant,
+        experts.concerns,
+        experts.choose,
+    ),
     Pattern(
         "rope",
         "rotary_embedding",
