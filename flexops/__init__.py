@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
+    from .ops.routing import route_tokens as route_tokens
     from .ops.scaled_dot_product_attention import (
         scaled_dot_product_attention as scaled_dot_product_attention,
     )
@@ -97,6 +98,7 @@ _NAMES = {
     "ops.norm_quantized": ("rms_norm_quantized",),
     "ops.quant": ("QuantizedTensor", "dequantize", "quantize"),
     "ops.rope": ("rotary_embedding",),
+    "ops.routing": ("route_tokens",),
     "ops.scaled_dot_product_attention": ("scaled_dot_product_attention",),
     "ops.softmax": ("causal_softmax", "scaled_masked_softmax"),
     "optim": ("optim",),

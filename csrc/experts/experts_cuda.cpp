@@ -5,6 +5,7 @@
 #include "common/launch.h"
 #include "experts/experts.cuh"
 #include "experts/experts.h"
+#include "experts/experts_route.cuh"
 
 namespace flexops {
 namespace experts {
@@ -41,8 +42,47 @@ MoveParams make_move(const TensorView& rows, const TensorView& inverse, const Te
   return p;
 }
 
+/// The kernels for up to 128, 512 and 1024 experts.
+constexpr KernelOf<RouteParams> kRoute[] = {kernel<route<4>>, kernel<route<16>>, kernel<route<32>>};
+constexpr KernelOf<RouteParams> kRouteBackward[] = {
+    kernel<route_backward<4>>, kernel<route_backward<16>>, kernel<route_backward<32>>};
+
+const char* launch_routes(const KernelOf<RouteParams> (&kernels)[3], RouteParams& p,
+                          const TensorView& logits, int64_t k, bool sigmoid, bool normalize,
+                          double scale, void* stream) {
+  p.logits = logits.data, p.type = static_cast<ElementType>(logits.dtype);
+  p.tokens = static_cast<int>(logits.size(0)), p.experts = static_cast<int>(logits.size(1));
+  p.k = static_cast<int>(k);
+  p.sigmoid = sigmoid, p.normalize = normalize, p.scale = static_cast<float>(scale);
+  launch(kernels[p.experts <= 128   ? 0
+                 : p.experts <= 512 ? 1
+                                    : 2],
+         {blocks(ceil_div(p.tokens, kRouteThreads / 32)), {kRouteThreads}, stream}, p);
+  return last_error();
+}
+
 }  // namespace
 }  // namespace experts
+
+const char* expert_routes_cuda(const TensorView& logits, const TensorView& bias, int64_t k,
+                               bool sigmoid, bool normalize, double scale,
+                               const TensorView& weights, const TensorView& choices, void* stream) {
+  experts::RouteParams p = {};
+  p.bias = bias ? bias.data : nullptr;
+  p.weights = weights.as<float>(), p.choices = choices.as<i64>();
+  return experts::launch_routes(experts::kRoute, p, logits, k, sigmoid, normalize, scale, stream);
+}
+
+const char* expert_routes_backward_cuda(const TensorView& grad, const TensorView& logits,
+                                        const TensorView& weights, const TensorView& choices,
+                                        bool sigmoid, bool normalize, double scale,
+                                        const TensorView& out, void* stream) {
+  experts::RouteParams p = {};
+  p.grad = grad.as<float>(), p.known = weights.as<float>(), p.choices = choices.as<i64>();
+  p.out = out.data;
+  return experts::launch_routes(experts::kRouteBackward, p, logits, choices.size(1), sigmoid,
+                                normalize, scale, stream);
+}
 
 const char* expert_order_cuda(const void* ids, bool wide, int64_t choices, int64_t count,
                               int* workspace, int* order, int* inverse, int* offsets,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -200,3 +201,40 @@ def test_choices_that_do_not_exist_stay_in_bounds() -> None:
     out = flexops.gated_experts(x, choices, weights, gate_up, down)
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("experts", "k"), [(4, 4), (128, 8), (130, 3), (1000, 32)])
+def test_routes(
+    experts: int,
+    k: int,
+    normalize: bool,
+    scoring: Literal["softmax", "sigmoid"],
+    dtype: torch.dtype,
+) -> None:
+    logits = torch.randn(777, experts, device="cuda", dtype=dtype, requires_grad=True)
+    bias = torch.randn(experts, device="cuda") * 0.1
+    options: dict[str, Any] = {"scoring": scoring, "normalize": normalize, "scale": 1.5}
+    weights, choices = flexops.route_tokens(logits, k, bias=bias, **options)
+    grad = torch.randn_like(weights)
+    (got,) = torch.autograd.grad(weights, logits, grad)
+    wide = logits.detach().double().requires_grad_()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    keys = (scores + bias).gather(1, choices)
+    wanted_keys = (scores + bias).topk(k, -1).values
+    assert error(keys, wanted_keys) < 1e-6  # choices may differ where scores are nearly equal
+    chosen = scores.gather(1, choices)
+    expected = 1.5 * (chosen / chosen.sum(-1, keepdim=True) if normalize else chosen)
+    (wanted,) = torch.autograd.grad(expected, wide, grad.double())
+    assert error(weights, expected) < 1e-5
+    assert error(got, wanted) < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
+def test_routes_of_nan_are_experts() -> None:
+    logits = torch.randn(64, 16, device="cuda")
+    logits[3], logits[5, 2] = float("nan"), float("nan")
+    _, choices = flexops.route_tokens(logits, 4)
+    assert ((choices >= 0) & (choices < 16)).all()
+    assert all(row.unique().numel() == 4 for row in choices)

@@ -250,6 +250,27 @@ CATALOG: tuple[OpSpec, ...] = (
             ),
         ),
         _op(
+            "expert_routes(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float"
+            " scale) -> (Tensor weights, Tensor choices)",
+            dtypes={"bias": "float32"},
+            shapes={"bias": "logits[1]"},
+            split="whole",
+            outputs=(Output("logits[0], k", "float32"), Output("logits[0], k", "int64")),
+        ),
+        _op(
+            "expert_routes_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices,"
+            " bool sigmoid, bool normalize, float scale) -> Tensor",
+            dtypes={
+                "grad": "float32",
+                "logits": _FLOATS,
+                "weights": "float32",
+                "choices": "int64",
+            },
+            shapes={"weights": "grad", "choices": "grad"},
+            split="whole",
+            outputs=(Output("logits", "logits"),),
+        ),
+        _op(
             "spread_rows(Tensor x, Tensor inverse, Tensor offsets, int slots) -> Tensor",
             dtypes={"x": _FLOATS, "inverse": "int32", "offsets": "int32"},
             strided={"x": "aligned"},
