@@ -67,7 +67,6 @@ int __any_sync(unsigned mask, int predicate);
 int min(int a, int b);
 int max(int a, int b);
 int __clz(int value);
-int __ffs(int value);
 int __popc(unsigned value);
 unsigned __byte_perm(unsigned a, unsigned b, unsigned selector);
 unsigned __umulhi(unsigned a, unsigned b);

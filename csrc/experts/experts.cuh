@@ -43,9 +43,8 @@ FLEXOPS_DEVICE void each_choice(const I* ids, int choices, int experts, const Bo
   }
 }
 
-FLEXOPS_DEVICE bool is_first(u32 lanes) {
-  return static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(lanes)) - 1;
-}
+/// The lanes of the mask before this one.
+FLEXOPS_DEVICE u32 before(u32 lanes) { return lanes & ((1u << threadIdx.x % 32) - 1); }
 
 /// counts[bucket][block]: how many of a block's choices are in each of the `experts` + 1 buckets.
 template <class I>
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int i = threadIdx.x; i <= experts; i += kSortThreads) found[i] = 0;
   __syncthreads();
   each_choice(ids, choices, experts, [&](int, int bucket, u32 lanes) {
-    if (bucket >= 0 && is_first(lanes)) atomicAdd(found + bucket, __popc(lanes));
+    if (bucket >= 0 && before(lanes) == 0) atomicAdd(found + bucket, __popc(lanes));
   });
   __syncthreads();
   for (int i = threadIdx.x; i <= experts; i += kSortThreads)
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kSortThreads)
   __syncthreads();
   // How many choices each warp has.
   each_choice(ids, choices, experts, [&](int, int bucket, u32 lanes) {
-    if (bucket >= 0 && is_first(lanes)) mine[bucket] += __popc(lanes);
+    if (bucket >= 0 && before(lanes) == 0) mine[bucket] += __popc(lanes);
     __syncwarp();
   });
   __syncthreads();
@@ -131,11 +130,11 @@ __global__ void __launch_bounds__(kSortThreads)
   // The slots.
   each_choice(ids, choices, experts, [&](int choice, int bucket, u32 lanes) {
     if (bucket >= 0) {
-      const int slot = mine[bucket] + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+      const int slot = mine[bucket] + __popc(before(lanes));
       order[slot] = choice, inverse[choice] = slot;
     }
     __syncwarp();
-    if (bucket >= 0 && is_first(lanes)) mine[bucket] += __popc(lanes);
+    if (bucket >= 0 && before(lanes) == 0) mine[bucket] += __popc(lanes);
     __syncwarp();
   });
 }
@@ -158,12 +157,12 @@ struct MoveParams {
 /// Each token's row to the slots of its choices; zeros to those from *end on. By bytes, whatever
 /// the type.
 __global__ void __launch_bounds__(kRowThreads)
-    spread_rows(const uint4* x, const int* inverse, const int* end, uint4* out, int k, int slots,
-                int vectors) {
+    spread_rows(const uint4* x, i64 stride, const int* inverse, const int* end, uint4* out, int k,
+                int slots, int vectors) {
   const i64 token = blockIdx.x;
   const u32 used = static_cast<u32>(min(__ldg(end), slots));
   for (int i = threadIdx.x; i < vectors; i += kRowThreads) {
-    const uint4 value = load<Cache::constant>(x + token * vectors + i);
+    const uint4 value = load<Cache::constant>(x + token * stride + i);
 #pragma unroll 4
     for (int j = 0; j < k; ++j) {
       const u32 slot = static_cast<u32>(__ldg(inverse + token * k + j));

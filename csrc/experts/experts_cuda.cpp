@@ -103,8 +103,9 @@ const char* spread_rows_cuda(const TensorView& x, const TensorView& inverse,
                              void* stream) {
   const int vectors = static_cast<int>(x.columns() * dtype_size(x.dtype) / 16);
   launch(kernel<experts::spread_rows>, {blocks(x.size(0)), {experts::kRowThreads}, stream},
-         x.as<uint4>(), inverse.as<int>(), offsets.as<int>() + offsets.numel - 1, out.as<uint4>(),
-         static_cast<int>(inverse.size(1)), static_cast<int>(slots), vectors);
+         x.as<uint4>(), x.row_stride() * dtype_size(x.dtype) / 16, inverse.as<int>(),
+         offsets.as<int>() + offsets.numel - 1, out.as<uint4>(), static_cast<int>(inverse.size(1)),
+         static_cast<int>(slots), vectors);
   return last_error();
 }
 

@@ -1,4 +1,12 @@
-// What kernels of grouped products share: which tiles there are, and how results are stored.
+// What kernels of grouped products share: which tiles there are, and how results are stored. There
+// are three forms:
+//
+//   kByRows      out[t, n] = sum_k x[t, k] w[e, n, k]       e: the expert of row t
+//   kByColumns   out[t, n] = sum_k x[t, k] w[e, k, n]
+//   kOuter       out[e, m, n] = sum_t g[t, m] x[t, n]       over the rows t of expert e
+//
+// With kGated, which is kByRows, a tile has as many columns of the gate as of up: a thread has both
+// of a pair, and act(gate) * up is stored beside them.
 //
 // Rows are sorted by expert; `offsets` has the end of each expert's rows and is read on the device
 // only. Values that do not match (descending, negative, beyond the rows) are clamped, so that no
@@ -11,6 +19,19 @@
 #include "common/elements.cuh"
 
 namespace flexops::grouped {
+
+enum Form : int { kByRows, kByColumns, kOuter };
+
+struct Product {
+  const int* offsets;
+  void* out;    // null: gate and up are not kept
+  void* gated;  // of kGated: act(gate) * up
+  int experts, rows;
+  int m, n, k;  // of kOuter: m rows and n columns of each result; else n columns, k summands
+  int tiles_m, tiles_n;
+  i64 stride;                     // of out's rows
+  activation::Function function;  // of kGated
+};
 
 FLEXOPS_DEVICE int clamped(int value, int least, int most) {
   return value < least ? least : value > most ? most : value;
@@ -54,6 +75,33 @@ struct RowRange {
   }
 };
 
+/// Calls body(expert, first row, end of the expert's rows, first row and column of the result,
+/// stages) for each tile of this block.
+template <int kForm, class Shape, class Body>
+FLEXOPS_DEVICE void each_tile(const Product& p, const Body& body) {
+  const int step = static_cast<int>(gridDim.x);
+  if constexpr (kForm == kOuter) {
+    const int of_expert = p.tiles_m * p.tiles_n;
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < of_expert * p.experts; tile += step) {
+      const int expert = tile / of_expert, place = tile % of_expert;
+      const RowRange range(p.offsets, expert, p.rows);
+      body(expert, range.begin, range.end, place / p.tiles_n * Shape::kM,
+           place % p.tiles_n * Shape::kColumns,
+           (range.end - range.begin + Shape::kK - 1) / Shape::kK);
+    }
+  } else {
+    RowTiles<Shape::kM> tiles(p.offsets, p.experts, p.rows, p.tiles_n);
+    const int stages = (p.k + Shape::kK - 1) / Shape::kK;
+#pragma unroll 1
+    for (int tile = blockIdx.x; tiles.seek(tile); tile += step) {
+      const int row = tiles.row(tile);
+      body(tiles.expert, row, tiles.end, row, tiles.column_tile(tile) * Shape::kColumns,
+           tiles.expert < p.experts ? stages : 0);
+    }
+  }
+}
+
 /// word i of lane q becomes word q of lane i, among each four lanes.
 FLEXOPS_DEVICE void transpose_quad(u32 (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -89,6 +137,43 @@ FLEXOPS_DEVICE u32 gated_pair(u32 gate, u32 up, const activation::Function& f) {
   float value[2] = {half_of<T>(gate, 0), half_of<T>(gate, 1)};
   activation::activate_all<false>(value, f);
   return pack2<T>(value[0] * half_of<T>(up, 0), value[1] * half_of<T>(up, 1));
+}
+
+/// Stores the sums of a warp's 16 rows and 8 kSpan columns (with kGated as many more, of up), of
+/// which a thread has rows lane / 4 (+ 8), as mma and wgmma leave them. `row` and `column` are the
+/// first of the result; rows from `end` on are another expert's.
+template <class T, int kForm, bool kGated, int kSpan>
+FLEXOPS_DEVICE void store_results(const Product& p, const float* acc, int expert, int row, int end,
+                                  int column) {
+  const int width = kGated ? p.n / 2 : p.n, columns = width - column;
+  if constexpr (kForm == kOuter) end = p.m;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + static_cast<int>(threadIdx.x % 32 / 4) + 8 * half;
+    const bool valid = at < end;
+    const i64 place = at + (kForm == kOuter ? static_cast<i64>(expert) * p.m : 0);
+    T* const to = static_cast<T*>(p.out) + place * p.stride + column;
+#pragma unroll
+    for (int j = 0; j < kSpan; j += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = pack2<T>(acc[4 * (j + i) + 2 * half], acc[4 * (j + i) + 2 * half + 1]);
+      if constexpr (kGated) {
+        u32 ups[4], products[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int up = 4 * (j + i + kSpan) + 2 * half;
+          ups[i] = pack2<T>(acc[up], acc[up + 1]);
+          products[i] = gated_pair<T>(words[i], ups[i], p.function);
+        }
+        T* const gated = static_cast<T*>(p.gated) + place * width + column;
+        store_columns(gated + 8 * j, products, columns - 8 * j, valid);
+        if (p.out) store_columns(to + width + 8 * j, ups, columns - 8 * j, valid);
+      }
+      if (!kGated || p.out) store_columns(to + 8 * j, words, columns - 8 * j, valid);
+    }
+  }
 }
 
 }  // namespace flexops::grouped

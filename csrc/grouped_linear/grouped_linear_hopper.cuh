@@ -1,8 +1,4 @@
-// Grouped products on Hopper (sm_90a), in three forms:
-//
-//   kByRows      out[t, n] = sum_k x[t, k] w[e, n, k]       e: the expert of row t
-//   kByColumns   out[t, n] = sum_k x[t, k] w[e, k, n]
-//   kOuter       out[e, m, n] = sum_t g[t, m] x[t, n]       over the rows t of expert e
+// Grouped products on Hopper (sm_90a).
 //
 // A block of threads is one per multiprocessor and stays there (persistent): it takes every
 // gridDim-th tile of kM x kN results. A producer thread loads operands by the copy engine into a
@@ -16,8 +12,7 @@
 // kOuter sums over rows, whose number is no multiple of 64: in an expert's last stage consumers
 // overwrite the rows of the next expert by zeros before they multiply.
 //
-// With kGated, which is kByRows, B is 128 columns of the gate and the same 128 of up: a thread has
-// both of a pair, and act(gate) * up is stored beside them.
+// With kGated B is 128 rows of the gate's weight and the same 128 of up's.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -25,18 +20,10 @@
 
 namespace flexops::grouped {
 
-enum Form : int { kByRows, kByColumns, kOuter };
-
 struct HopperParams {
   hopper::TensorMap a,
       b;  // boxes of 64 columns; of 128 rows where columns are summed over, else 64
-  const int* offsets;
-  void* out;      // null: gate and up are not kept
-  void* product;  // of kGated: act(gate) * up
-  int experts, rows;
-  int m, n, k;  // of kOuter: m rows and n columns of each result; else n columns, k summands
-  int tiles_m, tiles_n;
-  activation::Function function;  // of kGated
+  Product product;
 };
 
 template <int kForm, bool kGated>
@@ -60,65 +47,39 @@ struct HopperShape {
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
 };
 
-/// Calls body(expert, first row, end of the expert's rows, first row and column of the result,
-/// stages) for each tile of this block.
-template <int kForm, class Shape, class Body>
-FLEXOPS_DEVICE void each_tile(const HopperParams& p, const Body& body) {
-  const int step = static_cast<int>(gridDim.x);
-  if constexpr (kForm == kOuter) {
-    const int of_expert = p.tiles_m * p.tiles_n;
-#pragma unroll 1
-    for (int tile = blockIdx.x; tile < of_expert * p.experts; tile += step) {
-      const int expert = tile / of_expert, place = tile % of_expert;
-      const RowRange range(p.offsets, expert, p.rows);
-      body(expert, range.begin, range.end, place / p.tiles_n * Shape::kM,
-           place % p.tiles_n * Shape::kColumns,
-           (range.end - range.begin + Shape::kK - 1) / Shape::kK);
-    }
-  } else {
-    RowTiles<Shape::kM> tiles(p.offsets, p.experts, p.rows, p.tiles_n);
-    const int stages = (p.k + Shape::kK - 1) / Shape::kK;
-#pragma unroll 1
-    for (int tile = blockIdx.x; tiles.seek(tile); tile += step) {
-      const int row = tiles.row(tile);
-      body(tiles.expert, row, tiles.end, row, tiles.column_tile(tile) * Shape::kColumns,
-           tiles.expert < p.experts ? stages : 0);
-    }
-  }
-}
-
 template <int kForm, bool kGated, class Shape>
 FLEXOPS_DEVICE void produce(const HopperParams& p, const Shape& shape) {
   using namespace hopper;
   using A = typename Shape::A;
   using B = typename Shape::B;
   RingState<Shape::kStages> at;
-  each_tile<kForm, Shape>(p, [&](int expert, int begin, int, int row, int column, int stages) {
+  each_tile<kForm, Shape>(
+      p.product, [&](int expert, int begin, int, int row, int column, int stages) {
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i, at.next()) {
-      const u32 full = shape.ring().fill(at, Shape::kStageBytes);
-      const u32 a = shape.a(at.stage), b = shape.b(at.stage);
-      const int k = i * Shape::kK;
-      if constexpr (kForm == kOuter) {
+        for (int i = 0; i < stages; ++i, at.next()) {
+          const u32 full = shape.ring().fill(at, Shape::kStageBytes);
+          const u32 a = shape.a(at.stage), b = shape.b(at.stage);
+          const int k = i * Shape::kK;
+          if constexpr (kForm == kOuter) {
 #pragma unroll
-        for (int panel = 0; panel < A::kPanels; ++panel)
-          load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
-      } else {
-        load_tile(a, p.a, full, k, row, 0, 0);
-      }
-      if constexpr (kForm == kByRows) {
+            for (int panel = 0; panel < A::kPanels; ++panel)
+              load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
+          } else {
+            load_tile(a, p.a, full, k, row, 0, 0);
+          }
+          if constexpr (kForm == kByRows) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          load_tile(b + half * B::kBytes / 2, p.b, full, k,
-                    column + half * (kGated ? p.n / 2 : Shape::kN / 2), expert, 0);
-      } else {
+            for (int half = 0; half < 2; ++half)
+              load_tile(b + half * B::kBytes / 2, p.b, full, k,
+                        column + half * (kGated ? p.product.n / 2 : Shape::kN / 2), expert, 0);
+          } else {
 #pragma unroll
-        for (int panel = 0; panel < B::kPanels; ++panel)
-          load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
-                    kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
-      }
-    }
-  });
+            for (int panel = 0; panel < B::kPanels; ++panel)
+              load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
+                        kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
+          }
+        }
+      });
 }
 
 /// Zeros in the rows from `rows` on of panels that are 64 rows high.
@@ -135,41 +96,6 @@ FLEXOPS_DEVICE void clear_rows(u32 panels, int rows) {
   }
 }
 
-/// The results of a thread: 64 x kN of its warpgroup, from `row` and `column` on.
-template <class T, bool kGated>
-FLEXOPS_DEVICE void store_tile(const HopperParams& p, float (&acc)[128], i64 first, int row,
-                               int rows, int column) {
-  constexpr int kSpan = kGated ? 16 : 32;  // groups of 8 columns
-  const int lane_row = row + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = lane_row + 8 * half;
-    const bool valid = at < rows;
-    T* const to = static_cast<T*>(p.out) + (first + at) * p.n + column;
-    const int columns = (kGated ? p.n / 2 : p.n) - column;
-#pragma unroll
-    for (int j = 0; j < kSpan; j += 4) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack2<T>(acc[4 * (j + i) + 2 * half], acc[4 * (j + i) + 2 * half + 1]);
-      if constexpr (kGated) {
-        u32 ups[4], products[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int up = 4 * (j + i + kSpan) + 2 * half;
-          ups[i] = pack2<T>(acc[up], acc[up + 1]);
-          products[i] = gated_pair<T>(words[i], ups[i], p.function);
-        }
-        T* const product = static_cast<T*>(p.product) + (first + at) * (p.n / 2) + column;
-        store_columns(product + 8 * j, products, columns - 8 * j, valid);
-        if (p.out) store_columns(to + p.n / 2 + 8 * j, ups, columns - 8 * j, valid);
-      }
-      if (!kGated || p.out) store_columns(to + 8 * j, words, columns - 8 * j, valid);
-    }
-  }
-}
-
 template <class T, int kForm, bool kGated, class Shape>
 FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group) {
   using namespace hopper;
@@ -177,7 +103,8 @@ FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group
   using B = typename Shape::B;
   const bool leader = threadIdx.x % 32 == 0;  // arrives for its warp
   RingState<Shape::kStages> at;
-  each_tile<kForm, Shape>(p, [&](int expert, int begin, int end, int row, int column, int stages) {
+  each_tile<kForm, Shape>(p.product, [&](int expert, int begin, int end, int row, int column,
+                                         int stages) {
     u32 before = 0;  // the stage that is read by what is under way
     float acc[128] = {};
     pin(acc);
@@ -211,8 +138,9 @@ FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group
     }
     wgmma_wait<0>(acc);
     if (leader && stages > 0) arrive(before);
-    const i64 first = kForm == kOuter ? static_cast<i64>(expert) * p.m : 0;
-    store_tile<T, kGated>(p, acc, first, row + 64 * group, kForm == kOuter ? p.m : end, column);
+    const int lane_row = row + 64 * group + static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16;
+    store_results<T, kForm, kGated, kGated ? 16 : 32>(p.product, acc, expert, lane_row, end,
+                                                      column);
   });
 }
 

@@ -28,7 +28,14 @@ from ._declared import define
 from ._difference import difference
 from ._register import caller, check_places
 from .activation import FLOAT_DTYPES, gated_backward_reference
-from .grouped_linear import check_matrix, gated_reference, outer, product, takes_kernels
+from .grouped_linear import (
+    check_matrix,
+    gated_reference,
+    outer,
+    outer_to,
+    product,
+    takes_kernels,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -165,7 +172,7 @@ def _check(
 
 def check_choices(choices: Tensor, experts: int) -> None:
     """Raise if a choice on the CPU is no expert's number, nor the one that leaves it out."""
-    if choices.device.type == "cpu" and choices.numel():
+    if choices.device.type == "cpu" and not choices.is_cuda and choices.numel():
         least, most = (int(one) for one in choices.aminmax())
         if least < 0 or most > experts:
             raise ValueError(
@@ -270,6 +277,15 @@ def _combine(rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | N
     return result
 
 
+def _halves(x: Tensor) -> list[tuple[Tensor, int]]:
+    """The columns of ``x`` in two parts, and where these begin; whole where a half is not aligned
+    as ``x`` is, or small."""
+    half = x.shape[1] // 2
+    if half % 256:
+        return [(x, 0)]
+    return [(x[:, :half], 0), (x[:, half:], half)]
+
+
 def _as_weights(weights: Tensor, like: Tensor) -> Tensor:
     return weights.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
 
@@ -359,14 +375,17 @@ def _backward(
     )
     grad_down = outer(grad_rows, inner, offsets) if of_down else nothing
     del grad_rows, inner
-    grad_gate_up = (
-        outer(grad_packed, _spread(x, inverse, offsets), offsets) if of_gate_up else nothing
-    )
     grad_x = (
         _combine(product(grad_packed, gate_up.transpose(1, 2), offsets), inverse, offsets, None)
         if of_x
         else nothing
     )
+    grad_gate_up = nothing
+    if of_gate_up:
+        grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        # in two pieces, so that half as many columns of the tokens' rows are held
+        for part, column in _halves(x):
+            outer_to(grad_gate_up, column, grad_packed, _spread(part, inverse, offsets), offsets)
     return grad_x, grad_weights.to(weights.dtype), grad_gate_up, grad_down
 
 

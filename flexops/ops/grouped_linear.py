@@ -47,9 +47,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             outside of 0 to rows. On a GPU such offsets are clamped: results are undefined, and no
             access is out of bounds.
 
-    On 9.0 GPUs bfloat16 and float16 run kernels of flexops, if ``k`` and ``n`` are multiples of 8;
-    elsewhere ``torch.nn.functional.grouped_mm`` or, last, a product for each group, which waits for
-    the GPU.
+    On GPUs of 8.0 and newer bfloat16 and float16 run kernels of flexops, if ``k`` and ``n`` are
+    multiples of 8. Everything else is a product of torch's for each group, which waits for the GPU.
     """
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype != torch.float64:
         dtype = product_dtype(x)
@@ -100,7 +99,7 @@ def _ends(offsets: Tensor, rows: int) -> list[int]:
     """The values, which are checked; waits for a GPU."""
     ends: list[int] = offsets.tolist()
     if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
-        if offsets.device.type != "cpu":
+        if offsets.is_cuda:
             last, clamped = 0, []
             for end in ends:
                 last = max(last, min(end, rows))
@@ -117,8 +116,8 @@ def _ends(offsets: Tensor, rows: int) -> list[int]:
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def _has_products(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def takes_kernels(x: Tensor, *sizes: int) -> bool:
@@ -126,8 +125,9 @@ def takes_kernels(x: Tensor, *sizes: int) -> bool:
     return (
         x.is_cuda
         and x.dtype in HALVES
+        and x.shape[0] > 0
         and all(size > 0 and size % 8 == 0 for size in (x.shape[1], *sizes))
-        and _is_hopper(x.device)
+        and _has_products(x.device)
         and has_native("grouped_linear", "cuda")
     )
 
@@ -150,37 +150,20 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def outer(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """``sum_t grad[t] x[t].T`` of each group."""
-    if takes_kernels(x, grad.shape[1]):
-        result: Tensor = torch.ops.flexops.grouped_outer.default(grad, x, offsets)
-        return result
-    return _outer_reference(grad, x, offsets)
+    out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+    outer_to(out, 0, grad, x, offsets)
+    return out
 
 
-def _grouped_mm(a: Tensor, b: Tensor) -> Any:
-    """torch's, where it computes such operands without waiting for the GPU."""
-    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    fits = (
-        found is not None
-        and a.is_cuda
-        and a.dtype == torch.bfloat16
-        and all(size > 0 and size % 8 == 0 for size in (*a.shape[-1:], *b.shape[-2:]))
-        and all(one.data_ptr() % 16 == 0 for one in (a, b))
-        and torch.cuda.get_device_capability(a.device) >= (8, 0)
-    )
-    return found if fits else None
-
-
-def _clamped(offsets: Tensor, rows: int) -> Tensor:
-    return offsets.clamp(0, rows).cummax(0).values.int()
+def outer_to(out: Tensor, column: int, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+    """The same into the columns of ``out`` from ``column`` on."""
+    if takes_kernels(x, grad.shape[1], column or 8):
+        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, column)
+    else:
+        _outer_reference(out, grad, x, offsets, column)
 
 
 def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    grouped_mm = _grouped_mm(x, weight)
-    if grouped_mm is not None:
-        offsets = _clamped(offsets, x.shape[0])
-        made: Tensor = grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=offsets)
-        unused = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
-        return made.masked_fill_(unused[:, None], 0)
     out, begin = x.new_zeros(x.shape[0], weight.shape[1]), 0
     for matrix, end in zip(weight, _ends(offsets, x.shape[0]), strict=True):
         if end > begin:
@@ -189,19 +172,11 @@ def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _outer_reference(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    grouped_mm = _grouped_mm(grad, x)
-    if grouped_mm is not None:
-        made: Tensor = grouped_mm(
-            grad.contiguous().t(), x.contiguous(), offs=_clamped(offsets, x.shape[0])
-        )
-        return made
-    out, begin = x.new_zeros(offsets.shape[0], grad.shape[1], x.shape[1]), 0
+def _outer_reference(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, column: int) -> None:
+    begin = 0
     for matrix, end in zip(out, _ends(offsets, x.shape[0]), strict=True):
-        if end > begin:
-            torch.mm(grad[begin:end].t(), x[begin:end], out=matrix)
+        matrix[:, column : column + x.shape[1]] = grad[begin:end].t() @ x[begin:end]
         begin = end
-    return out
 
 
 def _fake(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
@@ -242,7 +217,7 @@ def _gated_reference(
 
 define("grouped_rows", _rows_reference, hidden=True)
 define("grouped_columns", _columns_reference, hidden=True)
-define("grouped_outer", _outer_reference, hidden=True)
+define("grouped_outer_", _outer_reference, hidden=True)
 define("grouped_gated", _gated_reference, hidden=True)
 define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
@@ -276,8 +251,7 @@ def self_check(device: str) -> float:
             torch.ops.flexops.grouped_linear_outer.default(grad, x, offsets.to(device)),
         )
     wide = [one.float().cpu() for one in (x, grad, weight)]
-    expected = (
-        _rows_reference(wide[0], wide[2], offsets),
-        _outer_reference(wide[1], wide[0], offsets),
-    )
+    of_weight = torch.empty_like(wide[2])
+    _outer_reference(of_weight, wide[1], wide[0], offsets, 0)
+    expected = _rows_reference(wide[0], wide[2], offsets), of_weight
     return difference([one.cpu() for one in actual], [one.to(dtype) for one in expected])

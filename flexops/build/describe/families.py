@@ -273,7 +273,7 @@ CATALOG: tuple[OpSpec, ...] = (
         _op(
             "spread_rows(Tensor x, Tensor inverse, Tensor offsets, int slots) -> Tensor",
             dtypes={"x": _FLOATS, "inverse": "int32", "offsets": "int32"},
-            strided={"x": "aligned"},
+            strided={"x": "aligned rows"},
             split="whole",
             outputs=(Output("slots, x[1]", "x"),),
         ),
@@ -340,11 +340,11 @@ CATALOG: tuple[OpSpec, ...] = (
             outputs=(Output("x[0], weight[2]", "x"),),
         ),
         _op(
-            "grouped_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
-            dtypes={"grad": _HALVES, "x": "grad", "offsets": "int32"},
+            "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, int column) ->"
+            " ()",
+            dtypes={"out": _HALVES, "grad": "out", "x": "out", "offsets": "int32"},
             strided={"grad": "aligned", "x": "aligned"},
             split="whole",
-            outputs=(Output("offsets[0], grad[1], x[1]", "x"),),
         ),
         _op(
             "grouped_gated(Tensor x, Tensor weight, Tensor offsets, int activation, bool keep)"
@@ -357,7 +357,7 @@ CATALOG: tuple[OpSpec, ...] = (
             ),
         ),
         hip=False,
-        least_capability=(9, 0),
+        least_capability=(8, 0),
     ),
     _family(
         "lamb",
