@@ -5,7 +5,7 @@
 //   kByColumns   out[t, n] = sum_k x[t, k] w[e, k, n]
 //   kOuter       out[e, m, n] = sum_t g[t, m] x[t, n]       over the rows t of expert e
 //
-// With kGated, which is kByRows, a tile has as many columns of the gate as of up: a thread has both
+// With a gate, which is kByRows, a tile has as many columns of the gate as of up: a thread has both
 // of a pair, and act(gate) * up is stored beside them.
 //
 // Rows are sorted by expert; `offsets` has the end of each expert's rows and is read on the device
@@ -21,16 +21,18 @@
 namespace flexops::grouped {
 
 enum Form : int { kByRows, kByColumns, kOuter };
+/// Silu and gelu by tanh are one shape, gelu by erf is another (activation.cuh).
+enum Gate : int { kNoGate, kSigmoidGate, kErfGate };
 
 struct Product {
   const int* offsets;
   void* out;    // null: gate and up are not kept
-  void* gated;  // of kGated: act(gate) * up
+  void* gated;  // with a gate: act(gate) * up
   int experts, rows;
   int m, n, k;  // of kOuter: m rows and n columns of each result; else n columns, k summands
   int tiles_m, tiles_n;
   i64 stride;                     // of out's rows
-  activation::Function function;  // of kGated
+  activation::Function function;  // of the gate
 };
 
 FLEXOPS_DEVICE int clamped(int value, int least, int most) {
@@ -131,20 +133,29 @@ FLEXOPS_DEVICE void store_columns(T* to, u32 (&words)[4], int columns, bool vali
                          uint4{words[0], words[1], words[2], words[3]});
 }
 
-/// act(gate) * up of two packed numbers each, computed from the rounded ones.
-template <class T>
-FLEXOPS_DEVICE u32 gated_pair(u32 gate, u32 up, const activation::Function& f) {
-  float value[2] = {half_of<T>(gate, 0), half_of<T>(gate, 1)};
-  activation::activate_all<false>(value, f);
-  return pack2<T>(value[0] * half_of<T>(up, 0), value[1] * half_of<T>(up, 1));
+/// act(gate) * up of packed numbers, computed from the rounded ones.
+template <class T, bool kErf>
+FLEXOPS_DEVICE void multiply_gate(u32 (&out)[4], const u32 (&gates)[4], const u32 (&ups)[4],
+                                  const activation::Function& f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float value[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      value[n] =
+          activation::activate<kErf, false>(half_of<T>(gates[i], n), f) * half_of<T>(ups[i], n);
+    out[i] = pack2<T>(value[0], value[1]);
+  }
 }
 
-/// Stores the sums of a warp's 16 rows and 8 kSpan columns (with kGated as many more, of up), of
+/// Stores the sums of a warp's 16 rows and 8 kSpan columns (with a gate as many more, of up), of
 /// which a thread has rows lane / 4 (+ 8), as mma and wgmma leave them. `row` and `column` are the
 /// first of the result; rows from `end` on are another expert's.
-template <class T, int kForm, bool kGated, int kSpan>
-FLEXOPS_DEVICE void store_results(const Product& p, const float* acc, int expert, int row, int end,
-                                  int column) {
+template <class T, int kForm, int kGate, int N>
+FLEXOPS_DEVICE void store_results(const Product& p, const float (&acc)[N], int expert, int row,
+                                  int end, int column) {
+  constexpr bool kGated = kGate != kNoGate;
+  constexpr int kSpan = kGated ? N / 8 : N / 4;
   const int width = kGated ? p.n / 2 : p.n, columns = width - column;
   if constexpr (kForm == kOuter) end = p.m;
 #pragma unroll
@@ -165,8 +176,8 @@ FLEXOPS_DEVICE void store_results(const Product& p, const float* acc, int expert
         for (int i = 0; i < 4; ++i) {
           const int up = 4 * (j + i + kSpan) + 2 * half;
           ups[i] = pack2<T>(acc[up], acc[up + 1]);
-          products[i] = gated_pair<T>(words[i], ups[i], p.function);
         }
+        multiply_gate<T, kGate == kErfGate>(products, words, ups, p.function);
         T* const gated = static_cast<T*>(p.gated) + place * width + column;
         store_columns(gated + 8 * j, products, columns - 8 * j, valid);
         if (p.out) store_columns(to + width + 8 * j, ups, columns - 8 * j, valid);

@@ -20,25 +20,27 @@ struct Kernels {
     return type == Dtype::bf16 ? bf16_kernel : f16_kernel;
   }
 };
-template <int kForm, bool kGated>
-constexpr Kernels<HopperParams> kHopper = {kernel<product_hopper<bf16, kForm, kGated>>,
-                                           rare_kernel<product_hopper<f16, kForm, kGated>>};
-template <int kForm, bool kGated>
-constexpr Kernels<MmaParams> kMma = {kernel<product<bf16, kForm, kGated>>,
-                                     rare_kernel<product<f16, kForm, kGated>>};
+/// float16 is rare, and gelu by erf with it.
+#define FLEXOPS_PRODUCT(name)                                                                    \
+  {kGate == kErfGate ? rare_kernel<name<bf16, kForm, kGate>> : kernel<name<bf16, kForm, kGate>>, \
+   rare_kernel<name<f16, kForm, kGate>>}
+template <int kForm, int kGate>
+constexpr Kernels<HopperParams> kHopper = FLEXOPS_PRODUCT(product_hopper);
+template <int kForm, int kGate>
+constexpr Kernels<MmaParams> kMma = FLEXOPS_PRODUCT(product);
 
 /// Tiles of `Shape`, and for how many blocks of threads there are tiles at most: the last one of
 /// each expert may be a partial one.
-template <class Shape, int kForm, bool kGated>
+template <class Shape, int kForm>
 int64_t divide(Product& p) {
   p.tiles_m = static_cast<int>(ceil_div(p.m, Shape::kM));
-  p.tiles_n = static_cast<int>(ceil_div(kGated ? p.n / 2 : p.n, Shape::kColumns));
+  p.tiles_n = static_cast<int>(ceil_div(Shape::kGated ? p.n / 2 : p.n, Shape::kColumns));
   return kForm == kOuter ? int64_t{p.tiles_m} * p.tiles_n * p.experts
                          : (ceil_div(p.rows, Shape::kM) + p.experts + 1) * p.tiles_n;
 }
 
 /// a and b are contiguous; sizes are as in Product, of which `p` has the results.
-template <int kForm, bool kGated>
+template <int kForm, int kGate>
 const char* launch_product(Product p, const TensorView& a, const TensorView& b,
                            const TensorView& offsets, int64_t m, int64_t n, int64_t k,
                            void* stream) {
@@ -48,8 +50,8 @@ const char* launch_product(Product p, const TensorView& a, const TensorView& b,
   if (p.stride == 0) p.stride = n;
   const int64_t processors = gpu_facts().processors;
   if (hopper_allowed && gpu_facts().capability == 90) {
-    using Shape = HopperShape<kForm, kGated>;
-    const int64_t most = divide<Shape, kForm, kGated>(p);
+    using Shape = HopperShape<kForm, kGate>;
+    const int64_t most = divide<Shape, kForm>(p);
     const bool outer = kForm == kOuter;
     HopperParams params = {};
     params.product = p;
@@ -58,12 +60,12 @@ const char* launch_product(Product p, const TensorView& a, const TensorView& b,
     params.b =
         map_matrices(b.dtype, b.data, outer ? 1 : b.size(0), b.size(-2), b.size(-1), b.size(-1),
                      outer ? 0 : b.size(1) * b.size(2), kForm == kByRows ? 128 : 64);
-    launch(kHopper<kForm, kGated>.of(a.dtype),
+    launch(kHopper<kForm, kGate>.of(a.dtype),
            {blocks(least(most, processors)), {Shape::kThreads}, stream, Shape::kBytes}, params);
   } else {
-    using Shape = MmaShape<kForm, kGated>;
-    const int64_t most = divide<Shape, kForm, kGated>(p);
-    launch(kMma<kForm, kGated>.of(a.dtype),
+    using Shape = MmaShape<kForm, kGate>;
+    const int64_t most = divide<Shape, kForm>(p);
+    launch(kMma<kForm, kGate>.of(a.dtype),
            {blocks(least(most, processors)), {Shape::kThreads}, stream, Shape::kBytes},
            MmaParams{a.data, b.data, p});
   }
@@ -77,15 +79,15 @@ const char* grouped_rows_cuda(const TensorView& x, const TensorView& weight,
                               const TensorView& offsets, const TensorView& out, void* stream) {
   grouped::Product p = {};
   p.out = out.data;
-  return grouped::launch_product<grouped::kByRows, false>(p, x, weight, offsets, 0, weight.size(1),
-                                                          weight.size(2), stream);
+  return grouped::launch_product<grouped::kByRows, grouped::kNoGate>(
+      p, x, weight, offsets, 0, weight.size(1), weight.size(2), stream);
 }
 
 const char* grouped_columns_cuda(const TensorView& x, const TensorView& weight,
                                  const TensorView& offsets, const TensorView& out, void* stream) {
   grouped::Product p = {};
   p.out = out.data;
-  return grouped::launch_product<grouped::kByColumns, false>(
+  return grouped::launch_product<grouped::kByColumns, grouped::kNoGate>(
       p, x, weight, offsets, 0, weight.size(2), weight.size(1), stream);
 }
 
@@ -93,8 +95,8 @@ const char* grouped_outer__cuda(const TensorView& out, const TensorView& grad, c
                                 const TensorView& offsets, int64_t column, void* stream) {
   grouped::Product p = {};
   p.out = out.as<uint16_t>() + column, p.stride = out.size(2);
-  return grouped::launch_product<grouped::kOuter, false>(p, grad, x, offsets, grad.size(1),
-                                                         x.size(1), 0, stream);
+  return grouped::launch_product<grouped::kOuter, grouped::kNoGate>(
+      p, grad, x, offsets, grad.size(1), x.size(1), 0, stream);
 }
 
 const char* grouped_gated_cuda(const TensorView& x, const TensorView& weight,
@@ -103,8 +105,10 @@ const char* grouped_gated_cuda(const TensorView& x, const TensorView& weight,
   grouped::Product p = {};
   p.out = packed ? packed.data : nullptr, p.gated = gated.data;
   p.function = activation::function_of(which);
-  return grouped::launch_product<grouped::kByRows, true>(p, x, weight, offsets, 0, weight.size(1),
-                                                         weight.size(2), stream);
+  const auto launch = p.function.erf
+                          ? grouped::launch_product<grouped::kByRows, grouped::kErfGate>
+                          : grouped::launch_product<grouped::kByRows, grouped::kSigmoidGate>;
+  return launch(p, x, weight, offsets, 0, weight.size(1), weight.size(2), stream);
 }
 
 }  // namespace flexops

@@ -12,7 +12,7 @@
 // kOuter sums over rows, whose number is no multiple of 64: in an expert's last stage consumers
 // overwrite the rows of the next expert by zeros before they multiply.
 //
-// With kGated B is 128 rows of the gate's weight and the same 128 of up's.
+// With a gate B is 128 rows of the gate's weight and the same 128 of up's.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -26,8 +26,9 @@ struct HopperParams {
   Product product;
 };
 
-template <int kForm, bool kGated>
+template <int kForm, int kGate>
 struct HopperShape {
+  static constexpr bool kGated = kGate != kNoGate;
   static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kGroups = 2;
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -47,39 +48,39 @@ struct HopperShape {
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
 };
 
-template <int kForm, bool kGated, class Shape>
+template <int kForm, class Shape>
 FLEXOPS_DEVICE void produce(const HopperParams& p, const Shape& shape) {
   using namespace hopper;
   using A = typename Shape::A;
   using B = typename Shape::B;
   RingState<Shape::kStages> at;
-  each_tile<kForm, Shape>(
-      p.product, [&](int expert, int begin, int, int row, int column, int stages) {
+  each_tile<kForm, Shape>(p.product, [&](int expert, int begin, int, int row, int column,
+                                         int stages) {
 #pragma unroll 1
-        for (int i = 0; i < stages; ++i, at.next()) {
-          const u32 full = shape.ring().fill(at, Shape::kStageBytes);
-          const u32 a = shape.a(at.stage), b = shape.b(at.stage);
-          const int k = i * Shape::kK;
-          if constexpr (kForm == kOuter) {
+    for (int i = 0; i < stages; ++i, at.next()) {
+      const u32 full = shape.ring().fill(at, Shape::kStageBytes);
+      const u32 a = shape.a(at.stage), b = shape.b(at.stage);
+      const int k = i * Shape::kK;
+      if constexpr (kForm == kOuter) {
 #pragma unroll
-            for (int panel = 0; panel < A::kPanels; ++panel)
-              load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
-          } else {
-            load_tile(a, p.a, full, k, row, 0, 0);
-          }
-          if constexpr (kForm == kByRows) {
+        for (int panel = 0; panel < A::kPanels; ++panel)
+          load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
+      } else {
+        load_tile(a, p.a, full, k, row, 0, 0);
+      }
+      if constexpr (kForm == kByRows) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-              load_tile(b + half * B::kBytes / 2, p.b, full, k,
-                        column + half * (kGated ? p.product.n / 2 : Shape::kN / 2), expert, 0);
-          } else {
+        for (int half = 0; half < 2; ++half)
+          load_tile(b + half * B::kBytes / 2, p.b, full, k,
+                    column + half * (Shape::kGated ? p.product.n / 2 : Shape::kN / 2), expert, 0);
+      } else {
 #pragma unroll
-            for (int panel = 0; panel < B::kPanels; ++panel)
-              load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
-                        kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
-          }
-        }
-      });
+        for (int panel = 0; panel < B::kPanels; ++panel)
+          load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
+                    kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
+      }
+    }
+  });
 }
 
 /// Zeros in the rows from `rows` on of panels that are 64 rows high.
@@ -96,7 +97,7 @@ FLEXOPS_DEVICE void clear_rows(u32 panels, int rows) {
   }
 }
 
-template <class T, int kForm, bool kGated, class Shape>
+template <class T, int kForm, int kGate, class Shape>
 FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group) {
   using namespace hopper;
   using A = typename Shape::A;
@@ -139,15 +140,14 @@ FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group
     wgmma_wait<0>(acc);
     if (leader && stages > 0) arrive(before);
     const int lane_row = row + 64 * group + static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16;
-    store_results<T, kForm, kGated, kGated ? 16 : 32>(p.product, acc, expert, lane_row, end,
-                                                      column);
+    store_results<T, kForm, kGate>(p.product, acc, expert, lane_row, end, column);
   });
 }
 
-template <class T, int kForm, bool kGated>
+template <class T, int kForm, int kGate>
 __global__ void __launch_bounds__(384, 1)
     product_hopper(const FLEXOPS_GRID_CONSTANT HopperParams p) {
-  using Shape = HopperShape<kForm, kGated>;
+  using Shape = HopperShape<kForm, kGate>;
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(shuffle(hopper::shared_address(memory), 0));  // a uniform register
   // Set up the barriers.
@@ -161,10 +161,10 @@ __global__ void __launch_bounds__(384, 1)
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kForm, kGated>(p, shape);
+    if (threadIdx.x == 0) produce<kForm>(p, shape);
   } else {
     hopper::take_registers<Shape::kConsumerRegisters>();
-    consume<T, kForm, kGated>(p, shape, warpgroup - 1);
+    consume<T, kForm, kGate>(p, shape, warpgroup - 1);
   }
 }
 

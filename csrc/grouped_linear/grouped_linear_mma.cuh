@@ -15,19 +15,20 @@ struct MmaParams {
   Product product;
 };
 
-template <int kForm, bool kGated>
+template <int kForm, int kGate>
 struct MmaShape {
+  static constexpr bool kGated = kGate != kNoGate;
   static constexpr int kM = 128, kN = 128, kK = 64, kStages = 3, kThreads = 256;
   static constexpr int kColumns = kGated ? kN / 2 : kN;  // of a tile of results
   using A = Panels<kForm == kOuter ? kK : kM, kForm == kOuter ? kM : kK>;
   using B = Panels<kForm == kByRows ? kN : kK, kForm == kByRows ? kK : kN>;
-  using HalfB = Panels<kN / 2, kK>;  // of kGated: of the gate, or of up
+  using HalfB = Panels<kN / 2, kK>;  // with a gate: of the gate, or of up
   static constexpr int kStageBytes = A::kBytes + B::kBytes, kBytes = kStages * kStageBytes;
 };
 
-template <class T, int kForm, bool kGated>
+template <class T, int kForm, int kGate>
 __global__ void __launch_bounds__(256, 1) product(const FLEXOPS_GRID_CONSTANT MmaParams params) {
-  using Shape = MmaShape<kForm, kGated>;
+  using Shape = MmaShape<kForm, kGate>;
   using A = typename Shape::A;
   using B = typename Shape::B;
   constexpr int kK = Shape::kK, kStages = Shape::kStages;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(256, 1) product(const FLEXOPS_GRID_CONSTANT Mm
         const T* const matrix = b + static_cast<i64>(expert) * p.n * p.k;
         if constexpr (kForm == kByColumns) {
           load_rows<B, Shape::kThreads>(to_b, matrix + k * p.n + column, p.n, left, p.n - column);
-        } else if constexpr (kGated) {
+        } else if constexpr (Shape::kGated) {
           using Half = typename Shape::HalfB;
           const T* const from = matrix + static_cast<i64>(column) * p.k + k;
           load_rows<Half, Shape::kThreads>(to_b, from, p.k, p.n / 2 - column, left);
@@ -95,8 +96,9 @@ __global__ void __launch_bounds__(256, 1) product(const FLEXOPS_GRID_CONSTANT Mm
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          // With kGated columns 32 to 63 are up's.
-          const int at = warp_column + (kGated ? j / 2 * (Shape::kN / 2) + j % 2 * 16 : 16 * j);
+          // With a gate columns 32 to 63 are up's.
+          const int at =
+              warp_column + (Shape::kGated ? j / 2 * (Shape::kN / 2) + j % 2 * 16 : 16 * j);
           u32 right[4];
           if constexpr (kForm == kByRows) {
             B::load_right(right, at_b, at, step);
@@ -110,8 +112,8 @@ __global__ void __launch_bounds__(256, 1) product(const FLEXOPS_GRID_CONSTANT Mm
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t)
-      store_results<T, kForm, kGated, kGated ? 4 : 8>(p, acc[t], expert, row + warp_row + 16 * t,
-                                                      end, column + warp_column);
+      store_results<T, kForm, kGate>(p, acc[t], expert, row + warp_row + 16 * t, end,
+                                     column + warp_column);
   });
 }
 
