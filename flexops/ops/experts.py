@@ -128,6 +128,14 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     return result
 
 
+def add_bias(rows: Tensor, bias: Tensor, order: Order) -> Tensor:
+    """``rows[s] + bias[e]`` with ``e`` the expert of slot ``s``; ``[tokens k, n]`` and
+    ``[experts, n]``. Differentiable with respect to both; the bias's gradient is a grouped product,
+    so that it is reproducible."""
+    result: Tensor = _ADD_BIAS(rows, bias, order.offsets)
+    return result
+
+
 # ---- checks --------------------------------------------------------------------------------------
 
 
@@ -456,6 +464,35 @@ define(
     setup_context=lambda ctx, args, _: ctx.save_for_backward(*args[1:]),
     backward=_spread_gradient,
 )
+
+
+def _add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    slots = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    experts = torch.searchsorted(offsets, slots, right=True).clamp_(max=bias.shape[0] - 1)
+    return rows + bias.to(rows.dtype)[experts]
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (offsets,) = ctx.saved_tensors
+    if not ctx.needs_input_grad[1]:
+        return grad, None, None
+    ones = grad.new_ones(grad.shape[0], 8)
+    of_bias = torch.ops.flexops.grouped_linear_outer.default(ones, grad, offsets)
+    return grad, of_bias[:, 0].to(ctx.dtype), None
+
+
+def _bias_setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+    ctx.save_for_backward(args[2])
+    ctx.dtype = args[1].dtype
+
+
+define(
+    "experts_add_bias(Tensor rows, Tensor bias, Tensor offsets) -> Tensor",
+    _add_bias,
+    lambda rows, *_: torch.empty_like(rows),
+    setup_context=_bias_setup,
+    backward=_bias_gradient,
+)
 define(
     "experts_combine(Tensor rows, Tensor? weights, Tensor inverse, Tensor offsets) -> Tensor",
     lambda rows, weights, inverse, offsets: _combine(
@@ -494,6 +531,7 @@ define(
 )
 _CALL = caller(torch.ops.flexops.gated_experts.default)
 _SPREAD = caller(torch.ops.flexops.experts_spread.default)
+_ADD_BIAS = caller(torch.ops.flexops.experts_add_bias.default)
 _COMBINE = caller(torch.ops.flexops.experts_combine.default)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.experts import (
+    add_bias,
     check_choices,
     combine_rows,
     expert_order,
@@ -94,15 +95,12 @@ def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
     if not torch.compiler.is_compiling():
         check_choices(choices, count)
     order = expert_order(choices, count)
-    slots = None
-    if module.has_bias:
-        slots = choices.reshape(-1)[order.order.reshape(-1).long()].clamp(0, count - 1)
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         weight = weight.transpose(1, 2) if module.is_transposed else weight
         out = grouped_linear(rows, weight, order.offsets)
-        return out if slots is None else out + getattr(module, f"{name}_bias")[slots].to(out.dtype)
+        return add_bias(out, getattr(module, f"{name}_bias"), order) if module.has_bias else out
 
     packed = linear(spread_rows(x, order), first)
     inner = module._apply_gate(packed) if module.has_gate else module.act_fn(packed)

@@ -262,3 +262,16 @@ def test_routes_of_nan_are_experts() -> None:
     _, choices = flexops.route_tokens(logits, 4)
     assert ((choices >= 0) & (choices < 16)).all()
     assert all(row.unique().numel() == 4 for row in choices)
+
+
+def test_bias() -> None:
+    x, choices, *_ = block(400, 4, 8, 96, 8, torch.bfloat16)
+    order = moe.expert_order(choices, 8)
+    bias = torch.randn(8, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = moe.add_bias(moe.spread_rows(x, order), bias, order)
+    experts = choices.flatten()[order.order.flatten().long()]
+    assert error(out, x[order.order.flatten().long() // 4].double() + bias.double()[experts]) < 8e-3
+    grad = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, bias, grad)
+    wanted = torch.zeros(8, 96, device="cuda", dtype=torch.float64)
+    assert error(got, wanted.index_add(0, experts, grad.double())) < 8e-3

@@ -80,12 +80,22 @@ def test_gradients() -> None:
                 x, choices, w, g, d, activation=act
             ),
             sources,
+            fast_mode=True,
         )
     offsets = ends((2, 0, 1, 1))
-    torch.autograd.gradcheck(lambda x, w: flexops.grouped_linear(x, w, offsets), (x, gate_up))
+    torch.autograd.gradcheck(
+        lambda x, w: flexops.grouped_linear(x, w, offsets), (x, gate_up), fast_mode=True
+    )
     order = moe.expert_order(choices, 4)
     torch.autograd.gradcheck(
         lambda x, w: moe.combine_rows(moe.spread_rows(x, order), w, order), (x, weights)
+    )
+    bias = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(
+        lambda x, b: moe.combine_rows(
+            moe.add_bias(moe.spread_rows(x, order), b, order), weights.detach(), order
+        ),
+        (x, bias),
     )
 
 
