@@ -99,8 +99,8 @@ def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         weight = weight.transpose(1, 2) if module.is_transposed else weight
-        out = grouped_linear(rows, weight, order.offsets)
-        return add_bias(out, getattr(module, f"{name}_bias"), order) if module.has_bias else out
+        out, bias = grouped_linear(rows, weight, order.offsets), f"{name}_bias"
+        return add_bias(out, getattr(module, bias), order) if module.has_bias else out
 
     packed = linear(spread_rows(x, order), first)
     inner = module._apply_gate(packed) if module.has_gate else module.act_fn(packed)
