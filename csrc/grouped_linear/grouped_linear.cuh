@@ -22,6 +22,8 @@ namespace flexops::grouped {
 
 enum Form : int { kByRows, kByColumns, kOuter };
 /// Silu and gelu by tanh are one shape, gelu by erf is another (activation.cuh).
+/// Which operand's rows are gathered by an index, of those that the form has a row t of.
+enum Gather : int { kNoGather, kGatherA, kGatherB };
 enum Gate : int { kNoGate, kSigmoidGate, kErfGate };
 
 struct Product {
@@ -31,6 +33,8 @@ struct Product {
   int experts, rows;
   int m, n, k;  // of kOuter: m rows and n columns of each result; else n columns, k summands
   int tiles_m, tiles_n;
+  const int* order;               // of a gathered operand: row t is row order[t] / k of it
+  int choices;                    // that k
   i64 stride;                     // of out's rows
   activation::Function function;  // of the gate
 };

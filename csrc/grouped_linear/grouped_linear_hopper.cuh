@@ -15,23 +15,40 @@
 // With a gate B is 128 rows of the gate's weight and the same 128 of up's.
 #pragma once
 
+#include "common/async.cuh"
 #include "common/wgmma.cuh"
 #include "grouped_linear/grouped_linear.cuh"
 
 namespace flexops::grouped {
 
+namespace detail {
+template <bool kFirst, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+}  // namespace detail
+
 struct HopperParams {
+  const void* gathered;  // the operand whose rows are gathered, or null
   hopper::TensorMap a,
       b;  // boxes of 64 columns; of 128 rows where columns are summed over, else 64
   Product product;
 };
 
-template <int kForm, int kGate>
+template <int kForm, int kGate, int kGather>
 struct HopperShape {
   static constexpr bool kGated = kGate != kNoGate;
   static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kGroups = 2;
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kGather ? 72 : 40,
+                       kConsumerRegisters = kGather ? 216 : 232;
+  /// Stages whose gathered rows are under way.
+  static constexpr int kLag = 2;
+  static constexpr int kProducers = kGather ? 1 + hopper::kWarpgroup : 1;  // that arrive
   using A = hopper::Tile<kForm == kOuter ? kK : kM, kForm == kOuter ? kM : kK>;
   using B = hopper::Tile<kForm == kByRows ? kN : kK, kForm == kByRows ? kK : kN>;
   static constexpr int kStageBytes = A::kBytes + B::kBytes;
@@ -48,39 +65,115 @@ struct HopperShape {
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
 };
 
-template <int kForm, class Shape>
-FLEXOPS_DEVICE void produce(const HopperParams& p, const Shape& shape) {
+/// The copy engine's loads of a stage: of both operands, or of the one that is not gathered.
+template <int kForm, int kGather, class Shape>
+FLEXOPS_DEVICE void load_stage(const HopperParams& p, const Shape& shape, u32 full, int stage,
+                               int expert, int begin, int row, int column, int k) {
   using namespace hopper;
   using A = typename Shape::A;
   using B = typename Shape::B;
-  RingState<Shape::kStages> at;
-  each_tile<kForm, Shape>(p.product, [&](int expert, int begin, int, int row, int column,
-                                         int stages) {
+  const u32 a = shape.a(stage), b = shape.b(stage);
+  if constexpr (kGather == kGatherA) {
+  } else if constexpr (kForm == kOuter) {
+#pragma unroll
+    for (int panel = 0; panel < A::kPanels; ++panel)
+      load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
+  } else {
+    load_tile(a, p.a, full, k, row, 0, 0);
+  }
+  if constexpr (kGather == kGatherB) {
+  } else if constexpr (kForm == kByRows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      load_tile(b + half * B::kBytes / 2, p.b, full, k,
+                column + half * (Shape::kGated ? p.product.n / 2 : Shape::kN / 2), expert, 0);
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < B::kPanels; ++panel)
+      load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
+                kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
+  }
+}
+
+/// By one thread.
+template <int kForm, class Shape>
+FLEXOPS_DEVICE void produce(const HopperParams& p, const Shape& shape) {
+  hopper::RingState<Shape::kStages> at;
+  each_tile<kForm, Shape>(p.product,
+                          [&](int expert, int begin, int, int row, int column, int stages) {
+#pragma unroll 1
+                            for (int i = 0; i < stages; ++i, at.next()) {
+                              const u32 full = shape.ring().fill(at, Shape::kStageBytes);
+                              load_stage<kForm, kNoGather>(p, shape, full, at.stage, expert, begin,
+                                                           row, column, i * Shape::kK);
+                            }
+                          });
+}
+
+/// By a warpgroup: thread 0 starts the copy engine's loads, and all gather the other operand's rows
+/// by cp.async, eight threads a row of 128 bytes. What a thread has copied is complete kLag stages
+/// later: then it arrives.
+template <class T, int kForm, int kGather, class Shape>
+FLEXOPS_DEVICE void produce_gathered(const HopperParams& p, const Shape& shape) {
+  using namespace hopper;
+  using A = typename Shape::A;
+  using B = typename Shape::B;
+  constexpr bool kOfA = kGather == kGatherA;
+  using Gathered = typename detail::Either<kOfA, A, B>::type;
+  constexpr int kRows = Gathered::kRows / 16, kPanels = Gathered::kPanels;  // of a thread
+  const Product& product = p.product;
+  const int thread = static_cast<int>(threadIdx.x), vector = thread % 8, first = thread / 8;
+  // Row numbers differ by 16, so that the swizzle is the same for all of a thread's.
+  const u32 place = Gathered::place(kOfA ? 0 : A::kBytes, first, vector);
+  const int width = kForm != kOuter ? product.k : kOfA ? product.m : product.n;
+  const T* const from = static_cast<const T*>(p.gathered) + 8 * vector;
+  RingState<Shape::kStages> at, done;
+  int under_way = 0;
+  const auto finish = [&] {
+    fence_async();
+    arrive(shape.ring().full(done.stage));
+    done.next(), --under_way;
+  };
+  each_tile<kForm, Shape>(product, [&](int expert, int begin, int end, int row, int column,
+                                       int stages) {
+    i64 rows[kRows];
+    bool valid[kRows];
+    const auto find = [&](int from_row) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int slot = from_row + first + 16 * i;
+        valid[i] = slot < end;
+        rows[i] =
+            valid[i] ? static_cast<i64>(__ldg(product.order + slot) / product.choices) * width : 0;
+      }
+    };
+    if (kForm != kOuter && stages > 0) find(row);
 #pragma unroll 1
     for (int i = 0; i < stages; ++i, at.next()) {
-      const u32 full = shape.ring().fill(at, Shape::kStageBytes);
-      const u32 a = shape.a(at.stage), b = shape.b(at.stage);
       const int k = i * Shape::kK;
-      if constexpr (kForm == kOuter) {
-#pragma unroll
-        for (int panel = 0; panel < A::kPanels; ++panel)
-          load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, begin + k, 0, 0);
-      } else {
-        load_tile(a, p.a, full, k, row, 0, 0);
+      if (kForm == kOuter) find(begin + k);
+      shape.ring().acquire(at);
+      if (thread == 0) {
+        const u32 full = shape.ring().full(at.stage);
+        expect(full, kOfA ? B::kBytes : A::kBytes);
+        load_stage<kForm, kGather>(p, shape, full, at.stage, expert, begin, row, column, k);
       }
-      if constexpr (kForm == kByRows) {
+      const int start = kForm != kOuter ? k : kOfA ? row : column;
+      const u32 to = shape.a(at.stage) + place;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          load_tile(b + half * B::kBytes / 2, p.b, full, k,
-                    column + half * (Shape::kGated ? p.product.n / 2 : Shape::kN / 2), expert, 0);
-      } else {
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const bool inside = start + 64 * panel + 8 * vector < width;
 #pragma unroll
-        for (int panel = 0; panel < B::kPanels; ++panel)
-          load_tile(b + panel * B::kPanelBytes, p.b, full, column + 64 * panel,
-                    kForm == kOuter ? begin + k : k, kForm == kOuter ? 0 : expert, 0);
+        for (int n = 0; n < kRows; ++n)
+          async_copy16(to + panel * Gathered::kPanelBytes + n * 16 * Gathered::kRowBytes,
+                       from + rows[n] + (inside ? start + 64 * panel : 0), valid[n] && inside);
       }
+      async_commit();
+      if (++under_way > Shape::kLag) async_wait(Shape::kLag), finish();
     }
   });
+  async_wait(0);
+  while (under_way > 0) finish();
 }
 
 /// Zeros in the rows from `rows` on of panels that are 64 rows high.
@@ -144,16 +237,16 @@ FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group
   });
 }
 
-template <class T, int kForm, int kGate>
+template <class T, int kForm, int kGate, int kGather>
 __global__ void __launch_bounds__(384, 1)
     product_hopper(const FLEXOPS_GRID_CONSTANT HopperParams p) {
-  using Shape = HopperShape<kForm, kGate>;
+  using Shape = HopperShape<kForm, kGate, kGather>;
   __align__(1024) extern __shared__ u8 memory[];
   const Shape shape(shuffle(hopper::shared_address(memory), 0));  // a uniform register
   // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.a), hopper::prefetch(p.b);
-    shape.ring().init(4 * Shape::kGroups);
+    shape.ring().init(4 * Shape::kGroups, Shape::kProducers);
     hopper::fence_init(), hopper::fence_async();
   }
   __syncthreads();
@@ -161,7 +254,11 @@ __global__ void __launch_bounds__(384, 1)
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kForm>(p, shape);
+    if constexpr (kGather != kNoGather) {
+      produce_gathered<T, kForm, kGather>(p, shape);
+    } else {
+      if (threadIdx.x == 0) produce<kForm>(p, shape);
+    }
   } else {
     hopper::take_registers<Shape::kConsumerRegisters>();
     consume<T, kForm, kGate>(p, shape, warpgroup - 1);

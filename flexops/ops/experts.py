@@ -31,9 +31,10 @@ from .activation import FLOAT_DTYPES, gated_backward_reference
 from .grouped_linear import (
     check_matrix,
     gated_reference,
-    outer,
+    gathers_rows,
     outer_to,
     product,
+    product_of_columns,
     takes_kernels,
 )
 
@@ -313,15 +314,21 @@ def _forward(
     """The result, and what the backward pass needs: ``packed`` if ``keep``, and the order."""
     check_choices(choices, gate_up.shape[0])
     order, inverse, offsets = expert_order(choices, gate_up.shape[0])
-    rows = _spread(x, inverse, offsets)
-    if takes_kernels(rows, gate_up.shape[1] // 2) and gate_up.is_contiguous():
+    width, slots = gate_up.shape[1] // 2, choices.numel()
+    if takes_kernels(x, width) and gate_up.is_contiguous():
+        gathers = gathers_rows(x, width)
         inner, packed = torch.ops.flexops.grouped_gated.default(
-            rows, gate_up, offsets, activation, keep
+            x if gathers else _spread(x, inverse, offsets),
+            gate_up,
+            offsets,
+            order if gathers else None,
+            slots,
+            activation,
+            keep,
         )
     else:
-        packed = product(rows, gate_up, offsets)
+        packed = product(_spread(x, inverse, offsets), gate_up, offsets)
         inner = _gated(packed, activation)
-    del rows
     out = _combine(
         product(inner, down, offsets), inverse, offsets, _as_weights(weights, x).contiguous()
     )
@@ -371,8 +378,16 @@ def _backward(
     """The gradients of ``x``, ``weights``, ``gate_up`` and ``down``; those that are not asked for
     are empty."""
     nothing = x.new_empty(0)
-    grad_rows = _spread(grad.contiguous(), inverse, offsets)
-    inner = product(grad_rows, down.transpose(1, 2), offsets)
+    grad = grad.contiguous()
+    gathers = gathers_rows(x, gate_up.shape[1] // 2) and x.shape[0] < order.numel()
+    gathered = order if gathers else None
+    if gathers and down.is_contiguous():
+        inner = product_of_columns(grad, down, offsets, order)
+    else:
+        grad_rows = _spread(grad, inverse, offsets)
+        inner = product(grad_rows, down.transpose(1, 2), offsets)
+        grad = grad if gathers else grad_rows
+        del grad_rows
     means = (
         torch.ops.flexops.expert_gate_backward_.default
         if _fits(inner)
@@ -381,8 +396,11 @@ def _backward(
     grad_packed, grad_weights = means(
         inner, packed, _as_weights(weights, x).contiguous(), order, offsets, activation
     )
-    grad_down = outer(grad_rows, inner, offsets) if of_down else nothing
-    del grad_rows, inner
+    grad_down = nothing
+    if of_down:
+        grad_down = torch.empty_like(down, memory_format=torch.contiguous_format)
+        outer_to(grad_down, grad, inner, offsets, gathered)
+    del grad, inner
     grad_x = (
         _combine(product(grad_packed, gate_up.transpose(1, 2), offsets), inverse, offsets, None)
         if of_x
@@ -391,9 +409,12 @@ def _backward(
     grad_gate_up = nothing
     if of_gate_up:
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        # in two pieces, so that half as many columns of the tokens' rows are held
-        for part, column in _halves(x):
-            outer_to(grad_gate_up, column, grad_packed, _spread(part, inverse, offsets), offsets)
+        if gathers:
+            outer_to(grad_gate_up, grad_packed, x.contiguous(), offsets, order)
+        else:  # in two pieces, so that half as many columns of the tokens' rows are held
+            for part, column in _halves(x):
+                rows = _spread(part, inverse, offsets)
+                outer_to(grad_gate_up, grad_packed, rows, offsets, None, column)
     return grad_x, grad_weights.to(weights.dtype), grad_gate_up, grad_down
 
 

@@ -132,6 +132,17 @@ def takes_kernels(x: Tensor, *sizes: int) -> bool:
     )
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def gathers_rows(x: Tensor, *sizes: int) -> bool:
+    """Whether the kernels take rows by an order of choices, so that no sorted copy of them is
+    needed."""
+    return takes_kernels(x, *sizes) and _is_hopper(x.device)
+
+
 def _is_transposed(weight: Tensor) -> bool:
     return not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
 
@@ -139,28 +150,43 @@ def _is_transposed(weight: Tensor) -> bool:
 def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``x[t] @ weight[e].T``, by the best means there are."""
     if takes_kernels(x, weight.shape[1]):
-        ops, args = torch.ops.flexops, (x, weight, offsets)
         if _is_transposed(weight):
-            result: Tensor = ops.grouped_columns.default(x, weight.transpose(1, 2), offsets)
-        else:
-            result = ops.grouped_rows.default(*args)
+            return product_of_columns(x, weight.transpose(1, 2), offsets)
+        result: Tensor = torch.ops.flexops.grouped_rows.default(x, weight, offsets)
         return result
     return _rows_reference(x, weight, offsets)
+
+
+def product_of_columns(
+    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """``x[t] @ weight[e]``, by kernels; with ``order`` x has a row for each token."""
+    slots = x.shape[0] if order is None else order.numel()
+    result: Tensor = torch.ops.flexops.grouped_columns.default(x, weight, offsets, order, slots)
+    return result
 
 
 def outer(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """``sum_t grad[t] x[t].T`` of each group."""
     out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
-    outer_to(out, 0, grad, x, offsets)
+    outer_to(out, grad, x, offsets)
     return out
 
 
-def outer_to(out: Tensor, column: int, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """The same into the columns of ``out`` from ``column`` on."""
+def outer_to(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    column: int = 0,
+) -> None:
+    """The same into the columns of ``out`` from ``column`` on. With ``order``, which needs
+    :func:`gathers_rows`, the shorter of the two has a row for each token."""
     if takes_kernels(x, grad.shape[1], column or 8):
-        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, column)
+        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, order, column)
     else:
-        _outer_reference(out, grad, x, offsets, column)
+        _outer_reference(out, grad, x, offsets, order, column)
 
 
 def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -172,7 +198,25 @@ def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _outer_reference(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, column: int) -> None:
+def _gathered(x: Tensor, order: Tensor | None, slots: int) -> Tensor:
+    """The rows of the choices' tokens."""
+    if order is None:
+        return x
+    return x[order.reshape(-1).long() // (slots // x.shape[0])]
+
+
+def _outer_reference(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    column: int = 0,
+) -> None:
+    if order is not None and grad.shape[0] < x.shape[0]:
+        grad = _gathered(grad, order, x.shape[0])
+    elif order is not None:
+        x = _gathered(x, order, grad.shape[0])
     begin = 0
     for matrix, end in zip(out, _ends(offsets, x.shape[0]), strict=True):
         matrix[:, column : column + x.shape[1]] = grad[begin:end].t() @ x[begin:end]
@@ -198,8 +242,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight, None
 
 
-def _columns_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return _rows_reference(x, weight.transpose(1, 2), offsets)
+def _columns_reference(
+    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, slots: int
+) -> Tensor:
+    return _rows_reference(_gathered(x, order, slots), weight.transpose(1, 2), offsets)
 
 
 def gated_reference(packed: Tensor, activation: int) -> Tensor:
@@ -209,9 +255,15 @@ def gated_reference(packed: Tensor, activation: int) -> Tensor:
 
 
 def _gated_reference(
-    x: Tensor, weight: Tensor, offsets: Tensor, activation: int, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    slots: int,
+    activation: int,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    packed = _rows_reference(x, weight, offsets)
+    packed = _rows_reference(_gathered(x, order, slots), weight, offsets)
     return gated_reference(packed, activation), packed if keep else x.new_empty(0)
 
 
@@ -252,6 +304,6 @@ def self_check(device: str) -> float:
         )
     wide = [one.float().cpu() for one in (x, grad, weight)]
     of_weight = torch.empty_like(wide[2])
-    _outer_reference(of_weight, wide[1], wide[0], offsets, 0)
+    _outer_reference(of_weight, wide[1], wide[0], offsets)
     expected = _rows_reference(wide[0], wide[2], offsets), of_weight
     return difference([one.cpu() for one in actual], [one.to(dtype) for one in expected])

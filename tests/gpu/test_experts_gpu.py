@@ -52,12 +52,14 @@ def seeded() -> None:
     torch.manual_seed(20)
 
 
-@pytest.fixture(params=["hopper", "sm_80"])
-def kernels(request: pytest.FixtureRequest, require: Any) -> Iterator[None]:
-    """Hopper's own kernels, and those that other GPUs run."""
+@pytest.fixture(params=["hopper", "hopper, sorted copies", "sm_80"])
+def kernels(
+    request: pytest.FixtureRequest, require: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Hopper's own kernels, with rows gathered by them or not, and those that other GPUs run."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     require(
-        hopper or request.param != "hopper",
+        hopper or request.param == "sm_80",
         "a GPU of capability 9.0",
         "bash scripts/run_tests.sh -m gpu, on an H100 or H200",
     )
@@ -65,7 +67,8 @@ def kernels(request: pytest.FixtureRequest, require: Any) -> Iterator[None]:
     flexops.grouped_linear(weight[0], weight, ends((8,)))  # loads the library
     (path,) = (one.path for one in flexops.status() if one.op == "grouped_linear" and one.path)
     library = ctypes.CDLL(str(path))
-    library.flexops_grouped_hopper(int(request.param == "hopper"))
+    library.flexops_grouped_hopper(int(request.param != "sm_80"))
+    monkeypatch.setattr(grouped, "_is_hopper", lambda _: request.param == "hopper")
     yield
     library.flexops_grouped_hopper(1)
 
