@@ -38,6 +38,7 @@ def patch(
     rope: bool = True,
     attention: bool = True,
     projections: bool = True,
+    experts: bool = True,
     loss: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
@@ -56,6 +57,7 @@ def patch(
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,
             in training.
+        experts: mixtures of experts whose class goes through transformers' experts interface.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
@@ -85,7 +87,7 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "loss": loss}
+    wanted |= {"projections": projections, "experts": experts, "loss": loss}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import forwards, loss, rope, torch_modules
+from . import experts, forwards, loss, rope, torch_modules
 from .linears import is_linear
 from .probe import (
     CLASSES,
@@ -493,6 +493,15 @@ PATTERNS: tuple[Pattern, ...] = (
         _attention_candidates,
         _tiny_attention,
         _other_attention,
+    ),
+    Pattern(
+        "experts",
+        "gated_experts / grouped_linear",
+        experts.concerns,
+        experts.candidates,
+        experts.miniature,
+        experts.refuse,
+        experts.variant,
     ),
     Pattern(
         "rope",

@@ -320,6 +320,19 @@ def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[s
     )
 
 
+GROUPED = (
+    "test_grouped_linear and (shape0 or shape2) and not dtype2 and (sizes0 or sizes3) or test_order"
+    " and not 5000 and not 3000 or test_gated_experts and (1-2-8 or 200-1-4) or do_not_match"
+    " or do_not_exist or spread_and_combine or test_routes and (4-4 or 130)"
+)
+
+
+@pytest.mark.slow
+def test_mixtures_of_experts(machine: dict[str, str]) -> None:
+    """Of GPUs' own tests, with tensors of the CPU: products by mma.sync, order, routes."""
+    assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
+
+
 # ---- people's own sources ------------------------------------------------------------------------
 
 SOURCE = r"""

@@ -96,6 +96,21 @@ _LOSSES: dict[str, Any] = {
     ),
 }
 
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+_HALVES = ("bfloat16", "float16")
+_GROUPED: dict[str, Any] = {
+    "dtypes": {"x": _HALVES, "weight": "x", "offsets": "int32"},
+    "shapes": {"offsets": "weight[0]"},
+    "strided": {"x": "aligned", "weight": "aligned"},
+}
+_GATHERED = _GROUPED | {"dtypes": _GROUPED["dtypes"] | {"order": "int32"}}
+_MOVED: dict[str, Any] = {
+    "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
+    "shapes": {"weights": "inverse"},
+    "strided": {"rows": "aligned"},
+}
+
 # ---- families with a binding of their own --------------------------------------------------------
 
 
@@ -223,6 +238,81 @@ CATALOG: tuple[OpSpec, ...] = (
         ),
     ),
     _family(
+        "experts",
+        _op(
+            "expert_order(Tensor experts, int count) -> (Tensor order, Tensor inverse, Tensor"
+            " offsets)",
+            dtypes={"experts": ("int64", "int32")},
+            split="host",
+            outputs=(
+                Output("experts", "int32"),
+                Output("experts", "int32"),
+                Output("count", "int32"),
+            ),
+        ),
+        _op(
+            "expert_routes(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float"
+            " scale) -> (Tensor weights, Tensor choices)",
+            dtypes={"bias": "float32"},
+            shapes={"bias": "logits[1]"},
+            split="whole",
+            outputs=(Output("logits[0], k", "float32"), Output("logits[0], k", "int64")),
+        ),
+        _op(
+            "expert_routes_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices,"
+            " bool sigmoid, bool normalize, float scale) -> Tensor",
+            dtypes={
+                "grad": "float32",
+                "logits": _FLOATS,
+                "weights": "float32",
+                "choices": "int64",
+            },
+            shapes={"weights": "grad", "choices": "grad"},
+            split="whole",
+            outputs=(Output("logits", "logits"),),
+        ),
+        _op(
+            "spread_rows(Tensor x, Tensor inverse, Tensor offsets, int slots) -> Tensor",
+            dtypes={"x": _FLOATS, "inverse": "int32", "offsets": "int32"},
+            strided={"x": "aligned rows"},
+            split="whole",
+            outputs=(Output("slots, x[1]", "x"),),
+        ),
+        _op(
+            "combine_rows(Tensor rows, Tensor inverse, Tensor offsets, Tensor? weights) -> Tensor",
+            **_MOVED,
+            split="whole",
+            outputs=(Output("inverse[0], rows[1]", "rows"),),
+        ),
+        _op(
+            "combine_rows_backward(Tensor grad, Tensor rows, Tensor inverse, Tensor offsets, Tensor"
+            f" weights) {_PAIR}",
+            **_MOVED
+            | {
+                "dtypes": _MOVED["dtypes"] | {"grad": _FLOATS, "rows": "grad"},
+                "strided": {"grad": "aligned", "rows": "aligned"},
+                "split": "whole",
+                "outputs": (Output("rows", "rows"), Output("weights", "weights")),
+            },
+        ),
+        _op(
+            "expert_gate_backward_(Tensor(a!) grad, Tensor packed, Tensor weights, Tensor order,"
+            f" Tensor offsets, int activation) {_PAIR}",
+            dtypes={
+                "grad": _FLOATS,
+                "packed": "grad",
+                "weights": "float32",
+                "order": "int32",
+                "offsets": "int32",
+            },
+            strided={"packed": "aligned"},
+            split="whole",
+            outputs=(Output("packed", "packed"), Output("weights", "weights")),
+        ),
+        hip=False,
+        least_capability=(7, 0),
+    ),
+    _family(
         "grad_norm",
         _op(
             "grad_norm(Tensor[] grads, float norm_type) -> Tensor",
@@ -235,6 +325,47 @@ CATALOG: tuple[OpSpec, ...] = (
             numbers=("total_norm",),
         ),
         least_capability=_LISTS,
+    ),
+    _family(
+        "grouped_linear",
+        _op(
+            "grouped_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+            **_GROUPED,
+            split="whole",
+            outputs=(Output("x[0], weight[1]", "x"),),
+        ),
+        _op(
+            "grouped_columns(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots) ->"
+            " Tensor",
+            **_GATHERED,
+            split="whole",
+            outputs=(Output("slots, weight[2]", "x"),),
+        ),
+        _op(
+            "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, Tensor? order,"
+            " int column) -> ()",
+            dtypes={
+                "out": _HALVES,
+                "grad": "out",
+                "x": "out",
+                "offsets": "int32",
+                "order": "int32",
+            },
+            strided={"grad": "aligned", "x": "aligned"},
+            split="whole",
+        ),
+        _op(
+            "grouped_gated(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots, int"
+            f" activation, bool keep) {_PAIR}",
+            **_GATHERED,
+            split="whole",
+            outputs=(
+                Output("slots, weight[1] // 2", "x"),
+                Output("slots, weight[1]", "x", when="keep"),
+            ),
+        ),
+        hip=False,
+        least_capability=(8, 0),
     ),
     _family(
         "lamb",
