@@ -41,7 +41,7 @@ is_compiling: Callable[[], bool] = (
 compiler: Any = (
     torch.compiler if hasattr(torch.compiler, _FLAG) else SimpleNamespace(_is_compiling_flag=False)
 )
-"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function tells, in a third of
+"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function returns, in a third of
 its time."""
 
 forward_mode: Any = (

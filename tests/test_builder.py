@@ -100,7 +100,7 @@ def mix(x, bias, more, scale, count, shift=None, *, twice=False, dtype=torch.int
         strided={"x": "aligned rows", "other": "as x", "far": "any"},
         outputs=(builder.Output("8", "int64"), builder.Output("x[0] * 2 + 1, x[-1] // 3", "other", when="other and more", otherwise="x[:1], 1")))
 def lies(x, other, more, far):
-    raise AssertionError("what the launcher sees, no reference can tell")
+    raise AssertionError("what the launcher sees, no reference can know")
 
 @lib.op("add_(Tensor(a!) x, Tensor y) -> ()", family="wide", shapes={"y": "x"}, strided=("y",), split="rows")
 def add_(x, y):
@@ -450,7 +450,7 @@ def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: Hos
     assert "jit" in said
     # the shape that a call gives in the place of the fake kernel's
     assert "(0,)" in said or "[0]" in said, said
-    edit(folder / "gated_cpu.cpp", ", const TensorView& gate, int64_t begin", ", int64_t begin")
+    edit(folder / "gated_cpu.cpp", "const TensorView& gate, int64_t begin", "int64_t begin")
     edit(folder / "gated_cpu.cpp", "if (gate)", "if (false)")
     edit(folder / "gated_cpu.cpp", "store(gate.", "store(y.")
     page = (REPOSITORY / "docs/builder.md").read_text()
@@ -605,7 +605,7 @@ def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path)
 @pytest.mark.extra
 def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_path: Path) -> None:
     """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does
-    not mind entries that nobody asks for."""
+    not mind entries that are not requested."""
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     gone = f"import shutil; shutil.rmtree({str(package / 'mylib')!r})\n"
     run(
@@ -771,7 +771,7 @@ class TestRelu2(Contract):
 
 def test_a_gradient_may_be_an_operator_of_its_own(package: Path) -> None:
     """As the guide has it: one that has no gradient itself, and which the contract asks for none. A
-    reference that rounds is told as what it is."""
+    reference that rounds is reported as one."""
     guide = (REPOSITORY / "docs" / "builder.md").read_text()
     (block,) = (
         code
@@ -965,7 +965,7 @@ def test_an_installed_library_needs_no_compiler_and_writes_nothing(
 
 def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> None:
     """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since
-    are no reason to refuse it."""
+    are no reason to reject it."""
     newer = (
         "from flexops.build.store import manifest; from flexops.build.describe import layout; from"
         " pathlib import Path; import shutil\n"

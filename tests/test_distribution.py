@@ -100,7 +100,7 @@ def test_the_other_project_is_seen_where_it_is_installed_too(
     # ours, from before it was called flexops-torch
     install(tmp_path, "0.1.0", "The flexops developers")
     assert distribution.namesake() == ""
-    install(tmp_path, "3.2.0", "Somebody Else")
+    install(tmp_path, "3.2.0", "Another Project")
     assert distribution.namesake() == f"flexops 3.2.0 in {tmp_path}"
     assert machine.python().namesake == distribution.namesake()
     with pytest.raises(ToolchainError) as caught:

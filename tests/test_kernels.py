@@ -486,7 +486,7 @@ def test_where_nothing_may_be_compiled_useless_code_is_named(
     assert code_of(tmp_path / "cache") == []
     assert len(list((tmp_path / "cache" / ".quarantine").iterdir())) == 1, "it is fetched once"
     monkeypatch.setattr(cache, "_rejected", set())
-    said = r"the driver refuses it: .*error 200.*; it was put aside"
+    said = r"the driver rejects it: .*error 200.*; it was put aside"
     with pytest.raises(NativeUnavailableError, match=said):
         launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
 
@@ -551,7 +551,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
 
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
-    ("body", "line", "said", "mend"),
+    ("body", "line", "said", "fix"),
     [
         (
             "out[i] = y[i];",
@@ -565,7 +565,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
     ],
 )
 def test_an_error_shows_the_users_line_and_a_mend(
-    body: str, line: str, said: str, mend: str
+    body: str, line: str, said: str, fix: str
 ) -> None:
     source = f"""
     __global__ void scale(const float* x, float* out, int i) {{
@@ -583,7 +583,7 @@ def test_an_error_shows_the_users_line_and_a_mend(
     at = next(number for number, one in enumerate(shown) if line in one)
     assert said in shown[at + 1]
     assert shown[at + 2].strip() == "^"
-    assert mend in caught.value.fix
+    assert fix in caught.value.fix
 
 
 @pytest.mark.usefixtures("driver")

@@ -1,4 +1,4 @@
-"""Whose code is opened: what another user could have written or could swap is refused, and what a
+"""Whose code is opened: what another user could have written or could swap is rejected, and what a
 key vouches for is all that a reader with keys opens."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def loose(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o770])
 def test_a_root_that_others_may_write_to(place: Path, plan: BuildPlan, mode: int) -> None:
-    """Whoever may add entries may add code; that of a group counts as well, unless
+    """A user who may add entries may add code; that of a group counts as well, unless
     FLEXOPS_CACHE_SHARED says that it is trusted."""
     root = home_of(VICTIM, place) / "cache"
 
@@ -147,7 +147,7 @@ def test_entries_that_another_user_left_while_the_root_was_open(
     place: Path, plan: BuildPlan
 ) -> None:
     """The root was made under umask 000, another user's entry came in, and then the owner closed
-    the root: it stays refused, and a build mends it."""
+    the root: it stays rejected, and a build fixes it."""
     root = home_of(VICTIM, place) / "cache"
     root.mkdir()
     os.chown(root, VICTIM, VICTIM)
@@ -178,7 +178,7 @@ def publish_loosely(root: Path, plan: BuildPlan, content: str) -> str:
 
 
 @pytest.mark.parametrize("which", ["name", "entry", "library", "manifest", "headers"])
-@pytest.mark.parametrize("how", ["0777", "somebody else's"])
+@pytest.mark.parametrize("how", ["0777", "another user's"])
 def test_one_part_that_somebody_else_could_change(
     place: Path, plan: BuildPlan, which: str, how: str
 ) -> None:
@@ -381,7 +381,7 @@ def test_only_what_a_trusted_key_signed_is_opened(tmp_path: Path, keys: Path) ->
     assert "not of one of the keys" in str(said[foreign.directory])
     for entry in (unsigned, foreign):
         assert cache.read(entry.manifest.name, entry.manifest.key) is None
-        assert entry.library.exists(), "whoever has no keys may go on using it"
+        assert entry.library.exists(), "a process without keys may go on using it"
 
 
 @pytest.mark.parametrize(

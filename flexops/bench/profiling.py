@@ -79,11 +79,11 @@ def _kernels(text: str) -> Iterator[dict[str, str]]:
 
 
 def by_torch(request: dict[str, Any]) -> list[dict[str, str]]:
-    """Each kernel of one call (on a CPU: each operator), with what torch's profiler tells."""
+    """Each kernel of one call (on a CPU: each operator), with what torch's profiler reports."""
     done = _run(_child({**request, "torch": True}))
     if done.status:
         raise FlexopsError(
-            "the case could not be profiled", found=_last_lines(done.errors), fix="run it by itself"
+            "the case could not be profiled", found=_last_lines(done.errors), fix="run it alone"
         )
     found: list[dict[str, str]] = json.loads(done.output.strip().splitlines()[-1])
     return found

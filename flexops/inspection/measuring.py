@@ -81,8 +81,8 @@ def measure(
     kernel: str = "",
     progress: Progress | None = None,
 ) -> list[Measured]:
-    """Compile the kernels of families, as their libraries name them, and tell what each takes; what
-    was compiled before is not again.
+    """Compile the kernels of families, as their libraries name them, and report what each takes;
+    what was compiled before is not again.
 
     Args:
         csrc: a folder ``csrc`` with the families' sources, if they are not to be read where they

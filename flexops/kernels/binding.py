@@ -269,7 +269,7 @@ def _template(
             required = (
                 f"a parameter {one.name}* of a tensor's name, or template={{{one.name!r}: 'float'}}"
             )
-            raise _wrong(schema, f"no tensor tells the template's type {one.name}", required)
+            raise _wrong(schema, f"no tensor determines the template's type {one.name}", required)
     if unknown := sorted(set(options.template) - {one.name for one in signature.template}):
         have = ", ".join(one.name for one in signature.template) or "none"
         raise _wrong(

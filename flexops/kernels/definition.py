@@ -123,7 +123,7 @@ def kernel(
         name: the kernel's in the source, if it is not the operator's: a source may have several.
         args: parameter -> constant or function.
         template: template parameter -> constant or function; a type as C++ text or a
-            ``torch.dtype``. What is not given is told by the tensors (``T`` of ``const T* x`` by
+            ``torch.dtype``. What is not given follows from the tensors (``T`` of ``const T* x`` by
             x's dtype) or is the argument of its name.
         out: the tensor that the result is like, by name (default: the first), or a function that
             returns the result(s), such as ``lambda x: x.new_empty(x.shape[0])``: it runs on fake
@@ -344,7 +344,7 @@ class _Code:
         return self._refer(*args, **kwargs)
 
     def _refer(self, *args: Any, **kwargs: Any) -> Any:
-        """What the reference returns: what ``torch.compile`` is told that a call returns."""
+        """What the reference returns: what a call returns, for ``torch.compile``."""
         expected, made = self.fake(*args, **kwargs), self.names["refer"](*args, **kwargs)
         pairs = [[_described(one) for one in _listed(given)] for given in (made, expected)]
         if pairs[0] != pairs[1]:
@@ -833,9 +833,9 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
                 "no word of Python, and no name that begins with _",
             )
     if not any(one.tensor and not one.optional for one in schema.arguments):
-        return "no argument that is a Tensor", "one: it tells the device"
+        return "no argument that is a Tensor", "one: it determines the device"
     if any(one.alias_info for one in parsed.returns):
-        return "a result that is an argument", "-> () : who calls has that tensor already"
+        return "a result that is an argument", "-> () : the caller has that tensor already"
     if odd := [str(one.type) for one in parsed.returns if str(one.type) != "Tensor"]:
         return f"a result {odd[0]}", "Tensor"
     if twice := {one.name for one in schema.arguments} & set(schema.results):
@@ -865,8 +865,8 @@ def _chosen(source: str, name: str, schema: str) -> CudaSignature:
 
 
 def _count_write(tensor: torch.Tensor | None) -> None:
-    """Tell autograd that a kernel wrote the tensor: a backward pass that had saved it then says so
-    instead of being silently wrong."""
+    """Report to autograd that a kernel wrote the tensor: a backward pass that had saved it then
+    says so instead of being silently wrong."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 

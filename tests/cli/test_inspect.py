@@ -162,7 +162,7 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_no_kernel_takes_more_than_the_baseline_says() -> None:
-    """The quick form, of the families that compile fastest; a worse one is mended, or taken by
+    """The quick form, of the families that compile fastest; a worse one is fixed, or taken by
     `flexops target prove --update`."""
     done = CliRunner().invoke(
         app,

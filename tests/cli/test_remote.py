@@ -1,4 +1,4 @@
-"""What is said of a remote cache tells no secrets, and what is put there has names that every store
+"""Messages about a remote cache hold no secrets, and what is put there has names that every store
 takes."""
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_an_edit_runs_the_tests_again(tmp_path: Path, started: Started) -> None:
     (tmp_path / "csrc" / "notes.txt").write_text("no source")
     (tmp_path / "csrc" / "more.cuh").write_text("// a new file\n")
     source.unlink()
-    source.write_text("// mended\n")
+    source.write_text("// fixed\n")
     assert "passed in" in result(lines)
 
 
@@ -188,7 +188,7 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: i
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere", "--", "true"], "what shall be watched is not there"),
+        (["nowhere", "--", "true"], "a path to watch is missing"),
         (["."], "there is nothing to run"),
         (["--metric", "(", ".", "--", "true"], "--metric is no regular expression"),
         (["--metric", "a", ".", "--", "true"], "no one group"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import score_mod_cases
 import torch
 from marks import first_of
 
@@ -25,9 +25,6 @@ from flexops.ops._score_mod import ScoreMod
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
-import score_mod_cases
 
 SPEC = catalog.find("attention")
 

@@ -1,7 +1,7 @@
 """Native kernels for CUDA where there is no GPU: flexops' real bindings, launchers and provider,
 NVRTC's real code, and a driver that runs nothing.
 
-``stand_in/libcuda.c`` refuses what the real driver would refuse (code for another GPU, PTX of a
+``stand_in/libcuda.c`` rejects what the real driver would reject (code for another GPU, PTX of a
 newer CUDA, a grid, block, cluster or shared memory that no GPU has, a call without a context), and
 writes down what it is asked for. To libraries of flexops' the CPU's tensors are on a GPU
 (``stand_in/libtorch_cuda.c``). So what is shown here is all that happens before a kernel runs; that
@@ -131,7 +131,7 @@ def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts
 
 
 def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> None:
-    """Adam's step would be divided by a count of steps that nobody has raised."""
+    """Adam's step would be divided by a count of steps that was not raised."""
     assert attempts.said["Adam"].endswith("unspecified launch failure")
     assert attempts.said["Adam again"] == "fine"
     symbols = [
@@ -143,7 +143,7 @@ def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> 
 
 
 def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:
-    """What is needed is named, what there is, and the mend."""
+    """The error names what is required, what was found, and the fix."""
     for name, version in (("old driver", "12.4"), ("old driver, new GPU", "12.8")):
         assert (
             "is of CUDA 13.0, which needs the NVIDIA driver 580 or newer; this one runs CUDA"
@@ -239,7 +239,7 @@ said["backends"] = {one.device: one.backend for one in flexops.status() if one.o
 
 
 def test_a_child_that_is_forked_after_a_launch(run: Run) -> None:
-    """What its parent has of the driver it has not: that is said, and the mend; the parent goes
+    """What its parent has of the driver it lacks: the error says so, with the fix; the parent goes
     on."""
     answer = run(f"""{ATTEMPTS}
 import json
@@ -322,13 +322,13 @@ directories = [pathlib.Path({str(cache)!r}), *(path for path in pathlib.Path({st
 attempt("read-only", torch.float16)
 attempt("of what it holds")
 [path.chmod(0o700) for path in directories]
-attempt("mended", torch.float16)
+attempt("fixed", torch.float16)
 """,
         prefix=obedient, FLEXOPS_CACHE_DIR=str(cache),
     )  # fmt: skip
     said = answer.said
     assert [name for name, text in said.items() if text == "fine"] == [
-        "damaged", "another GPU's", "of what it holds", "mended"
+        "damaged", "another GPU's", "of what it holds", "fixed"
     ], said  # fmt: skip
     aside = [path.read_bytes() for path in cache.glob(".quarantine/*/kernel.cubin")]
     assert other.read_bytes() in aside, "what the driver refused was put aside, and compiled"
@@ -379,7 +379,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(
 
 
 def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
-    """Of doctor's calls of each, and of some of enormous tensors, whose memory nobody touches."""
+    """Of doctor's calls of each, and of some of enormous tensors, whose memory is not touched."""
     answer = run("""
 import os
 from flexops import ops
@@ -449,7 +449,7 @@ with OnGpu():
 def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(
     run: Run, tmp_path: Path
 ) -> None:
-    """With its library there and none of its kernels: ``step`` computes, and the reason is told."""
+    """With its library there and none of its kernels: ``step`` computes, and the reason is reported."""
     optimizers = {
         "AdamW": "adam",
         "Adagrad": "adagrad",
@@ -467,7 +467,7 @@ def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(
     program = f"""
 from flexops import toolchain
 from flexops.compute_capability import ComputeCapability
-toolchain.local_capabilities = lambda: (ComputeCapability(9, 0),)  # as torch tells, once a tensor is on a GPU
+toolchain.local_capabilities = lambda: (ComputeCapability(9, 0),)  # as torch reports, once a tensor is on a GPU
 for name in {sorted(optimizers)}:
     said[name] = []
     for dtype in torch.float32, torch.float16:

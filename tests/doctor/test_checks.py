@@ -80,7 +80,7 @@ OPS = ("adam", "quant")
 
 
 def settings(**environ: str) -> Settings:
-    return Settings.from_environ({"HOME": "/home/somebody", **environ})
+    return Settings.from_environ({"HOME": "/home/user", **environ})
 
 
 def one(found: Finding | object) -> Finding:
@@ -614,7 +614,7 @@ def test_an_op_counts_as_compiled_only_if_its_library_would_be_loaded() -> None:
 # ---- building ------------------------------------------------------------------------------------
 
 CACHE = CacheFact(
-    Path("/home/somebody/.cache/flexops"),
+    Path("/home/user/.cache/flexops"),
     True,
     free_bytes=50 * GIB,
     entries=3,

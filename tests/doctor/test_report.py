@@ -164,7 +164,7 @@ def test_every_probe_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examination.examine()
     check_shape(found.as_dict())
     assert found.target is None
-    assert found.status == "fail"  # nobody knows whether anything works
+    assert found.status == "fail"  # it is unknown whether anything works
     assert "this probe is broken" in found.findings[0].found
 
 

@@ -131,7 +131,7 @@ def private_index_url(wheels: Path) -> Iterator[str]:
 
 
 def _has_buildkit(program: Path) -> bool:
-    """Whether a client has BuildKit: of itself up to 22, by its plugin buildx from 23 on."""
+    """Whether a client has BuildKit: built in up to 22, by its plugin buildx from 23 on."""
     plugin = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"version (\d+)\.", version.stdout)

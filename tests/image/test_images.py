@@ -244,6 +244,30 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert not done.ran("FROM")
 
 
+def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
+    done = buildkit.Done()
+    for line in (
+        "#9 [toolchain 3/3] RUN sh check_base.sh hipcc",
+        "#9 0.201 flexops: this base image has no hipcc",
+        "#9 ERROR: executor failed running [/bin/sh -c sh check_base.sh]: exit code: 1",
+        "#7 [installed 3/6] RUN sh install_packages.sh",
+        "#7 CANCELED",
+    ):
+        done.take(line)
+    assert done.step
+    assert "no hipcc" in failure.explain("rocm72", done.step, done.error).found
+
+
+@pytest.mark.parametrize(("runtime", "option"), [("r/no:such", "--runtime-base"), ("x", "--build")])
+def test_a_base_that_cannot_be_had_is_named(runtime: str, option: str) -> None:
+    done = buildkit.Done(runtime_base=runtime)
+    done.take("#3 [internal] load metadata for docker.io/r/no:such")
+    done.take('#3 ERROR: failed to do request: Head "https://r": dial tcp: lookup r: no such host')
+    error = failure.explain("cpu", done.step, done.error)
+    assert "r/no:such" in error.required
+    assert option in error.fix
+
+
 @pytest.mark.parametrize(
     "said",
     [

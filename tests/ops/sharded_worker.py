@@ -250,7 +250,7 @@ class Classifier(torch.nn.Module):
 
 
 def check_head(mesh: DeviceMesh, device: str) -> None:
-    """A head that is sharded by itself; and what is said where its weight is used outside of it."""
+    """A head that is sharded alone; and what is said where its weight is used outside of it."""
     model, plain = Classifier().to(device), Classifier().to(device)
     for module in (model.head, model):
         fully_shard(module, mesh=mesh)
@@ -297,7 +297,7 @@ class Attention(torch.nn.Module):
 
 
 def check_attention(mesh: DeviceMesh, device: str) -> None:
-    """Two layers, each sharded by itself, under checkpointing, against the same whole; and what is
+    """Two layers, each sharded alone, under checkpointing, against the same whole; and what is
     said of DTensors."""
     from torch.utils.checkpoint import checkpoint
 

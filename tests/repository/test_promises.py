@@ -163,7 +163,7 @@ def defined_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def borrowed(sources: dict[str, str]) -> list[str]:
-    """Private names that none of the sources defines: somebody else's."""
+    """Private names that none of the sources defines: another project's."""
     parts = {name: list(ast.walk(ast.parse(text))) for name, text in sources.items()}
     own = (
         {name for nodes in parts.values() for name in defined_names(nodes)}
@@ -224,3 +224,15 @@ def test_what_torch_keeps_private_is_in_one_file() -> None:
         str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "flexops").rglob("*.py")
     }
     assert [one for one in borrowed(sources) if not one.startswith("flexops/_torch.py:")] == []
+
+
+def test_lines_of_shell_scripts_have_at_most_100_columns() -> None:
+    folders = ("scripts", "docker", "recipe")
+    scripts = [path for folder in folders for path in (ROOT / folder).rglob("*.sh")]
+    assert len(scripts) > 15
+    assert [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (*scripts, ROOT / ".ci/run")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 100
+    ] == []

@@ -45,7 +45,7 @@ def assert_right(result: dict[str, Any]) -> None:
 
 
 def assert_said(result: dict[str, Any], *words: str) -> None:
-    """One clear error with its mend."""
+    """One clear error with its fix."""
     assert result["kind"] in ("CacheError", "CompileError"), result
     assert any(word in result["error"] for word in words), result["error"]
     assert result["fix"]
@@ -139,7 +139,7 @@ def test_a_full_disk_while_a_kernel_is_compiled(
 
 @pytest.mark.parametrize("limit", [0, 100, 1000, 4000])
 def test_no_room_for_large_files(folder: Path, limit: int) -> None:
-    """The same where nobody may mount: no file may grow beyond so many bytes."""
+    """The same where mounting is not allowed: no file may grow beyond so many bytes."""
 
     def restrict() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -427,7 +427,7 @@ def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(
 
 
 def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]) -> None:
-    """And nothing else said: the operator runs as plain PyTorch, with the variable that mends
+    """And nothing else said: the operator runs as plain PyTorch, with the variable that fixes
     it."""
     home = tmp_path / "home"
     home.mkdir()
@@ -439,10 +439,10 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]
     assert "cannot be written" in result["reason"]
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
     assert list(home.iterdir()) == []
-    mended = run_child(
+    fixed = run_child(
         "call.py",
         {"csrc": str(csrc)},
         {**environment, "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")},
         prefix=obedient,
     )
-    assert (mended["values"], mended["backend"]) == ([1.0, 4.0, 9.0], "jit")
+    assert (fixed["values"], fixed["backend"]) == ([1.0, 4.0, 9.0], "jit")

@@ -240,7 +240,7 @@ def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
 
 
 def test_eight_processes_without_locks(case: Case, tmp_path: Path) -> None:
-    """Where the file system refuses locks (here: a directory in each lock's place) the rename alone
+    """Where the file system rejects locks (here: a directory in each lock's place) the rename alone
     keeps entries whole."""
     locks = case.cache / ".locks"
     locks.mkdir(parents=True)

@@ -235,8 +235,8 @@ def test_a_source_with_an_error(
     assert forbidden["kind"] == "NativeUnavailableError"
     assert "nothing_of_that_name" in forbidden["error"]
     source.write_text(good)
-    mended = call(csrc, environment)
-    assert (mended["values"], mended["backend"]) == (SQUARED, "jit")
+    fixed = call(csrc, environment)
+    assert (fixed["values"], fixed["backend"]) == (SQUARED, "jit")
 
 
 def test_a_header_edit_is_noticed(

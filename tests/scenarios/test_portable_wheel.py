@@ -165,7 +165,7 @@ def audit(wheel: Path, *libraries: Path) -> subprocess.CompletedProcess[str]:
 def test_a_wheels_tag_is_true_or_the_check_fails(
     tmp_path: Path, built: tuple[settings.Machine, dict[str, Path]]
 ) -> None:
-    """A newer glibc's symbol and somebody else's library are what a build machine leaves in a
+    """A newer glibc's symbol and another project's library are what a build machine leaves in a
     wheel."""
     machine, libraries = built
     wheel = tmp_path / f"some-1-py3-none-manylinux_2_28_{machine}.whl"

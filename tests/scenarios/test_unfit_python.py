@@ -1,4 +1,4 @@
-"""Where flexops does not run, importing it says so, with the mend."""
+"""Where flexops does not run, importing it says so, with the fix."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from scripts.setup import indexes
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/setup_cuda_dev_environment.sh"
 
-# Stands for uv, for the Python that the script is told to use and for the environment's Python: what
+# Stands for uv, for the Python that the script uses by its option and for the environment's Python: what
 # installs leaves the metadata of what it would install. The files uv-fails, pip-fails and
 # install-dies, beside it, make it fail.
 FAKE = """
@@ -649,7 +649,7 @@ def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: C
 
 
 def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
-    """pip's own settings name one that refuses, one whose name nobody knows, and a folder; the
+    """pip's own settings name one that rejects, one whose name is unknown, and a folder; the
     target's extra index is not reached either."""
     folder = checkout.tools.as_uri()
     silent = ["http://user:secret@127.0.0.1:9/simple", "https://index.invalid/simple"]
@@ -758,7 +758,7 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
-    assert checkout.run("--target", "cpu").returncode == 0  # nobody there to ask
+    assert checkout.run("--target", "cpu").returncode == 0  # no terminal to ask
     assert not [call for call in checkout.calls if call.startswith("apt-get")]
     assert checkout.run("--yes", "--target", "cpu").returncode == 0
     may = os.geteuid() == 0  # without sudo, only root can

@@ -326,7 +326,7 @@ class WebServer(ThreadingHTTPServer):
 
 
 def certificate(folder: Path) -> Path:
-    """A certificate for localhost, signed by itself, with its key beside it."""
+    """A self-signed certificate for localhost, with its key beside it."""
     key, file = folder / "key.pem", folder / "certificate.pem"
     command = [
         "openssl",
@@ -429,7 +429,7 @@ class BadDay(BaseHTTPRequestHandler):
         return f"<ListBucketResult>{entries}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
 
     def may_put(self, there: bytes | None) -> bool:
-        """The conditions of S3, and of Google's XML API, where a generation tells an object from
+        """The conditions of S3, and of Google's XML API, where a generation distinguishes an object from
         its successors, and none is 0."""
         wanted = self.headers.get("x-goog-if-generation-match")
         return not (there is not None and self.headers.get("If-None-Match") == "*") and wanted in (

@@ -1,4 +1,4 @@
-"""Searches in trees made for the purpose, with programs that only tell a version."""
+"""Searches in trees made for the purpose, with programs that only print a version."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_nvidia_smi() -> None:
         ("1", "PCI_BUS_ID", [1]),
         ("1", "FASTEST_FIRST", [0, 1]),  # which of the two that is only CUDA knows
         ("1,0", "PCI_BUS_ID", [1, 0]),
-        ("0,7,1", "PCI_BUS_ID", [0]),  # CUDA stops at the first that is not there
+        ("0,7,1", "PCI_BUS_ID", [0]),  # CUDA stops at the first that is missing
         ("GPU-bbb", "FASTEST_FIRST", [1]),
         ("GPU-b", "FASTEST_FIRST", [1]),
         ("GPU-", "FASTEST_FIRST", []),

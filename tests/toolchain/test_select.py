@@ -135,7 +135,7 @@ def test_exceptions_are_rows() -> None:
 @pytest.mark.parametrize(
     ("cuda", "standard", "present", "taken"),
     [
-        # the newest is refused, an older one taken
+        # the newest is rejected, an older one taken
         ("12.1", 17, [compiler("14.2"), compiler("12.2"), compiler("11.4")], "12.2"),
         ("13.0", 20, [compiler("14.2"), compiler("12.2")], "14.2"),
         ("13.0", 20, [compiler("11.2")], None),

@@ -593,7 +593,7 @@ def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too() -> None:
         "1 B",
     ):
         measured[case.name] = list(case.contenders)
-        case.contenders.clear()  # as whoever measures does, to free memory
+        case.contenders.clear()  # as measuring does, to free memory
     assert measured == {
         f"AdamW, {optim.MANY} fp32 x 8": ["flexops"],
         f"AdamW, {optim.MANY} fp32 x 8, host ahead": ["flexops"],

@@ -1,4 +1,4 @@
-"""``flexops_tools.release`` in a clone of its own: what it would do, what it does, what it refuses."""
+"""``flexops_tools.release`` in a clone of its own: what it would do, what it does, what it rejects."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ UNRELEASED = "## [Unreleased]\n"
 
 
 class ReleaseError(Exception):
-    """Why there can be no release, and the mend."""
+    """Why there can be no release, and the fix."""
 
 
 def read(root: Path) -> dict[str, str]:

@@ -317,7 +317,7 @@ def test_counters_of_a_damaged_file(tmp_path: Path) -> None:
 def test_a_models_families_without_a_run(
     flexops: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which they are is told by the patch; rope's are compiled, the others' would take a minute."""
+    """The patch names them; rope's are compiled, the others' would take a minute."""
     asked: list[tuple[str, ...]] = []
     build = aot.build
     monkeypatch.setattr(

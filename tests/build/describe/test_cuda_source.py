@@ -425,7 +425,7 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
     )
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- what is rejected ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Schemas and what declarations say beside them: what is read, and what is refused with its
+"""Schemas and what declarations say beside them: what is read, and what is rejected with its
 reason."""
 
 from __future__ import annotations

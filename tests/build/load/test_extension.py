@@ -55,7 +55,7 @@ def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
     source.write_text(f'#include "beside.h"\n#define VALUE (A + B + C)\n{MODULE}')
 
     def value(c: int = 0) -> int:
-        time.sleep(0.01)  # a header is refused if it is newer than the start of the build
+        time.sleep(0.01)  # a header is rejected if it is newer than the start of the build
         return int(
             flexops.load(
                 "headers",

@@ -376,7 +376,7 @@ def auto(name):
 @pytest.mark.extra
 @pytest.mark.usefixtures("nvcc_toolkit")
 def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world: World) -> None:
-    """What the splitter refuses, what g++ does not take, what does not open, and what belongs
+    """What the splitter rejects, what g++ does not compile, what does not open, and what belongs
     elsewhere: nvcc's, by a line that says why."""
     said = world.run(
         AUTO
@@ -428,7 +428,7 @@ load("unopened", device_compiler="auto")
     )
     assert "nvcc compiles extension unopened, NVRTC does not: deep()" in said["stderr"]
     assert 'calling a __device__ function("deep()")' in said["error"], (
-        "an error of the user's own is nvcc's to tell"
+        "an error of the user's own is nvcc's to report"
     )
 
 

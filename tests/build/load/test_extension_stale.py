@@ -37,7 +37,7 @@ def value(tmp_path: Path) -> Callable[..., int]:
         source.parent.mkdir(exist_ok=True)
         if not source.exists():
             source.write_text(f"{text}\n{MODULE}")
-            time.sleep(0.01)  # a source is refused if it is newer than the start of the build
+            time.sleep(0.01)  # a source is rejected if it is newer than the start of the build
         return int(flexops.load("stale", [source], **options).value())  # type: ignore[union-attr]
 
     return load

@@ -94,7 +94,7 @@ def test_sources_and_headers_enter_the_key(tmp_path: Path) -> None:
 
 def test_what_decides_on_commands_enters_the_key(tmp_path: Path) -> None:
     """Or a library would be found under its key, and each start's look at manifests, which know
-    what decided on the commands, would refuse it."""
+    what decided on the commands, would reject it."""
     file = tmp_path / "plan.py"
     file.write_text("one")
     plan = tiny_plan(tmp_path)._replace(recipe=(file,))

@@ -1,4 +1,4 @@
-"""The cache: an entry is whole or not there, nobody else's is trusted, and it stays within its
+"""The cache: an entry is whole or missing, another user's is not trusted, and it stays within its
 bound."""
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ class Zeros(io.RawIOBase):
 def test_an_archive_that_would_fill_the_disk_is_refused_early(
     cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process that may have little memory and write little: what is refused only after it was
+    """In a process that may have little memory and write little: what is rejected only after it was
     unpacked dies there."""
     monkeypatch.setattr(cache_archive, "MAX_MEMBERS", 100)
     archive = bomb(which, tmp_path / "bomb.tar.gz")

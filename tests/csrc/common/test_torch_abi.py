@@ -1,4 +1,4 @@
-"""Our declarations of torch's C ABI against torch's own: a C++ compiler refuses two that differ,
+"""Our declarations of torch's C ABI against torch's own: a C++ compiler rejects two that differ,
 because functions with C linkage have no overloads.
 
 And the library made of them, which bindings are linked against: all that it offers must be in

@@ -2,7 +2,7 @@
 stand-ins, and prints what came of it.
 
 Request: ``program``, Python. Within its ``with OnGpu():`` operators are those kernels, called with
-tensors of the CPU, and nobody computes their results. What it puts into ``said`` is the answer; an
+tensors of the CPU, and their results are not computed. What it puts into ``said`` is the answer; an
 exception is its ``error``.
 """
 

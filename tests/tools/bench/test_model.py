@@ -1,4 +1,4 @@
-"""``flexops bench model`` on a small one: who takes part, what is told, and the charts."""
+"""``flexops bench model`` on a small one: the contenders, the report, and the charts."""
 
 from __future__ import annotations
 

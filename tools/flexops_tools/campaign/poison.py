@@ -241,7 +241,7 @@ def _useless(world: World, number: int, *, jit: bool) -> None:
     if jit:
         expect(said, number)
         expect(again, number)
-    elif "the driver refuses it" not in said.get("error", "") or "error" not in again:
+    elif "the driver rejects it" not in said.get("error", "") or "error" not in again:
         raise Fault("wrong result", f"{said}, then {again}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ _PHASES = (
     ("TEST START", "testing"),
 )
 """What a line of output says about how far a build is."""
+
+_OWN_ERROR = re.compile(r"^( *)flexops: .*(?:\n\1 +\S.*)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def build(
         test: run the recipe's tests, in environments of their own.
 
     Raises:
-        ChannelError: with the cause, the mend and the log's path.
+        ChannelError: with the cause, the fix and the log's path.
         TargetError: this is no checkout, so there is no recipe.
     """
     place.require_folder()
@@ -131,7 +135,7 @@ def _build_one(
 
 
 def _environment(variant: Variant) -> dict[str, str]:
-    """A machine that only builds has no driver: the solver is told of one that runs the variant,
+    """A machine that only builds has no driver: the solver gets one that runs the variant,
     unless the user has told it already."""
     return (
         {"CONDA_OVERRIDE_CUDA": os.environ.get("CONDA_OVERRIDE_CUDA") or variant.cuda}
@@ -151,10 +155,18 @@ def _failed(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
         return error  # it says all there is to say: a tool is missing, say
     return ChannelError(
         f"variant {variant.id} cannot be built",
-        found=last_lines(error.found),
+        found=_said(log, error.found),
         fix="see the log; --from names further channels",
         log=log,
     )
+
+
+def _said(log: Path, error: str) -> str:
+    """flexops' own error in the log, such as a compile that failed; else the end of what was
+    said."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    own = _OWN_ERROR.search(text)
+    return textwrap.dedent(own[0]).replace("\n", "\n  ") if own else last_lines(error or text)
 
 
 def _made(output: Path) -> list[Path]:
@@ -167,7 +179,7 @@ def _made(output: Path) -> list[Path]:
 
 
 def _publish(path: Path, place: Place, recipe: Path) -> Path:
-    """Into the channel, whole or not at all. What is there already stays as it is.
+    """Into the channel, whole or not at all. A package that is there is never replaced.
 
     Raises:
         ChannelError: another package of that very name is there. The build number is the recipe's:

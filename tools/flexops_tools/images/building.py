@@ -206,7 +206,7 @@ def origin(root: Path) -> dict[str, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says; nothing where it cannot tell."""
+    """What git says; "" where it fails."""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from flexops.errors import ImageError
-
 from . import context
+from .engine import environment, no_program
 from .failure import Step
 
 KEPT_STAGE = "kept-kernels"
@@ -29,6 +28,7 @@ KEPT = f"\nFROM scratch AS {KEPT_STAGE}\nCOPY --from=kernels /opt/kernels /opt/k
 SECRET = "index_credentials"
 _VARIABLE = "FLEXOPS_INDEX_CREDENTIALS"
 _BEGINS = re.compile(r"^#(\d+) \[(\S+) +\d+/\d+\] (.*)")
+_LOADS = re.compile(r"^#(\d+) \[internal\] load metadata for (?:docker\.io/(?:library/)?)?(\S+)")
 _SAYS = re.compile(r"^#(\d+) (?:\d+\.\d+ (?P<output>.*)|(?P<cached>CACHED)|ERROR:? (?P<error>.*))$")
 _ENDS = re.compile(r"^(?:ERROR: )?(?:failed to solve|executor failed|process )")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -60,11 +60,7 @@ class Job:
         ]
 
     def environment(self) -> dict[str, str]:
-        """The engine that the SDK talks to, and a builder whose images that engine has."""
-        chosen = {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default", _VARIABLE: self.credentials}
-        if not os.environ.get("DOCKER_HOST"):
-            chosen["DOCKER_CONTEXT"] = "default"
-        return {**os.environ, **chosen}
+        return {**environment(), _VARIABLE: self.credentials}
 
 
 @dataclass
@@ -75,12 +71,15 @@ class Done:
         image: its id; empty if the build failed.
         step: the step that failed, or the last that began.
         error: what docker said last.
+        runtime_base: the base image of the stage that runs; the other stages have another.
     """
 
     image: str = ""
     step: Step | None = None
     error: str = ""
     failed: bool = False
+    runtime_base: str = ""
+    _bases: dict[str, str] = field(default_factory=dict)
     _steps: dict[str, Step] = field(default_factory=dict)
     _cached: set[str] = field(default_factory=set)
 
@@ -103,7 +102,12 @@ class Done:
             number, instruction = begins[1], begins[3]
             if instruction.startswith("FROM "):
                 instruction = f"{instruction} AS {begins[2]}"
-            self.step = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            begun = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            if not self.error:  # what ran beside a step that failed is cancelled, and shown then
+                self.step = begun
+        elif base := _LOADS.match(line):
+            stage = "installed" if base[2] == self.runtime_base else "toolchain"
+            self._bases[base[1]] = f"FROM {base[2]} AS {stage}"
         elif says := _SAYS.match(line):
             known = self._steps.get(says[1])
             if known and says["output"] is not None:
@@ -112,8 +116,10 @@ class Done:
                 return str(says["output"])
             if known and says["cached"]:
                 self._cached.add(says[1])
-            if says["error"] is not None:
-                self.step, self.error = self._steps.get(says[1]), says["error"]
+            if says["error"] is not None and not self.error:
+                self.step, self.error = known, says["error"]
+                if says[1] in self._bases:
+                    self.step = Step(1, self.steps, self._bases[says[1]])
         elif _ENDS.match(line) or (not self.error and "ERROR" in line):
             self.error = self.error or line
         return ""
@@ -129,9 +135,9 @@ def build(
         KeyboardInterrupt: as it came, after the build was stopped.
     """
     if not shutil.which("docker"):
-        raise _refused("the program docker is missing")
+        raise no_program("no docker on PATH")
     packed.seek(0)
-    done, last = Done(), ""
+    done, last = Done(runtime_base=job.args.get("RUNTIME_BASE", "")), ""
     with tempfile.TemporaryDirectory() as folder:
         root, image_file = Path(folder, "context"), Path(folder, "image")
         with tarfile.open(fileobj=packed) as archive:  # docker does not take every tar for one
@@ -165,16 +171,7 @@ def build(
         if done.step:
             done.step = replace(done.step, total=done.steps)
         if done.failed and not done.steps and _NO_BUILDKIT.search(done.error):
-            raise _refused(done.error)
+            raise no_program(done.error)
         if not done.failed:
             done.image = image_file.read_text(encoding="utf-8").strip()
     return done
-
-
-def _refused(found: str) -> ImageError:
-    return ImageError(
-        "images are built by BuildKit, which is missing",
-        found=found,
-        required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
-        fix="sudo apt-get install docker-buildx",
-    )

@@ -164,7 +164,7 @@ def _base(target_id: str, step: Step | None, message: str, log: Path | None) -> 
 
 def _own_words(output: str) -> tuple[str, str] | None:
     """What a script or module of flexops said failed: its first `flexops:` message with the details
-    below it, and the mend named there."""
+    below it, and the fix named there."""
     lines = output.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("flexops: ")), None)
     if start is None:
