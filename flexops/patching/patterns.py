@@ -155,6 +155,7 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
             ("rms_norm", forwards.rms_norm, {}),
             ("rms_norm (1 + weight)", forwards.rms_norm, {"offset": 1.0}),
             ("layer_norm", forwards.layer_norm, {}),
+            ("layer_norm (1 + weight)", forwards.layer_norm, {"offset": 1.0}),
         ]
         if gated:
             makes = [
