@@ -137,10 +137,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+_GATHERS = False
+"""Whether Hopper's kernels gather rows, or a sorted copy of them is made."""
+
+
 def gathers_rows(x: Tensor, *sizes: int) -> bool:
     """Whether the kernels take rows by an order of choices, so that no sorted copy of them is
     needed."""
-    return takes_kernels(x, *sizes) and _is_hopper(x.device)
+    return _GATHERS and takes_kernels(x, *sizes) and _is_hopper(x.device)
 
 
 def _is_transposed(weight: Tensor) -> bool:
