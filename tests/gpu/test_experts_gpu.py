@@ -278,3 +278,8 @@ def test_bias() -> None:
     (got,) = torch.autograd.grad(out, bias, grad)
     wanted = torch.zeros(8, 96, device="cuda", dtype=torch.float64)
     assert error(got, wanted.index_add(0, experts, grad.double())) < 8e-3
+
+
+def test_self_checks() -> None:
+    assert grouped.self_check("cuda") < 1e-3
+    assert moe.self_check("cuda") < 1e-4
