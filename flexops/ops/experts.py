@@ -557,21 +557,47 @@ _COMBINE = caller(torch.ops.flexops.experts_combine.default)
 
 
 def self_check(device: str) -> float:
-    """The largest difference between what calls on ``device`` reach and plain PyTorch, whose
-    products are of the experts one by one."""
+    """The largest difference between the operators' results on ``device`` and their references."""
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, gate_up, down = (
-        (torch.randn(*shape, generator=generator) / 4).to(device, dtype)
-        for shape in ((50, 32), (4, 48, 32), (4, 32, 24))
+    tokens, k, experts = 50, 3, 4
+    choices = torch.rand(tokens, 5, generator=generator).argsort(1)[:, :k].to(device)
+    x, grad, rows, packed, of_product, logits, weights = (
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in (
+            *((tokens, 32), (tokens, 32), (tokens * k, 32), (tokens * k, 48)),
+            *((tokens * k, 24), (tokens, 40), (tokens, k)),
+        )
     )
-    choices = torch.rand(50, 5, generator=generator).argsort(1)[:, :3].to(device)  # 4 leaves out
-    weights = torch.rand(50, 3, generator=generator).to(device)
-    with torch.no_grad():
-        actual = gated_experts(x, choices, weights, gate_up, down)
-    expected = torch.zeros(50, 32)
-    for expert in range(4):
-        packed = x.float().cpu() @ gate_up[expert].float().cpu().t()
-        made = gated_reference(packed, 0) @ down[expert].float().cpu().t()
-        expected += made * (weights * (choices == expert)).sum(1, keepdim=True).cpu()
-    return difference([actual.float().cpu()], [expected])
+    from .routing import _backward_reference as routes_backward
+    from .routing import _reference as routes
+
+    ops, results = torch.ops.flexops, []
+    order, inverse, offsets = _order_reference(choices, experts)
+    options = (False, True, 1.0)
+    chosen, numbers = routes(logits, None, k, *options)
+    for means in (
+        (
+            ops.expert_order.default, ops.spread_rows.default, ops.combine_rows.default,
+            ops.combine_rows_backward.default, ops.expert_gate_backward_.default,
+            ops.expert_routes.default, ops.expert_routes_backward.default,
+        ),
+        (
+            _order_reference, _spread_reference, _combine_reference, _combine_backward_reference,
+            _gate_backward_reference, routes, routes_backward,
+        ),
+    ):  # fmt: skip
+        sort, spread, combine, combine_backward, gate_backward, route, route_backward = means
+        product = of_product.clone()
+        with torch.no_grad():
+            made = [
+                *sort(choices, experts),
+                spread(x, inverse, offsets, tokens * k),
+                combine(rows, inverse, offsets, weights),
+                *combine_backward(grad, rows, inverse, offsets, weights),
+                *gate_backward(product, packed, weights, order, offsets, 0),
+                product,
+                *route(logits, None, k, *options),
+                route_backward(weights, logits, chosen, numbers, *options),
+            ]
+        results.append([one.float() for one in made])
+    return difference(*results)

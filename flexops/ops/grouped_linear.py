@@ -137,10 +137,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+_GATHERS = False
+"""Whether Hopper's kernels gather rows, or a sorted copy of them is made."""
+
+
 def gathers_rows(x: Tensor, *sizes: int) -> bool:
     """Whether the kernels take rows by an order of choices, so that no sorted copy of them is
     needed."""
-    return takes_kernels(x, *sizes) and _is_hopper(x.device)
+    return _GATHERS and takes_kernels(x, *sizes) and _is_hopper(x.device)
 
 
 def _is_transposed(weight: Tensor) -> bool:
@@ -289,21 +293,29 @@ _CALL = caller(torch.ops.flexops.grouped_linear.default)
 
 
 def self_check(device: str) -> float:
-    """The largest difference between what calls on ``device`` reach and the references."""
+    """The largest difference between the operators' results on ``device`` and their references in
+    float32, divided by 32: bfloat16 rounds results of this size by 2^-8."""
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x, grad, weight = (
-        (torch.randn(*shape, generator=generator) / 8).to(device, dtype)
+        (torch.randn(*shape, generator=generator) / 8).to(device, torch.bfloat16)
         for shape in ((200, 64), (200, 96), (3, 96, 64))
     )
-    offsets = torch.tensor([70, 70, 190], dtype=torch.int32)
+    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=device)
+    ops, made, exact = torch.ops.flexops, torch.empty_like(weight), torch.empty_like(weight).float()
+    wide = [one.float() for one in (x, grad, weight)]
     with torch.no_grad():
+        ops.grouped_outer_.default(made, grad, x, offsets, None, 0)
         actual = (
-            grouped_linear(x, weight, offsets.to(device)),
-            torch.ops.flexops.grouped_linear_outer.default(grad, x, offsets.to(device)),
+            ops.grouped_rows.default(x, weight, offsets),
+            ops.grouped_columns.default(grad, weight, offsets, None, 200),
+            *ops.grouped_gated.default(x, weight, offsets, None, 200, 0, True),
+            made,
         )
-    wide = [one.float().cpu() for one in (x, grad, weight)]
-    of_weight = torch.empty_like(wide[2])
-    _outer_reference(of_weight, wide[1], wide[0], offsets)
-    expected = _rows_reference(wide[0], wide[2], offsets), of_weight
-    return difference([one.cpu() for one in actual], [one.to(dtype) for one in expected])
+        _outer_reference(exact, wide[1], wide[0], offsets)
+        expected = (
+            _rows_reference(wide[0], wide[2], offsets),
+            _columns_reference(wide[1], wide[2], offsets, None, 200),
+            *_gated_reference(wide[0], wide[2], offsets, None, 200, 0, True),
+            exact,
+        )
+    return difference([one.float() for one in actual], expected) / 32
