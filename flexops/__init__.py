@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .ops.linear_logprobs import linear_logprobs as linear_logprobs
     from .ops.lion import lion_ as lion_
     from .ops.norm import add_layer_norm as add_layer_norm
     from .ops.norm import add_rms_norm as add_rms_norm
@@ -88,6 +89,8 @@ _NAMES = {
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
+    "ops.linear_logprobs": ("linear_logprobs",),
+    "ops.logprobs": ("logprobs",),
     "ops.lion": ("lion_",),
     "ops.norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
     "ops.norm_quantized": ("rms_norm_quantized",),
