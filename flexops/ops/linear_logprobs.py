@@ -14,7 +14,7 @@ from ._declared import define
 from ._register import caller, references
 from .cross_entropy import check_arguments, loss_dtype
 from .linear_cross_entropy import Gradients, check_weights, gradients_fake, plan_chunks
-from .logprobs import check_numbers
+from .logprobs import both_gradients, check_numbers
 
 
 @overload
@@ -219,11 +219,11 @@ def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any, grad: Tensor, grad_entropy: Tensor, *_: None
+    ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[:3]
     of_x, of_weight, of_bias = torch.ops.flexops.linear_logprobs_backward.default(
-        grad, grad_entropy, *ctx.saved_tensors, *ctx.numbers, *wanted
+        *both_gradients(grad, grad_entropy), *ctx.saved_tensors, *ctx.numbers, *wanted
     )
     return (
         of_x if wanted[0] else None,

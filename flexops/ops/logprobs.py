@@ -174,6 +174,14 @@ def _backward_inplace_reference(
     logits.copy_(_backward_reference(grad, grad_entropy, logits, *rest))
 
 
+def both_gradients(grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeros for the result that the loss does not depend on."""
+    known = grad if grad is not None else grad_entropy
+    assert known is not None
+    first, second = (torch.zeros_like(known) if g is None else g for g in (grad, grad_entropy))
+    return first, second
+
+
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.numbers = args
     _, entropy, stats = results
@@ -182,10 +190,10 @@ def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any, grad: Tensor, grad_entropy: Tensor, _: None
+    ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     gradient: Tensor = torch.ops.flexops.logprobs_backward.default(
-        grad, grad_entropy, *ctx.saved_tensors, *ctx.numbers
+        *both_gradients(grad, grad_entropy), *ctx.saved_tensors, *ctx.numbers
     )
     return gradient, None, None, None, None
 
