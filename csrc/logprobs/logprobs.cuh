@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_rows(const FLEXOPS_GRID_CON
   const float chosen = valid ? cap<capped>(p, to_float(x[wanted])) : not_a_number();
   p.logprobs[row] = distance<T>(p, chosen, base) / kUnit<T> - log;
   p.entropy[row] = valid ? log - s.weighted / (s.sum * kUnit<T>) : not_a_number();
-  p.stats[row] = base / kUnit<T>, p.stats[p.rows + row] = log;
+  p.stats[row] = base / kUnit<T>, p.stats[p.rows + row] = s.sum;
 }
 
 /// The gradient of the logits.
@@ -173,13 +173,13 @@ __global__ void __launch_bounds__(kThreads)
   const int from = part * step * kVectors + thread * N - head_of<T>(x);
   const bool used = wanted != p.ignore_index, valid = wanted >= 0 && wanted < p.length;
 
-  // The row's numbers: an element is -probability * (slope + bend * exponent), plus `rise` at the
-  // target.
-  const float base = p.stats[row] * kUnit<T>, log = p.stats[p.rows + row] * kUnit<T>;
+  // The row's numbers: an element is -power * (slope + bend * exponent), plus `rise` at the target.
+  const float base = p.stats[row] * kUnit<T>, sum = p.stats[p.rows + row];
   const float rise = p.of_logprobs[row] * p.inverse_temperature,
-              bend = p.of_entropy[row] * p.inverse_temperature;
-  const float slope = valid ? rise + bend * p.entropy[row] : not_a_number();
-  const float bend_by_unit = bend / kUnit<T>;
+              of_entropy = p.of_entropy[row] * p.inverse_temperature;
+  const float slope =
+      valid ? (rise + of_entropy * (p.entropy[row] - logf(sum))) / sum : not_a_number();
+  const float bend = of_entropy / (sum * kUnit<T>);
   const int target = valid ? static_cast<int>(wanted) : -N;
 
 #pragma unroll 1
@@ -203,9 +203,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float capped_logit = cap<capped>(p, y[i]);
-        const float exponent = distance<T>(p, capped_logit, base) - log;
-        float gradient =
-            -power<T>(exponent) * __fmaf_rn(bend_by_unit, fmaxf(exponent, kLeast), slope);
+        const float exponent = distance<T>(p, capped_logit, base);
+        float gradient = -power<T>(exponent) * __fmaf_rn(bend, fmaxf(exponent, kLeast), slope);
         if (at + i == target) gradient += rise;
         if constexpr (capped) {
           const float tanh = capped_logit * p.inverse_softcap;

@@ -19,7 +19,7 @@ struct LogprobRows {
 };
 
 /// Of each row: what the forward pass gives and the backward pass reads. `stats` holds the rows'
-/// greatest scaled logits, then the logarithms of the sums of the powers of the distances to them.
+/// greatest scaled logits, then the sums of the powers of the distances to them.
 struct LogprobResults {
   float *logprobs, *entropy, *stats;
 };

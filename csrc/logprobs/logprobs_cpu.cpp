@@ -69,9 +69,9 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
   alignas(64) float buffer[kRowBlock], z[kRowBlock], powers[kRowBlock];
   for (int64_t row = begin; row < end; ++row) {
     const int64_t offset = row * shape.stride, wanted = target[row];
-    float *const maximum = results.stats + row, *const log = maximum + shape.rows;
+    float *const maximum = results.stats + row, *const total = maximum + shape.rows;
     if (wanted == shape.ignore_index) {
-      results.logprobs[row] = results.entropy[row] = *maximum = *log = 0.0f;
+      results.logprobs[row] = results.entropy[row] = *maximum = *total = 0.0f;
       continue;
     }
     float highest = -kInfinity, base = 0.0f;
@@ -90,9 +90,10 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
       weighted += static_cast<double>(sum_weighted(z, powers, count, base));
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
-    *maximum = base, *log = __builtin_logf(static_cast<float>(sum));
-    results.logprobs[row] = (valid ? scaled(logits, offset + wanted, shape) - base : kNan) - *log;
-    results.entropy[row] = valid ? *log - static_cast<float>(weighted / sum) : kNan;
+    *maximum = base, *total = static_cast<float>(sum);
+    const float log = __builtin_logf(*total);
+    results.logprobs[row] = (valid ? scaled(logits, offset + wanted, shape) - base : kNan) - log;
+    results.entropy[row] = valid ? log - static_cast<float>(weighted / sum) : kNan;
   }
 }
 
@@ -107,9 +108,11 @@ void logprobs_backward_cpu(const void* logits, const int64_t* target, const Logp
       continue;
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
-    const float base = results.stats[row], log = results.stats[shape.rows + row];
-    const float rise = gradients.of_logprobs[row], bend = gradients.of_entropy[row];
-    const float level = valid ? rise + bend * results.entropy[row] : kNan;
+    const float base = results.stats[row], sum = results.stats[shape.rows + row];
+    const float rise = gradients.of_logprobs[row], of_entropy = gradients.of_entropy[row];
+    const float bend = of_entropy / sum;
+    const float level =
+        valid ? (rise + of_entropy * (results.entropy[row] - __builtin_logf(sum))) / sum : kNan;
     for (int64_t at = 0; at < shape.length; at += kRowBlock) {
       const int64_t count = least(shape.length - at, kRowBlock);
       scale_block(widen(logits, offset + at, count, shape.type, buffer), z, slopes, count, shape);
@@ -118,7 +121,7 @@ void logprobs_backward_cpu(const void* logits, const int64_t* target, const Logp
         const int64_t some = least(count - i, kLanes);
         const Floats value =
             some == kLanes ? load_floats(z + i) : load_some(z + i, some, 0.0f);
-        const Floats exponent = (value - base) - log;
+        const Floats exponent = value - base;
         const Floats gradient =
             -power(exponent) * (greater(exponent, floats_of(kLeast)) * bend + level);
         some == kLanes ? store_floats(z + i, gradient) : store_some(z + i, gradient, some);

@@ -139,7 +139,7 @@ def _logprobs_reference(
         each.masked_fill(invalid, torch.nan).masked_fill(ignored, 0.0)
         for each in (chosen - log, entropy)
     )
-    stats = torch.cat([greatest.masked_fill(ignored, 0.0), log.masked_fill(ignored, 0.0)])
+    stats = torch.cat([greatest.masked_fill(ignored, 0.0), total.masked_fill(ignored, 0.0)])
     return result, entropy, stats
 
 
@@ -155,13 +155,13 @@ def _backward_reference(
     softcap: float,
 ) -> Tensor:
     z, slope = _scaled(logits, temperature, softcap)
-    greatest, log = stats.view(2, -1, 1)
-    exponents = z - greatest - log
+    greatest, total = stats.view(2, -1, 1)
+    exponents = z - greatest
     inner = grad.unsqueeze(1) + grad_entropy.unsqueeze(1) * (
-        entropy.unsqueeze(1) + exponents.clamp_min(_LEAST)
+        entropy.unsqueeze(1) - total.log() + exponents.clamp_min(_LEAST)
     )
     chosen = target.clamp(0, z.shape[1] - 1).unsqueeze(1)
-    gradient = (-torch.exp(exponents) * inner).scatter_add(1, chosen, grad.unsqueeze(1))
+    gradient = (-torch.exp(exponents) / total * inner).scatter_add(1, chosen, grad.unsqueeze(1))
     gradient = gradient / temperature if slope is None else gradient * slope / temperature
     gradient = gradient.masked_fill(((target < 0) | (target >= z.shape[1])).unsqueeze(1), torch.nan)
     gradient = gradient.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
