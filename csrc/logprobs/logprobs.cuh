@@ -20,6 +20,8 @@ using cross_entropy::settle;
 inline constexpr int kThreads = 256;  // of a block, at most
 inline constexpr int kWarps = kThreads / kNarrowWarp;
 inline constexpr int kVectors = 4;  // that a thread loads at once
+template <typename T, bool capped>
+inline constexpr int kHeld = capped && kIsFloat<T> ? 1 : kVectors;  // tanhf is much code
 
 /// Exponents are limited to this, so that a power of 0 times its exponent is 0 and not NaN.
 inline constexpr float kLeast = -200.0f;
@@ -36,11 +38,19 @@ struct Params {
   float inverse_temperature, softcap, inverse_softcap;
 };
 
+/// tanh(x); for 16-bit logits as 1 - 2 / (e^2x + 1), whose error of 2^-23 is far below theirs.
+template <typename T>
+FLEXOPS_DEVICE float tanh_of(float x) {
+  if constexpr (kIsFloat<T>) return tanhf(x);
+  return 1.0f -
+         __fdividef(2.0f, quick_exp2(fminf(x * (2.0f * cross_entropy::kLog2e), 126.0f)) + 1.0f);
+}
+
 /// The logit after the soft cap. A class that is masked by -inf stays masked.
-template <bool capped>
+template <typename T, bool capped>
 FLEXOPS_DEVICE float cap(const Params& p, float logit) {
   if constexpr (!capped) return logit;
-  return logit == -infinity() ? logit : p.softcap * tanhf(logit * p.inverse_softcap);
+  return logit == -infinity() ? logit : p.softcap * tanh_of<T>(logit * p.inverse_softcap);
 }
 
 /// How far a (capped) logit, over the temperature, is from `base`: both in units of kUnit, which
@@ -95,14 +105,14 @@ FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V
   float highest = -infinity(), x[N], weighted[N];
 #pragma unroll
   for (int k = 0; k < V; ++k) highest = fmaxf(highest, largest<T>(raw[k]));
-  s = rebase<T>(s, fmaxf(s.maximum, distance<T>(p, cap<capped>(p, highest), 0.0f)));
+  s = rebase<T>(s, fmaxf(s.maximum, distance<T>(p, cap<T, capped>(p, highest), 0.0f)));
   const float base = settle(s.maximum);
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     widen<T>(x, raw[k]);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float exponent = distance<T>(p, cap<capped>(p, x[i]), base);
+      const float exponent = distance<T>(p, cap<T, capped>(p, x[i]), base);
       x[i] = power<T>(exponent);
       weighted[i] = x[i] * fmaxf(exponent, kLeast);
     }
@@ -114,13 +124,12 @@ FLEXOPS_DEVICE void add_vectors(State& s, const Params& p, const Packed (&raw)[V
 /// Log-probabilities, entropies and statistics: a block to each row.
 template <typename T, bool capped>
 __global__ void __launch_bounds__(kThreads) logprobs_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kPerVector<T>, V = capped ? 1 : kVectors;  // tanhf is much code
+  constexpr int N = kPerVector<T>, V = kHeld<T, capped>;
   __shared__ State states[kWarps];
   const i64 row = blockIdx.x, wanted = p.target[row];
   const int thread = static_cast<int>(threadIdx.x);
   if (wanted == p.ignore_index) {
-    if (thread == 0)
-      p.logprobs[row] = p.entropy[row] = p.stats[row] = p.stats[p.rows + row] = 0.0f;
+    if (thread == 0) p.logprobs[row] = p.entropy[row] = p.stats[row] = p.stats[p.rows + row] = 0.0f;
     return;
   }
 
@@ -153,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_rows(const FLEXOPS_GRID_CON
   if (thread != 0) return;
   const bool valid = wanted >= 0 && wanted < p.length;
   const float base = settle(s.maximum), log = logf(s.sum);
-  const float chosen = valid ? cap<capped>(p, to_float(x[wanted])) : not_a_number();
+  const float chosen = valid ? cap<T, capped>(p, to_float(x[wanted])) : not_a_number();
   p.logprobs[row] = distance<T>(p, chosen, base) / kUnit<T> - log;
   p.entropy[row] = valid ? log - s.weighted / (s.sum * kUnit<T>) : not_a_number();
   p.stats[row] = base / kUnit<T>, p.stats[p.rows + row] = s.sum;
@@ -163,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) logprobs_rows(const FLEXOPS_GRID_CON
 template <typename T, bool capped>
 __global__ void __launch_bounds__(kThreads)
     logprobs_gradient(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int N = kPerVector<T>, V = capped ? 1 : kVectors;
+  constexpr int N = kPerVector<T>, V = kHeld<T, capped>;
   const i64 row = blockIdx.x / static_cast<u32>(p.parts), wanted = p.target[row];
   const int part = static_cast<int>(blockIdx.x % static_cast<u32>(p.parts)),
             thread = static_cast<int>(threadIdx.x);
@@ -202,7 +211,7 @@ __global__ void __launch_bounds__(kThreads)
       widen<T>(y, raw[k]);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float capped_logit = cap<capped>(p, y[i]);
+        const float capped_logit = cap<T, capped>(p, y[i]);
         const float exponent = distance<T>(p, capped_logit, base);
         float gradient = -power<T>(exponent) * __fmaf_rn(bend, fmaxf(exponent, kLeast), slope);
         if (at + i == target) gradient += rise;

@@ -35,12 +35,10 @@ FLEXOPS_CUDA_DECLARE(const char* logprobs_cuda(const void* logits, const int64_t
                                                const LogprobResults& results, void* stream))
 /// `out` may be the logits; its rows are `out_stride` elements apart, and as far from multiples of
 /// 16 bytes as those of the logits.
-FLEXOPS_CUDA_DECLARE(const char* logprobs_backward_cuda(const void* logits, const int64_t* target,
-                                                        const LogprobRows& shape,
-                                                        const LogprobResults& results,
-                                                        const LogprobGradients& gradients,
-                                                        void* out, int64_t out_stride,
-                                                        void* stream))
+FLEXOPS_CUDA_DECLARE(const char* logprobs_backward_cuda(
+    const void* logits, const int64_t* target, const LogprobRows& shape,
+    const LogprobResults& results, const LogprobGradients& gradients, void* out, int64_t out_stride,
+    void* stream))
 
 /// Rows [begin, end).
 FLEXOPS_ISA_DECLARE(void logprobs_cpu(const void* logits, const int64_t* target,

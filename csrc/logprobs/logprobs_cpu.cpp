@@ -16,10 +16,10 @@ static Floats tanh_of(Floats x, Floats& slope) {
   slope = 4.0f * e * inverse * inverse;
   const Floats far = (1.0f - e) * inverse;
   // The series, where 1 - e cancels.
-  const Floats near = x + x * square *
-                              (square * (square * (square * (62.0f / 2835.0f) - 17.0f / 315.0f) +
-                                         2.0f / 15.0f) -
-                               1.0f / 3.0f);
+  const Floats near =
+      x + x * square *
+              (square * (square * (square * (62.0f / 2835.0f) - 17.0f / 315.0f) + 2.0f / 15.0f) -
+               1.0f / 3.0f);
   return absolute(x) < 0.25f ? near : x < 0.0f ? -far : far;
 }
 
@@ -119,8 +119,7 @@ void logprobs_backward_cpu(const void* logits, const int64_t* target, const Logp
       float* const place = place_in_row(out, to + at, shape.type, made);
       for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t some = least(count - i, kLanes);
-        const Floats value =
-            some == kLanes ? load_floats(z + i) : load_some(z + i, some, 0.0f);
+        const Floats value = some == kLanes ? load_floats(z + i) : load_some(z + i, some, 0.0f);
         const Floats exponent = value - base;
         const Floats gradient =
             -power(exponent) * (greater(exponent, floats_of(kLeast)) * bend + level);

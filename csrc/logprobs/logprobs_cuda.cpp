@@ -50,8 +50,8 @@ void launch_gradient(const Params& p, const LaunchConfig& config) {
 const char* logprobs_cuda(const void* logits, const int64_t* target, const LogprobRows& shape,
                           const LogprobResults& results, void* stream) {
   const Params p = make_params(logits, target, shape, results);
-  const LaunchConfig config = {
-      blocks(p.rows), blocks(threads_of(vectors_of(logits, shape))), stream};
+  const LaunchConfig config = {blocks(p.rows), blocks(threads_of(vectors_of(logits, shape))),
+                               stream};
   if (shape.type == ElementType::f32) launch_rows<float>(p, config);
   if (shape.type == ElementType::f16) launch_rows<f16>(p, config);
   if (shape.type == ElementType::bf16) launch_rows<bf16>(p, config);
@@ -60,8 +60,8 @@ const char* logprobs_cuda(const void* logits, const int64_t* target, const Logpr
 
 const char* logprobs_backward_cuda(const void* logits, const int64_t* target,
                                    const LogprobRows& shape, const LogprobResults& results,
-                                   const LogprobGradients& gradients, void* out,
-                                   int64_t out_stride, void* stream) {
+                                   const LogprobGradients& gradients, void* out, int64_t out_stride,
+                                   void* stream) {
   Params p = make_params(logits, target, shape, results);
   p.out = out, p.out_stride = out_stride;
   p.of_logprobs = gradients.of_logprobs, p.of_entropy = gradients.of_entropy;

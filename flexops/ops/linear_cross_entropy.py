@@ -345,6 +345,7 @@ class Gradients:
             weight.shape if wanted[1] and not single else [0], dtype=total, device=weight.device
         )
         self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float64)
+        self.begun = False
 
     def add(self, rows: slice, x: Tensor, of_logits: Tensor) -> None:
         if self.wanted[0]:
@@ -352,12 +353,13 @@ class Gradients:
         if self.wanted[1]:
             if self.single:
                 self.weight = of_logits.t() @ x
-            elif rows.start == 0 and self.weight.dtype == x.dtype:
+            elif not self.begun and self.weight.dtype == x.dtype:
                 torch.mm(of_logits.t(), x, out=self.weight)
             else:
                 _add_product(self.weight, of_logits.t(), x)
         if self.wanted[2]:
             self.bias += of_logits.sum(0, dtype=self.wide)
+        self.begun = True
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x, self.weight.to(self.weight_dtype), self.bias.to(self.wide)

@@ -13,9 +13,9 @@ gradient has the dtype of the logits. A logit of -inf has probability 0, adds no
 and has gradient 0, with a soft cap too.
 
 Rows whose class is ``ignore_index`` have log-probability, entropy and gradient 0; their logits are
-not read. A class that is neither ``ignore_index`` nor in ``[0, V)`` makes the row's log-probability,
-entropy and gradient NaN: nothing outside of the logits is read, and a check on the host would
-synchronize the GPU.
+not read. A class that is neither ``ignore_index`` nor in ``[0, V)`` makes the row's
+log-probability, entropy and gradient NaN: nothing outside of the logits is read, and a check on the
+host would synchronize the GPU.
 """
 
 from __future__ import annotations
@@ -228,9 +228,5 @@ def self_check(device: str) -> float:
     written = logits.clone()
     ops.logprobs_backward_(*grads, written, target, stats, entropy, *numbers)
     expected = _logprobs_reference(logits, target, *numbers)
-    of_logits = _backward_reference(
-        *grads, logits, target, expected[2], expected[1], *numbers
-    )
-    return difference(
-        (result, entropy, gradient, written), (*expected[:2], of_logits, of_logits)
-    )
+    of_logits = _backward_reference(*grads, logits, target, expected[2], expected[1], *numbers)
+    return difference((result, entropy, gradient, written), (*expected[:2], of_logits, of_logits))

