@@ -85,6 +85,24 @@ def linear_logprobs(
     Differentiable once, with respect to ``hidden``, ``weight`` and ``bias``, from both results.
     Matrix products follow autocast. Gradients have the dtype of their tensor.
     """
+    result, entropy, _ = with_statistics(
+        hidden, weight, target, bias, temperature, softcap, ignore_index, chunk_size
+    )
+    return (result, entropy) if return_entropy else result
+
+
+def with_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and ``[2, N]``: of each row its greatest scaled logit, and the
+    sum of the powers of the distances to it."""
     where = "flexops.linear_logprobs:"
     check_arguments("linear_logprobs", "hidden", hidden, target, 0.0, 0.0, "none")
     check_numbers(where, temperature, softcap)
@@ -101,10 +119,10 @@ def linear_logprobs(
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         chunk, kept = _kept_rows(rows, weight, bias, dtype, chunk)
     numbers = (ignore_index, temperature, softcap or 0.0)
-    result, entropy, *_ = _FORWARD(rows, weight, bias, targets, *numbers, chunk, dtype, kept)
+    result, entropy, stats, _ = _FORWARD(rows, weight, bias, targets, *numbers, chunk, dtype, kept)
     if len(shape) != 1:
         result, entropy = result.view(shape), entropy.view(shape)
-    return (result, entropy) if return_entropy else result
+    return result, entropy, stats
 
 
 def _kept_rows(

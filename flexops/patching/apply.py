@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import forwards, torch_modules
+from . import forwards, torch_modules, trl
 from . import projections as projecting
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
@@ -101,6 +101,8 @@ def patch(
         if wanted["residuals"] and not in_graphs:
             _link(model)
         made, rows = _optimizer(model, optimizer)
+    if loss:
+        trl.install()
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 
