@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import attention as attention
+    from .ops.causal_conv1d import causal_conv1d as causal_conv1d
+    from .ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
@@ -83,6 +85,7 @@ _NAMES = {
     "ops.adam8bit": ("adam8bit_",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
+    "ops.causal_conv1d": ("causal_conv1d", "causal_conv1d_update"),
     "ops.cross_entropy": ("cross_entropy",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),

@@ -96,6 +96,10 @@ _LOSSES: dict[str, Any] = {
     ),
 }
 
+_CONVOLUTION: dict[str, Any] = {
+    "dtypes": {"weight": "float32", "bias": "float32"},
+    "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
+}
 _OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
 _LOGPROBS = (
     "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
@@ -366,6 +370,31 @@ CATALOG: tuple[OpSpec, ...] = (
             "scale_rows_(Tensor(a!) values, Tensor factors) -> ()",
             dtypes={"factors": "float32"},
             strided={"values": "any"},
+        ),
+    ),
+    _family(
+        "causal_conv1d",
+        _op(
+            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+            **_CONVOLUTION,
+        ),
+        _op(
+            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
+            f" {_PAIR}",
+            dtypes={"grad": "x", "x": _FLOATS, "weight": "float32", "bias": "float32"},
+            shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
+            outputs=(
+                Output("x", "x"),
+                Output("x[0], x[1] // 128 + 1, 5, x[2]", "float32"),
+            ),
+        ),
+        _op(
+            "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
+            " silu) -> Tensor",
+            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            shapes={"bias": "x[1]"},
+            strided={"x": "any"},
+            outputs=(Output("x", "x"),),
         ),
     ),
     _family(
