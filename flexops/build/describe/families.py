@@ -111,6 +111,35 @@ _MOVED: dict[str, Any] = {
     "strided": {"rows": "aligned"},
 }
 
+# ---- convolution and log-probabilities -----------------------------------------------------------
+
+_CONVOLUTION: dict[str, Any] = {
+    "dtypes": {"weight": "float32", "bias": "float32"},
+    "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
+}
+_OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
+_LOGPROBS = (
+    "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
+    " softcap"
+)
+_LOGPROB_GRADIENTS: dict[str, Any] = {
+    "dtypes": {
+        "grad": "float32",
+        "grad_entropy": "float32",
+        "logits": _FLOATS,
+        "target": "int64",
+        "stats": "float32",
+        "entropy": "float32",
+    },
+    "shapes": {
+        "grad": "logits[0]",
+        "grad_entropy": "logits[0]",
+        "target": "logits[0]",
+        "stats": "logits[0] * 2",
+        "entropy": "logits[0]",
+    },
+}
+
 # ---- families with a binding of their own --------------------------------------------------------
 
 
@@ -474,6 +503,57 @@ CATALOG: tuple[OpSpec, ...] = (
             "scale_rows_(Tensor(a!) values, Tensor factors) -> ()",
             dtypes={"factors": "float32"},
             strided={"values": "any"},
+        ),
+    ),
+    _family(
+        "causal_conv1d",
+        _op(
+            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+            **_CONVOLUTION,
+        ),
+        _op(
+            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
+            f" {_PAIR}",
+            dtypes={"grad": "x", "x": _FLOATS, "weight": "float32", "bias": "float32"},
+            shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
+            outputs=(
+                Output("x", "x"),
+                Output("x[0], x[1] // 128 + 1, 5, x[2]", "float32"),
+            ),
+        ),
+        _op(
+            "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
+            " silu) -> Tensor",
+            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            shapes={"bias": "x[1]"},
+            strided={"x": "any"},
+            outputs=(Output("x", "x"),),
+        ),
+    ),
+    _family(
+        "logprobs",
+        _op(
+            "logprobs(Tensor logits, Tensor target, int ignore_index, float temperature, float"
+            " softcap) -> (Tensor, Tensor, Tensor)",
+            dtypes={"target": "int64"},
+            shapes={"target": "logits[0]"},
+            strided={"logits": "rows"},
+            outputs=(
+                Output("logits[0]", "float32"),
+                Output("logits[0]", "float32"),
+                Output("logits[0] * 2", "float32"),
+            ),
+        ),
+        _op(
+            f"logprobs_backward({_OF_LOGPROBS}, Tensor logits, {_LOGPROBS}) -> Tensor",
+            strided={"logits": "aligned rows"},
+            outputs=(Output("logits", "logits"),),
+            **_LOGPROB_GRADIENTS,
+        ),
+        _op(
+            f"logprobs_backward_({_OF_LOGPROBS}, Tensor(a!) logits, {_LOGPROBS}) -> ()",
+            strided={"logits": "any"},
+            **_LOGPROB_GRADIENTS,
         ),
     ),
     _family(
