@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from .ops.gated_linear import swiglu_linear as swiglu_linear
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
+    from .ops.int4_linear import Int4Weight as Int4Weight
+    from .ops.int4_linear import int4_linear as int4_linear
+    from .ops.int4_linear import pack_int4 as pack_int4
+    from .ops.int4_linear import quantize_int4 as quantize_int4
+    from .ops.int4_linear import unpack_int4 as unpack_int4
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.lion import lion_ as lion_
@@ -86,6 +91,13 @@ _NAMES = {
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
+    "ops.int4_linear": (
+        "Int4Weight",
+        "int4_linear",
+        "pack_int4",
+        "quantize_int4",
+        "unpack_int4",
+    ),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
     "ops.lion": ("lion_",),
