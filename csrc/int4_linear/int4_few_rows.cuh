@@ -14,28 +14,29 @@ struct Fetched {
 };
 
 /// Warps and blocks of a cluster share the tiles of columns in turns.
-template <class T, int kRows, int kTokens, int kAhead>
-__global__ void __launch_bounds__(512) few_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+template <class T, int kRows, int kTokens, int kAhead, bool kSmall>
+__global__ void __launch_bounds__(kRows* kTokens > 4 ? 256 : 512)
+    few_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   extern __shared__ uint4 storage[];
   const Place place(p);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             warps = static_cast<int>(blockDim.x) / 32;
   const int g = lane / 4, t = lane % 4, first_tile = place.n_tile * kRows;
-  const bool small = p.group_shift == 5;
+  let_next_start();
   const int step = warps * p.cluster, begin = place.rank * warps + warp;
   const T* const x = static_cast<const T*>(p.x) + static_cast<i64>(g) * p.k + 8 * t;
 
-  const auto fetch = [&](Fetched<kRows, kTokens>& to, int tile_k) {
+  const auto fetch_weight = [&](Fetched<kRows, kTokens>& to, int tile_k) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int tile = min(first_tile + r, p.tiles_n - 1);
       to.words[r] = load_once(reinterpret_cast<const uint4*>(p.packed) +
                               (static_cast<i64>(tile) * p.tiles_k + tile_k) * 32 + lane);
-      const int group = small ? 2 * tile_k : tile_k >> (p.group_shift - 6);
+      const int group = kSmall ? 2 * tile_k : tile_k >> (p.group_shift - 6);
       const i64 at = (static_cast<i64>(tile) * p.groups + group) * 8 + g;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (h == 0 || small) {
+        if (h == 0 || kSmall) {
           to.scales[r][h] =
               load<Cache::constant>(reinterpret_cast<const u32*>(p.scales) + at + 8 * h);
           if (p.zeros)
@@ -44,6 +45,8 @@ __global__ void __launch_bounds__(512) few_rows(const FLEXOPS_GRID_CONSTANT Para
         }
       }
     }
+  };
+  const auto fetch_x = [&](Fetched<kRows, kTokens>& to, int tile_k) {
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
 #pragma unroll
@@ -78,9 +81,9 @@ __global__ void __launch_bounds__(512) few_rows(const FLEXOPS_GRID_CONSTANT Para
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) mma<T>(part[r][n], left, of.x[n][h].z, of.x[n][h].w);
       }
-      if (h == 0 && !small) continue;
+      if (h == 0 && !kSmall) continue;
       // The group is complete.
-      const int which = h == 1 && small ? 1 : 0;
+      const int which = h == 1 && kSmall ? 1 : 0;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -104,14 +107,19 @@ __global__ void __launch_bounds__(512) few_rows(const FLEXOPS_GRID_CONSTANT Para
   Fetched<kRows, kTokens> fetched[kAhead];
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
-    if (begin + i * step < p.tiles_k) fetch(fetched[i], begin + i * step);
+    if (begin + i * step < p.tiles_k) fetch_weight(fetched[i], begin + i * step);
+  }
+  wait_for_previous();
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (begin + i * step < p.tiles_k) fetch_x(fetched[i], begin + i * step);
   }
   for (int tile = begin; tile < p.tiles_k; tile += kAhead * step) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int now = tile + i * step, next = now + kAhead * step;
       if (now < p.tiles_k) multiply(fetched[i]);
-      if (next < p.tiles_k) fetch(fetched[i], next);
+      if (next < p.tiles_k) fetch_weight(fetched[i], next), fetch_x(fetched[i], next);
     }
   }
   finish<T, kRows, kTokens>(p, place, reinterpret_cast<float*>(storage), acc);

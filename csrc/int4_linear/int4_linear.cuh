@@ -29,8 +29,9 @@ struct Params {
   bool bf16_scales;  // else float16
   int cluster;       // blocks that share the columns of one tile of the result
   int token_tiles;
-  int warps_n;  // warps beside each other along n
-  int stages;
+  int warps_n;   // warps beside each other along n
+  int log_rows;  // log2 of the rows of W that a block has
+  int stages, stage_bytes;
 };
 
 /// How a code becomes a number of T: its bits are put into the fraction of a power of two.
@@ -102,6 +103,13 @@ struct Place {
   }
 };
 
+/// Lets the next kernel start; and waits until what the one before it has written is there (the
+/// weight is not among that: no kernel that starts the next one early writes one).
+FLEXOPS_DEVICE void let_next_start() {
+  FLEXOPS_SM90("griddepcontrol.launch_dependents;" :: : "memory");
+}
+FLEXOPS_DEVICE void wait_for_previous() { FLEXOPS_SM90("griddepcontrol.wait;" :: : "memory"); }
+
 FLEXOPS_DEVICE void cluster_sync() {
   FLEXOPS_SM90(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
@@ -148,11 +156,11 @@ FLEXOPS_DEVICE void finish(const Params& p, const Place& place, float* parts,
   if (p.cluster > 1) cluster_sync();
   // Each block of the cluster writes every p.cluster-th element, neighbouring rows of W by
   // neighbouring threads.
-  const int rows = p.warps_n * kRows * 16, first_row = place.n_tile * rows;
+  const int rows = 1 << p.log_rows, first_row = place.n_tile * rows;
   const int first_token = place.token_tile * kTokens * 8;
   const int tokens = min(p.m - first_token, kTokens * 8);
   for (int i = thread + place.rank * threads; i < tokens * rows; i += threads * p.cluster) {
-    const int token = i / rows, row = i - token * rows, n = first_row + row;
+    const int token = i >> p.log_rows, row = i & (rows - 1), n = first_row + row;
     const int tile = row / 16, g = row % 8, high = row / 8 % 2;
     const int at = tile / kRows * kPart +
                    ((tile % kRows * kTokens + token / 8) * 32 + 4 * g + token % 8 / 2) * 4 +

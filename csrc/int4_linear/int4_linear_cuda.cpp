@@ -57,7 +57,7 @@ Params make_params(const Int4Product& c, const Plan& plan) {
   p.tiles_n = static_cast<int>(w.tiles_n), p.tiles_k = static_cast<int>(w.tiles_k);
   p.groups = static_cast<int>(w.groups), p.group_shift = log2_of(w.group_size);
   p.bf16_scales = w.scale_type == ElementType::bf16;
-  p.cluster = plan.cluster, p.token_tiles = 1, p.stages = 0;
+  p.cluster = plan.cluster, p.token_tiles = 1, p.stages = 0, p.stage_bytes = 0, p.log_rows = 0;
   p.warps_n = plan.warps_n > 0 ? plan.warps_n : 1;
   return p;
 }
@@ -69,8 +69,12 @@ void launch_few(Params& p, const Plan& plan, void* stream) {
                             {static_cast<unsigned>(32 * plan.warps)},
                             stream,
                             int64_t{plan.warps} * kRows * kTokens * 512,
-                            static_cast<unsigned>(plan.cluster)};
-  launch(kernel<int4::few_rows<T, kRows, kTokens, kAhead>>, config, p);
+                            static_cast<unsigned>(plan.cluster),
+                            gpu_facts().capability >= 90};
+  p.log_rows = log2_of(16 * kRows);
+  if (p.group_shift == 5)
+    return launch(rare_kernel<int4::few_rows<T, kRows, kTokens, kAhead, true>>, config, p);
+  launch(kernel<int4::few_rows<T, kRows, kTokens, kAhead, false>>, config, p);
 }
 
 template <class T>
@@ -86,8 +90,8 @@ void launch_few_rows(Params& p, const Plan& plan, void* stream) {
 
 template <class T, int kTokens>
 void launch_many(Params& p, const Plan& plan, const Gpu& gpu, void* stream) {
-  const int64_t stage =
-      int64_t{plan.warps / plan.warps_n} * int4::stage_bytes<kTokens>(plan.warps_n);
+  p.stage_bytes = kTokens * 1024 + plan.warps_n * int4::kWarpStage;
+  const int64_t stage = int64_t{plan.warps / plan.warps_n} * p.stage_bytes;
   const int64_t parts = int64_t{plan.warps} * int4::kManyRows * kTokens * 512;
   p.stages = static_cast<int>(least(5, gpu.shared_of_block / stage));
   p.token_tiles = static_cast<int>(ceil_div(p.m, 8 * kTokens));
@@ -97,13 +101,17 @@ void launch_many(Params& p, const Plan& plan, const Gpu& gpu, void* stream) {
                             {static_cast<unsigned>(32 * plan.warps)},
                             stream,
                             bytes > parts ? bytes : parts,
-                            static_cast<unsigned>(plan.cluster)};
-  launch(kernel<int4::many_rows<T, kTokens>>, config, p);
+                            static_cast<unsigned>(plan.cluster),
+                            gpu.capability >= 90};
+  p.log_rows = log2_of(plan.warps_n * int4::kManyRows * 16);
+  if (p.group_shift == 5) return launch(rare_kernel<int4::many_rows<T, kTokens, true>>, config, p);
+  launch(kernel<int4::many_rows<T, kTokens, false>>, config, p);
 }
 
 template <class T>
 void launch_product(Params& p, const Plan& plan, const Gpu& gpu, void* stream) {
   if (plan.warps_n == 0) return launch_few_rows<T>(p, plan, stream);
+  if (p.m <= 16) return launch_many<T, 2>(p, plan, gpu, stream);
   if (p.m <= 32) return launch_many<T, 4>(p, plan, gpu, stream);
   launch_many<T, 8>(p, plan, gpu, stream);
 }

@@ -10,14 +10,9 @@ namespace flexops::int4 {
 inline constexpr int kManyRows = 2;                            // tiles of 16 rows of W for a warp
 inline constexpr int kWarpStage = kManyRows * (512 + 4 * 32);  // bytes: words, scales, zeros
 
-/// Bytes of one stage of `warps_n` warps.
-template <int kTokens>
-constexpr int stage_bytes(int warps_n) {
-  return kTokens * 8 * 128 + warps_n * kWarpStage;
-}
-
-template <class T, int kTokens>
-__global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+template <class T, int kTokens, bool kSmall>
+__global__ void __launch_bounds__(256, kTokens <= 4 ? 2 : 1)
+    many_rows(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr int kRows = kManyRows;
   extern __shared__ uint4 storage[];
   const Place place(p);
@@ -28,14 +23,14 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
             warp_n = warp - warp_k * p.warps_n;
   const int first_tile = (place.n_tile * p.warps_n + warp_n) * kRows;
   const int first_token = place.token_tile * kTokens * 8;
-  const bool small = p.group_shift == 5;
+  let_next_start();
   const int step = depth * p.cluster, begin = place.rank * depth + warp_k;
   const int team = p.warps_n * 32, member = warp_n * 32 + lane;
 
   // A stage: x [8 * kTokens][64 columns], then the words and the numbers of each warp.
-  const int stage_size = stage_bytes<kTokens>(p.warps_n);
+  const int stage_size = p.stage_bytes;
   u8* const stages = reinterpret_cast<u8*>(storage) + warp_k * p.stages * stage_size;
-  const auto fetch = [&](int slot, int tile_k) {
+  const auto fetch_x = [&](int slot, int tile_k) {
     u8* const stage = stages + slot * stage_size;
     // Row by row; the vectors of odd rows are exchanged by halves, against bank conflicts.
     for (int i = member; i < kTokens * 64; i += team) {
@@ -45,6 +40,9 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
       if (valid) from += static_cast<i64>(first_token + row) * p.k + column;
       async_copy16(stage + row * 128 + (vector ^ (row & 1) * 4) * 16, from, valid);
     }
+  };
+  const auto fetch_weight = [&](int slot, int tile_k) {
+    u8* const stage = stages + slot * stage_size;
     u8* const own = stage + kTokens * 1024 + warp_n * kWarpStage;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -57,9 +55,9 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
     if (lane < kRows * 8) {
       const int r = lane / 8, zeros = lane / 4 % 2, h = lane / 2 % 2;
       const int tile = min(first_tile + r, p.tiles_n - 1);
-      const int group = small ? 2 * tile_k + h : tile_k >> (p.group_shift - 6);
+      const int group = kSmall ? 2 * tile_k + h : tile_k >> (p.group_shift - 6);
       const u16* const from = (zeros ? p.zeros : p.scales);
-      if ((h == 0 || small) && from)
+      if ((h == 0 || kSmall) && from)
         async_copy16(own + kRows * 512 + lane * 16,
                      from + (static_cast<i64>(tile) * p.groups + group) * 16 + lane % 2 * 8, true);
     }
@@ -80,7 +78,7 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
       const u32* const numbers = reinterpret_cast<const u32*>(own + kRows * 512 + r * 128);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int group = small ? h : 0;
+        const int group = kSmall ? h : 0;
         const u32 scale = numbers[8 * group + g], zero = p.zeros ? numbers[16 + 8 * group + g] : 0;
         u32 whole[2], rest[2];
 #pragma unroll
@@ -114,7 +112,7 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
           mma<T>(part[r], left[r][2 * h], x.x, x.y);
           mma<T>(part[r], left[r][2 * h + 1], x.z, x.w);
         }
-        if (h == 0 && !small) continue;
+        if (h == 0 && !kSmall) continue;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -129,14 +127,20 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
 
   const int count = begin < p.tiles_k ? (p.tiles_k - begin + step - 1) / step : 0;
   for (int i = 0; i < p.stages - 1; ++i) {
-    if (i < count) fetch(i, begin + i * step);
+    if (i < count) fetch_weight(i, begin + i * step);
+  }
+  wait_for_previous();
+  for (int i = 0; i < p.stages - 1; ++i) {
+    if (i < count) fetch_x(i, begin + i * step);
     async_commit();
   }
   int slot = 0, free = p.stages - 1;
   for (int i = 0; i < count; ++i) {
     async_wait(p.stages - 2);
     barrier(1 + warp_k, team);  // the team's copies are there, and the slot before this one is free
-    if (i + p.stages - 1 < count) fetch(free, begin + (i + p.stages - 1) * step);
+    const int ahead = i + p.stages - 1;
+    if (ahead < count)
+      fetch_weight(free, begin + ahead * step), fetch_x(free, begin + ahead * step);
     async_commit();
     multiply(slot);
     free = slot;
