@@ -50,6 +50,11 @@ if TYPE_CHECKING:
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.grouped_linear import grouped_linear as grouped_linear
+    from .ops.int4_linear import Int4Weight as Int4Weight
+    from .ops.int4_linear import int4_linear as int4_linear
+    from .ops.int4_linear import pack_int4 as pack_int4
+    from .ops.int4_linear import quantize_int4 as quantize_int4
+    from .ops.int4_linear import unpack_int4 as unpack_int4
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.linear_logprobs import linear_logprobs as linear_logprobs
@@ -95,6 +100,13 @@ _NAMES = {
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.grouped_linear": ("grouped_linear",),
+    "ops.int4_linear": (
+        "Int4Weight",
+        "int4_linear",
+        "pack_int4",
+        "quantize_int4",
+        "unpack_int4",
+    ),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
     "ops.linear_logprobs": ("linear_logprobs",),

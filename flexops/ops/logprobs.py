@@ -229,5 +229,7 @@ def self_check(device: str) -> float:
     written = logits.clone()
     ops.logprobs_backward_(*grads, written, target, stats, entropy, *numbers)
     expected = _logprobs_reference(logits, target, *numbers)
-    of_logits = _backward_reference(*grads, logits, target, expected[2], expected[1], *numbers)
+    of_logits = _backward_reference(
+        first, second, logits, target, expected[2], expected[1], -100, 0.7, 20.0
+    )
     return difference((result, entropy, gradient, written), (*expected[:2], of_logits, of_logits))
