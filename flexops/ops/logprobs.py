@@ -161,7 +161,9 @@ def _backward_reference(
         entropy.unsqueeze(1) - total.log() + exponents.clamp_min(_LEAST)
     )
     chosen = target.clamp(0, z.shape[1] - 1).unsqueeze(1)
-    gradient = (-torch.exp(exponents) / total * inner).scatter_add(1, chosen, grad.unsqueeze(1))
+    gradient: Tensor = (-torch.exp(exponents) / total * inner).scatter_add(
+        1, chosen, grad.unsqueeze(1)
+    )
     gradient = gradient / temperature if slope is None else gradient * slope / temperature
     gradient = gradient.masked_fill(((target < 0) | (target >= z.shape[1])).unsqueeze(1), torch.nan)
     gradient = gradient.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
