@@ -89,14 +89,16 @@ def rms_norm(
 
 
 @replacement
-def layer_norm(module: Any, x: Any = None, *others: Any, eps: float, **more: Any) -> Any:
+def layer_norm(
+    module: Any, x: Any = None, *others: Any, eps: float, offset: float = 0.0, **more: Any
+) -> Any:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if others or more or x is None or x.dtype not in _DTYPES:
         return plain(module, *(() if x is None else (x, *others)), **more)
     if not is_plain(weight) or not is_plain(bias):
         return plain(module, x)
     known = None if torch.compiler.is_compiling() else _known(module, x)
-    return _layer_norm(x, weight, bias, eps) if known is None else known
+    return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
 
 
 @replacement
@@ -130,11 +132,10 @@ def fuses(norm: Any, x: Tensor) -> bool:
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``norm(residual + x)`` and the sum, in one pass."""
     ours = norm.__dict__["forward"]
+    weight, eps = _gain(norm, ours.keywords.get("offset", 0.0)), ours.keywords["eps"]
     if ours.func is rms_norm:
-        offset = ours.keywords.get("offset", 0.0)
-        return add_rms_norm(x, residual, _gain(norm, offset), ours.keywords["eps"])
-    weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
-    return add_layer_norm(x, residual, weight, bias, ours.keywords["eps"])
+        return add_rms_norm(x, residual, weight, eps)
+    return add_layer_norm(x, residual, weight, norm._parameters.get("bias"), eps)
 
 
 NORMS = (rms_norm, layer_norm)

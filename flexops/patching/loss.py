@@ -210,27 +210,28 @@ def refusal(head: Any) -> str:
     return f"its head is no linear layer, but {type(head).__name__}"
 
 
-def _deferring_head(
-    module: Any, skip_logits: bool | None, kwargs: dict[str, Any], holders: tuple[Any, ...]
-) -> Any:
-    """The head, if the loss can be had without logits, and nothing has asked for these. A linear
+def _defers(
+    module: Any,
+    found: Any,
+    skip_logits: bool | None,
+    kwargs: dict[str, Any],
+    holders: tuple[Any, ...],
+) -> bool:
+    """Whether the loss can be computed without logits, and nothing has asked for these. A linear
     layer that came after the patch becomes one of ours: ``resize_token_embeddings`` makes one."""
     skip = module.training if skip_logits is None else skip_logits
     kept = kwargs.get("logits_to_keep", 0)
-    if kwargs.get("labels") is None or not skip or not isinstance(kept, int) or kept:
-        return None
-    found = module.get_output_embeddings()
+    if not skip or not isinstance(kept, int) or kept:
+        return False
     if refusal(found) or "_loss_function" in module.__dict__:
-        return None  # a loss function of a user's own wants logits
+        return False  # a loss function of a user's own requires logits
     if "forward" not in found.__dict__:
         found.__dict__["forward"] = functools.partial(head, found)
     present = found.__dict__["forward"]
     if not isinstance(present, functools.partial) or present.func is not head:
-        return None
-    # hooks that want logits would get something else
-    if not hears_of_parameters_only(found) or not all(map(is_unheard, holders)):
-        return None
-    return found
+        return False
+    # hooks that read logits would get something else
+    return hears_of_parameters_only(found) and all(map(is_unheard, holders))
 
 
 class _Model(functools.partial[Any]):
@@ -252,6 +253,7 @@ def model(
     module: Any,
     *args: Any,
     holders: tuple[Any, ...] = (),
+    in_graphs: bool = True,
     skip_logits: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -260,15 +262,17 @@ def model(
 
     ``skip_logits`` says otherwise: False for logits in training, too; True for none in evaluation.
     """
-    found = _deferring_head(module, skip_logits, kwargs, holders)
-    if found is None:
+    usual = in_graphs or not torch.compiler.is_compiling()
+    found = module.get_output_embeddings() if usual and kwargs.get("labels") is not None else None
+    if found is None or _DEFERS in found.__dict__:  # a model around this one has decided
         return plain(module, *args, **kwargs)
-    found.__dict__[_DEFERS] = True
+    defers = _defers(module, found, skip_logits, kwargs, holders)
+    found.__dict__[_DEFERS] = defers
     try:
         output = plain(module, *args, **kwargs)
     finally:
         found.__dict__.pop(_DEFERS, None)
-    return _without_logits(output)
+    return _without_logits(output) if defers else output
 
 
 def _without_logits(output: Any) -> Any:
@@ -285,7 +289,11 @@ def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
         for one in module.modules()
         if one is not module and one is not found and any(part is found for part in one.modules())
     )
+    options: dict[str, Any] = {"holders": holders} if holders else {}
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if "CrossEntropyLoss" in getattr(code, "co_names", ()):
+        options["in_graphs"] = False  # of such a module torch.compile makes a function of tensors
     return [
-        (module, _Model(model, module, **({"holders": holders} if holders else {}))),
+        (module, _Model(model, module, **options)),
         (found, functools.partial(head, found)),
     ]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import forwards, loss, rope, torch_modules
+from . import experts, forwards, loss, rope, torch_modules
 from .linears import is_linear
 from .probe import (
     CLASSES,
@@ -155,6 +155,7 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
             ("rms_norm", forwards.rms_norm, {}),
             ("rms_norm (1 + weight)", forwards.rms_norm, {"offset": 1.0}),
             ("layer_norm", forwards.layer_norm, {}),
+            ("layer_norm (1 + weight)", forwards.layer_norm, {"offset": 1.0}),
         ]
         if gated:
             makes = [
@@ -493,6 +494,15 @@ PATTERNS: tuple[Pattern, ...] = (
         _attention_candidates,
         _tiny_attention,
         _other_attention,
+    ),
+    Pattern(
+        "experts",
+        "gated_experts / grouped_linear",
+        experts.concerns,
+        experts.candidates,
+        experts.miniature,
+        experts.refuse,
+        experts.variant,
     ),
     Pattern(
         "rope",

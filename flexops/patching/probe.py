@@ -165,10 +165,7 @@ def disagreement(
                 expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
                 actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
     except Exception as error:  # whatever another release's code may raise
-        return (
-            f"its code did not run on a small input: {type(error).__name__}:"
-            f" {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        return failure(error)
     if len(expected) != len(actual):
         return "on a small input it gives other tensors than the replacement"
     for a, b in zip(actual, expected, strict=True):
@@ -178,6 +175,11 @@ def disagreement(
         if a.shape != b.shape or not torch.allclose(a, b, rounding, rounding):
             return "on a small input it computes something else than the replacement"
     return ""
+
+
+def failure(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"its code did not run on a small input: {type(error).__name__}: {text}"
 
 
 def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import forwards
+from .linears import is_linear
 from .patterns import looks_like_norm, settings, tiny_norm
 from .probe import (
     LENGTH,
@@ -27,9 +29,12 @@ from .probe import (
     bare,
     class_of,
     disagreement,
+    failure,
     foreign,
     linear,
     own_class,
+    parameter,
+    unheard,
 )
 from .report import Row
 
@@ -50,7 +55,7 @@ def is_norm(module: Any) -> bool:
 class _Part(nn.Module):
     """Stands for a part of a layer."""
 
-    def __init__(self, real: nn.Module, gives: str) -> None:
+    def __init__(self, real: nn.Module, gives: int) -> None:
         super().__init__()
         self.projection, self.gives = linear(WIDTH, WIDTH), gives
         own = {
@@ -63,10 +68,17 @@ class _Part(nn.Module):
     def forward(self, x: Any = None, *_: Any, **others: Any) -> Any:
         x = others.get("hidden_states") if x is None else x
         y = self.projection(x)
-        return (y, None) if self.gives == "tuple" else y
+        return (y, *[None] * (self.gives - 1)) if self.gives else y
 
 
-def _miniature(layer: Any, gives: tuple[str, ...], inputs: str) -> Miniature:
+def _miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
+    """A small layer, with arguments for it.
+
+    Args:
+        gives: of each part that may give a tuple, how long it is; 0 for a tensor.
+        inputs: which arguments are tensors: only the first, all that are required, or also those
+            whose names say so.
+    """
     parts: dict[str, Any] = {}
     kinds = iter(gives)
     for name, one in layer._modules.items():
@@ -74,28 +86,44 @@ def _miniature(layer: Any, gives: tuple[str, ...], inputs: str) -> Miniature:
             parts[name] = tiny_norm(one)
         elif isinstance(one, (nn.Dropout, nn.Identity)) or one is None:
             parts[name] = nn.Identity()
+        elif _is_function(one):
+            parts[name] = unheard(one)
         else:
-            parts[name] = _Part(one, next(kinds))
-    parts |= dict.fromkeys(layer._parameters)
+            parts[name] = _Part(one, next(kinds) if _may_give_tuple(one) else 0)
+    for name, value in layer._parameters.items():
+        wide = value is not None and value.dim() == 1 and value.shape[0] > 1
+        shape = () if value is None else (WIDTH,) if wide else value.shape
+        parts[name] = None if value is None else parameter(*shape)
     made = bare(layer, **parts)
-    needed = [
-        one
-        for one in list(
-            inspect.signature(own_class(layer).__dict__["forward"]).parameters.values()
-        )[1:]
-        if one.default is one.empty
-        and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    # as many that no tensor is unpacked in place of a tuple
-    x = torch.randn(4, LENGTH, WIDTH)
-    args = [x if i == 0 or inputs == "tensors" else None for i, one in enumerate(needed)]
-    args = [a if i == 0 or a is None else torch.randn(4, LENGTH, WIDTH) for i, a in enumerate(args)]
-    positional = [one.kind is not one.KEYWORD_ONLY for one in needed]
-    return (
-        made,
-        tuple(a for a, yes in zip(args, positional, strict=True) if yes) or (x,),
-        {one.name: None for one, yes in zip(needed, positional, strict=True) if not yes},
-    )
+    for name, value in layer._buffers.items():
+        scale = value is not None and value.numel() == 1
+        made.register_buffer(name, torch.ones(value.shape) if scale else None)
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    for one in list(inspect.signature(own_class(layer).__dict__["forward"]).parameters.values())[
+        1:
+    ]:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        required = one.default is one.empty
+        tensor = not args or (inputs != "first" and required)
+        tensor = tensor or (inputs == "all" and re.search("input|states", one.name) is not None)
+        # so many that no tensor is unpacked in place of a tuple
+        value = torch.randn(7, LENGTH, WIDTH) if tensor else None
+        if not args or (required and one.kind is not one.KEYWORD_ONLY):
+            args.append(value)
+        elif required or tensor:
+            named[one.name] = value
+    return made, tuple(args) or (torch.randn(7, LENGTH, WIDTH),), named
+
+
+def _is_function(part: Any) -> bool:
+    """An activation."""
+    return not any(True for _ in part.parameters()) and len(list(part.modules())) == 1
+
+
+def _may_give_tuple(part: Any) -> bool:
+    return not is_linear(part) and not _is_function(part)
 
 
 class _Watch(TorchFunctionMode):
@@ -199,6 +227,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
         if name not in norms
         and part is not None
         and not isinstance(part, (nn.Dropout, nn.Identity))
+        and _may_give_tuple(part)
     ]
     if len(others) > 4:
         return ("", {}), "it has more parts than a layer with a residual"
@@ -212,22 +241,23 @@ def _structure(layer: Any) -> tuple[Structure, str]:
             part.__dict__["forward"] = functools.partial(ours.func, part, **options)
         return [*swaps, *_sites(tiny, found, None)]
 
-    for gives in itertools.product(("tensor", "tuple"), repeat=len(others)):
-        for inputs in ("none", "tensors"):
+    ran: Structure | None = None
+    for gives in itertools.product((0, 2, 3), repeat=len(others)):
+        for inputs in ("first", "required", "all"):
             make = functools.partial(_miniature, layer, gives, inputs)
             try:
                 with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
                     tiny, args, kwargs = make()
                     found = _watched(tiny, args, kwargs, list(norms))
             except Exception as error:
-                reason = (
-                    reason
-                    or f"its code did not run on a small input: {type(error).__name__}: {error}"
-                )
+                if not reason or "unpack" in reason:  # a tensor in place of a tuple
+                    reason = failure(error)
                 continue
-            if not found[1]:
-                return found, "no norm reads a sum that it makes"
-            return found, disagreement(make, swapped)
+            if found[1]:
+                return found, disagreement(make, swapped)
+            ran = ran or found
+    if ran is not None:
+        return ran, "no norm reads a sum that it makes"
     return ("", {}), reason
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import flexops
 from flexops.cli._app import app
+from flexops.patching import from_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -302,7 +303,7 @@ def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(flexops.errors.PatchError, match=what) as caught:
-        flexops.patching.from_config.report(str(tmp_path))
+        from_config.report(str(tmp_path))
     assert found in caught.value.found
     assert "\n" not in caught.value.found
     assert caught.value.required
@@ -315,12 +316,12 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         flexops.errors.PatchError, match="the config of nobody/no-such-model could not be had"
     ) as caught:
-        flexops.patching.from_config.report("nobody/no-such-model")
+        from_config.report("nobody/no-such-model")
     assert "flexops patch FOLDER" in caught.value.fix
     monkeypatch.setattr(
         "transformers.AutoConfig.from_pretrained", lambda *_, **__: tiny.config("llama")
     )
-    assert flexops.patching.from_config.report("nobody/no-such-model").model.startswith("Llama")
+    assert from_config.report("nobody/no-such-model").model.startswith("Llama")
 
 
 # ---- HF's kernels --------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ The default tests take one type of each structure, the slow ones all."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ def reference(model: Any) -> Iterator[None]:
 def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """Loss, logits or hidden states where there is no padding, and all gradients."""
     model.zero_grad()
+    torch.manual_seed(0)  # routers of some experts sample
     output = model(**inputs, **options)
     seen = inputs.get("attention_mask", torch.ones(3, 12)).bool()
     logits = output.get("logits") if "labels" in inputs else output.last_hidden_state
@@ -61,6 +64,14 @@ def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, 
     found = {name: one.grad.float() for name, one in named if one.grad is not None}
     found["loss"] = loss.detach()
     return found if logits is None else {**found, "logits": logits.detach().float()}
+
+
+def works(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except Exception:
+        return False
+    return True
 
 
 def tokens(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -108,7 +119,87 @@ def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["exaone4", "gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mistral", "modernbert"]
+)
+def test_windows_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels skip what lies outside of a window: more tokens than its size."""
+    monkeypatch.setattr("flexops.patching.attention._windows_are_cheap", lambda _: True)
+    check(name)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
+    """But for what is exact in the plain model, and rounding that is as large as gradients are."""
+    inputs = zoo.batch(zoo.tiny(name), False)
+    model = zoo.tiny(name)
+    with reference(model):
+        truth = results(model, inputs)
+        model = zoo.tiny(name).bfloat16()
+    with reference(model):
+        plain = distance(results(model, inputs), truth, 0.1)
+    report = flexops.patch(model)
+    fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
+    patched = distance(
+        results(model, inputs, **({"skip_logits": False} if fused else {})), truth, 0.1
+    )
+    assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_copies_checkpoints_and_new_embeddings(name: str) -> None:
+    """A copy and a pickle are patched, layers may be checkpointed, the state dict is the plain
+    one, and a model whose embeddings were resized has its fused loss."""
+    model = zoo.tiny(name)
+    inputs, keys = zoo.batch(model, False), [*model.state_dict()]
+    expected, pickles = results(model, inputs), works(lambda: pickle.dumps(model))
+    expected.pop("logits")
+    flexops.patch(model)
+    assert [*model.state_dict()] == keys
+    others = [copy.deepcopy(model)]
+    if pickles:  # functions that HF's kernels make of transformers' do not
+        others.append(pickle.loads(pickle.dumps(model)))
+    if model.supports_gradient_checkpointing:
+        others[0].gradient_checkpointing_enable()
+    for other in others:
+        far = distance(results(other, inputs), expected)
+        assert max(far.values()) < 1e-4, max(far, key=far.get)  # type: ignore[arg-type]
+    model.resize_token_embeddings(103, mean_resizing=False)
+    assert "logits" not in results(model, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_each_structure_compiles_to_one_graph(name: str, in_graphs: bool) -> None:
+    """Where the plain model does."""
+    model = zoo.tiny(name)
+    inputs = zoo.batch(model, False)
+
+    def compiled() -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = results(call, inputs)
+        return {name.removeprefix("_orig_mod."): one for name, one in found.items()}
+
+    if not works(compiled):
+        return
+    expected = results(model, inputs)
+    expected.pop("logits")
+    flexops.patch(model, in_graphs=in_graphs)
+    actual = compiled()
+    actual.pop("logits", None)
+    far = distance(actual, expected)
+    assert max(far.values()) < 1e-4, max(far, key=far.get)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(zoo.TYPES) - zoo.UNTESTED.keys() - set(STRUCTURES)))
 def test_every_type_computes_the_same(name: str) -> None:
     check(name)
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_this_transformers() -> None:
+    """``python tests/models/zoo.py`` writes it."""
+    assert zoo.table() in zoo.PAGE.read_text()
