@@ -511,6 +511,7 @@ class _Attending(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.eager = bare(part), eager_of(type(part))
+        self.part.head_dim = WIDTH
         if "sinks" in part._parameters:
             self.part.sinks = parameter(2 * _groups(part))
 
@@ -532,7 +533,7 @@ class _Attending(nn.Module):
         if ours:
             options["is_causal"] = causal
         result: Tensor = function(
-            self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options
+            self.part, query, key, value, given, scaling=WIDTH**-0.5, dropout=0.0, **options
         )[0]
         return result
 

@@ -221,7 +221,7 @@ def _activation(module: Any) -> tuple[str, Any]:
         and not name.startswith("_")
         and name != "forward"
         and not isinstance(one, (nn.Dropout, type))
-        and not is_linear(one)
+        and not (isinstance(one, nn.Module) and (one._parameters or one._modules))
     ]
     return found[0] if len(found) == 1 else ("", None)
 
