@@ -148,7 +148,7 @@ def original(module: Any) -> Any:
 
 def replaced(function: Any, kind: str) -> Callable[..., Any]:
     """Ours with the arguments of a function; one without keys rotates queries only."""
-    ours, signature = _VARIANTS[kind][0], _signature(function)
+    (ours, _, dims), signature = _VARIANTS[kind], _signature(function)
     slots = _slots(function) or {}
     order, alone = list(signature.parameters), "k" not in slots
     dim = signature.parameters[slots["unsqueeze_dim"]].default if "unsqueeze_dim" in slots else 1
@@ -158,6 +158,10 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
         q, k, cos, sin, at, sections = found
         at = dim if at is None else at
+        if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
+            cos, sin, at = cos[None], sin[None], 1
+        if at not in (1, 2) or cos.dim() != dims or q.dim() != (3 if dims == 2 else 4):
+            return function(*args, **kwargs)
         if alone:
             return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
         return ours(q, k, cos, sin, at, sections)

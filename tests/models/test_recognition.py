@@ -16,6 +16,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
 import flexops
+from flexops.patching import classes
 
 OTHER = "on a small input it computes something else than the replacement"
 
@@ -181,6 +182,11 @@ def test_models_and_experts_have_a_row(name: str, module: str, swapped: bool) ->
     (row,) = [one for one in report.rows if one.module == module]
     assert row.swapped == swapped
     assert swapped or row.reason
+
+
+@pytest.mark.parametrize("name", zoo.TYPES)
+def test_every_type_is_a_name(name: str) -> None:
+    assert classes.is_architecture(name)
 
 
 def test_a_name_patches_models_as_they_are_made() -> None:
