@@ -70,17 +70,20 @@ class Pattern:
 def settings(module: nn.Module) -> Any:
     """What a module's code may depend on: numbers, functions and kinds of parts. Its
     place in the model (``layer_idx``) is none, so that a class is probed once."""
-    own = tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if name not in ("training", "layer_idx", "layer_id", "forward")
-        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
-    )
     parts = tuple(
         (name, type(part), getattr(part, "bias", None) is None)
         for name, part in module._modules.items()
     )
-    return own, parts, tuple(module._parameters)
+    return _values(module), parts, tuple(module._parameters)
+
+
+def _values(owner: Any) -> tuple[Any, ...]:
+    return tuple(
+        (name, value)
+        for name, value in vars(owner).items()
+        if name not in ("training", "layer_idx", "layer_id", "forward")
+        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
+    )
 
 
 def _input(*shape: int) -> Tensor:
@@ -499,9 +502,17 @@ PATTERNS: tuple[Pattern, ...] = (
         lambda module: rope.miniature(rope.original(module), "half"),
         differs=rope.original,
     ),
-    Pattern("loss", "linear_cross_entropy", _has_loss, _loss_candidates, _tiny_model, _no_loss),
+    Pattern(
+        "loss",
+        "linear_cross_entropy",
+        _has_loss,
+        _loss_candidates,
+        _tiny_model,
+        _no_loss,
+        lambda module: _values(module.config),  # soft caps and scales
+    ),
 )
-"""In this order a module is compared with them: the first that it is like is taken."""
+"""A module may match more than one: attention has rotary embedding."""
 
 UNCHANGED: dict[type, str] = dict.fromkeys(
     (nn.GELU, nn.SiLU),

@@ -3,6 +3,7 @@ reason in the report."""
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -206,3 +207,32 @@ def test_a_name_patches_models_as_they_are_made() -> None:
     expected = results(model, inputs)
     del expected["logits"]
     assert max(distance(actual, expected).values()) < 2e-5
+
+
+def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
+    """What is done to logits that have not been computed is what is done to tensors."""
+    from flexops.patching.loss import Logits, head
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 5), torch.randn(2, 3, 8)
+    layer.__dict__["forward"] = functools.partial(head, layer)
+    logits, plain = Logits(layer, x, torch.float32), layer(x)
+    assert len(logits) == 2
+    for call in (
+        lambda y: y - 1.0,
+        lambda y: 1.0 - y,
+        lambda y: 2.0 + y,
+        lambda y: -y,
+        lambda y: y**2,
+        lambda y: 1.0 / y,
+        lambda y: (y > 0).float(),
+        lambda y: y.softmax(-1),
+        lambda y: torch.stack(list(y)),
+        lambda y: y.to(torch.float64),
+        lambda y: y[..., :3],
+        lambda y: y.reshape(-1),
+    ):
+        torch.testing.assert_close(call(logits), call(plain))
+    for cast in (lambda y: y.bfloat16(), lambda y: y.to(torch.bfloat16), lambda y: y.half()):
+        assert cast(logits).dtype == cast(plain).dtype
+        torch.testing.assert_close(cast(logits) - 0, cast(plain))
