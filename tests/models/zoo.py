@@ -239,11 +239,12 @@ def table() -> str:
 
 
 def cell(report: Any, part: str) -> str:
-    """How much of a part is replaced; "-" where there is none of it."""
+    """How much of a part is replaced; "-" where there is none of it, or nothing to gain."""
     rows = [
         row
         for row in report.rows
-        if re.search(_OPERATORS[part], row.operator) and "no norm reads" not in row.reason
+        if re.search(_OPERATORS[part], row.operator)
+        and not re.search("no norm reads|nothing to fuse", row.reason)
     ]
     swapped = [row.swapped for row in rows]
     return "-" if not rows else "all" if all(swapped) else "some" if any(swapped) else "none"
