@@ -74,12 +74,15 @@ def settings(module: nn.Module) -> Any:
         (name, type(part), getattr(part, "bias", None) is None)
         for name, part in module._modules.items()
     )
-    return _values(module), parts, tuple(module._parameters)
+    config = vars(module).get("config")
+    shared = () if config is None else _values(config)
+    return _values(module), shared, parts, tuple(module._parameters)
 
 
 def _values(owner: Any) -> tuple[Any, ...]:
+    """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
     return tuple(
-        (name, value)
+        (name, getattr(value, "__func__", value))
         for name, value in vars(owner).items()
         if name not in ("training", "layer_idx", "layer_id", "forward")
         and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))

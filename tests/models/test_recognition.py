@@ -113,6 +113,26 @@ def test_a_subclass_that_overrides_half_is_left_alone() -> None:
     assert [(row.count, row.swapped) for row in report.rows] == [(1, True), (1, False)]
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_function_for_dropout_is_seen(rate: float) -> None:
+    """Its rate may be the module's, or the config's."""
+
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.rate, self.training)
+
+    class Shared(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.config.rate, self.training)
+
+    own, shared = Own(), Shared()
+    own.rate, shared.config = rate, types.SimpleNamespace(rate=rate)  # type: ignore[assignment]
+    for module in (own, shared):
+        row = row_of(module)
+        assert row.swapped == (not rate)
+        assert bool(row.reason) == bool(rate)
+
+
 def test_code_that_the_probe_cannot_run_is_named() -> None:
     class Needs(Scale):
         def forward(self, x: Tensor) -> Tensor:
