@@ -15,7 +15,7 @@ from ..errors import PatchError
 from . import attention as attending
 from . import projections as projecting
 from . import residuals as adding
-from . import torch_modules
+from . import torch_modules, trl
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -38,6 +38,7 @@ def patch(
     rope: bool = True,
     attention: bool = True,
     projections: bool = True,
+    experts: bool = True,
     loss: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
@@ -56,6 +57,7 @@ def patch(
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,
             in training.
+        experts: mixtures of experts whose class goes through transformers' experts interface.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
@@ -85,7 +87,7 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "loss": loss}
+    wanted |= {"projections": projections, "experts": experts, "loss": loss}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -105,6 +107,8 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
         made, rows = _optimizer(model, optimizer)
+    if loss:
+        trl.install()
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 

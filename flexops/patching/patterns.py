@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import forwards, loss, rope, torch_modules
+from . import experts, forwards, loss, rope, torch_modules
 from .linears import is_linear
 from .probe import (
     CLASSES,
@@ -65,6 +65,10 @@ class Pattern:
 
     def key(self, module: Any) -> Any:
         return (settings(module), self.differs(module))
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False))
 
 
 def settings(module: nn.Module) -> Any:
@@ -131,7 +135,7 @@ def looks_like_norm(module: Any) -> bool:
         and (names or "norm" in type(module).__name__.lower())
         and ("norm" in type(module).__name__.lower() or any("eps" in one for one in vars(module)))
         and type(module).forward is not nn.Module.forward
-        and "running_mean" not in module._buffers  # normalizes over a batch
+        and "running_mean" not in _buffers(module)  # normalizes over a batch
         and "num_groups" not in vars(module)
         and len(_arguments(module)) <= 2
     )
@@ -173,7 +177,7 @@ def tiny_norm(module: Any) -> Any:
     made = bare(module, **dict.fromkeys(module._parameters))
     for name, one in module._parameters.items():
         setattr(made, name, None if one is None else parameter(WIDTH))
-    for name, one in module._buffers.items():
+    for name, one in _buffers(module).items():
         made.register_buffer(name, None if one is None else torch.ones(one.shape, device="cpu"))
     if "normalized_shape" in vars(made):
         made.normalized_shape = (WIDTH,)
@@ -253,7 +257,7 @@ def _is_block(module: Any) -> bool:
         for name, one in module._modules.items()
         if name not in linears and name != act and not isinstance(one, (nn.Dropout, nn.Identity))
     ]
-    if not linears or rest or len(linears) > 3 or module._parameters or module._buffers:
+    if not linears or rest or len(linears) > 3 or module._parameters or _buffers(module):
         return False
     takes = inspect.signature(own_class(module).__dict__["forward"]).parameters
     return len(_arguments(module)) == 1 and (bool(act) or (len(linears) > 1 and len(takes) == 2))
@@ -442,7 +446,7 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
             for name, one in module._parameters.items()
         },
     )
-    for name, one in module._buffers.items():
+    for name, one in _buffers(module).items():
         shape = () if one is None else (sizes.get(n, n) for n in one.shape)
         made.register_buffer(name, None if one is None else torch.zeros(*shape, device="cpu"))
     for name, value in vars(module).items():
@@ -496,6 +500,15 @@ PATTERNS: tuple[Pattern, ...] = (
         _attention_candidates,
         _tiny_attention,
         _other_attention,
+    ),
+    Pattern(
+        "experts",
+        "gated_experts / grouped_linear",
+        experts.concerns,
+        experts.candidates,
+        experts.miniature,
+        experts.refuse,
+        experts.variant,
     ),
     Pattern(
         "rope",
