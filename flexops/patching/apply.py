@@ -22,7 +22,7 @@ from .report import Report, Row, rows_of
 
 _verdicts: dict[Any, tuple[int, str]] = {}
 """What the probe found, for each row of the table, class and settings: which replacement computes
-the same, or why none does. It is asked once in a process."""
+the same, or why none does. Each is probed once in a process."""
 _LOOKS_LIKE = re.compile(
     r"(Norm|MLP|FeedForward|Experts|ForCausalLM|ForMaskedLM|LMHeadModel"
     r"|ForConditionalGeneration)$"
@@ -47,7 +47,7 @@ def patch(
 
     Args:
         model: a module, such as one of transformers' models, also wrapped by PEFT, or sharded by
-            ``fully_shard``. Or a class of transformers' models, or the name of an architecture
+            ``fully_shard``. Or a class of transformers' models, or any of its model types
             (``"llama"``): then every model of it is patched as it is constructed, until
             :func:`unpatch`.
         norms: layer and RMS norms.
@@ -75,10 +75,10 @@ def patch(
             also one that a module's own code raises, the model is as it was.
 
     A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class
-    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is swapped is
-    known by its class, and its replacement computed the same as the class's own code on a small
-    input, with its gradients; a class that is not known, or whose code computes something else in
-    this release, stays as it is, and the report says so.
+    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is replaced is
+    recognised by its structure, whatever its class, and its replacement computed the same as the
+    class's own code on a small input, with its gradients. What computes something else is skipped,
+    with the reason in the report; so is code that came with a model (``trust_remote_code``).
     """
     wanted = {
         "norms": norms,

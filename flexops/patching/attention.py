@@ -490,7 +490,8 @@ def _refusal(model: Any, part: Any) -> str:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
-    if not type(model)._supports_sdpa and "sinks" not in part._parameters:
+    sinks = any("sinks" in one._parameters for one in model.modules())  # sdpa has none
+    if not type(model)._supports_sdpa and not sinks:
         return "transformers has only eager attention for it"
     if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
         return "its window extends in both directions"
@@ -511,7 +512,8 @@ class _Attending(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.eager = bare(part), eager_of(type(part))
-        if "sinks" in part._parameters:
+        self.part.head_dim = WIDTH
+        if part._parameters.get("sinks") is not None:
             self.part.sinks = parameter(2 * _groups(part))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
@@ -527,12 +529,13 @@ class _Attending(nn.Module):
         options: dict[str, Any] = (
             {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
         )
-        options |= {"s_aux": self.part.sinks} if "sinks" in self.part._parameters else {}
+        sinks = getattr(self.part, "sinks", None)
+        options |= {} if sinks is None else {"s_aux": sinks}
         function, given = (attention, None) if ours else (self.eager, mask)
         if ours:
             options["is_causal"] = causal
         result: Tensor = function(
-            self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options
+            self.part, query, key, value, given, scaling=WIDTH**-0.5, dropout=0.0, **options
         )[0]
         return result
 

@@ -63,6 +63,21 @@ def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 
+def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """By the negative angle: nanochat."""
+    return apply_rotary_pos_emb(q, k, cos, -sin, dim)
+
+
+def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """Neighbours among the last numbers of each head, by tables that have each number once:
+    DeepSeek V4."""
+    width = 2 * cos.shape[-1]
+    (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    of_q, of_k = _neighbours(of_q, of_k, cos, sin, dim, None)
+    return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
+
+
 def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
     """Tables of time, height and width, of each of which a part of the width is taken: Qwen-VL."""
     cos, sin = (
@@ -84,6 +99,8 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "neighbours of halves": (_neighbours_of_halves, "halves", 3),
     "sorted": (_sorted, "halves", 3),
     "short": (_short, "once", 3),
+    "backward": (_backward, "halves", 3),
+    "trailing": (_trailing, "few", 3),
     "sections": (_sections, "halves", 4),
     "flat": (_flat, "halves", 2),
 }
@@ -131,7 +148,7 @@ def original(module: Any) -> Any:
 
 def replaced(function: Any, kind: str) -> Callable[..., Any]:
     """Ours with the arguments of a function; one without keys rotates queries only."""
-    ours, signature = _VARIANTS[kind][0], _signature(function)
+    (ours, _, dims), signature = _VARIANTS[kind], _signature(function)
     slots = _slots(function) or {}
     order, alone = list(signature.parameters), "k" not in slots
     dim = signature.parameters[slots["unsqueeze_dim"]].default if "unsqueeze_dim" in slots else 1
@@ -141,6 +158,10 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
         q, k, cos, sin, at, sections = found
         at = dim if at is None else at
+        if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
+            cos, sin, at = cos[None], sin[None], 1
+        if at not in (1, 2) or cos.dim() != dims or q.dim() != (3 if dims == 2 else 4):
+            return function(*args, **kwargs)
         if alone:
             return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
         return ours(q, k, cos, sin, at, sections)
@@ -187,6 +208,8 @@ def miniature(function: Any, kind: str) -> Miniature:
         angles = torch.cat([angles, angles], -1)
     elif repeats == "neighbours":
         angles = angles.repeat_interleave(2, -1)
+    elif repeats == "few":
+        angles = angles[..., : WIDTH // 4]
     q, k = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (4, 2))
     if dims == 2:
         q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
