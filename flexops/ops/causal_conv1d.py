@@ -3,7 +3,7 @@ arXiv 2312.00752).
 
 Each channel ``d`` of ``x`` has a filter of ``W`` taps::
 
-    out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for k in range(W)))
+    out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for each k < W))
 
 where ``x`` is 0 before its first step, or what ``initial_states`` says. Everything is computed in
 float32, whatever the dtype of ``x``.
