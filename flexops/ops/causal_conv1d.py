@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._difference import difference
-from ._register import caller
+from ._register import caller, check_places, is_dense
 from .cross_entropy import FLOAT_DTYPES
 
 _TAPS = 4
@@ -157,6 +157,8 @@ def _check(
             raise TypeError(
                 f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}"
             )
+        if not is_dense(tensor):
+            check_places(where[:-1], {name: tensor})
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{where} activation must be None or 'silu', got {activation!r}")
     if x.dim() != 3:
