@@ -55,6 +55,7 @@ SOURCES: tuple[Source, ...] = (
         "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
     ),
     Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
+    Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
