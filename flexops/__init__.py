@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .ops.fp8 import quantize_int8 as quantize_int8
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
+    from .ops.gated_norm import gated_rms_norm as gated_rms_norm
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.lamb import lamb_ as lamb_
@@ -89,6 +90,7 @@ _NAMES = {
     "ops.cross_entropy": ("cross_entropy",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
+    "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
