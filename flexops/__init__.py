@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .ops.fp8 import quantize_int8 as quantize_int8
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
+    from .ops.gated_norm import gated_rms_norm as gated_rms_norm
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.grouped_linear import grouped_linear as grouped_linear
@@ -98,6 +99,7 @@ _NAMES = {
     "ops.experts": ("gated_experts",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
+    "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.grouped_linear": ("grouped_linear",),
     "ops.int4_linear": (

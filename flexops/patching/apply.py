@@ -13,6 +13,10 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
+<<<<<<< HEAD
+=======
+from . import convolution, forwards, torch_modules, trl
+>>>>>>> logprobs
 from . import projections as projecting
 from . import residuals as adding
 from . import torch_modules, trl
@@ -52,7 +56,8 @@ def patch(
             :func:`unpatch`.
         norms: layer and RMS norms.
         residuals: residual additions together with the norm behind them; needs ``norms``.
-        activations: gated feed-forward blocks, and gelu or silu with the bias before it.
+        activations: gated feed-forward blocks, gelu or silu with the bias before it, and causal
+            convolutions with their activation (Qwen3-Next, Falcon-H1, Bamba, LFM2).
         rope: rotary embeddings.
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,
@@ -105,7 +110,13 @@ def patch(
                 outcomes += _visit(module, wanted, in_graphs)
             inside |= _covered(module)
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
+<<<<<<< HEAD
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
+=======
+        outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
+        if wanted["residuals"] and not in_graphs:
+            _link(model)
+>>>>>>> logprobs
         made, rows = _optimizer(model, optimizer)
     if loss:
         trl.install()
@@ -255,6 +266,20 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
+
+
+def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
+    """Modules whose code calls transformers' causal convolutions."""
+    if not convolution.is_called(_own_class(module)):
+        return
+    present = module.__dict__.get("forward")
+    reason = "" if wanted else "activations=False"
+    if present is not None and not is_ours(present):
+        reason = "its forward was replaced before, by something else"
+    reason = reason or convolution.refusal(_own_class(module))
+    if not reason:
+        module.__dict__["forward"] = functools.partial(convolution.forward, module)
+    yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
 
 
 # ---- a whole model -------------------------------------------------------------------------------

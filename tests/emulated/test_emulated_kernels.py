@@ -241,7 +241,9 @@ STEPS = ("adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "narrow_sta
 FUNCTIONS = (
     "activation",
     "attention",
+    "causal_conv1d",
     "cross_entropy",
+    "logprobs",
     "norm",
     "quant",
     "fp8",
