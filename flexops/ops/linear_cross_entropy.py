@@ -111,7 +111,7 @@ def linear_cross_entropy(
             "native" sums in the weight's own dtype, if that is also the products', in the memory of
             the result: one rounding to it for each chunk. None is "native" for four chunks or
             fewer, and on a GPU whose free memory the float32 sum would not fit, else "float32":
-            whoever wants the same bits however full the GPU is passes one of them, and
+            to get the same bits however full the GPU is, pass one of them, and
             ``chunk_size``. It makes no difference with one chunk, and in float32.
         return_accuracy: also return how often no logit is greater than the target's, reduced as
             losses are, though not weighted: a fraction, a number, or 1 or 0 for each row (0 if it
@@ -501,7 +501,7 @@ def _reference(
     )
     rest = torch.where(divisor == 0, 1, divisor)  # where there are no rows, gradients are 0
     # A mean's gradients are divided by the number of rows together with those of the logits, if
-    # bfloat16 rounds these more than the reciprocal is rounded; in float32, where that would tell,
+    # bfloat16 rounds these more than the reciprocal is rounded; in float32, where that would show,
     # at the end; and in float16, where they may be too small then, in the backward pass.
     factors = weights
     if reduction == 2 and dtype == torch.bfloat16:

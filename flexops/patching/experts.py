@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,8 +132,8 @@ def variant(module: Any) -> Any:
     return (*(getattr(module, flag) for flag in _FLAGS), type(getattr(module, "act_fn", None)))
 
 
-def choose(module: Any) -> int:
-    return 0 if _standard_activation(module) else 1
+def candidates(module: Any) -> Iterator[tuple[str, Callable[[Any], Swap]]]:
+    yield "gated_experts" if _standard_activation(module) else "grouped_linear", swap
 
 
 def swap(module: Any) -> Swap:

@@ -4,7 +4,7 @@ a fiber (device.h).
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
 on a GPU of capability 8.0; that no thread touches memory which is not the call's, at an address
-that is not aligned, or shared memory that nobody has written; that threads come to the same
+that is not aligned, or shared memory that was not written; that threads come to the same
 barriers. What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions
 that only newer GPUs have (Hopper's kernels); and races only in so far as they show when threads run
 one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma``
@@ -244,7 +244,7 @@ FUNCTIONS = (
     "cross_entropy",
     "norm",
     "quant",
-    "quant_fp8",
+    "fp8",
     "rope",
     "softmax",
 )
