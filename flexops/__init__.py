@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import attention as attention
+    from .ops.causal_conv1d import causal_conv1d as causal_conv1d
+    from .ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.experts import gated_experts as gated_experts
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
@@ -48,8 +50,14 @@ if TYPE_CHECKING:
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.grouped_linear import grouped_linear as grouped_linear
+    from .ops.int4_linear import Int4Weight as Int4Weight
+    from .ops.int4_linear import int4_linear as int4_linear
+    from .ops.int4_linear import pack_int4 as pack_int4
+    from .ops.int4_linear import quantize_int4 as quantize_int4
+    from .ops.int4_linear import unpack_int4 as unpack_int4
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .ops.linear_logprobs import linear_logprobs as linear_logprobs
     from .ops.lion import lion_ as lion_
     from .ops.norm import add_layer_norm as add_layer_norm
     from .ops.norm import add_rms_norm as add_rms_norm
@@ -85,14 +93,24 @@ _NAMES = {
     "ops.adam8bit": ("adam8bit_",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
+    "ops.causal_conv1d": ("causal_conv1d", "causal_conv1d_update"),
     "ops.cross_entropy": ("cross_entropy",),
     "ops.experts": ("gated_experts",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.grouped_linear": ("grouped_linear",),
+    "ops.int4_linear": (
+        "Int4Weight",
+        "int4_linear",
+        "pack_int4",
+        "quantize_int4",
+        "unpack_int4",
+    ),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
+    "ops.linear_logprobs": ("linear_logprobs",),
+    "ops.logprobs": ("logprobs",),
     "ops.lion": ("lion_",),
     "ops.norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
     "ops.norm_quantized": ("rms_norm_quantized",),

@@ -15,7 +15,7 @@ from ..errors import PatchError
 from . import attention as attending
 from . import projections as projecting
 from . import residuals as adding
-from . import torch_modules
+from . import torch_modules, trl
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -107,6 +107,8 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
         made, rows = _optimizer(model, optimizer)
+    if loss:
+        trl.install()
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 

@@ -83,6 +83,11 @@ _ADAM_NUMBERS = (
 _ADAM_ROWS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _LAMB_ROWS = Rows(("params", "grads", "exp_avgs", "exp_avg_sqs"), "state_steps", (), _SCALED)
 
+# ---- 4-bit weights -------------------------------------------------------------------------------
+
+_INT4, _INT4_SIZES = "Tensor packed, Tensor scales, Tensor? zeros", "int n, int k, int group_size"
+_INT4_DTYPES: dict[str, Any] = {"packed": ("uint8",), "scales": _FLOATS, "zeros": _FLOATS}
+
 # ---- softmax and losses --------------------------------------------------------------------------
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
@@ -109,6 +114,35 @@ _MOVED: dict[str, Any] = {
     "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
     "shapes": {"weights": "inverse"},
     "strided": {"rows": "aligned"},
+}
+
+# ---- convolution and log-probabilities -----------------------------------------------------------
+
+_CONVOLUTION: dict[str, Any] = {
+    "dtypes": {"weight": "float32", "bias": "float32"},
+    "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
+}
+_OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
+_LOGPROBS = (
+    "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
+    " softcap"
+)
+_LOGPROB_GRADIENTS: dict[str, Any] = {
+    "dtypes": {
+        "grad": "float32",
+        "grad_entropy": "float32",
+        "logits": _FLOATS,
+        "target": "int64",
+        "stats": "float32",
+        "entropy": "float32",
+    },
+    "shapes": {
+        "grad": "logits[0]",
+        "grad_entropy": "logits[0]",
+        "target": "logits[0]",
+        "stats": "logits[0] * 2",
+        "entropy": "logits[0]",
+    },
 }
 
 # ---- families with a binding of their own --------------------------------------------------------
@@ -368,6 +402,22 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=(8, 0),
     ),
     _family(
+        "int4_linear",
+        _op(
+            f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
+            dtypes={**_INT4_DTYPES, "bias": "x"},
+            strided={"x": "aligned"},
+            outputs=(Output("x[:-1], n", "x"),),
+        ),
+        _op(
+            f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype) -> Tensor",
+            dtypes=_INT4_DTYPES,
+            outputs=(Output("n, k", "dtype"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "lamb",
         _op(
             "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
@@ -474,6 +524,57 @@ CATALOG: tuple[OpSpec, ...] = (
             "scale_rows_(Tensor(a!) values, Tensor factors) -> ()",
             dtypes={"factors": "float32"},
             strided={"values": "any"},
+        ),
+    ),
+    _family(
+        "causal_conv1d",
+        _op(
+            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+            **_CONVOLUTION,
+        ),
+        _op(
+            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
+            f" {_PAIR}",
+            dtypes={"grad": "x", "x": _FLOATS, "weight": "float32", "bias": "float32"},
+            shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
+            outputs=(
+                Output("x", "x"),
+                Output("x[0], x[1] // 128 + 1, 5, x[2]", "float32"),
+            ),
+        ),
+        _op(
+            "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
+            " silu) -> Tensor",
+            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            shapes={"bias": "x[1]"},
+            strided={"x": "any"},
+            outputs=(Output("x", "x"),),
+        ),
+    ),
+    _family(
+        "logprobs",
+        _op(
+            "logprobs(Tensor logits, Tensor target, int ignore_index, float temperature, float"
+            " softcap) -> (Tensor, Tensor, Tensor)",
+            dtypes={"target": "int64"},
+            shapes={"target": "logits[0]"},
+            strided={"logits": "rows"},
+            outputs=(
+                Output("logits[0]", "float32"),
+                Output("logits[0]", "float32"),
+                Output("logits[0] * 2", "float32"),
+            ),
+        ),
+        _op(
+            f"logprobs_backward({_OF_LOGPROBS}, Tensor logits, {_LOGPROBS}) -> Tensor",
+            strided={"logits": "aligned rows"},
+            outputs=(Output("logits", "logits"),),
+            **_LOGPROB_GRADIENTS,
+        ),
+        _op(
+            f"logprobs_backward_({_OF_LOGPROBS}, Tensor(a!) logits, {_LOGPROBS}) -> ()",
+            strided={"logits": "any"},
+            **_LOGPROB_GRADIENTS,
         ),
     ),
     _family(

@@ -56,6 +56,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source("grouped_linear", "experts", "grouped_linear", ("grouped_linear",)),
     Source("experts", "experts", "experts", ("gated_experts",)),
+    Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
@@ -63,6 +64,7 @@ SOURCES: tuple[Source, ...] = (
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
     Source("quant", "quant", "quant", ("quantize", "dequantize")),
+    Source("int4_linear", "int4_linear", "int4_linear", ("int4_linear",)),
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),
