@@ -13,13 +13,9 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-<<<<<<< HEAD
-=======
-from . import convolution, forwards, torch_modules, trl
->>>>>>> logprobs
+from . import convolution, torch_modules, trl
 from . import projections as projecting
 from . import residuals as adding
-from . import torch_modules, trl
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -110,13 +106,8 @@ def patch(
                 outcomes += _visit(module, wanted, in_graphs)
             inside |= _covered(module)
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
-<<<<<<< HEAD
-        outcomes += adding.patch(model, wanted["residuals"], in_graphs)
-=======
         outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
-        if wanted["residuals"] and not in_graphs:
-            _link(model)
->>>>>>> logprobs
+        outcomes += adding.patch(model, wanted["residuals"], in_graphs)
         made, rows = _optimizer(model, optimizer)
     if loss:
         trl.install()
@@ -270,13 +261,13 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
 
 def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
     """Modules whose code calls transformers' causal convolutions."""
-    if not convolution.is_called(_own_class(module)):
+    if not convolution.is_called(own_class(module)):
         return
     present = module.__dict__.get("forward")
     reason = "" if wanted else "activations=False"
     if present is not None and not is_ours(present):
         reason = "its forward was replaced before, by something else"
-    reason = reason or convolution.refusal(_own_class(module))
+    reason = reason or convolution.refusal(own_class(module))
     if not reason:
         module.__dict__["forward"] = functools.partial(convolution.forward, module)
     yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
