@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_checks import FLOATS, Options, kind_of, scale_of, window_of
+from ..build.describe.families import KVCACHE_ATTENTION
+from ._attention_checks import FLOATS, Options, declined, kind_of, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
 from ._difference import difference
-from ._register import check_places
+from ._register import caller, check_places
 from .rope import rotated_reference
 
 
@@ -99,7 +100,8 @@ def attention_with_kvcache(
     seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
     length = -1 if cache_seqlens is None or seqlens is not None else cache_seqlens
     left, right = _window_of(window_size)
-    out, lse = _call(
+    run = _by_kernels if _takes_kernels(q, k_cache, v_cache) else _composed
+    out, lse = run(
         q,
         k_cache,
         v_cache,
@@ -342,18 +344,30 @@ def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor,
     )
 
 
+define("kvcache_attention_", _reference, _fake, check=_check, function="attention_with_kvcache")
 define(
-    "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
-    " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
-    " cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? scale, int window_left,"
-    " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
-    " Tensor? sinks) -> (Tensor, Tensor)",
+    KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1),
     _reference,
     _fake,
     check=_check,
     function="attention_with_kvcache",
 )
-_call = torch.ops.flexops.kvcache_attention_.default
+_by_kernels = caller(torch.ops.flexops.kvcache_attention_.default)
+_composed = caller(torch.ops.flexops.kvcache_attention_composed_.default)
+
+
+def _takes_kernels(q: Any, *caches: Any) -> bool:
+    """Whether kernels take these tensors: a GPU's load 16 bytes at once."""
+    if not isinstance(q, Tensor) or not q.is_cuda or declined(q, caches[1]):
+        return False
+    return all(
+        isinstance(x, Tensor)
+        and x.dim() == 4
+        and x.shape[-1] % 8 == 0
+        and x.stride(-1) == 1
+        and (x.storage_offset() | x.stride(0) | x.stride(1) | x.stride(2)) % 8 == 0
+        for x in caches
+    )
 
 
 def self_check(device: str) -> float:
@@ -372,7 +386,8 @@ def self_check(device: str) -> float:
     table = torch.randperm(12, generator=generator).int().view(2, 6).to(device)
     lengths = torch.tensor([100, 333], dtype=torch.int32, device=device)
     results = []
-    for function in (_call, _reference):
+    functions: tuple[Any, ...] = (_by_kernels if device == "cuda" else _composed, _reference)
+    for function in functions:
         copies = [cache.clone() for cache in caches]
         with torch.no_grad():
             results.append(
