@@ -236,9 +236,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     async_commit();
   };
   const int fresh = p.fused ? s.cached : s.length_k;  // the first token that is not in memory yet
-  const auto is_old = [&](int n) {
-    return n >= end || (n + 1) * kN <= fresh || fresh >= s.length_k;
-  };
+  // Of a warp's blocks the old ones come first, so that copies are queued in the order of stages.
+  const auto is_old = [&](int n) { return (n + 1) * kN <= fresh || fresh >= s.length_k; };
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
     if (const int n = begin + warp + i * kWarps; is_old(n)) load(n, i);

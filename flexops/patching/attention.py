@@ -18,6 +18,7 @@ from ..errors import PatchError
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
+from .paged import register_paged
 from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
@@ -31,6 +32,7 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    register_paged()
 
 
 def nothing_hidden(like: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ def test_a_captured_call_appends_and_attends_where_lengths_on_the_device_say() -
 def test_what_the_device_says_wrongly_reaches_no_foreign_memory() -> None:
     q, k, v = (torch.ones(2, 1, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     caches = torch.zeros(2, 4, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
-    lengths, wrong = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([64, 99], [7, -2]))
+    lengths, wrong = (
+        torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([64, 99], [7, -2])
+    )
     out, lse = flexops.attention_with_kvcache(
         q, *caches, k, v, cache_seqlens=lengths, cache_batch_idx=wrong, return_softmax_lse=True
     )
