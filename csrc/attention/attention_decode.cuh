@@ -39,6 +39,13 @@ struct Decode {
                        kSums = kMaxima + kWarps * kM;
   static_assert(kStages >= 2 && (kSums + kWarps * kM) * 4 <= kBytes,
                 "room for the pipeline, and for the end");
+  /// A lane's row r of O.
+  static FLEXOPS_DEVICE void store_row(float* row, const float (&out)[kDimV / 2], int r) {
+#pragma unroll
+    for (int j = 0; j < kDimV / 8; ++j)
+      *reinterpret_cast<float2*>(row + 8 * j + lane_column()) =
+          float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+  }
 };
 
 /// Starts a warp's copies of a tile's rows, of which `rows` are there, and `columns` of each row (a
@@ -138,10 +145,7 @@ FLEXOPS_DEVICE void combine_warps(float* parts, const Rows& rows,
     const float sum = quad_sum(rows.sum[r]);
     if (lane_id() % 4 == 0)
       maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
-#pragma unroll
-    for (int j = 0; j < kDimV / 8; ++j)
-      *reinterpret_cast<float2*>(parts + at * Shape::kRow + 8 * j + lane_column()) =
-          float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+    Shape::store_row(parts + at * Shape::kRow, out, r);
   }
   __syncthreads();
   constexpr int kVectors = kDimV / 8;

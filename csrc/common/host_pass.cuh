@@ -75,3 +75,4 @@ float __fdividef(float a, float b);
 float __fmaf_rn(float a, float b, float c);
 float __frcp_rn(float value);
 float rsqrtf(float value);
+float rintf(float value);

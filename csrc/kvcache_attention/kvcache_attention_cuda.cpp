@@ -4,6 +4,7 @@
 
 #include "attention/attention_launch.h"
 #include "kvcache_attention/kvcache_attention.cuh"
+#include "kvcache_attention/kvcache_attention_launch.h"
 
 namespace flexops::attention {
 namespace {
@@ -41,19 +42,6 @@ int64_t splits_of(const CacheAttention& c, const Tiling<CacheParams>& tiling) {
              : choose_splits(a, decode_tiles(a, tiling.rows), tiling.threads, tiling.bytes);
 }
 
-Rotary rotary_of(const CacheAttention& c) {
-  const Attention& a = c.attend.problem;
-  return {c.cos,
-          c.sin,
-          c.cos_row,
-          c.sin_row,
-          static_cast<int>(c.half),
-          static_cast<int>(c.positions),
-          c.rotary_type,
-          c.interleaved,
-          a.window_left >= 0 || a.window_right >= 0};
-}
-
 }  // namespace
 }  // namespace flexops::attention
 
@@ -72,30 +60,18 @@ const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, voi
   const bool none = is_empty(a) || a.length_q == 0;
   if (a.batch == 0 || a.heads_k == 0 || (none && c.added == 0)) return nullptr;
   const Tiling<CacheParams>& tiling = first_fitting(kTilings, a);
-  CacheParams p = {};
-  p.decode.call = make_forward(c.attend, tiling);
-  const int64_t tiles = decode_tiles(a, tiling.rows), rows = a.batch * a.heads_q * a.length_q;
-  p.decode.call.tiles = static_cast<int>(tiles);
-  p.decode.splits = static_cast<int>(none ? 1 : splits_of(c, tiling));
-  p.decode.parts = static_cast<float*>(workspace);
-  p.decode.parts_sums = p.decode.parts + p.decode.splits * rows * a.head_dim_v;
-  p.new_k = make_tensor(c.new_k), p.new_v = make_tensor(c.new_v);
-  p.added = static_cast<int>(c.added), p.fused = c.added > 0 && !none && tiles <= kMostFused;
-  p.length = static_cast<int>(c.length), p.seqlens = c.seqlens, p.batch_idx = c.batch_idx,
-  p.leftpad = c.leftpad;
-  p.table = c.table, p.table_row = c.table_row, p.page = static_cast<int>(c.page),
-  p.rows = static_cast<int>(c.rows);
-  p.keys = tiling.keys, p.least = tiling.threads / 32;  // a block of keys for each warp
-  p.rotary = rotary_of(c);
-  const int64_t all = a.batch * a.heads_k * tiles;
+  CacheParams p = make_cache(c, tiling, none ? 1 : splits_of(c, tiling), workspace);
+  p.decode.parts_sums = p.decode.parts + p.decode.splits * rows_of(a) * a.head_dim_v;
+  p.fused = c.added > 0 && !none && p.decode.call.tiles <= kMostFused;
+  const int64_t all = a.batch * a.heads_k * p.decode.call.tiles;
   if (!fits_grid(all, p.decode.splits, 1) || !fits_grid(a.batch, a.heads_k, c.added) ||
-      !fits_grid(rows, 1, 1))
+      !fits_grid(rows_of(a), 1, 1))
     return kTooMany;
   if (c.added > 0 && !p.fused)
     launch(kAppend.of(a), {blocks(a.batch * a.heads_k * c.added), {64}, stream}, p);
   if (none) return last_error();
   launch_tiles(tiling, a, all * p.decode.splits, stream, p);
-  if (p.decode.splits > 1) launch(kCombine.of(a), {blocks(rows), {128}, stream}, p);
+  if (p.decode.splits > 1) launch(kCombine.of(a), {blocks(rows_of(a)), {128}, stream}, p);
   return last_error();
 }
 

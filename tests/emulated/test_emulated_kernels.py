@@ -260,6 +260,12 @@ def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
+def test_attention_over_a_cache(machine: dict[str, str]) -> None:
+    """Appends, rotates, looks up pages and attends."""
+    selection = "small_cases and (several_tokens or a_token)"
+    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
+
+
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
     FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
 )
@@ -277,6 +283,12 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
     assert emulated(
         machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order
     )
+
+
+@pytest.mark.slow
+def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
+    selection = "small_cases"
+    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 5
 
 
 @pytest.mark.slow

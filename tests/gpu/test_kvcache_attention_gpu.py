@@ -28,6 +28,21 @@ def test_the_parameter_space_of_flash_attn(part: int, dtype: torch.dtype) -> Non
             raise AssertionError(f"{config}\n{error}") from error
 
 
+SMALL = {
+    "a_token": Config(1, 339, 64, 2, 1, True, rotary=1.0, interleaved=False, indexed=True),
+    "short_sequences": Config(1, 40, 128, 1, 1, True, rotary=0.5, splits=3),
+    "several_tokens": Config(5, 300, 80, 2, 3, True, (100, -1), 0.5, page=48, splits=2, sinks=True),
+    "many_tiles": Config(70, 200, 64, 1, 70, True, page=32, leftpad=True, rotary=1.0),
+    "no_new_tokens": Config(3, 150, 256, 6, 0, False, (20, 3), softcap=15.0, alibi=True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_cases(name: str) -> None:
+    for seed in range(2):
+        verify(Problem(SMALL[name]._replace(dtype=torch.bfloat16), "cuda", seed))
+
+
 @pytest.mark.parametrize("capacity", [20000, 128 * 1024])
 @pytest.mark.parametrize("queries", [1, 16])
 def test_long_caches(queries: int, capacity: int) -> None:

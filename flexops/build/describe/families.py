@@ -128,6 +128,17 @@ KVCACHE_ATTENTION = (
     " Tensor? sinks) -> (Tensor, Tensor)"
 )
 
+_CODES = "Tensor({}!) k_codes, Tensor({}!) k_steps, Tensor({}!) v_codes, Tensor({}!) v_steps"
+KVCACHE_CODES = (
+    f"kvcache_codes_attention_(Tensor q, Tensor k, Tensor v, {_CODES.format(*'abcd')}, Tensor(e!)"
+    " recent_k, Tensor(f!) recent_v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
+    " int length, Tensor? cache_leftpad, int bits, int group_size, float? scale, int window_left,"
+    " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
+    " Tensor? sinks) -> (Tensor, Tensor)",
+    f"kvcache_compress_(Tensor k, Tensor v, {_CODES.format(*'abcd')}, int first, int bits, int"
+    " group_size) -> ()",
+)
+
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
@@ -297,7 +308,12 @@ CATALOG: tuple[OpSpec, ...] = (
         hip=False,
         least_capability=(8, 0),
     ),
-    _family("kvcache_attention", *_by_hand(KVCACHE_ATTENTION), hip=False, least_capability=(8, 0)),
+    _family(
+        "kvcache_attention",
+        *_by_hand(KVCACHE_ATTENTION, *KVCACHE_CODES),
+        hip=False,
+        least_capability=(8, 0),
+    ),
     _family(
         "quant",
         *_by_hand(
