@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .build.load.loader import OpStatus as OpStatus
     from .build.load.loader import status as status
     from .build.store.counters import cache_stats as cache_stats
+    from .generation.cache import KVCache as KVCache
+    from .generation.generate import generate as generate
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
     from .ops._score_mod import ScoreMod as ScoreMod
@@ -80,6 +82,8 @@ _NAMES = {
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),
+    "generation.cache": ("KVCache",),
+    "generation.generate": ("generate",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
     "ops.cross_entropy": ("cross_entropy",),
@@ -102,7 +106,7 @@ _NAMES = {
 more."""
 
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
-_NEED_TORCH = ("kernels", "nn", "ops", "optim", "patching")
+_NEED_TORCH = ("generation", "kernels", "nn", "ops", "optim", "patching")
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -22,6 +22,8 @@ from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
 NAME = "flexops"
+CACHE_LAYER = "_flexops_cache_layer"
+"""The attribute by which the keys of a decode step name the layer of their cache."""
 
 
 def register_attention() -> None:
@@ -75,6 +77,11 @@ def _passes_window(config: Any, size: int) -> bool:
     is_window = size == getattr(config, "sliding_window", None)
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
+
+
+def passes_windows(config: Any) -> bool:
+    """Whether attention receives the windows of all layers that have one."""
+    return _passes_window(config, config.sliding_window)
 
 
 def hide_nothing(
@@ -206,6 +213,13 @@ def attention(
         PatchError: the model selects keys itself, or its class has no eager attention where
             that is needed.
     """
+    layer = getattr(key, CACHE_LAYER, None)
+    if layer is not None:  # a decode step, which appends to a cache and attends to it
+        found: Tensor = layer.attend(
+            query, key, value, scale=scaling, window=sliding_window, softcap=softcap or 0.0,
+            sinks=s_aux,
+        )  # fmt: skip
+        return found, None
     causal = (
         is_causal if is_causal is not None else getattr(module, "is_causal", True)
     ) and query.shape[2] > 1

@@ -1,0 +1,120 @@
+"""One decode step, captured into a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GenerationError
+from ..patching import attention as attending
+
+_capturing = threading.Lock()
+"""torch captures one graph at a time in a process."""
+LEAST_BUCKET = 256
+
+
+def bucket_of(length: int, max_length: int) -> int:
+    """How many tokens a step looks at that has so many: the next power of two."""
+    return min(max(LEAST_BUCKET, 1 << (length - 1).bit_length()), max_length)
+
+
+def refusal(model: Any) -> str:
+    """Why a model's decode step cannot keep its lengths on the device; "" if it can."""
+    base = getattr(model, "base_model", None)
+    config = getattr(model, "config", None)
+    if base is None or config is None or not hasattr(model, "generate"):
+        return "it is no model of transformers that generates"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if not attending.is_switched(base):
+        return "its attention is not flexops'"
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not attending.passes_windows(text):
+        return "its attention does not pass on its window"
+    if len({one.device for one in model.parameters()}) != 1:
+        return "it is on several devices"
+    return ""
+
+
+def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
+    """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
+    behind them, ``[batch, words]``."""
+    store = cache.store
+    positions = (store.position - store.padding).clamp_(min=0)[:, None]
+    output = forward(
+        input_ids=tokens,
+        attention_mask=attending.nothing_hidden(tokens),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    if any(layer.pending for layer in cache.layers):
+        raise GenerationError(
+            f"{type(model).__name__} does not attend by flexops' attention in all of its layers"
+        )
+    store.position.add_(1)
+    found: Tensor = output.logits[:, -1]
+    return found
+
+
+@contextlib.contextmanager
+def untracked() -> Iterator[None]:
+    """Without gradients, and without tensors that only inference mode can change."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Graph:
+    """A captured function of tensors that stay where they are.
+
+    Args:
+        function: what is captured; it returns tensors, which each replay writes again.
+        state: small tensors that it changes; capture leaves them as they are.
+        generator: what it draws from.
+
+    The function runs twice before: kernels are compiled, and libraries get their memory.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        state: tuple[Tensor, ...],
+        *,
+        pool: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        device = state[0].device
+        before = [one.clone() for one in state]
+        drawn = generator.get_state() if generator is not None else None
+        self._graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self._graph.register_generator_state(generator)
+        with _capturing, torch.cuda.device(device):
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    function()
+                    for one, kept in zip(state, before, strict=True):
+                        one.copy_(kept)
+            torch.cuda.current_stream(device).wait_stream(side)
+            with torch.cuda.graph(
+                self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
+            ):
+                self.result = function()
+        if generator is not None:
+            generator.set_state(drawn)
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.result
