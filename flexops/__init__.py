@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import attention as attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
+    from .ops.few_rows import few_rows_linear as few_rows_linear
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
@@ -87,6 +88,7 @@ _NAMES = {
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
     "ops.cross_entropy": ("cross_entropy",),
+    "ops.few_rows": ("few_rows_linear",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..patching import attention as attending
+from ..patching import decoding
 
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process."""
@@ -50,14 +51,15 @@ def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tenso
     behind them, ``[batch, words]``."""
     store = cache.store
     positions = (store.position - store.padding).clamp_(min=0)[:, None]
-    output = forward(
-        input_ids=tokens,
-        attention_mask=attending.nothing_hidden(tokens),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-    )
+    with decoding.step():
+        output = forward(
+            input_ids=tokens,
+            attention_mask=attending.nothing_hidden(tokens),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
     if any(layer.pending for layer in cache.layers):
         raise GenerationError(
             f"{type(model).__name__} does not attend by flexops' attention in all of its layers"

@@ -266,6 +266,9 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     reason = reason if wanted else "projections=False"
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
+    last = getattr(module, "o_proj", None)
+    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
+        last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
 
 

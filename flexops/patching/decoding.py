@@ -1,0 +1,130 @@
+"""What layers do within one decode step of :mod:`flexops.generation`: products of few rows, with the
+norm before and the residual's addition behind them.
+
+A layer's code stays as it is: its norm hands on the tensor that it would normalize, and the linear
+layers behind it, which know that tensor, normalize it themselves; they also add the residual that
+the layer has left here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import is_unheard
+from ..ops import few_rows
+from .linears import is_bare
+
+_ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Step(threading.local):
+    """What one layer tells the next, in the thread that takes the step.
+
+    Attributes:
+        active: whether the thread is in a step.
+        normed: a tensor and the norm that it still lacks, with its ``eps`` and ``offset``.
+        residual: what the next product that ends a block adds.
+    """
+
+    active = False
+    normed: tuple[Tensor, Any, float, float] | None = None
+    residual: Tensor | None = None
+
+
+_step = Step()
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """Inside, layers of this thread compute a decode step."""
+    _step.active = True
+    try:
+        yield
+    finally:
+        _step.active, _step.normed, _step.residual = False, None, None
+
+
+def is_step() -> bool:
+    return _step.active
+
+
+def takes(x: Tensor, *linears: Any) -> bool:
+    """Whether ``product`` computes these layers of ``x``, in a step."""
+    return (
+        _step.active
+        and x.numel() <= few_rows.MOST_ROWS * x.shape[-1]
+        and all(
+            is_bare(one) and one.weight.dtype == x.dtype and one.weight.is_contiguous()
+            for one in linears
+        )
+        and len({one.bias is None for one in linears}) == 1
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
+    """``norm(x)``; or, if wanted and it can be, x itself for products that normalize it."""
+    ours = norm.__dict__.get("forward")
+    known = isinstance(ours, functools.partial) and ours.func.__name__ == "rms_norm"
+    # a product of float16 numbers and a norm's weights might overflow
+    if not (wanted and known and x.dtype != torch.float16 and norm.weight.dtype == x.dtype):
+        normed: Tensor = norm(x)
+        return normed
+    if not is_unheard(norm):
+        normed = norm(x)
+        return normed
+    assert isinstance(ours, functools.partial)
+    alias = x.view_as(x)
+    _step.normed = (alias, norm.weight, ours.keywords["eps"], ours.keywords["offset"])
+    return alias
+
+
+@contextlib.contextmanager
+def leaving(residual: Tensor, wanted: bool) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Have the product that ends the block within add this, if wanted; gives what adds it to the
+    block's result otherwise."""
+    _step.residual = residual if wanted else None
+
+    def add(x: Tensor) -> Tensor:
+        added = wanted and _step.residual is None
+        return x if added else residual + x
+
+    yield add
+    _step.residual = None
+
+
+def product(
+    x: Tensor, linears: tuple[Any, ...], activation: str | None = None, ends: bool = False
+) -> Tensor:
+    """Linear layers of one input side by side, or the gated product of two.
+
+    Args:
+        activation: as patterns name it: ``silu``, ``none`` or ``tanh``.
+        ends: it ends a block: what was left by :func:`leave` is added.
+    """
+    weights = [one.weight for one in linears]
+    biases = [one.bias for one in linears if one.bias is not None]
+    norm, eps, offset = None, 0.0, 0.0
+    if _step.normed is not None and _step.normed[0] is x:
+        _, norm, eps, offset = _step.normed
+    residual = None
+    if ends:
+        residual, _step.residual = _step.residual, None
+    kind = None if activation is None else _ACTIVATIONS[activation]
+    compute = (
+        few_rows.few_rows_linear
+        if x.dtype in _HALVES and x.device.type == "cuda"
+        else few_rows.composed
+    )
+    return compute(
+        x, weights, biases, norm=norm, eps=eps, offset=offset, activation=kind,
+        residual=residual, early=True,
+    )  # fmt: skip
