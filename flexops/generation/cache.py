@@ -36,7 +36,9 @@ class Store:
         position: int64 ``[1]``, on the device: where a decode step appends.
         padding: int64 ``[batch]``, on the device: how many tokens at the left take no part.
         bucket: how many tokens a decode step looks at; 0 outside of a step.
+        known: how many tokens the device counts; -1: it was not told.
         graphs: captured steps.
+        inputs: what they read, by the kind of step.
     """
 
     def __init__(self, layers: int, max_length: int) -> None:
@@ -45,8 +47,10 @@ class Store:
         self.values: list[Tensor | None] = [None] * layers
         self.position: Tensor | None = None
         self.padding: Tensor | None = None
-        self.bucket = 0
+        self.bucket, self.known = 0, -1
         self.graphs: dict[Any, Any] = {}
+        self.inputs: dict[str, Any] = {}
+        self._pool: Any = None
         self._masks: dict[int | None, Tensor] = {}
 
     @torch.inference_mode(False)
@@ -64,6 +68,32 @@ class Store:
         if self.position is None:
             self.position = torch.zeros(1, dtype=torch.int64, device=key.device)
             self.padding = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)
+
+    @property
+    def batch(self) -> int:
+        """-1 before the first tokens."""
+        return -1 if self.padding is None else self.padding.shape[0]
+
+    def place(self, length: int, mask: Tensor | None) -> None:
+        """Tell the device how many tokens there are, and how many zeros each row of a mask has."""
+        assert self.position is not None
+        assert self.padding is not None
+        self.position.fill_(length)
+        self.padding.copy_((mask == 0).sum(-1)) if mask is not None else self.padding.zero_()
+        self.known = length
+
+    def clear(self) -> None:
+        """For other tokens: what is there might hold a NaN."""
+        for kept in (*self.keys, *self.values):
+            if kept is not None:
+                kept.zero_()
+        self.known = -1
+
+    def pool(self) -> Any:
+        """Of the memory of all its graphs: they run one after another."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def mask(self, window: int | None) -> Tensor:
         """True where a key takes part in the step, ``[batch, 1, 1, bucket]``; made once a step."""
@@ -296,6 +326,8 @@ class KVCache(Cache):
                 "a KV cache has room for at least one token", found=f"max_length={max_length!r}"
             )
         self.store = Store(layers_of(config), max_length)
+        self.decoder: Any = None  # what captures steps with it
+        self.state: Any = None  # of the model, for which they are captured
         super().__init__(
             layers=[KVCacheLayer(self.store, index) for index in range(len(self.store.keys))]
         )
@@ -313,22 +345,31 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.length += tokens
 
+    def crop_to(self, length: int) -> None:
+        """Forget the tokens behind the first ``length``."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._adopt(lambda padding: padding.repeat_interleave(repeats, 0))
+        self._replace(lambda padding: padding.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._adopt(lambda padding: padding[indices.to(padding.device)])
+        self._replace(lambda padding: padding[indices.to(padding.device)])
 
     @torch.inference_mode(False)
-    def _adopt(self, change: Any) -> None:
+    def _replace(self, change: Any) -> None:
         """A store of its own, for tensors of another batch."""
         store = Store(len(self.layers), self.max_length)
         store.keys, store.values = self.store.keys, self.store.values
         if self.store.padding is not None and self.store.position is not None:
             store.position = self.store.position.clone()
             store.padding = change(self.store.padding)
+        self.adopt(store)
+
+    def adopt(self, store: Store) -> None:
+        """Keep tokens in that memory from now on."""
         self.store = store
         for layer in self.layers:
             layer.store = store
@@ -350,6 +391,7 @@ class KVCache(Cache):
 
 def _restore(max_length: int, kept: list[Any], padding: Tensor | None) -> KVCache:
     cache = KVCache.__new__(KVCache)
+    cache.decoder = cache.state = None
     cache.store = Store(len(kept), max_length)
     Cache.__init__(cache, layers=[KVCacheLayer(cache.store, index) for index in range(len(kept))])
     for layer, tensors in zip(cache.layers, kept, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from . import step
+from . import decoder, step
 from .sampling import Sampling
 
 _AHEAD = 8
@@ -62,8 +61,6 @@ def generate(
     first call of a batch size and length. A model whose step cannot be captured runs as it is;
     :func:`flexops.status` says why.
     """
-    from .cache import KVCache
-
     sampling = Sampling(do_sample, temperature, top_k if do_sample else 0, top_p)
     _check(model, input_ids, attention_mask, max_new_tokens, generator, seed)
     config = model.generation_config
@@ -72,8 +69,9 @@ def generate(
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
     pad = pad if pad is not None else ends[0] if ends else 0
     batch, length = input_ids.shape
+    mine = decoder.decoder_of(model)
     if cache is None:
-        cache = KVCache(model.config, length + max_new_tokens)
+        cache = mine.borrow(model, batch, length + max_new_tokens)
     elif cache.length or cache.max_length < length + max_new_tokens - 1:
         raise GenerationError(
             "flexops.generate starts with an empty cache, with room for all tokens",
@@ -81,8 +79,10 @@ def generate(
             required=f"0 in one of {length + max_new_tokens - 1}",
             fix=f"flexops.KVCache(model.config, max_length={length + max_new_tokens})",
         )
+    else:
+        mine.serve(model, cache)
     if seed is not None:
-        generator = torch.Generator(input_ids.device).manual_seed(seed)
+        generator = mine.generator(input_ids.device).manual_seed(seed)
     with step.untracked():
         return _Run(model, cache, sampling, generator, ends, pad)(
             input_ids, attention_mask, max_new_tokens, streamer
@@ -129,6 +129,17 @@ def _check(
         )
 
 
+class _Buffers:
+    """What steps read and write: all tokens of a batch, where the next one goes, which sequences
+    have ended, and the tokens that end them."""
+
+    def __init__(self, batch: int, length: int, ends: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((batch, length), dtype=torch.int64, device=device)
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(ends, dtype=torch.int64, device=device)
+
+
 class _Run:
     """One call: the prompt, then steps until all sequences have ended."""
 
@@ -148,22 +159,29 @@ class _Run:
         self, prompt: Tensor, mask: Tensor | None, max_new_tokens: int, streamer: Any
     ) -> Tensor:
         batch, length = prompt.shape
-        device = prompt.device
         total = length + max_new_tokens
-        self.tokens = torch.full((batch, total), self.pad, dtype=torch.int64, device=device)
-        self.tokens[:, :length] = prompt
-        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.stops = torch.tensor(self.ends, dtype=torch.int64, device=device)
-        self.at = torch.full((1,), length, dtype=torch.int64, device=device)
-        self._choose(self._prefill(prompt, mask))
+        logits = self._prefill(prompt, mask)
+        key = f"tokens, {len(self.ends)} ends"
+        room = self.cache.max_length + 1
+        buffers = self.cache.store.inputs.get(key)
+        if buffers is None:
+            buffers = _Buffers(batch, room, len(self.ends), prompt.device)
+            self.cache.store.inputs[key] = buffers
+        self.buffers: _Buffers = buffers
+        buffers.tokens[:, :length] = prompt
+        buffers.finished.zero_()
+        buffers.at.fill_(length)
+        buffers.ends.copy_(torch.tensor(self.ends, dtype=torch.int64))
+        self._choose(logits)
         if streamer is not None:
             streamer.put(prompt.cpu())
-        take = self._stepper(mask)
-        return self._steps(take, length, total, streamer)
+        found = self._steps(self._stepper(mask), length, total, streamer)
+        self.cache.crop_to(found.shape[1] - 1)
+        return found
 
     def _prefill(self, prompt: Tensor, mask: Tensor | None) -> Tensor:
         options: dict[str, Any] = {}
-        if "logits_to_keep" in inspect.signature(type(self.model).forward).parameters:
+        if self.model._supports_logits_to_keep():
             options["logits_to_keep"] = 1
         if mask is not None:
             options["attention_mask"] = mask
@@ -180,40 +198,44 @@ class _Run:
 
     def _choose(self, logits: Tensor) -> None:
         """Append each sequence's next token, or padding behind its end."""
+        to = self.buffers
         chosen = self.sampling(logits, self.generator)
-        chosen = chosen.masked_fill(self.finished, self.pad)
         if self.ends:
-            self.finished |= torch.isin(chosen, self.stops)
-        self.tokens.index_copy_(1, self.at, chosen[:, None])
-        self.at.add_(1)
+            chosen = chosen.masked_fill(to.finished, self.pad)
+            to.finished |= torch.isin(chosen, to.ends)
+        to.tokens.index_copy_(1, to.at, chosen[:, None])
+        to.at.add_(1)
 
     def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
         """What takes a step, given how many tokens there are."""
-        why = step.refusal(self.model)
-        if why:
+        if step.refusal(self.model):
             return self._plain_stepper(mask)
-        store = self.cache.store
-        store.position.fill_(self.cache.length)
-        store.padding.copy_(0 if mask is None else (mask == 0).sum(-1))
-        graphs: dict[int, step.Graph] = {}
+        cache, buffers = self.cache, self.buffers
+        store = cache.store
+        store.place(cache.length, mask)
+        state = (store.position, buffers.finished, buffers.tokens, buffers.at)
+        captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refusal(self.model)
 
         def compute(bucket: int) -> None:
             with store.stepping(bucket):
-                last = self.tokens.index_select(1, self.at - 1)
-                self._choose(step.logits_of(self.model, self.model, self.cache, last))
+                last = buffers.tokens.index_select(1, buffers.at - 1)
+                positions = (store.position - store.padding)[:, None]
+                self._choose(step.logits_of(self.model, self.model, cache, last, positions))
 
         def take(length: int) -> None:
-            bucket = step.bucket_of(length, self.cache.max_length)
-            if self.tokens.device.type != "cuda":
-                compute(bucket)
+            bucket = step.bucket_of(length, cache.max_length)
+            graph = None
+            if captures:
+                key = (cache.state, self.sampling, self.generator, len(self.ends), self.pad, bucket)
+                graph = cache.decoder.captured(
+                    store, key, lambda: compute(bucket), state, self.generator
+                )
+            if graph is not None:
+                graph.replay()
             else:
-                if bucket not in graphs:
-                    state = (store.position, self.finished, self.tokens, self.at)
-                    graphs[bucket] = step.Graph(
-                        lambda: compute(bucket), state, generator=self.generator
-                    )
-                graphs[bucket].replay()
-            self.cache.advance(1)
+                compute(bucket)
+            cache.advance(1)
+            store.known = cache.length
 
         return take
 
@@ -229,7 +251,7 @@ class _Run:
                 options["attention_mask"] = seen
                 options["position_ids"] = seen.long().sum(-1, keepdim=True) - 1
             output = self.model(
-                input_ids=self.tokens[:, length - 1 : length],
+                input_ids=self.buffers.tokens[:, length - 1 : length],
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
@@ -248,7 +270,7 @@ class _Run:
         end, told = length + 1, length
         ended = False
         while True:
-            looks.append((end, *_to_host(self.finished)))
+            looks.append((end, *_to_host(self.buffers.finished)))
             if len(looks) > 1 or end == total:
                 at, flags, ready = looks.pop(0)
                 if ready is not None:
@@ -263,14 +285,14 @@ class _Run:
             for _ in range(min(_AHEAD, total - end)):
                 take(end)
                 end += 1
-        found = self.tokens[:, : self._longest(length, end)]
+        found = self.buffers.tokens[:, : self._longest(length, end)]
         if streamer is not None:
             self._tell(streamer, told, found.shape[1])
             streamer.end()
         return found.clone()
 
     def _tell(self, streamer: Any, begin: int, end: int) -> int:
-        for column in self.tokens[:, begin:end].cpu().unbind(1):
+        for column in self.buffers.tokens[:, begin:end].cpu().unbind(1):
             streamer.put(column)
         return max(begin, end)
 
@@ -278,7 +300,7 @@ class _Run:
         """Where the last sequence ends."""
         if not self.ends:
             return end
-        stops = torch.isin(self.tokens[:, length:end], self.stops)
+        stops = torch.isin(self.buffers.tokens[:, length:end], self.buffers.ends)
         first = torch.where(stops.any(-1), stops.int().argmax(-1) + 1, end - length)
         return length + int(first.max())
 

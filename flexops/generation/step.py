@@ -46,11 +46,12 @@ def refusal(model: Any) -> str:
     return ""
 
 
-def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
+def logits_of(
+    model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor, positions: Tensor
+) -> Tensor:
     """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
     behind them, ``[batch, words]``."""
     store = cache.store
-    positions = (store.position - store.padding).clamp_(min=0)[:, None]
     with decoding.step():
         output = forward(
             input_ids=tokens,
@@ -84,7 +85,7 @@ class Graph:
         state: small tensors that it changes; capture leaves them as they are.
         generator: what it draws from.
 
-    The function runs twice before: kernels are compiled, and libraries get their memory.
+    The function runs once before: kernels are compiled, and libraries get their memory.
     """
 
     def __init__(
@@ -105,10 +106,9 @@ class Graph:
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                for _ in range(2):
-                    function()
-                    for one, kept in zip(state, before, strict=True):
-                        one.copy_(kept)
+                function()
+                for one, kept in zip(state, before, strict=True):
+                    one.copy_(kept)
             torch.cuda.current_stream(device).wait_stream(side)
             with torch.cuda.graph(
                 self._graph, pool=pool, stream=side, capture_error_mode="thread_local"

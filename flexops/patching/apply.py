@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import forwards, torch_modules
+from . import forwards, generation as generating, torch_modules
 from . import projections as projecting
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
@@ -34,6 +34,7 @@ def patch(
     attention: bool = True,
     projections: bool = True,
     loss: bool = True,
+    generation: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
 ) -> Report:
@@ -53,6 +54,8 @@ def patch(
             in training.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
+        generation: :class:`flexops.KVCache` in ``model.generate``, and on a GPU each decode step as
+            one CUDA graph; needs ``attention``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
             that require a gradient; or an optimizer of torch.optim, to have flexops' with its
             groups. It is ``report.optimizer``.
@@ -80,7 +83,7 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "loss": loss}
+    wanted |= {"projections": projections, "loss": loss, "generation": generation}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -100,6 +103,9 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         if wanted["residuals"] and not in_graphs:
             _link(model)
+        for module in model.modules():
+            row = generating.switch(module, "" if generation else "generation=False")
+            outcomes += [] if row is None else [row]
         made, rows = _optimizer(model, optimizer)
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
@@ -136,6 +142,7 @@ def unpatch(model: Any) -> int:
             del module.__dict__["forward"]
             restored += 1
         attending.switch_back(module)
+        generating.switch_back(module)
     return restored
 
 
