@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .ops.gated_linear import swiglu_linear as swiglu_linear
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
+    from .ops.kvcache_attention import attention_with_kvcache as attention_with_kvcache
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.lion import lion_ as lion_
@@ -92,6 +93,7 @@ _NAMES = {
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
+    "ops.kvcache_attention": ("attention_with_kvcache",),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
     "ops.lion": ("lion_",),

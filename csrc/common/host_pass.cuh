@@ -42,6 +42,7 @@ struct Index {
 }  // namespace flexops::detail
 extern const flexops::detail::Index threadIdx, blockIdx, blockDim, gridDim;
 
+void __threadfence();
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
 size_t __cvta_generic_to_shared(const void* pointer);

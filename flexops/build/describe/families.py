@@ -120,6 +120,14 @@ ATTENTION_RESULTS = (
     "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 )
 
+KVCACHE_ATTENTION = (
+    "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
+    " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
+    " cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? scale, int window_left,"
+    " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
+    " Tensor? sinks) -> (Tensor, Tensor)"
+)
+
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
@@ -301,6 +309,7 @@ CATALOG: tuple[OpSpec, ...] = (
         hip=False,
         least_capability=(8, 0),
     ),
+    _family("kvcache_attention", *_by_hand(KVCACHE_ATTENTION), hip=False, least_capability=(8, 0)),
     _family(
         "quant",
         *_by_hand(
