@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from ..ops.attention import attention
+from ..ops.kvcache_attention import attention_with_kvcache
+from ..patching import decoding
 from ..patching.attention import CACHE_LAYER
 
 try:
@@ -33,25 +34,26 @@ class Store:
 
     Attributes:
         keys, values: of each layer ``[batch, max_length, kv_heads, head_dim]``.
-        position: int64 ``[1]``, on the device: where a decode step appends.
-        padding: int64 ``[batch]``, on the device: how many tokens at the left take no part.
+        lengths: int32 ``[batch]``, on the device: where a decode step appends.
+        padding: int32 ``[batch]``, on the device: how many tokens at the left take no part.
         bucket: how many tokens a decode step looks at; 0 outside of a step.
         known: how many tokens the device counts; -1: it was not told.
         graphs: captured steps.
         inputs: what they read, by the kind of step.
+        tables: of rotary embeddings.
     """
 
     def __init__(self, layers: int, max_length: int) -> None:
         self.max_length = max_length
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
-        self.position: Tensor | None = None
+        self.lengths: Tensor | None = None
         self.padding: Tensor | None = None
         self.bucket, self.known = 0, -1
         self.graphs: dict[Any, Any] = {}
         self.inputs: dict[str, Any] = {}
+        self.tables = decoding.Tables(max_length)
         self._pool: Any = None
-        self._masks: dict[int | None, Tensor] = {}
 
     @torch.inference_mode(False)
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -65,9 +67,10 @@ class Store:
             )
             for x in (key, value)
         )
-        if self.position is None:
-            self.position = torch.zeros(1, dtype=torch.int64, device=key.device)
-            self.padding = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)
+        if self.lengths is None:
+            self.lengths, self.padding = torch.zeros(
+                (2, key.shape[0]), dtype=torch.int32, device=key.device
+            )
 
     @property
     def batch(self) -> int:
@@ -76,9 +79,9 @@ class Store:
 
     def place(self, length: int, mask: Tensor | None) -> None:
         """Tell the device how many tokens there are, and how many zeros each row of a mask has."""
-        assert self.position is not None
+        assert self.lengths is not None
         assert self.padding is not None
-        self.position.fill_(length)
+        self.lengths.fill_(length)
         self.padding.copy_((mask == 0).sum(-1)) if mask is not None else self.padding.zero_()
         self.known = length
 
@@ -95,27 +98,14 @@ class Store:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def mask(self, window: int | None) -> Tensor:
-        """True where a key takes part in the step, ``[batch, 1, 1, bucket]``; made once a step."""
-        assert self.position is not None
-        assert self.padding is not None
-        if window not in self._masks:
-            at = torch.arange(self.bucket, device=self.position.device)
-            seen = (at <= self.position) & (at >= self.padding[:, None])
-            if window is not None:
-                seen &= at > self.position - window
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
-
     @contextlib.contextmanager
     def stepping(self, bucket: int) -> Iterator[None]:
-        """Inside, layers append at ``position`` and attend to ``bucket`` tokens."""
+        """Inside, layers append at ``lengths`` and attend to at most ``bucket`` tokens."""
         self.bucket = bucket
         try:
             yield
         finally:
             self.bucket = 0
-            self._masks.clear()
 
 
 class KVCacheLayer(CacheLayerMixin):
@@ -219,6 +209,7 @@ class KVCacheLayer(CacheLayerMixin):
         window: int | None,
         softcap: float,
         sinks: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Append one token and attend, without knowing on the host how many there are.
 
@@ -226,6 +217,8 @@ class KVCacheLayer(CacheLayerMixin):
             query: ``[batch, heads, 1, head_dim]``; ``key`` and ``value`` of the new token, with
                 ``kv_heads``.
             window: how many tokens it sees, with itself; None: all.
+            rotary: tables of cosines and sines, ``[positions, rotary_dim / 2]``, where query and
+                key are not rotated yet.
 
         Returns:
             ``[batch, 1, heads, head_dim]``.
@@ -238,16 +231,21 @@ class KVCacheLayer(CacheLayerMixin):
         )
         assert keys is not None
         assert values is not None
-        assert store.position is not None
-        keys.index_copy_(1, store.position, key.transpose(1, 2))
-        values.index_copy_(1, store.position, value.transpose(1, 2))
-        result = attention(
+        cos, sin = rotary if rotary is not None else (None, None)
+        result = attention_with_kvcache(
             query.transpose(1, 2),
             keys[:, : store.bucket],
             values[:, : store.bucket],
-            scale=scale,
-            bias=store.mask(window),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cos,
+            sin,
+            cache_seqlens=store.lengths,
+            cache_leftpad=store.padding,
+            softmax_scale=scale,
+            window_size=(-1 if window is None else window - 1, -1),
             softcap=softcap,
+            rotary_interleaved=False,
             sinks=sinks,
         )
         assert isinstance(result, Tensor)
@@ -363,9 +361,8 @@ class KVCache(Cache):
         """A store of its own, for tensors of another batch."""
         store = Store(len(self.layers), self.max_length)
         store.keys, store.values = self.store.keys, self.store.values
-        if self.store.padding is not None and self.store.position is not None:
-            store.position = self.store.position.clone()
-            store.padding = change(self.store.padding)
+        if self.store.padding is not None and self.store.lengths is not None:
+            store.lengths, store.padding = change(self.store.lengths), change(self.store.padding)
         self.adopt(store)
 
     def adopt(self, store: Store) -> None:

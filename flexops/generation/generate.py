@@ -185,7 +185,6 @@ class _Run:
             options["logits_to_keep"] = 1
         if mask is not None:
             options["attention_mask"] = mask
-            options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_(min=0)
         output = self.model(
             input_ids=prompt,
             past_key_values=self.cache,
@@ -213,20 +212,21 @@ class _Run:
         cache, buffers = self.cache, self.buffers
         store = cache.store
         store.place(cache.length, mask)
-        state = (store.position, buffers.finished, buffers.tokens, buffers.at)
+        state = (store.lengths, buffers.finished, buffers.tokens, buffers.at)
         captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refusal(self.model)
 
         def compute(bucket: int) -> None:
             with store.stepping(bucket):
                 last = buffers.tokens.index_select(1, buffers.at - 1)
-                positions = (store.position - store.padding)[:, None]
-                self._choose(step.logits_of(self.model, self.model, cache, last, positions))
+                self._choose(step.logits_of(self.model, self.model, cache, last))
 
         def take(length: int) -> None:
             bucket = step.bucket_of(length, cache.max_length)
             graph = None
             if captures:
-                key = (cache.state, self.sampling, self.generator, len(self.ends), self.pad, bucket)
+                drawn = self.sampling, self.generator
+                ends = len(self.ends), self.pad
+                key = ("tokens", cache.state, drawn, ends, bucket)
                 graph = cache.decoder.captured(
                     store, key, lambda: compute(bucket), state, self.generator
                 )
@@ -249,7 +249,6 @@ class _Run:
             if seen is not None:
                 seen = torch.cat([seen, seen.new_ones(seen.shape[0], 1)], -1)
                 options["attention_mask"] = seen
-                options["position_ids"] = seen.long().sum(-1, keepdim=True) - 1
             output = self.model(
                 input_ids=self.buffers.tokens[:, length - 1 : length],
                 past_key_values=self.cache,

@@ -12,14 +12,6 @@ from . import step
 from .cache import KVCache
 
 
-class Inputs:
-    """What a step is given, where the graph reads it."""
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self.tokens = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-        self.positions = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-
-
 def replay(
     model: Any,
     forward: Callable[..., Any],
@@ -31,30 +23,28 @@ def replay(
     """The logits behind one more token, ``[batch, 1, words]``; None if no graph gives them.
 
     Args:
-        mask: as of transformers, ``[batch, tokens so far]``. It is looked at in the first step
-            after a prompt; then it grows by ones, as ``generate`` has it.
-        positions: ``[batch or 1, 1]``; None: those of tokens in the cache.
+        mask: as of transformers, ``[batch, tokens so far]``; positions: ``[batch or 1, 1]``, None
+            for those of tokens in the cache. Both are looked at in the first step after a prompt;
+            then one grows by ones, the other is the next, as in ``generate``.
     """
     store, length = cache.store, cache.length
-    if tokens.shape[0] != store.batch or store.position is None:
+    if tokens.shape[0] != store.batch or store.lengths is None:
         return None
     with step.untracked():
-        if store.known != length and not _look(cache, mask):
+        if store.known != length and not _look(cache, mask, positions):
             return None
         bucket = step.bucket_of(length + 1, cache.max_length)
-        inputs = store.inputs.setdefault("step", Inputs(store.batch, tokens.device))
+        if "step" not in store.inputs:
+            store.inputs["step"] = torch.zeros_like(tokens)
+        last = store.inputs["step"]
 
         def compute() -> Tensor:
             with store.stepping(bucket):
-                return step.logits_of(model, forward, cache, inputs.tokens, inputs.positions)
+                return step.logits_of(model, forward, cache, last)
 
-        inputs.tokens.copy_(tokens)
-        if positions is None:
-            inputs.positions.fill_(length)
-        else:
-            inputs.positions.copy_(positions)
+        last.copy_(tokens)
         key = ("step", cache.state, bucket)
-        graph = cache.decoder.captured(store, key, compute, (store.position,))
+        graph = cache.decoder.captured(store, key, compute, (store.lengths,))
         if graph is None:
             cache.decoder = None
             return None
@@ -64,14 +54,15 @@ def replay(
     return logits[:, None].clone()
 
 
-def _look(cache: KVCache, mask: Tensor | None) -> bool:
+def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None) -> bool:
     """Tell the device how many tokens there are, and which are padding; False if those are not at
-    the left."""
-    store = cache.store
-    store.place(cache.length, mask)
-    if mask is None:
-        return True
-    seen = mask.bool()
-    return bool((seen[:, 1:] >= seen[:, :-1]).all()) and seen.shape[1] == cache.length + 1
-
-
+    the left, or positions are not those of tokens in the cache."""
+    store, length = cache.store, cache.length
+    if mask is not None:
+        seen = mask.bool()
+        if seen.shape[1] != length + 1 or not bool((seen[:, 1:] >= seen[:, :-1]).all()):
+            return False
+    if positions is not None and not bool((positions == length).all()):
+        return False
+    store.place(length, mask)
+    return True

@@ -43,29 +43,31 @@ def refusal(model: Any) -> str:
         return "its attention does not pass on its window"
     if len({one.device for one in model.parameters()}) != 1:
         return "it is on several devices"
+    if model.device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {str(model.dtype)[6:]}; steps have bfloat16 or float16"
     return ""
 
 
-def logits_of(
-    model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor, positions: Tensor
-) -> Tensor:
+def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
     """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
-    behind them, ``[batch, words]``."""
+    behind them, ``[batch, words]``. Positions count from the first place of the cache, padding
+    too, as transformers' own are in ``generate``."""
     store = cache.store
-    with decoding.step():
+    with decoding.step(store.tables):
         output = forward(
             input_ids=tokens,
             attention_mask=attending.nothing_hidden(tokens),
-            position_ids=positions,
+            position_ids=store.lengths.long()[:, None],
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
-    if any(layer.pending for layer in cache.layers):
+        missed = decoding.is_unfinished() or any(layer.pending for layer in cache.layers)
+    if missed:
         raise GenerationError(
             f"{type(model).__name__} does not attend by flexops' attention in all of its layers"
         )
-    store.position.add_(1)
+    store.lengths.add_(1)
     found: Tensor = output.logits[:, -1]
     return found
 

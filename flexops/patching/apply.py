@@ -14,6 +14,7 @@ from ..errors import PatchError
 from . import attention as attending
 from . import forwards, generation as generating, torch_modules
 from . import projections as projecting
+from . import rope as rope_part
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
 from .report import Report, Row, rows_of
@@ -103,6 +104,8 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         if wanted["residuals"] and not in_graphs:
             _link(model)
+        if generation:
+            _tabulate(model)
         for module in model.modules():
             row = generating.switch(module, "" if generation else "generation=False")
             outcomes += [] if row is None else [row]
@@ -277,6 +280,14 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
         last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
+
+
+def _tabulate(model: nn.Module) -> None:
+    """Let rotary embeddings look their angles up in decode steps."""
+    for module in model.modules():
+        present = module.__dict__.get("forward")
+        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+            module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 
 # ---- a whole model -------------------------------------------------------------------------------

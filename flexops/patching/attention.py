@@ -18,6 +18,7 @@ from ..errors import PatchError
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
+from . import decoding
 from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
@@ -217,7 +218,7 @@ def attention(
     if layer is not None:  # a decode step, which appends to a cache and attends to it
         found: Tensor = layer.attend(
             query, key, value, scale=scaling, window=sliding_window, softcap=softcap or 0.0,
-            sinks=s_aux,
+            sinks=s_aux, rotary=decoding.take_rotary(),
         )  # fmt: skip
         return found, None
     causal = (

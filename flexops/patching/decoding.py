@@ -25,6 +25,27 @@ _ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+class Tables:
+    """Cosines and sines of all positions, of each rotary embedding of a model; made in the first
+    step, which no graph captures.
+
+    Args:
+        length: how many positions.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def of(self, key: Any, like: Tensor, make: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
+        """``[positions, rotary_dim]``, from what ``make`` gives for positions ``[1, length]``."""
+        if key not in self._made:
+            positions = torch.arange(self.length, device=like.device)[None]
+            cos, sin = (one[0].contiguous() for one in make(positions))
+            self._made[key] = cos, sin
+        return self._made[key]
+
+
 class Step(threading.local):
     """What one layer tells the next, in the thread that takes the step.
 
@@ -32,28 +53,53 @@ class Step(threading.local):
         active: whether the thread is in a step.
         normed: a tensor and the norm that it still lacks, with its ``eps`` and ``offset``.
         residual: what the next product that ends a block adds.
+        rotary: cosines and sines by which the next attention rotates query and key.
     """
 
     active = False
+    tables: Tables | None = None
     normed: tuple[Tensor, Any, float, float] | None = None
     residual: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
 
 
 _step = Step()
 
 
 @contextlib.contextmanager
-def step() -> Iterator[None]:
+def step(tables: Tables) -> Iterator[None]:
     """Inside, layers of this thread compute a decode step."""
-    _step.active = True
+    _step.active, _step.tables = True, tables
     try:
         yield
     finally:
-        _step.active, _step.normed, _step.residual = False, None, None
+        _step.active, _step.tables = False, None
+        _step.normed = _step.residual = _step.rotary = None
 
 
 def is_step() -> bool:
     return _step.active
+
+
+def tables() -> Tables | None:
+    """Of rotary embeddings, in a step."""
+    return _step.tables
+
+
+def rotate_later(cos: Tensor, sin: Tensor) -> None:
+    """Have the next attention rotate, by such tables, ``[positions, rotary_dim / 2]``."""
+    _step.rotary = cos, sin
+
+
+def take_rotary() -> tuple[Tensor, Tensor] | None:
+    """What attention rotates by."""
+    found, _step.rotary = _step.rotary, None
+    return found
+
+
+def is_unfinished() -> bool:
+    """Whether a layer has left something to another that did not come."""
+    return _step.rotary is not None or _step.residual is not None
 
 
 def takes(x: Tensor, *linears: Any) -> bool:
