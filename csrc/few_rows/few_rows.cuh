@@ -1,10 +1,11 @@
 // Products of a few rows with weights as they are, [columns, k]: a decode step's, which take as
 // long as it takes to read the weights. Formulas: flexops/ops/few_rows.py.
 //
-// A block computes 16 columns (or 8 of a gate and the same 8 of what it gates) for all rows; its
-// warps share k. The weights are the left operand of mma.sync and go from memory to registers, 16
-// bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
-// bytes lie together. Tensor cores, because a lane would otherwise widen every weight.
+// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows;
+// its warps share k. The weights are the left operand of mma.sync and go from memory to registers,
+// 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
+// bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
+// two chunks of k in flight: while it multiplies one, the other arrives.
 //
 // The RMS norm of the rows costs nothing: each warp adds up the squares of what it reads, and a
 // row's factor is applied to the sums.
@@ -20,8 +21,17 @@
 
 namespace flexops::few_rows {
 
-inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16, kSteps = 4;
-inline constexpr int kChunk = 32 * kSteps;  // of k, that a warp has in flight
+inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
+
+/// Of a kernel: `rows` are at most 8 of them; `tiles` of 16 weights' rows a block; `steps` of 32 of
+/// k that a warp loads at once; `resident` warps of a multiprocessor, for which registers suffice.
+struct Shape {
+  int warps, rows, tiles, steps, resident;
+};
+/// For at most 8 rows, with many blocks and with few; and for more rows, each of which a block
+/// reads whole: its weights should be more.
+enum { kMany, kFew, kTall };
+inline constexpr Shape kShapes[] = {{4, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}};
 
 struct Params {
   const void* x;                                  // [rows, k]
@@ -99,18 +109,23 @@ FLEXOPS_DEVICE float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-/// kRowTiles: rows are at most 8 of them. kNorm: the rows are normalized first.
-template <class T, int kWarps, int kRowTiles, bool kGated, bool kNorm, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
+/// kNorm: the rows are normalized first.
+template <class T, int kShape, bool kGated, bool kNorm, bool kAligned>
+__global__ void __launch_bounds__(32 * kShapes[kShape].warps,
+                                  kShapes[kShape].resident / kShapes[kShape].warps)
     product(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int kOut = kGated ? kColumns / 2 : kColumns, kRows = 8 * kRowTiles;
-  __shared__ float sums[kWarps][kColumns][kRows + 1];
+  constexpr Shape kIs = kShapes[kShape];
+  constexpr int kWarps = kIs.warps, kRowTiles = kIs.rows, kTiles = kIs.tiles, kSteps = kIs.steps;
+  constexpr int kLines = kColumns * kTiles, kRows = 8 * kRowTiles;
+  constexpr int kOfTile = kGated ? kColumns / 2 : kColumns, kOut = kOfTile * kTiles;
+  constexpr int kChunk = 32 * kSteps, kStride = kWarps * kChunk;
+  __shared__ float sums[kWarps][kLines][kRows + 1];
   __shared__ float squares[kWarps][kRows];
   let_next_start();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane / 4, quarter = lane % 4;
 
-  // Which weights: two rows of them for each lane. Those behind the last one are its like.
+  // Which weights: two rows of them for each lane and tile. Those behind the last one are its like.
   const int block = static_cast<int>(blockIdx.x);
   int which = 0;
   while (!kGated && which + 1 < p.count && block >= p.ends[which]) ++which;
@@ -121,63 +136,95 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
     return static_cast<const u16*>(p.weights[number]) +
            static_cast<i64>(column < last ? column : last) * p.k;
   };
-  const u16* const low = row_of(which, first + group);
-  const u16* const high = kGated ? row_of(1, first + group) : row_of(which, first + group + 8);
+  const u16* lines[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = first + kOfTile * tile + group;
+    lines[tile][0] = row_of(which, column);
+    lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
+  }
 
   // The first weights, before what the kernel ahead writes is read.
-  uint4 next[kSteps][2];
-  const auto fetch = [&](int at) {
+  uint4 held[2][kSteps][kTiles][2];
+  const auto fetch = [&](uint4(&to)[kSteps][kTiles][2], int at) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      next[s][0] = load8<kAligned, Cache::streaming>(low, at + 32 * s, p.k);
-      next[s][1] = load8<kAligned, Cache::streaming>(high, at + 32 * s, p.k);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          to[s][tile][i] = load8<kAligned, Cache::streaming>(lines[tile][i], at + 32 * s, p.k);
+      }
     }
   };
-  int at = warp * kChunk + 8 * quarter;
-  fetch(at);
+  const int begin = warp * kChunk + 8 * quarter;
+  fetch(held[0], begin);
+  fetch(held[1], begin + kStride);
   wait_for_previous();
 
-  float acc[kRowTiles][4] = {}, squared[kRowTiles] = {};
-  for (; at - 8 * quarter < p.k; at += kWarps * kChunk) {
-    uint4 weights[kSteps][2];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) weights[s][0] = next[s][0], weights[s][1] = next[s][1];
-    fetch(at + kWarps * kChunk);
+  float acc[kTiles][kRowTiles][4] = {}, squared[kRowTiles] = {};
+  const auto multiply = [&](const uint4(&weights)[kSteps][kTiles][2], int at) {
+    uint4 x[kSteps][kRowTiles];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int place = at + 32 * s;
-      uint4 gain = {};
-      if constexpr (kNorm)
-        gain = load8<kAligned, Cache::normal>(static_cast<const u16*>(p.norm), place, p.k);
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const int row = 8 * tile + group;
-        uint4 x = {};
+        x[s][tile] = {0, 0, 0, 0};
         if (row < p.rows)
-          x = load8<kAligned, Cache::normal>(
-              static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, place, p.k);
-        if constexpr (kNorm) {
-          x.x = weigh<T>(x.x, gain.x, p.offset, squared[tile]);
-          x.y = weigh<T>(x.y, gain.y, p.offset, squared[tile]);
-          x.z = weigh<T>(x.z, gain.z, p.offset, squared[tile]);
-          x.w = weigh<T>(x.w, gain.w, p.offset, squared[tile]);
-        }
-        const uint4 &a = weights[s][0], &b = weights[s][1];
-        mma<T>(acc[tile], a.x, b.x, a.y, b.y, x.x, x.y);
-        mma<T>(acc[tile], a.z, b.z, a.w, b.w, x.z, x.w);
+          x[s][tile] = load8<kAligned, Cache::normal>(
+              static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, at + 32 * s, p.k);
       }
     }
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint4 gain =
+            load8<kAligned, Cache::normal>(static_cast<const u16*>(p.norm), at + 32 * s, p.k);
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+          uint4& v = x[s][tile];
+          v.x = weigh<T>(v.x, gain.x, p.offset, squared[tile]);
+          v.y = weigh<T>(v.y, gain.y, p.offset, squared[tile]);
+          v.z = weigh<T>(v.z, gain.z, p.offset, squared[tile]);
+          v.w = weigh<T>(v.w, gain.w, p.offset, squared[tile]);
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4 &a = weights[s][tile][0], &b = weights[s][tile][1];
+#pragma unroll
+        for (int row = 0; row < kRowTiles; ++row) {
+          const uint4& v = x[s][row];
+          mma<T>(acc[tile][row], a.x, b.x, a.y, b.y, v.x, v.y);
+          mma<T>(acc[tile][row], a.z, b.z, a.w, b.w, v.z, v.w);
+        }
+      }
+    }
+  };
+  for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
+    multiply(held[0], at);
+    fetch(held[0], at + 2 * kStride);
+    multiply(held[1], at + kStride);
+    fetch(held[1], at + 3 * kStride);
   }
 
   // The warps' sums are added.
 #pragma unroll
-  for (int tile = 0; tile < kRowTiles; ++tile) {
+  for (int row = 0; row < kRowTiles; ++row) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      sums[warp][group + 8 * (i / 2)][8 * tile + 2 * quarter + i % 2] = acc[tile][i];
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
+            acc[tile][row][i];
+    }
     if constexpr (kNorm) {
-      const float total = warp_reduce<4>(squared[tile], Sum());
-      if (quarter == 0) squares[warp][8 * tile + group] = total;
+      const float total = warp_reduce<4>(squared[row], Sum());
+      if (quarter == 0) squares[warp][8 * row + group] = total;
     }
   }
   __syncthreads();
@@ -191,17 +238,18 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       for (int w = 0; w < kWarps; ++w) total += squares[w][row];
       factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
     }
-    const auto result = [&](int number, int line) {
+    const int line = column / kOfTile * kColumns + column % kOfTile;
+    const auto result = [&](int number, int at) {
       float total = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += sums[w][line][row];
+      for (int w = 0; w < kWarps; ++w) total += sums[w][at][row];
       total *= factor;
       if (p.biases[number])
         total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
       return round_to<T>(total);
     };
-    float value = result(which, column);
-    if constexpr (kGated) value = activate(value, p.activation) * result(1, column + 8);
+    float value = result(which, line);
+    if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
     const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
     if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
     static_cast<T*>(p.out)[place] = from_float<T>(value);

@@ -13,23 +13,19 @@ using few_rows::Params;
 constexpr int64_t kManyBlocks = 4;  // for each multiprocessor: then blocks of fewer warps
 
 /// By gated, norm and aligned.
-template <class T, int kWarps, int kRowTiles>
+template <class T, int kShape>
 KernelOf<Params> kernel_of(bool gated, bool norm, bool aligned) {
   using few_rows::product;
-  if (!aligned) {
-    static const KernelOf<Params> kRagged[2][2] = {
-        {rare_kernel<product<T, kWarps, kRowTiles, false, false, false>>,
-         rare_kernel<product<T, kWarps, kRowTiles, false, true, false>>},
-        {rare_kernel<product<T, kWarps, kRowTiles, true, false, false>>,
-         rare_kernel<product<T, kWarps, kRowTiles, true, true, false>>}};
-    return kRagged[gated][norm];
-  }
-  static const KernelOf<Params> kAligned[2][2] = {
-      {kernel<product<T, kWarps, kRowTiles, false, false, true>>,
-       kernel<product<T, kWarps, kRowTiles, false, true, true>>},
-      {kernel<product<T, kWarps, kRowTiles, true, false, true>>,
-       kernel<product<T, kWarps, kRowTiles, true, true, true>>}};
-  return kAligned[gated][norm];
+  static const KernelOf<Params> kRagged[2][2] = {
+      {rare_kernel<product<T, kShape, false, false, false>>,
+       rare_kernel<product<T, kShape, false, true, false>>},
+      {rare_kernel<product<T, kShape, true, false, false>>,
+       rare_kernel<product<T, kShape, true, true, false>>}};
+  static const KernelOf<Params> kAligned[2][2] = {{kernel<product<T, kShape, false, false, true>>,
+                                                   kernel<product<T, kShape, false, true, true>>},
+                                                  {kernel<product<T, kShape, true, false, true>>,
+                                                   kernel<product<T, kShape, true, true, true>>}};
+  return (aligned ? kAligned : kRagged)[gated][norm];
 }
 
 }  // namespace
@@ -45,33 +41,38 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
   p.eps = o.eps, p.offset = o.offset;
   p.activation = static_cast<int>(o.activation);
   bool vectors = p.k % 8 == 0 && aligned(o.x.data) && (!o.norm || aligned(o.norm.data));
-  int64_t blocks_so_far = 0, start = 0;
+  int64_t all = 0;
   for (int i = 0; i < p.count; ++i) {
-    const TensorView& weight = o.weights[i];
-    const int64_t columns = weight.size(0);
-    vectors = vectors && aligned(weight.data);
-    p.weights[i] = weight.data, p.biases[i] = o.biases.count ? o.biases[i].data : nullptr;
-    p.columns[i] = static_cast<int>(columns), p.starts[i] = static_cast<int>(start);
-    if (!gated) blocks_so_far += ceil_div(columns, few_rows::kColumns), start += columns;
-    p.ends[i] = static_cast<int>(blocks_so_far);
+    vectors = vectors && aligned(o.weights[i].data);
+    p.weights[i] = o.weights[i].data, p.biases[i] = o.biases.count ? o.biases[i].data : nullptr;
+    p.columns[i] = static_cast<int>(o.weights[i].size(0));
+    p.starts[i] = gated ? 0 : static_cast<int>(all);
+    all += p.columns[i];
   }
-  if (gated) blocks_so_far = ceil_div(width, few_rows::kColumns / 2);
-  const bool many = blocks_so_far >= kManyBlocks * gpu_facts().processors;
-  const auto start_with = [&](auto type) {
+  const bool many = all >= kManyBlocks * few_rows::kColumns * gpu_facts().processors;
+  const int shape = p.rows > 8 ? few_rows::kTall : many ? few_rows::kMany : few_rows::kFew;
+  const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
+  int64_t count = 0;
+  for (int i = 0; i < p.count; ++i) {
+    if (!gated || i == 0) count += ceil_div(p.columns[i], gated ? lines / 2 : lines);
+    p.ends[i] = static_cast<int>(count);
+  }
+  const auto start = [&](auto type) {
     using T = decltype(type);
-    const bool two = p.rows > 8;
-    const auto chosen = many  ? two ? kernel_of<T, 4, 2>(gated, o.norm.dim >= 0, vectors)
-                                    : kernel_of<T, 4, 1>(gated, o.norm.dim >= 0, vectors)
-                         : two ? kernel_of<T, 8, 2>(gated, o.norm.dim >= 0, vectors)
-                              : kernel_of<T, 8, 1>(gated, o.norm.dim >= 0, vectors);
-    LaunchConfig config{blocks(blocks_so_far), {many ? 128u : 256u}, stream};
+    const bool norm = o.norm.dim >= 0;
+    const auto chosen =
+        shape == few_rows::kTall   ? kernel_of<T, few_rows::kTall>(gated, norm, vectors)
+        : shape == few_rows::kMany ? kernel_of<T, few_rows::kMany>(gated, norm, vectors)
+                                   : kernel_of<T, few_rows::kFew>(gated, norm, vectors);
+    LaunchConfig config{
+        blocks(count), {32u * static_cast<unsigned>(few_rows::kShapes[shape].warps)}, stream};
     config.early = o.early && gpu_facts().capability >= 90;
     launch(chosen, config, p);
   };
   if (o.x.dtype == Dtype::bf16) {
-    start_with(bf16{});
+    start(bf16{});
   } else {
-    start_with(f16{});
+    start(f16{});
   }
   return last_error();
 }

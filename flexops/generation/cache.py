@@ -120,16 +120,16 @@ class KVCacheLayer(CacheLayerMixin):
         self.pending = False
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.store.keys[self.index] is not None
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """``[batch, kv_heads, length, head_dim]``, a view."""
         return self._seen(self.store.keys[self.index])
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return self._seen(self.store.values[self.index])
 
     def _seen(self, kept: Tensor | None) -> Tensor | None:
@@ -313,6 +313,8 @@ class KVCache(Cache):
     ``2 * batch * max_length * kv_heads * head_dim`` elements of the model's dtype, also of layers
     with a sliding window. Copies and pickles hold copies of the tokens.
     """
+
+    layers: list[Any]
 
     def __init__(self, config: Any, max_length: int, *, bits: int = 16) -> None:
         if bits != 16:

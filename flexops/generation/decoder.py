@@ -113,7 +113,11 @@ def heard(model: nn.Module) -> str:
     for name, module in model.named_modules():
         hooks = [
             *module._forward_hooks.values(),
-            *(one for one in module._forward_pre_hooks.values() if one is not attending.hide_nothing),
+            *(
+                one
+                for one in module._forward_pre_hooks.values()
+                if one is not attending.hide_nothing
+            ),
         ]
         if hooks and module is not model:
             return f"{name} has hooks"
@@ -142,5 +146,3 @@ def fingerprint(model: nn.Module) -> int:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
-
-

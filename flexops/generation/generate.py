@@ -260,9 +260,7 @@ class _Run:
 
         return take
 
-    def _steps(
-        self, take: Callable[[int], None], length: int, total: int, streamer: Any
-    ) -> Tensor:
+    def _steps(self, take: Callable[[int], None], length: int, total: int, streamer: Any) -> Tensor:
         """Launch groups of steps; before the next one's end, look whether the one before it has
         ended all sequences."""
         looks: list[tuple[int, Tensor, Any]] = []
@@ -275,10 +273,10 @@ class _Run:
                 if ready is not None:
                     ready.synchronize()
                 ended = bool(flags.all())
-                if streamer is not None:
-                    told = self._tell(streamer, told, at)
                 if ended:
                     break
+                if streamer is not None:
+                    told = self._tell(streamer, told, at)
             if end == total:
                 break
             for _ in range(min(_AHEAD, total - end)):

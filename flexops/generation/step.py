@@ -85,7 +85,7 @@ class Graph:
     Args:
         function: what is captured; it returns tensors, which each replay writes again.
         state: small tensors that it changes; capture leaves them as they are.
-        generator: what it draws from.
+        generator: what it draws from; None: the device's default.
 
     The function runs once before: kernels are compiled, and libraries get their memory.
     """
@@ -100,7 +100,8 @@ class Graph:
     ) -> None:
         device = state[0].device
         before = [one.clone() for one in state]
-        drawn = generator.get_state() if generator is not None else None
+        draws = torch.cuda.default_generators[device.index] if generator is None else generator
+        drawn = draws.get_state()
         self._graph = torch.cuda.CUDAGraph()
         if generator is not None:
             self._graph.register_generator_state(generator)
@@ -116,8 +117,7 @@ class Graph:
                 self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
             ):
                 self.result = function()
-        if generator is not None:
-            generator.set_state(drawn)
+        draws.set_state(drawn)
 
     def replay(self) -> Any:
         self._graph.replay()

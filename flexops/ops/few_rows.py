@@ -11,6 +11,7 @@ Each product is rounded to x's dtype before it is activated or added, as linear 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,10 +138,7 @@ def _reference(
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         x = (wide * (norm.float() + offset)).to(x.dtype)
-    made = [
-        F.linear(x, weight, bias)
-        for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
-    ]
+    made = [F.linear(x, weight, bias) for weight, bias in itertools.zip_longest(weights, biases)]
     if activation:
         gate, up = (one.float() for one in made)
         acted = F.silu(gate) if activation == 1 else _gelu(gate, activation)

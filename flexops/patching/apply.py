@@ -104,11 +104,11 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         if wanted["residuals"] and not in_graphs:
             _link(model)
-        if generation:
-            _tabulate(model)
         for module in model.modules():
             row = generating.switch(module, "" if generation else "generation=False")
             outcomes += [] if row is None else [row]
+            if row is not None and row.swapped:
+                _tabulate(module)
         made, rows = _optimizer(model, optimizer)
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 

@@ -161,7 +161,8 @@ def decoder_layer(
 
 def _decode_layer(module: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
     """The same in a decode step: products normalize what they read, and add the residual."""
-    attention, block = module.self_attn, module.mlp
+    attention: Any = module.self_attn
+    block: Any = module.mlp
     linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     known = _runs(attention, "attention") and all(_runs(one, "projection") for one in linears)
     known = known and decoding.takes(x, *linears)
@@ -184,11 +185,7 @@ def _decode_layer(module: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
 def _runs(module: Any, name: str) -> bool:
     """Whether that function of ours takes the place of the module's code."""
     ours = None if module is None else module.__dict__.get("forward")
-    return (
-        isinstance(ours, functools.partial)
-        and ours.func.__name__ == name
-        and is_unheard(module)
-    )
+    return isinstance(ours, functools.partial) and ours.func.__name__ == name and is_unheard(module)
 
 
 @replacement

@@ -52,9 +52,9 @@ def _register() -> None:
     """Make ``cache_implementation="flexops"`` valid."""
     from transformers.generation import configuration_utils
 
-    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    if NAME not in known:
-        configuration_utils.ALL_CACHE_IMPLEMENTATIONS = (*known, NAME)
+    module: Any = configuration_utils
+    if NAME not in module.ALL_CACHE_IMPLEMENTATIONS:
+        module.ALL_CACHE_IMPLEMENTATIONS = (*module.ALL_CACHE_IMPLEMENTATIONS, NAME)
 
 
 def prepare(
@@ -107,12 +107,12 @@ def _fits(model: Any, batch: int, length: int) -> bool:
     if model.device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(model.device)
-    return size < free // 4
+    return bool(size < free // 4)
 
 
 def forward(module: Any, *args: Any, inner: Any = None, **kwargs: Any) -> Any:
     """The model's forward pass; a decode step of ``generate`` by a graph."""
-    cache = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values")
     served = getattr(cache, "decoder", None) is not None and not cache.store.bucket
     if served and not args:
         result = _step(module, inner, cache, kwargs)
@@ -152,11 +152,9 @@ def _step(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
     own = inner if inner is not None else functools.partial(type(module).forward, module)
     from ..generation import replay
 
-    logits = replay.replay(module, own, cache, tokens, mask, positions)
+    logits: Any = replay.replay(module, own, cache, tokens, mask, positions)
     if logits is None:
         return None
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-
