@@ -7,8 +7,9 @@
 // bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
 // two chunks of k in flight: while it multiplies one, the other arrives.
 //
-// The RMS norm of the rows costs nothing: each warp adds up the squares of what it reads, and a
-// row's factor is applied to the sums.
+// A block first copies the rows to shared memory, where they fit, while its first weights are on
+// their way. There they are multiplied by the norm's weights, and their squares added up; a row's
+// factor is applied to the sums of the product.
 //
 // In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
 // before it still runs: weights do not depend on it.
@@ -28,10 +29,13 @@ inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
 struct Shape {
   int warps, rows, tiles, steps, resident;
 };
-/// For at most 8 rows, with many blocks and with few; and for more rows, each of which a block
-/// reads whole: its weights should be more.
-enum { kMany, kFew, kTall };
-inline constexpr Shape kShapes[] = {{4, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}};
+/// For at most 8 rows, the fewer blocks the more warps each; and for more rows, each of which a
+/// block reads whole: its weights should be more.
+enum { kMany, kSome, kFew, kTall };
+/// Whether a block reads the rows as it needs them (and normalizes them), or from shared memory.
+enum Input { kDirect, kDirectNorm, kStaged };
+inline constexpr Shape kShapes[] = {
+    {4, 1, 1, 4, 16}, {8, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}};
 
 struct Params {
   const void* x;                                  // [rows, k]
@@ -109,8 +113,11 @@ FLEXOPS_DEVICE float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-/// kNorm: the rows are normalized first.
-template <class T, int kShape, bool kGated, bool kNorm, bool kAligned>
+/// Elements from one row in shared memory to the next: 4 lanes of one row and 4 of the next read
+/// different banks.
+FLEXOPS_DEVICE int staged_stride(int k) { return (k + 63) / 64 * 64 + 32; }
+
+template <class T, int kShape, bool kGated, Input kInput, bool kAligned>
 __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
                                   kShapes[kShape].resident / kShapes[kShape].warps)
     product(const FLEXOPS_GRID_CONSTANT Params p) {
@@ -119,6 +126,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   constexpr int kLines = kColumns * kTiles, kRows = 8 * kRowTiles;
   constexpr int kOfTile = kGated ? kColumns / 2 : kColumns, kOut = kOfTile * kTiles;
   constexpr int kChunk = 32 * kSteps, kStride = kWarps * kChunk;
+  extern __shared__ uint4 staged[];
   __shared__ float sums[kWarps][kLines][kRows + 1];
   __shared__ float squares[kWarps][kRows];
   let_next_start();
@@ -162,6 +170,29 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   fetch(held[1], begin + kStride);
   wait_for_previous();
 
+  // The rows, to shared memory.
+  u16* const rows = reinterpret_cast<u16*>(staged);
+  if constexpr (kInput == kStaged) {
+    for (int row = 0; row < p.rows; ++row) {
+      float total = 0;
+      for (int i = 8 * static_cast<int>(threadIdx.x); i < p.k; i += 8 * 32 * kWarps) {
+        uint4 v = load8<true, Cache::normal>(
+            static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, i, p.k);
+        if (p.norm) {
+          const uint4 gain = load8<true, Cache::normal>(static_cast<const u16*>(p.norm), i, p.k);
+          v.x = weigh<T>(v.x, gain.x, p.offset, total),
+          v.y = weigh<T>(v.y, gain.y, p.offset, total);
+          v.z = weigh<T>(v.z, gain.z, p.offset, total),
+          v.w = weigh<T>(v.w, gain.w, p.offset, total);
+        }
+        *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + i) = v;
+      }
+      total = warp_reduce(total, Sum());
+      if (lane == 0) squares[warp][row] = total;
+    }
+    __syncthreads();
+  }
+
   float acc[kTiles][kRowTiles][4] = {}, squared[kRowTiles] = {};
   const auto multiply = [&](const uint4(&weights)[kSteps][kTiles][2], int at) {
     uint4 x[kSteps][kRowTiles];
@@ -171,12 +202,17 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const int row = 8 * tile + group;
         x[s][tile] = {0, 0, 0, 0};
-        if (row < p.rows)
+        if (row >= p.rows) continue;
+        if constexpr (kInput == kStaged) {
+          if (at + 32 * s < p.k)
+            x[s][tile] = *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + at + 32 * s);
+        } else {
           x[s][tile] = load8<kAligned, Cache::normal>(
               static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, at + 32 * s, p.k);
+        }
       }
     }
-    if constexpr (kNorm) {
+    if constexpr (kInput == kDirectNorm) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uint4 gain =
@@ -222,7 +258,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
         sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
             acc[tile][row][i];
     }
-    if constexpr (kNorm) {
+    if constexpr (kInput == kDirectNorm) {
       const float total = warp_reduce<4>(squared[row], Sum());
       if (quarter == 0) squares[warp][8 * row + group] = total;
     }
@@ -232,7 +268,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
     const int column = i % kOut, row = i / kOut;
     if (first + column >= columns) continue;
     float factor = 1;
-    if constexpr (kNorm) {
+    if (kInput != kDirect && p.norm) {
       float total = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += squares[w][row];

@@ -10,22 +10,40 @@ namespace {
 
 using few_rows::Params;
 
-constexpr int64_t kManyBlocks = 4;  // for each multiprocessor: then blocks of fewer warps
+constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
 
-/// By gated, norm and aligned.
-template <class T, int kShape>
-KernelOf<Params> kernel_of(bool gated, bool norm, bool aligned) {
+/// A kernel by shape and gated.
+template <class T, few_rows::Input kInput, bool kAligned, bool kRare>
+KernelOf<Params> kernel_of(int shape, bool gated) {
   using few_rows::product;
-  static const KernelOf<Params> kRagged[2][2] = {
-      {rare_kernel<product<T, kShape, false, false, false>>,
-       rare_kernel<product<T, kShape, false, true, false>>},
-      {rare_kernel<product<T, kShape, true, false, false>>,
-       rare_kernel<product<T, kShape, true, true, false>>}};
-  static const KernelOf<Params> kAligned[2][2] = {{kernel<product<T, kShape, false, false, true>>,
-                                                   kernel<product<T, kShape, false, true, true>>},
-                                                  {kernel<product<T, kShape, true, false, true>>,
-                                                   kernel<product<T, kShape, true, true, true>>}};
-  return (aligned ? kAligned : kRagged)[gated][norm];
+#define FLEXOPS_FEW_ROWS(which, shape)                   \
+  {                                                      \
+    which<product<T, shape, false, kInput, kAligned>>,   \
+        which<product<T, shape, true, kInput, kAligned>> \
+  }
+  if constexpr (kRare) {
+    static const KernelOf<Params> kKernels[][2] = {
+        FLEXOPS_FEW_ROWS(rare_kernel, 0), FLEXOPS_FEW_ROWS(rare_kernel, 1),
+        FLEXOPS_FEW_ROWS(rare_kernel, 2), FLEXOPS_FEW_ROWS(rare_kernel, 3)};
+    return kKernels[shape][gated];
+  } else {
+    static const KernelOf<Params> kKernels[][2] = {
+        FLEXOPS_FEW_ROWS(kernel, 0), FLEXOPS_FEW_ROWS(kernel, 1), FLEXOPS_FEW_ROWS(kernel, 2),
+        FLEXOPS_FEW_ROWS(kernel, 3)};
+    return kKernels[shape][gated];
+  }
+#undef FLEXOPS_FEW_ROWS
+}
+
+/// The usual rows fit into shared memory.
+template <class T>
+KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors, bool staged) {
+  if (staged) return kernel_of<T, few_rows::kStaged, true, false>(shape, gated);
+  if (vectors)
+    return norm ? kernel_of<T, few_rows::kDirectNorm, true, true>(shape, gated)
+                : kernel_of<T, few_rows::kDirect, true, true>(shape, gated);
+  return norm ? kernel_of<T, few_rows::kDirectNorm, false, true>(shape, gated)
+              : kernel_of<T, few_rows::kDirect, false, true>(shape, gated);
 }
 
 }  // namespace
@@ -49,23 +67,25 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     p.starts[i] = gated ? 0 : static_cast<int>(all);
     all += p.columns[i];
   }
-  const bool many = all >= kManyBlocks * few_rows::kColumns * gpu_facts().processors;
-  const int shape = p.rows > 8 ? few_rows::kTall : many ? few_rows::kMany : few_rows::kFew;
+  const int64_t processors = gpu_facts().processors, columns = gated ? 2 * width : all,
+                tall = ceil_div(columns, few_rows::kColumns);
+  const int shape = p.rows > 8               ? few_rows::kTall
+                    : tall <= processors     ? few_rows::kFew
+                    : tall <= 2 * processors ? few_rows::kSome
+                                             : few_rows::kMany;
   const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
   int64_t count = 0;
   for (int i = 0; i < p.count; ++i) {
     if (!gated || i == 0) count += ceil_div(p.columns[i], gated ? lines / 2 : lines);
     p.ends[i] = static_cast<int>(count);
   }
+  const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
+  const bool staged = vectors && bytes <= kMostStaged;
   const auto start = [&](auto type) {
     using T = decltype(type);
-    const bool norm = o.norm.dim >= 0;
-    const auto chosen =
-        shape == few_rows::kTall   ? kernel_of<T, few_rows::kTall>(gated, norm, vectors)
-        : shape == few_rows::kMany ? kernel_of<T, few_rows::kMany>(gated, norm, vectors)
-                                   : kernel_of<T, few_rows::kFew>(gated, norm, vectors);
-    LaunchConfig config{
-        blocks(count), {32u * static_cast<unsigned>(few_rows::kShapes[shape].warps)}, stream};
+    const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
+    const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
+    LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
     config.early = o.early && gpu_facts().capability >= 90;
     launch(chosen, config, p);
   };
