@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..ops.kvcache_attention import attention_with_kvcache
-from ..patching import decoding
-from ..patching.attention import CACHE_LAYER
+from .state import CACHE_LAYER, Tables
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin
@@ -52,7 +51,7 @@ class Store:
         self.bucket, self.known = 0, -1
         self.graphs: dict[Any, Any] = {}
         self.inputs: dict[str, Any] = {}
-        self.tables = decoding.Tables(max_length)
+        self.tables = Tables(max_length)
         self._pool: Any = None
 
     @torch.inference_mode(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..build.load import loader
-from ..patching import attention as attending
 from . import step
 from .cache import KVCache, Store
 
@@ -55,7 +55,7 @@ class Decoder:
         return self._generator
 
     def refusal(self, model: Any) -> str:
-        return self.refused or step.refusal(model) or heard(model)
+        return self.refused or step.refusal(model)
 
     def borrow(self, model: Any, batch: int, max_length: int) -> KVCache:
         """An empty cache for a model; its memory comes back when the cache is no more."""
@@ -108,33 +108,13 @@ class Decoder:
         return graph
 
 
-def heard(model: nn.Module) -> str:
-    """Which part of a model has hooks, which a graph would not call; "" if none."""
-    for name, module in model.named_modules():
-        hooks = [
-            *module._forward_hooks.values(),
-            *(
-                one
-                for one in module._forward_pre_hooks.values()
-                if one is not attending.hide_nothing
-            ),
-        ]
-        if hooks and module is not model:
-            return f"{name} has hooks"
-    return ""
-
-
 def fingerprint(model: nn.Module) -> int:
     """What a captured step depends on: where parameters are, and the modules' settings."""
     parts: list[Any] = [torch.is_autocast_enabled("cuda")]
     for module in model.modules():
         parts.append(id(module.__dict__.get("forward")))
-        for group in (module._parameters, module._buffers):
-            parts += [
-                (one.data_ptr(), one.shape, one.dtype, one.device)
-                for one in group.values()
-                if one is not None
-            ]
+        tensors = itertools.chain(module.parameters(False), module.buffers(False))
+        parts += [(one.data_ptr(), one.shape, one.dtype, one.device) for one in tensors]
         for name, value in module.__dict__.items():
             if isinstance(value, bool | int | float | str):
                 parts.append((name, value))

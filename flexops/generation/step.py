@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from ..patching import attention as attending
-from ..patching import decoding
+from . import state
 
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process."""
 LEAST_BUCKET = 256
+HOOK = "_prepare_cache_for_generation"
+"""The method of transformers' models that puts a cache among the arguments of ``generate``."""
 
 
 def bucket_of(length: int, max_length: int) -> int:
@@ -25,27 +26,11 @@ def bucket_of(length: int, max_length: int) -> int:
 
 
 def refusal(model: Any) -> str:
-    """Why a model's decode step cannot keep its lengths on the device; "" if it can."""
-    base = getattr(model, "base_model", None)
-    config = getattr(model, "config", None)
-    if base is None or config is None or not hasattr(model, "generate"):
-        return "it is no model of transformers that generates"
-    if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder"
-    if not attending.is_switched(base):
-        return "its attention is not flexops'"
-    text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        return f"it has layers of {', '.join(sorted(kinds))}"
-    window = getattr(text, "sliding_window", None)
-    if window is not None and not attending.passes_windows(text):
-        return "its attention does not pass on its window"
-    if len({one.device for one in model.parameters()}) != 1:
-        return "it is on several devices"
-    if model.device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in {str(model.dtype)[6:]}; steps have bfloat16 or float16"
-    return ""
+    """Why a model's decode step cannot keep its lengths on the device; "" if it can. Who patches
+    models has left the answer with the hook of ``generate``."""
+    hook = vars(model).get(HOOK)
+    refuse = getattr(hook, "keywords", {}).get("refuse")
+    return str(refuse(model)) if refuse else "flexops.patch has not prepared it"
 
 
 def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
@@ -53,16 +38,16 @@ def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tenso
     behind them, ``[batch, words]``. Positions count from the first place of the cache, padding
     too, as transformers' own are in ``generate``."""
     store = cache.store
-    with decoding.step(store.tables):
+    with state.step(store.tables):
         output = forward(
             input_ids=tokens,
-            attention_mask=attending.nothing_hidden(tokens),
+            attention_mask=state.nothing_hidden(tokens),
             position_ids=store.lengths.long()[:, None],
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
-        missed = decoding.is_unfinished() or any(layer.pending for layer in cache.layers)
+        missed = state.is_unfinished() or any(layer.pending for layer in cache.layers)
     if missed:
         raise GenerationError(
             f"{type(model).__name__} does not attend by flexops' attention in all of its layers"

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import forwards, generation as generating, torch_modules
+from . import forwards, torch_modules
+from . import generation as generating
 from . import projections as projecting
 from . import rope as rope_part
 from .patterns import PATTERNS, UNCHANGED, Pattern

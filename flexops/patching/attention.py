@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
-from . import decoding
 from .probe import LENGTH, WIDTH, bare, disagreement
 from .report import Row
 
 NAME = "flexops"
-CACHE_LAYER = "_flexops_cache_layer"
-"""The attribute by which the keys of a decode step name the layer of their cache."""
 
 
 def register_attention() -> None:
@@ -34,14 +32,6 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-
-
-def nothing_hidden(like: Tensor) -> Tensor:
-    """A mask without elements, of four dimensions: transformers hands it on as it is, and
-    :func:`attention` takes it for "the model's own pattern, no padding". So nothing has to be
-    looked at to know that, which would wait for the GPU, and under ``torch.compile`` make the whole
-    mask."""
-    return like.new_empty((0, 0, 0, 0), dtype=torch.bool)
 
 
 def _windows_are_cheap(device: torch.device) -> bool:
@@ -218,7 +208,7 @@ def attention(
     if layer is not None:  # a decode step, which appends to a cache and attends to it
         found: Tensor = layer.attend(
             query, key, value, scale=scaling, window=sliding_window, softcap=softcap or 0.0,
-            sinks=s_aux, rotary=decoding.take_rotary(),
+            sinks=s_aux, rotary=take_rotary(),
         )  # fmt: skip
         return found, None
     causal = (

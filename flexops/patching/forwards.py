@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_unheard
+from ..generation.state import state
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
@@ -140,7 +141,7 @@ def decoder_layer(
     **kwargs: Any,
 ) -> Tensor:
     """Norm, attention, add, norm, feed-forward, add: Llama and its kin."""
-    if decoding.is_step() and "resid_mlp_dropout" not in module._modules:
+    if state.active and "resid_mlp_dropout" not in module._modules:
         kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
         return _decode_layer(module, hidden_states, **kwargs)
     x = module.input_layernorm(hidden_states)

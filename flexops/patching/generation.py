@@ -7,32 +7,69 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._torch import is_unheard
+from ..generation import step
+from . import attention as attending
 from .report import Row
 
 NAME = "flexops"
-_PREPARE = "_prepare_cache_for_generation"
 _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "past_key_values"))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
 
 
 def switch(model: Any, reason: str) -> Row | None:
     """Have a model of transformers that generates use our cache; None if it is none."""
-    if not hasattr(model, _PREPARE) or not hasattr(model, "base_model"):
+    if not hasattr(model, step.HOOK) or not hasattr(model, "base_model"):
         return None
     if getattr(model, "generation_config", None) is None:
         return None
-    from ..generation import step
-
     _register()
-    reason = reason or step.refusal(model)
+    reason = reason or refusal(model)
     if not reason:
         inner = model.__dict__.get("forward")
         if not is_switched(model):
             model.__dict__["forward"] = functools.partial(forward, model, inner=inner)
-        model.__dict__[_PREPARE] = functools.partial(prepare, model)
+        model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refusal_now)
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
+
+
+def refusal(model: Any) -> str:
+    """Why a model's decode step cannot keep its lengths on the device; "" if it can."""
+    base = getattr(model, "base_model", None)
+    config = getattr(model, "config", None)
+    if base is None or config is None:
+        return "it is no model of transformers that generates"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if not attending.is_switched(base):
+        return "its attention is not flexops'"
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not attending.passes_windows(text):
+        return "its attention does not pass on its window"
+    if len({one.device for one in model.parameters()}) != 1:
+        return "it is on several devices"
+    if model.device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {str(model.dtype)[6:]}; steps have bfloat16 or float16"
+    return ""
+
+
+def heard(model: nn.Module) -> str:
+    """Which part of a model has hooks, which a graph would not call; "" if none."""
+    for name, module in model.named_modules():
+        if module is not model and not is_unheard(module, attending.hide_nothing):
+            return f"{name} has hooks"
+    return ""
+
+
+def refusal_now(model: Any) -> str:
+    """The same, with what may change after the patch."""
+    return refusal(model) or heard(model)
 
 
 def is_switched(model: Any) -> bool:
@@ -42,7 +79,7 @@ def is_switched(model: Any) -> bool:
 
 def switch_back(model: Any) -> None:
     """The replaced ``forward`` is taken away by who takes away all of them."""
-    if model.__dict__.pop(_PREPARE, None) is not None:
+    if model.__dict__.pop(step.HOOK, None) is not None:
         from ..generation import decoder
 
         decoder.forget(model)
@@ -65,12 +102,14 @@ def prepare(
     batch_size: int,
     max_cache_length: int,
     *more: Any,
+    refuse: Any = None,
     **named: Any,
 ) -> Any:
     """transformers' method: puts the cache for a call of ``generate`` among its arguments."""
     from ..generation.cache import KVCache
     from ..generation.decoder import captures, decoder_of
 
+    del refuse  # for step.refusal
     asked = generation_config.cache_implementation
     given = model_kwargs.get("past_key_values")
     automatic = asked is None and captures(model.device) and not generation_config.is_assistant

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..generation import state
 from ..ops.rope import rotary_embedding
-from . import decoding
 from .forwards import plain, replacement
 
 _NAME = "apply_rotary_pos_emb"
@@ -27,7 +27,7 @@ def apply_rotary_pos_emb(
     rotary_dim]``, each number twice."""
     later = getattr(cos, _TABLES, None)
     if later is not None:  # a decode step: attention rotates what it appends
-        decoding.rotate_later(*later)
+        state.rotate_later(*later)
         return q, k
     if unsqueeze_dim == 2:
         q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -89,7 +89,7 @@ def refusal(module: Any) -> str | None:
 @replacement
 def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> Any:
     """A rotary embedding: in a decode step its results are rows of tables, which they name."""
-    tables = decoding.tables()
+    tables = state.tables()
     if tables is None or position_ids.dim() != 2:
         return plain(module, x, position_ids, *more, **named)
     key = (id(module), more, tuple(named.items()))

@@ -70,7 +70,7 @@ class Eager:
     made = 0
     function: Any = None
 
-    def __init__(self, function: Any, state: Any, *, pool: Any, generator: Any) -> None:
+    def __init__(self, function: Any, state: Any, *, generator: Any, **_: Any) -> None:
         Eager.made += 1
         drawn = None if generator is None else generator.get_state()
         before = [one.clone() for one in state]
