@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .build.load.loader import OpStatus as OpStatus
     from .build.load.loader import status as status
     from .build.store.counters import cache_stats as cache_stats
+    from .generation.cache import KVCache as KVCache
+    from .generation.generate import generate as generate
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
     from .ops._score_mod import ScoreMod as ScoreMod
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import attention as attention
     from .ops.cross_entropy import cross_entropy as cross_entropy
+    from .ops.few_rows import few_rows_linear as few_rows_linear
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
@@ -81,9 +84,12 @@ _NAMES = {
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),
+    "generation.cache": ("KVCache",),
+    "generation.generate": ("generate",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
     "ops.cross_entropy": ("cross_entropy",),
+    "ops.few_rows": ("few_rows_linear",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
@@ -104,7 +110,7 @@ _NAMES = {
 more."""
 
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
-_NEED_TORCH = ("kernels", "nn", "ops", "optim", "patching")
+_NEED_TORCH = ("generation", "kernels", "nn", "ops", "optim", "patching")
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -13,7 +13,9 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import forwards, torch_modules
+from . import generation as generating
 from . import projections as projecting
+from . import rope as rope_part
 from .patterns import PATTERNS, UNCHANGED, Pattern
 from .probe import Swap, disagreement
 from .report import Report, Row, rows_of
@@ -34,6 +36,7 @@ def patch(
     attention: bool = True,
     projections: bool = True,
     loss: bool = True,
+    generation: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
 ) -> Report:
@@ -53,6 +56,8 @@ def patch(
             in training.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
+        generation: :class:`flexops.KVCache` in ``model.generate``, and on a GPU each decode step as
+            one CUDA graph; needs ``attention``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
             that require a gradient; or an optimizer of torch.optim, to have flexops' with its
             groups. It is ``report.optimizer``.
@@ -80,7 +85,7 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "loss": loss}
+    wanted |= {"projections": projections, "loss": loss, "generation": generation}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -100,6 +105,11 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         if wanted["residuals"] and not in_graphs:
             _link(model)
+        for module in model.modules():
+            row = generating.switch(module, "" if generation else "generation=False")
+            outcomes += [] if row is None else [row]
+            if row is not None and row.swapped:
+                _tabulate(module)
         made, rows = _optimizer(model, optimizer)
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
@@ -136,6 +146,7 @@ def unpatch(model: Any) -> int:
             del module.__dict__["forward"]
             restored += 1
         attending.switch_back(module)
+        generating.switch_back(module)
     return restored
 
 
@@ -266,7 +277,18 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     reason = reason if wanted else "projections=False"
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
+    last = getattr(module, "o_proj", None)
+    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
+        last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
+
+
+def _tabulate(model: nn.Module) -> None:
+    """Let rotary embeddings look their angles up in decode steps."""
+    for module in model.modules():
+        present = module.__dict__.get("forward")
+        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+            module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 
 # ---- a whole model -------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def is_bare(linear: Any) -> bool:
     forward = linear.__dict__.get("forward")
     own = forward is None or (
         isinstance(forward, functools.partial)
-        and getattr(forward.func, "__name__", "") == "projection"
+        and getattr(forward.func, "__name__", "") in ("projection", "output")
     )
     return (
         type(linear) is nn.Linear

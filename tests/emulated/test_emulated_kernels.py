@@ -242,6 +242,7 @@ FUNCTIONS = (
     "activation",
     "attention",
     "cross_entropy",
+    "few_rows",
     "norm",
     "quant",
     "quant_fp8",

@@ -156,8 +156,20 @@ def attention() -> dict[str, Any]:
     )
 
 
+def inference() -> dict[str, Any]:
+    from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0))
+    tokens = torch.randint(3, 512, (2, 8))
+    inputs = BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    return {"model": model.eval(), "inputs": inputs}
+
+
 PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/attention.md": attention,
+    "docs/inference.md": inference,
     "docs/quantization.md": lambda: {"weight": torch.randn(128, 64)},
 }
 

@@ -231,6 +231,18 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=_LISTS,
     ),
     _family(
+        "few_rows",
+        _op(
+            "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
+            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
+            dtypes={"x": ("float16", "bfloat16")},
+            shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
+            outputs=(Output("x[:-1], width"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "fp8",
         *_by_hand(
             f"quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) {_PAIR}",

@@ -54,6 +54,7 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
     ),
+    Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
