@@ -66,10 +66,18 @@ class Store:
             )
             for x in (key, value)
         )
+        self._count(key.shape[0], key.device)
+
+    def _count(self, batch: int, device: torch.device) -> None:
         if self.lengths is None:
-            self.lengths, self.padding = torch.zeros(
-                (2, key.shape[0]), dtype=torch.int32, device=key.device
-            )
+            self.lengths, self.padding = torch.zeros((2, batch), dtype=torch.int32, device=device)
+
+    def alike(self) -> Store:
+        """Another one, for tensors of another batch; the layers' memory is this one's until they
+        have replaced it."""
+        made = Store(len(self.keys), self.max_length)
+        made.keys, made.values = self.keys, self.values
+        return made
 
     @property
     def batch(self) -> int:
@@ -170,10 +178,14 @@ class KVCacheLayer(CacheLayerMixin):
                 required=f"at most {self.store.max_length}, its max_length",
                 fix=f"flexops.KVCache(config, max_length={end}), or fewer new tokens",
             )
-        keys[:, self.length : end].copy_(key_states.transpose(1, 2))
-        values[:, self.length : end].copy_(value_states.transpose(1, 2))
+        return self._append(key_states, value_states, end)
+
+    def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        for kept, new in zip(self._kept(), (key, value), strict=True):
+            kept[:, self.length : end].copy_(new.transpose(1, 2))
         self.length = end
-        return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
+        keys, values = (kept[:, :end].transpose(1, 2) for kept in self._kept())
+        return keys, values
 
     def _check(self, kept: Tensor, new: Tensor, name: str) -> None:
         if kept.shape[0] != new.shape[0]:
@@ -223,29 +235,35 @@ class KVCacheLayer(CacheLayerMixin):
             ``[batch, 1, heads, head_dim]``.
         """
         self.pending = False
-        keys, values, store = (
-            self.store.keys[self.index],
-            self.store.values[self.index],
-            self.store,
-        )
-        assert keys is not None
-        assert values is not None
         cos, sin = rotary if rotary is not None else (None, None)
-        result = attention_with_kvcache(
+        return self._attend(
             query.transpose(1, 2),
-            keys[:, : store.bucket],
-            values[:, : store.bucket],
             key.transpose(1, 2),
             value.transpose(1, 2),
             cos,
             sin,
-            cache_seqlens=store.lengths,
-            cache_leftpad=store.padding,
             softmax_scale=scale,
             window_size=(-1 if window is None else window - 1, -1),
             softcap=softcap,
             rotary_interleaved=False,
             sinks=sinks,
+        )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
+    ) -> Tensor:
+        keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
+        result = attention_with_kvcache(
+            query,
+            keys,
+            values,
+            key,
+            value,
+            cos,
+            sin,
+            cache_seqlens=self.store.lengths,
+            cache_leftpad=self.store.padding,
+            **options,
         )
         assert isinstance(result, Tensor)
         return result
@@ -268,9 +286,13 @@ class KVCacheLayer(CacheLayerMixin):
         """Remove so many tokens (transformers counts them below 0), or all behind that many
         (above 0)."""
         if tokens_to_remove > 0:
-            self.length = min(self.length, tokens_to_remove)
+            self.cut(min(self.length, tokens_to_remove))
         else:
-            self.length = max(self.length + tokens_to_remove, 0)
+            self.cut(max(self.length + tokens_to_remove, 0))
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens behind the first ``length``."""
+        self.length = length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for kept in self._kept():
@@ -294,6 +316,14 @@ class KVCacheLayer(CacheLayerMixin):
             return
         self.store.keys[self.index], self.store.values[self.index] = map(change, self._kept())
 
+    def clone(self) -> Any:
+        """A copy of the tokens; None if there is no memory for any."""
+        return (self.keys.clone(), self.values.clone()) if self.is_initialized else None  # type: ignore[union-attr]
+
+    def restore(self, kept: Any) -> None:
+        """Take over a copy."""
+        self.update(*kept)
+
 
 class KVCache(Cache):
     """Keys and values of all tokens of a batch, in memory of a fixed shape.
@@ -301,11 +331,15 @@ class KVCache(Cache):
     Args:
         config: the model's, as ``model.config``.
         max_length: how many tokens of each sequence there is room for.
-        bits: 16: as the model computes them.
+        bits: 16: as the model computes them. 8 or 4: codes, keys quantized per channel in groups
+            of tokens, values per token in groups of columns
+            (:mod:`flexops.ops.kvcache_codes`); the prompt itself attends to what was computed.
+        group_size: 32, 64 or 128, with 8 or 4 bits.
+        residual_length: at least so many of the newest tokens stay in 16 bits; a multiple of 32.
 
     Raises:
-        GenerationError: no such ``bits`` or ``max_length``, or the model has layers that do not
-            keep keys and values of all tokens.
+        GenerationError: no such number, or the model has layers that do not keep keys and values
+            of all tokens.
 
     It goes into ``model.generate(..., past_key_values=cache)`` and ``model(...)`` of any model of
     transformers with attention only. Memory is allocated by the first tokens: of each layer
@@ -315,21 +349,47 @@ class KVCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, config: Any, max_length: int, *, bits: int = 16) -> None:
-        if bits != 16:
+    def __init__(
+        self,
+        config: Any,
+        max_length: int,
+        *,
+        bits: int = 16,
+        group_size: int = 64,
+        residual_length: int = 128,
+    ) -> None:
+        if bits not in (16, 8, 4):
             raise GenerationError(
-                "flexops.KVCache keeps 16 bits", found=f"bits={bits}", required="bits=16"
+                "flexops.KVCache keeps 16, 8 or 4 bits",
+                found=f"bits={bits}",
+                required="one of them",
+            )
+        if group_size not in (32, 64, 128) or residual_length < 32 or residual_length % 32:
+            raise GenerationError(
+                "no such groups of a KV cache",
+                found=f"group_size={group_size}, residual_length={residual_length}",
+                required="groups of 32, 64 or 128, and a multiple of 32 tokens in 16 bits",
+                fix="flexops.KVCache(config, max_length, bits=4)",
             )
         if not isinstance(max_length, int) or max_length < 1:
             raise GenerationError(
                 "a KV cache has room for at least one token", found=f"max_length={max_length!r}"
             )
-        self.store = Store(layers_of(config), max_length)
+        self._make(layers_of(config), max_length, (bits, group_size, residual_length))
+
+    def _make(self, layers: int, max_length: int, settings: tuple[int, int, int]) -> None:
+        self.store, self.settings = Store(layers, max_length), settings
+        kind: type[KVCacheLayer] = KVCacheLayer
+        if settings[0] != 16:
+            from .compressed import CompressedLayer, CompressedStore, Settings
+
+            self.store, kind = (
+                CompressedStore(layers, max_length, Settings(*settings)),
+                CompressedLayer,
+            )
         self.decoder: Any = None  # what captures steps with it
         self.state: Any = None  # of the model, for which they are captured
-        super().__init__(
-            layers=[KVCacheLayer(self.store, index) for index in range(len(self.store.keys))]
-        )
+        super().__init__(layers=[kind(self.store, index) for index in range(layers)])
 
     @property
     def length(self) -> int:
@@ -347,7 +407,7 @@ class KVCache(Cache):
     def crop_to(self, length: int) -> None:
         """Forget the tokens behind the first ``length``."""
         for layer in self.layers:
-            layer.length = min(layer.length, length)
+            layer.cut(min(layer.length, length))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -360,8 +420,7 @@ class KVCache(Cache):
     @torch.inference_mode(False)
     def _replace(self, change: Any) -> None:
         """A store of its own, for tensors of another batch."""
-        store = Store(len(self.layers), self.max_length)
-        store.keys, store.values = self.store.keys, self.store.values
+        store = self.store.alike()
         if self.store.padding is not None and self.store.lengths is not None:
             store.lengths, store.padding = change(self.store.lengths), change(self.store.padding)
         self.adopt(store)
@@ -379,22 +438,24 @@ class KVCache(Cache):
         return copied
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        kept = [
-            None if not layer.is_initialized else (layer.keys.clone(), layer.values.clone())
-            for layer in self.layers
-        ]
+        kept = [layer.clone() for layer in self.layers]
         padding = self.store.padding
-        return _restore, (self.max_length, kept, None if padding is None else padding.clone())
+        return _restore, (
+            self.max_length,
+            self.settings,
+            kept,
+            None if padding is None else padding.clone(),
+        )
 
 
-def _restore(max_length: int, kept: list[Any], padding: Tensor | None) -> KVCache:
+def _restore(
+    max_length: int, settings: tuple[int, int, int], kept: list[Any], padding: Tensor | None
+) -> KVCache:
     cache = KVCache.__new__(KVCache)
-    cache.decoder = cache.state = None
-    cache.store = Store(len(kept), max_length)
-    Cache.__init__(cache, layers=[KVCacheLayer(cache.store, index) for index in range(len(kept))])
+    cache._make(len(kept), max_length, settings)
     for layer, tensors in zip(cache.layers, kept, strict=True):
         if tensors is not None:
-            layer.update(*tensors)
+            layer.restore(tensors)
     if padding is not None and cache.store.padding is not None:
         cache.store.padding.copy_(padding)
     return cache

@@ -152,9 +152,9 @@ def _fail(message: str, error: type[Exception] = ValueError) -> None:
 def _check(
     q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any,
     cache_seqlens: Any, length: int, cache_batch_idx: Any, cache_leftpad: Any, block_table: Any,
-    scale: float | None, left: int, right: int, softcap: float, interleaved: bool,
-    alibi_slopes: Any, num_splits: int, sinks: Any,
+    *numbers: Any,
 ) -> None:  # fmt: skip
+    *_, alibi_slopes, num_splits, sinks = numbers
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
@@ -295,34 +295,25 @@ def _reference(
     begins = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
     for b, (row, begin, cached) in enumerate(zip(rows, begins, lengths.tolist(), strict=True)):
         end = min(cached + new, capacity)
-        caches = (k_cache, v_cache)
-        at: tuple[Any, ...]
+        tokens = torch.arange(end, device=q.device)
         if block_table is not None:
             page = k_cache.shape[1]
-            tokens = torch.arange(end, device=q.device)
             pages = block_table[b].long()[tokens // page]
             there = (pages >= 0) & (pages < k_cache.shape[0])
-            at = (torch.where(there, pages, 0), tokens % page)
+            pages, tokens = torch.where(there, pages, 0), tokens % page
         else:
-            end = end if 0 <= row < k_cache.shape[0] else 0
-            there, at = torch.ones(end, dtype=torch.bool, device=q.device), (row, slice(end))
-        for cache, added in zip(caches, (k, v), strict=True):
-            if added is None or cached >= end:
-                continue
-            if block_table is None:
-                cache[row, cached:end] = added[b, : end - cached]
-            else:
-                kept = there[cached:]
-                cache[at[0][cached:][kept], at[1][cached:][kept]] = added[b, : end - cached][kept]
-        seen = slice(min(max(begin, 0), end), end)
+            tokens = tokens if 0 <= row < k_cache.shape[0] else tokens[:0]
+            pages, there = torch.full_like(tokens, row), torch.ones_like(tokens, dtype=torch.bool)
+        if k is not None and v is not None and cached < tokens.shape[0]:
+            fresh = torch.arange(tokens.shape[0] - cached, device=q.device)[there[cached:]]
+            at = pages[cached:][fresh], tokens[cached:][fresh]
+            k_cache[at], v_cache[at] = k[b, fresh], v[b, fresh]
+        seen = slice(min(max(begin, 0), tokens.shape[0]), None)
         keys, values = (
-            torch.where(there[:, None, None], cache[at], 0)[seen] if block_table is not None
-            else cache[at][seen] if end else cache[:0].flatten(0, 1)
-            for cache in caches
-        )  # fmt: skip
+            torch.where(there[:, None, None], cache[pages, tokens], 0)[seen]
+            for cache in (k_cache, v_cache)
+        )
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else None
-        # Keys end `queries` positions behind the first query, as flexops.attention has it, unless
-        # tokens were dropped at the end of the cache.
         o = Options(
             window_right=right,
             window_left=left,

@@ -210,7 +210,7 @@ def attention_with_compressed_kvcache(
     else is plain PyTorch, which dequantizes the cache and waits for the GPU.
     """
     seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
-    length = -1 if seqlens is not None else int(cache_seqlens)  # type: ignore[arg-type]
+    length = -1 if seqlens is not None else int(cache_seqlens)
     of_heads = [x.float() if isinstance(x, Tensor) else None for x in (alibi_slopes, sinks)]
     run = _by_kernels if _takes_kernels(q) else _composed
     found: tuple[Tensor, Tensor] = run(

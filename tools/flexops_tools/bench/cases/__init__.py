@@ -54,6 +54,9 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
     ),
+    Source(
+        "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
+    ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
