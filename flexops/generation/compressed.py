@@ -155,15 +155,14 @@ class CompressedLayer(KVCacheLayer):
     def _replace(self, change: Any) -> None:
         if self._there:
             codes = self.codes()
-            changed = dict(zip(codes._fields[:6], map(change, codes[:6]), strict=True))
-            self.store.put(self.index, codes._replace(**changed))
+            changed = ops.CompressedKVCache(*map(change, codes[:6]), *codes[6:])
+            self.store.put(self.index, changed)
 
     def clone(self) -> Any:
         if not self._there:
             return None
         codes = self.codes()
-        copies = {name: x.clone() for name, x in zip(codes._fields[:6], codes[:6], strict=True)}
-        return codes._replace(**copies), self.length
+        return ops.CompressedKVCache(*(x.clone() for x in codes[:6]), *codes[6:]), self.length
 
     def restore(self, kept: Any) -> None:
         codes, self.length = kept

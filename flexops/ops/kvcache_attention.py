@@ -270,7 +270,7 @@ def _reference(
     rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: Tensor | None,
     length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
     block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
-    interleaved: bool, alibi_slopes: Tensor | None, num_splits: int, sinks: Tensor | None,
+    interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -327,7 +327,7 @@ def _reference(
     return out, lse
 
 
-def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, queries, heads = q.shape[:3]
     return (
         q.new_empty(batch, queries, heads, v_cache.shape[-1]),
@@ -376,35 +376,12 @@ def self_check(device: str) -> float:
     angle = (torch.rand(400, 32, generator=generator) * 6.3).to(device)
     table = torch.randperm(12, generator=generator).int().view(2, 6).to(device)
     lengths = torch.tensor([100, 333], dtype=torch.int32, device=device)
-    results = []
+    options = (angle.cos(), angle.sin(), lengths, -1, None, None, table, None, -1, 0, 0.0, True)
     functions: tuple[Any, ...] = (_by_kernels if device == "cuda" else _composed, _reference)
+    results = []
     for function in functions:
         copies = [cache.clone() for cache in caches]
         with torch.no_grad():
-            results.append(
-                [
-                    *function(
-                        q,
-                        *copies,
-                        k,
-                        v,
-                        angle.cos(),
-                        angle.sin(),
-                        lengths,
-                        -1,
-                        None,
-                        None,
-                        table,
-                        None,
-                        -1,
-                        0,
-                        0.0,
-                        True,
-                        None,
-                        0,
-                        None,
-                    ),  # fmt: skip
-                    *copies,
-                ]
-            )
+            found = function(q, *copies, k, v, *options, None, 0, None)
+        results.append([*found, *copies])
     return difference(*results) / (1 if dtype == torch.float32 else 32)

@@ -5,7 +5,7 @@ Keys are quantized per channel in groups of ``group_size`` tokens, values per to
 Asymmetric 2bit Quantization for KV Cache" (2024). The newest tokens stay in 16 bits. Of a group's
 elements, in float32, with ``B = 2**bits - 1``::
 
-    minimum = fp16(lowest);  step = fp16((highest - lowest) / B);  inverse = 1 / step, or 0 if step is 0
+    minimum = fp16(lowest);  step = fp16((highest - lowest) / B);  inverse = 1 / step, or 0 for 0
     code = clamp(round((x - minimum) * inverse), 0, B);  value = code * step + minimum
 
 Of ``length`` tokens the first ``coded(length) = max(0, length - residual) // group_size *

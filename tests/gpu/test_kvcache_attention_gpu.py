@@ -85,10 +85,13 @@ def test_what_the_device_says_wrongly_reaches_no_foreign_memory() -> None:
     out, lse = flexops.attention_with_kvcache(
         q, *caches, k, v, cache_seqlens=lengths, cache_batch_idx=wrong, return_softmax_lse=True
     )
-    assert (out == 0).all() and (lse == -torch.inf).all() and (caches == 0).all()
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert (caches == 0).all()
     out = flexops.attention_with_kvcache(q, *caches, k, v, cache_seqlens=lengths)
     assert (caches == 0).all(), "tokens past the capacity are dropped"
     table = torch.tensor([[99], [-3]], dtype=torch.int32, device="cuda")
     lengths.fill_(5)
     out = flexops.attention_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, block_table=table)
-    assert (caches == 0).all() and (out == 0).all()
+    assert (caches == 0).all()
+    assert (out == 0).all()

@@ -20,11 +20,13 @@ KINDS += [(4, 32, 64), (8, 32, 128), (4, 128, 128), (8, 128, 256), (4, 128, 64)]
 
 
 def copy_of(cache: codes.CompressedKVCache) -> codes.CompressedKVCache:
-    return cache._replace(**{name: x.clone() for name, x in zip(cache._fields[:6], cache)})
+    return cache._replace(
+        **{name: x.clone() for name, x in zip(cache._fields[:6], cache[:6], strict=True)}
+    )
 
 
 def assert_same(one: codes.CompressedKVCache, other: codes.CompressedKVCache) -> None:
-    for name, x, y in zip(one._fields[:6], one, other):
+    for name, x, y in zip(one._fields[:6], one[:6], other[:6], strict=True):
         assert torch.equal(x, y), name
 
 
@@ -70,7 +72,7 @@ def test_kernels_attend_as_the_reference(
             (expected, sums), *_ = step(other, lengths, **options)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
         torch.testing.assert_close(lse, sums, rtol=1e-2, atol=1e-2)
-        for name, x, y in zip(cache._fields[:6], cache, other):
+        for name, x, y in zip(cache._fields[:6], cache[:6], other[:6], strict=True):
             torch.testing.assert_close(x.float(), y.float(), rtol=0.01, atol=1.001, msg=name)
 
 

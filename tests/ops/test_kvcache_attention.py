@@ -110,13 +110,14 @@ class Problem:
 
     def call(self, **others: Any) -> tuple[Tensor, Tensor]:
         c = self.c
-        arguments = dict(
-            k=self.k, v=self.v, rotary_cos=self.cos, rotary_sin=self.sin,
-            cache_seqlens=self.lengths, cache_batch_idx=self.index, cache_leftpad=self.leftpad,
-            block_table=self.table, causal=c.causal, window_size=c.window, softcap=c.softcap,
-            rotary_interleaved=c.interleaved, alibi_slopes=self.slopes, num_splits=c.splits,
-            sinks=self.sinks, return_softmax_lse=True,
-        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "k": self.k, "v": self.v, "rotary_cos": self.cos, "rotary_sin": self.sin,
+            "cache_seqlens": self.lengths, "cache_batch_idx": self.index,
+            "cache_leftpad": self.leftpad, "block_table": self.table, "causal": c.causal,
+            "window_size": c.window, "softcap": c.softcap, "rotary_interleaved": c.interleaved,
+            "alibi_slopes": self.slopes, "num_splits": c.splits, "sinks": self.sinks,
+            "return_softmax_lse": True,
+        }  # fmt: skip
         return flexops.attention_with_kvcache(
             self.q, self.k_cache, self.v_cache, **arguments | others
         )
