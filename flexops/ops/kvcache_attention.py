@@ -14,6 +14,7 @@ query that sees no key has zeros as its output and ``-inf`` as its ``lse`` (with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ._attention_reference import reference as attention_reference
 from ._declared import define
 from ._difference import difference
 from ._register import caller, check_places
+from .attention import by_kernels
 from .rope import rotated_reference
 
 
@@ -95,7 +97,8 @@ def attention_with_kvcache(
         ValueError: a shape is not as above, or arguments do not go together.
 
     Kernels take bfloat16 and float16 on a GPU and head dimensions that are multiples of 8 up to
-    256; everything else is plain PyTorch, which waits for the GPU.
+    256. On a CPU, :func:`flexops.attention` attends to each sequence. Everything else is plain
+    PyTorch, which waits for the GPU.
     """
     seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
     length = -1 if cache_seqlens is None or seqlens is not None else cache_seqlens
@@ -271,6 +274,7 @@ def _reference(
     length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
     block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
     interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
+    attend: Callable[..., Any] = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -322,7 +326,7 @@ def _reference(
             alibi_slopes=alibi_slopes if slopes is None else slopes,
             sinks=sinks,
         )
-        found, sums = attention_reference(q[b : b + 1], keys[None], values[None], *o)
+        found, sums = attend(q[b : b + 1], keys[None], values[None], *o)
         out[b], lse[b] = found[0], sums[0]
     return out, lse
 
@@ -336,9 +340,16 @@ def _fake(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor
 
 
 define("kvcache_attention_", _reference, _fake, check=_check, function="attention_with_kvcache")
+
+
+def _by_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The same, on a CPU by attention's own kernels."""
+    return _reference(q, *rest, attend=attention_reference if q.is_cuda else by_kernels)
+
+
 define(
     KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1),
-    _reference,
+    _by_attention,
     _fake,
     check=_check,
     function="attention_with_kvcache",

@@ -293,6 +293,12 @@ def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+def test_attention_over_codes(machine: dict[str, str]) -> None:
+    selection = "attend_as and plain and (4-64-64 or 8-64-128)"
+    assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 2
+
+
+@pytest.mark.slow
 def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
     """Of GPUs' own tests, with tensors of the CPU."""
     selection = "score_modifiers and not hopper and not flex_attention"
