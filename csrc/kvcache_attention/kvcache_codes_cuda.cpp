@@ -8,7 +8,8 @@
 namespace flexops::attention {
 namespace {
 
-/// For heads of D columns; kWarps and N: those of the ring's part.
+/// For heads of D columns; kWarps and N: those of the ring's part. What few models have is compiled
+/// when it is called.
 template <int D, int kBits, int kValueGroup, int kWarps, int N>
 constexpr Tiling<CodesParams> coded_tiling() {
   using Shape = Coded<D, D, kBits, kValueGroup, kWarps>;
@@ -21,9 +22,9 @@ constexpr Tiling<CodesParams> coded_tiling() {
           Shape::kKeys,
           Shape::kThreads,
           Shape::kBytes > Ring::kBytes ? Shape::kBytes : Ring::kBytes,
-          {{kValueGroup == 64 ? PerType<CodesParams> FLEXOPS_CODES(kernel, Plain)
-                              : PerType<CodesParams>
-                                    FLEXOPS_CODES(rare_kernel, Plain),
+          {{kValueGroup == 64 && D <= 128 ? PerType<CodesParams> FLEXOPS_CODES(kernel, Plain)
+                                          : PerType<CodesParams>
+                                                FLEXOPS_CODES(rare_kernel, Plain),
             FLEXOPS_CODES(rare_kernel, Modified<true, false, false>),
             FLEXOPS_CODES(rare_kernel, Modified<false, true, false>),
             {},

@@ -155,14 +155,13 @@ class CompressedLayer(KVCacheLayer):
     def _replace(self, change: Any) -> None:
         if self._there:
             codes = self.codes()
-            changed = ops.CompressedKVCache(*map(change, codes[:6]), *codes[6:])
-            self.store.put(self.index, changed)
+            self.store.put(self.index, ops.changed(codes, change))
 
     def clone(self) -> Any:
         if not self._there:
             return None
         codes = self.codes()
-        return ops.CompressedKVCache(*(x.clone() for x in codes[:6]), *codes[6:]), self.length
+        return ops.changed(codes, torch.clone), self.length
 
     def restore(self, kept: Any) -> None:
         codes, self.length = kept

@@ -274,7 +274,7 @@ def _reference(
     length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
     block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
     interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
-    attend: Callable[..., Any] = attention_reference,
+    *, attend: Callable[..., Any] = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])

@@ -15,6 +15,7 @@ is, and a step that appends one token and quantizes the group that leaves the ri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,13 @@ def make_compressed_cache(
         bits,
         group_size,
     )
+
+
+def changed(cache: CompressedKVCache, change: Callable[[Tensor], Tensor]) -> CompressedKVCache:
+    """The cache with another tensor in place of each; their first dimension is the batch."""
+    codes = (change(cache.k_codes), change(cache.k_steps), change(cache.v_codes))
+    rest = (change(cache.v_steps), change(cache.recent_k), change(cache.recent_v))
+    return CompressedKVCache(*codes, *rest, cache.bits, cache.group_size)
 
 
 def append_compressed_(cache: CompressedKVCache, k: Tensor, v: Tensor, length: int) -> None:
