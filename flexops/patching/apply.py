@@ -14,8 +14,10 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import convolution, torch_modules, trl
+from . import generation as generating
 from . import projections as projecting
 from . import residuals as adding
+from . import rope as rope_part
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -40,6 +42,7 @@ def patch(
     projections: bool = True,
     experts: bool = True,
     loss: bool = True,
+    generation: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
 ) -> Report:
@@ -61,6 +64,8 @@ def patch(
         experts: mixtures of experts whose class goes through transformers' experts interface.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
+        generation: :class:`flexops.KVCache` in ``model.generate``, and on a GPU each decode step as
+            one CUDA graph; needs ``attention``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
             that require a gradient; or an optimizer of torch.optim, to have flexops' with its
             groups. It is ``report.optimizer``.
@@ -88,7 +93,12 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "experts": experts, "loss": loss}
+    wanted |= {
+        "projections": projections,
+        "experts": experts,
+        "loss": loss,
+        "generation": generation,
+    }
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -108,6 +118,11 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
+        for module in model.modules():
+            row = generating.switch(module, "" if generation else "generation=False")
+            outcomes += [] if row is None else [row]
+            if row is not None and row.swapped:
+                _tabulate(module)
         made, rows = _optimizer(model, optimizer)
     if loss:
         trl.install()
@@ -146,6 +161,7 @@ def unpatch(model: Any) -> int:
             del module.__dict__["forward"]
             restored += 1
         attending.switch_back(module)
+        generating.switch_back(module)
     return restored
 
 
@@ -256,6 +272,9 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     reason = reason if wanted else "projections=False"
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
+    last = getattr(module, "o_proj", None)
+    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
+        last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
 
 
@@ -271,6 +290,14 @@ def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
     if not reason:
         module.__dict__["forward"] = functools.partial(convolution.forward, module)
     yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
+
+
+def _tabulate(model: nn.Module) -> None:
+    """Let rotary embeddings look their angles up in decode steps."""
+    for module in model.modules():
+        present = module.__dict__.get("forward")
+        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+            module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 
 # ---- a whole model -------------------------------------------------------------------------------
