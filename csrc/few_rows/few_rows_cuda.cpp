@@ -10,6 +10,7 @@ namespace {
 
 using few_rows::Params;
 
+constexpr int64_t kLong = 4096;             // of k, for blocks of many warps
 constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
 
 /// A kernel by shape and gated.
@@ -67,12 +68,11 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     p.starts[i] = gated ? 0 : static_cast<int>(all);
     all += p.columns[i];
   }
-  const int64_t processors = gpu_facts().processors, columns = gated ? 2 * width : all,
-                tall = ceil_div(columns, few_rows::kColumns);
-  const int shape = p.rows > 8               ? few_rows::kTall
-                    : tall <= processors     ? few_rows::kFew
-                    : tall <= 2 * processors ? few_rows::kSome
-                                             : few_rows::kMany;
+  const int64_t columns = gated ? 2 * width : all;
+  const bool few = columns <= few_rows::kColumns * int64_t{gpu_facts().processors} && p.k >= kLong;
+  const int shape = p.rows > 8 ? few ? few_rows::kTallFew : few_rows::kTall
+                    : few      ? few_rows::kFew
+                               : few_rows::kUsual;
   const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
   int64_t count = 0;
   for (int i = 0; i < p.count; ++i) {
