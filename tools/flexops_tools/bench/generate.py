@@ -214,7 +214,7 @@ def _bandwidth(device: str) -> float:
         target.copy_(source)
         _wait(device)
         best = min(best, time.perf_counter() - started)
-    return 2 * source.nbytes / best
+    return float(2 * source.nbytes / best)
 
 
 def _release() -> None:
