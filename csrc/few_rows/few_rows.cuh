@@ -7,9 +7,9 @@
 // bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
 // two chunks of k in flight: while it multiplies one, the other arrives.
 //
-// A block first copies the rows to shared memory, where they fit, while its first weights are on
-// their way. There they are multiplied by the norm's weights, and their squares added up; a row's
-// factor is applied to the sums of the product.
+// A block first copies one row or two to shared memory while its first weights are on their way.
+// There they are multiplied by the norm's weights, and their squares added up; a row's factor is
+// applied to the sums of the product.
 //
 // In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
 // before it still runs: weights do not depend on it.
@@ -29,14 +29,11 @@ inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
 struct Shape {
   int warps, rows, tiles, steps, resident;
 };
-/// For at most 8 rows, and for more, which a block reads whole: its weights should be more. Where a
-/// multiprocessor has one block at most and k is long, blocks have more warps.
-enum { kUsual, kFew, kTall, kTallFew };
+/// For at most 8 rows, with many blocks, with two for each multiprocessor at most, and with one of
+/// long rows at most; and for more rows, with many blocks and few. Tuned on one H200.
+enum { kMany, kSome, kFew, kTall, kTallFew };
 inline constexpr Shape kShapes[] = {
-    {8, 1, 1, 4, 16},
-    {16, 1, 1, 4, 16},
-    {8, 2, 2, 2, 16},
-    {16, 2, 1, 2, 16},
+    {8, 1, 1, 2, 24}, {8, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}, {16, 2, 1, 2, 16},
 };
 /// Whether a block reads the rows as it needs them (and normalizes them), or from shared memory.
 enum Input { kDirect, kDirectNorm, kStaged };
