@@ -7,9 +7,9 @@
 // bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
 // two chunks of k in flight: while it multiplies one, the other arrives.
 //
-// A block first copies the rows to shared memory, where they fit, while its first weights are on
-// their way. There they are multiplied by the norm's weights, and their squares added up; a row's
-// factor is applied to the sums of the product.
+// A block first copies one row or two to shared memory while its first weights are on their way.
+// There they are multiplied by the norm's weights, and their squares added up; a row's factor is
+// applied to the sums of the product.
 //
 // In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
 // before it still runs: weights do not depend on it.
@@ -29,13 +29,14 @@ inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
 struct Shape {
   int warps, rows, tiles, steps, resident;
 };
-/// For at most 8 rows, the fewer blocks the more warps each; and for more rows, each of which a
-/// block reads whole: its weights should be more.
-enum { kMany, kSome, kFew, kTall };
+/// For at most 8 rows, with many blocks, with two for each multiprocessor at most, and with one of
+/// long rows at most; and for more rows, with many blocks and few. Tuned on one H200.
+enum { kMany, kSome, kFew, kTall, kTallFew };
+inline constexpr Shape kShapes[] = {
+    {8, 1, 1, 2, 24}, {8, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}, {16, 2, 1, 2, 16},
+};
 /// Whether a block reads the rows as it needs them (and normalizes them), or from shared memory.
 enum Input { kDirect, kDirectNorm, kStaged };
-inline constexpr Shape kShapes[] = {
-    {4, 1, 1, 4, 16}, {8, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}};
 
 struct Params {
   const void* x;                                  // [rows, k]
@@ -51,12 +52,28 @@ struct Params {
   int activation;
 };
 
+/// 16 bytes of weights, which one kernel reads once: past the first-level cache, and 256 bytes at a
+/// time into the second, because a warp reads 64 of a row at once.
+FLEXOPS_DEVICE uint4 load_weights(const u16* at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint4 out;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+      : "l"(at));
+  return out;
+#else
+  return bit_cast<uint4>(load<Cache::streaming>(reinterpret_cast<const Vec<u16, 8>*>(at)));
+#endif
+}
+
 /// A lane's 8 neighbouring numbers of a row; zeros from k on.
 template <bool kAligned, Cache cache>
 FLEXOPS_DEVICE uint4 load8(const u16* row, int at, int k) {
   uint4 out = {0, 0, 0, 0};
   if constexpr (kAligned) {
-    if (at < k) out = bit_cast<uint4>(load<cache>(reinterpret_cast<const Vec<u16, 8>*>(row + at)));
+    if (at >= k) return out;
+    if constexpr (cache == Cache::streaming) return load_weights(row + at);
+    out = bit_cast<uint4>(load<cache>(reinterpret_cast<const Vec<u16, 8>*>(row + at)));
   } else {
     u32 words[4] = {};
 #pragma unroll

@@ -10,41 +10,37 @@ namespace {
 
 using few_rows::Params;
 
+constexpr int64_t kLong = 4096;             // of k, for blocks of many warps
 constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
+constexpr int kMostStagedRows = 2;          // more take longer to copy than to read as needed
 
-/// A kernel by shape and gated.
-template <class T, few_rows::Input kInput, bool kAligned, bool kRare>
-KernelOf<Params> kernel_of(int shape, bool gated) {
-  using few_rows::product;
-#define FLEXOPS_FEW_ROWS(which, shape)                   \
-  {                                                      \
-    which<product<T, shape, false, kInput, kAligned>>,   \
-        which<product<T, shape, true, kInput, kAligned>> \
-  }
-  if constexpr (kRare) {
-    static const KernelOf<Params> kKernels[][2] = {
-        FLEXOPS_FEW_ROWS(rare_kernel, 0), FLEXOPS_FEW_ROWS(rare_kernel, 1),
-        FLEXOPS_FEW_ROWS(rare_kernel, 2), FLEXOPS_FEW_ROWS(rare_kernel, 3)};
-    return kKernels[shape][gated];
-  } else {
-    static const KernelOf<Params> kKernels[][2] = {
-        FLEXOPS_FEW_ROWS(kernel, 0), FLEXOPS_FEW_ROWS(kernel, 1), FLEXOPS_FEW_ROWS(kernel, 2),
-        FLEXOPS_FEW_ROWS(kernel, 3)};
-    return kKernels[shape][gated];
-  }
-#undef FLEXOPS_FEW_ROWS
-}
+/// Kernels by shape and gated.
+using Kernels = KernelOf<Params>[2];
+#define FLEXOPS_FEW_ROWS(which, shape, input, aligned)                  \
+  {which<few_rows::product<T, few_rows::shape, false, input, aligned>>, \
+   which<few_rows::product<T, few_rows::shape, true, input, aligned>>}
+#define FLEXOPS_FEW_ROWS_SHAPES(which, input, aligned)                                            \
+  FLEXOPS_FEW_ROWS(which, kMany, input, aligned), FLEXOPS_FEW_ROWS(which, kSome, input, aligned), \
+      FLEXOPS_FEW_ROWS(which, kFew, input, aligned),                                              \
+      FLEXOPS_FEW_ROWS(which, kTall, input, aligned),                                             \
+      FLEXOPS_FEW_ROWS(which, kTallFew, input, aligned)
 
-/// The usual rows fit into shared memory.
 template <class T>
 KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors, bool staged) {
-  if (staged) return kernel_of<T, few_rows::kStaged, true, false>(shape, gated);
-  if (vectors)
-    return norm ? kernel_of<T, few_rows::kDirectNorm, true, true>(shape, gated)
-                : kernel_of<T, few_rows::kDirect, true, true>(shape, gated);
-  return norm ? kernel_of<T, few_rows::kDirectNorm, false, true>(shape, gated)
-              : kernel_of<T, few_rows::kDirect, false, true>(shape, gated);
+  using few_rows::kDirect, few_rows::kDirectNorm, few_rows::kStaged;
+  static const Kernels kInShared[] = {FLEXOPS_FEW_ROWS(kernel, kMany, kStaged, true),
+                                      FLEXOPS_FEW_ROWS(kernel, kSome, kStaged, true),
+                                      FLEXOPS_FEW_ROWS(kernel, kFew, kStaged, true)};
+  static const Kernels kPlain[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirect, true)};
+  static const Kernels kNormed[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirectNorm, true)};
+  static const Kernels kRagged[] = {FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, kDirect, false)};
+  static const Kernels kRaggedNormed[] = {FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, kDirectNorm, false)};
+  if (staged) return kInShared[shape][gated];
+  if (vectors) return (norm ? kNormed : kPlain)[shape][gated];
+  return (norm ? kRaggedNormed : kRagged)[shape][gated];
 }
+#undef FLEXOPS_FEW_ROWS_SHAPES
+#undef FLEXOPS_FEW_ROWS
 
 }  // namespace
 
@@ -67,11 +63,12 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     p.starts[i] = gated ? 0 : static_cast<int>(all);
     all += p.columns[i];
   }
-  const int64_t processors = gpu_facts().processors, columns = gated ? 2 * width : all,
-                tall = ceil_div(columns, few_rows::kColumns);
-  const int shape = p.rows > 8               ? few_rows::kTall
-                    : tall <= processors     ? few_rows::kFew
-                    : tall <= 2 * processors ? few_rows::kSome
+  const int64_t processors = gpu_facts().processors;
+  const int64_t some = ceil_div(gated ? 2 * width : all, few_rows::kColumns);
+  const bool few = some <= processors && p.k >= kLong;
+  const int shape = p.rows > 8               ? few ? few_rows::kTallFew : few_rows::kTall
+                    : few                    ? few_rows::kFew
+                    : some <= 2 * processors ? few_rows::kSome
                                              : few_rows::kMany;
   const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
   int64_t count = 0;
@@ -80,7 +77,7 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     p.ends[i] = static_cast<int>(count);
   }
   const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
-  const bool staged = vectors && bytes <= kMostStaged;
+  const bool staged = vectors && p.rows <= kMostStagedRows && bytes <= kMostStaged;
   const auto start = [&](auto type) {
     using T = decltype(type);
     const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);

@@ -93,7 +93,8 @@ class Decoder:
     ) -> step.Graph | None:
         """The graph of a step, captured if it is not there; None if it cannot be, which is said
         once."""
-        if self.refused:
+        outer = buffers[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.refused or outer:
             return None
         graph: step.Graph | None = store.graphs.get(key)
         if graph is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GenerationError
@@ -208,7 +209,7 @@ class _Run:
     def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
         """What takes a step, given how many tokens there are."""
         if step.refusal(self.model):
-            return self._plain_stepper(mask)
+            return self._plain_stepper(mask, self.cache.length)
         cache, buffers = self.cache, self.buffers
         store = cache.store
         store.place(cache.length, mask)
@@ -220,28 +221,35 @@ class _Run:
                 last = buffers.tokens.index_select(1, buffers.at - 1)
                 self._choose(step.logits_of(self.model, self.model, cache, last))
 
+        instead: list[Callable[[int], None]] = []
+
         def take(length: int) -> None:
+            if instead:
+                return instead[0](length)
             bucket = step.bucket_of(length, cache.max_length)
-            graph = None
-            if captures:
+            if not captures:
+                compute(bucket)
+            else:
                 drawn = self.sampling, self.generator
                 ends = len(self.ends), self.pad
                 key = ("tokens", cache.state, drawn, ends, bucket)
                 graph = cache.decoder.captured(
                     store, key, lambda: compute(bucket), state, self.generator
                 )
-            if graph is not None:
+                if graph is None:
+                    buffers.at.fill_(length)
+                    instead.append(self._plain_stepper(mask, length - 1))
+                    return instead[0](length)
                 graph.replay()
-            else:
-                compute(bucket)
             cache.advance(1)
             store.known = cache.length
+            return None
 
         return take
 
-    def _plain_stepper(self, mask: Tensor | None) -> Callable[[int], None]:
-        """The model as it is, which keeps lengths on the host."""
-        seen = None if mask is None else mask.clone()
+    def _plain_stepper(self, mask: Tensor | None, length: int) -> Callable[[int], None]:
+        """The model as it is, which keeps lengths on the host, after so many tokens."""
+        seen = None if mask is None else F.pad(mask, (0, length - mask.shape[1]), value=1)
 
         def take(length: int) -> None:
             nonlocal seen

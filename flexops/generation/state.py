@@ -54,6 +54,7 @@ class State(threading.local):
         active: whether the thread is in a step.
         normed: a tensor and the norm that it still lacks, with its ``eps`` and ``offset``.
         residual: what the next product that ends a block adds.
+        projected: what the projections of an attention made of a tensor, by their ids.
         rotary: cosines and sines by which the next attention rotates query and key.
     """
 
@@ -61,6 +62,7 @@ class State(threading.local):
     tables: Tables | None = None
     normed: tuple[Tensor, Any, float, float] | None = None
     residual: Tensor | None = None
+    projected: tuple[Tensor, dict[int, Tensor]] | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
 
@@ -75,7 +77,7 @@ def step(tables: Tables) -> Iterator[None]:
         yield
     finally:
         state.active, state.tables = False, None
-        state.normed = state.residual = state.rotary = None
+        state.normed = state.residual = state.projected = state.rotary = None
 
 
 def tables() -> Tables | None:

@@ -118,10 +118,10 @@ def prepare(
         batch = batch_size * max(
             generation_config.num_beams or 1, generation_config.num_return_sequences or 1
         )
-        fits = asked == NAME or _fits(model, batch, max_cache_length)
-        if asked == NAME or (fits and not decoder.refusal(model)):
+        refused = decoder.refusal(model)
+        if asked == NAME or (not refused and _fits(model, batch, max_cache_length)):
             cache = decoder.borrow(model, batch, max(max_cache_length, 1))
-            if decoder.refusal(model) or not captures(model.device):
+            if refused or not captures(model.device):
                 cache.decoder = None
             model_kwargs["past_key_values"] = cache
             return None
@@ -142,7 +142,7 @@ def _fits(model: Any, batch: int, length: int) -> bool:
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = 2 * config.num_hidden_layers * batch * length * heads * width * 4
+    size = 2 * config.num_hidden_layers * batch * length * heads * width * model.dtype.itemsize
     if model.device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(model.device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..generation.state import state
 from . import decoding
 from .forwards import replacement
 from .linears import together
@@ -19,27 +20,31 @@ _FOUND = "_flexops_projected"
 @replacement
 def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
     """One of them: the first that is called makes what the others will be asked for."""
+    if decoding.takes(x, *siblings):
+        return _in_a_step(module, x, siblings)
     found = module.__dict__.pop(_FOUND, None)
     if found is not None and found[0] is x and found[2] == x._version:
         made: Tensor = found[1]
         return made
-    results = _of_all(x, siblings) if siblings[0] is module else None
+    results = together(x, siblings) if siblings[0] is module else None
     if results is None:
         return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    # attention keeps the values, and must not keep all three with them
+    results[-1] = results[-1].contiguous()
     for one, result in zip(siblings[1:], results[1:], strict=True):
         one.__dict__[_FOUND] = (x, result, x._version)
     return results[0]
 
 
-def _of_all(x: Tensor, siblings: tuple[Any, ...]) -> list[Tensor] | None:
-    if decoding.takes(x, *siblings):
+def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tensor:
+    """The same in a decode step, where what was made is the thread's own."""
+    made = state.projected
+    if made is None or made[0] is not x:
         widths = [one.weight.shape[0] for one in siblings]
-        return list(decoding.product(x, siblings).split(widths, -1))
-    results = together(x, siblings)
-    if results is not None:
-        # attention keeps the values, and must not keep all three with them
-        results[-1] = results[-1].contiguous()
-    return results
+        results = decoding.product(x, siblings).split(widths, -1)
+        made = state.projected = x, dict(zip(map(id, siblings), results, strict=True))
+    found: Tensor = made[1][id(module)]
+    return found
 
 
 @replacement

@@ -16,6 +16,7 @@ FAMILIES = {
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),
+    "generation": ("few_rows", "kvcache_attention"),
 }
 """What has the kernels of the operators that rows name."""
 

@@ -200,8 +200,8 @@ def _limit(shape: Shape, model: Any, device: str, batch: int, length: int) -> fl
     weights -= 0 if head is embedding else embedding.nbytes
     width = shape.hidden // shape.heads * shape.kv_heads
     cache = 2 * shape.layers * batch * length * width * head.element_size()
-    milliseconds: float = 1e3 * (weights + cache) / _bandwidth(device)
-    return round(milliseconds, 3)
+    size: int = weights + cache
+    return round(1e3 * size / _bandwidth(device), 3)
 
 
 def _bandwidth(device: str) -> float:
@@ -215,7 +215,7 @@ def _bandwidth(device: str) -> float:
         target.copy_(source)
         _wait(device)
         best = min(best, time.perf_counter() - started)
-    return 2 * source.nbytes / best
+    return float(2 * source.nbytes / best)
 
 
 def _release() -> None:
