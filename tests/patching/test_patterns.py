@@ -194,7 +194,7 @@ def test_a_module_that_liger_patched_is_left_alone() -> None:
         ("roberta", "RobertaForMaskedLM", True),
         ("llava", "LlavaForConditionalGeneration", True),
         ("t5", "T5ForConditionalGeneration", True),
-        ("mixtral", "MixtralExperts", False),
+        ("mixtral", "MixtralExperts", True),
         ("fsmt", "FSMTForConditionalGeneration", False),
     ],
 )

@@ -216,5 +216,5 @@ def test_every_type_computes_the_same(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_that_of_this_transformers() -> None:
-    """``python tests/models/zoo.py`` writes it."""
+    """``python tests/patching/zoo.py`` writes it."""
     assert zoo.table() in zoo.PAGE.read_text()
