@@ -79,7 +79,7 @@ def settings(module: nn.Module) -> Any:
         for name, part in module._modules.items()
     )
     config = vars(module).get("config")
-    shared = () if config is None else _values(config)
+    shared = _values(config) if hasattr(config, "__dict__") or isinstance(config, dict) else ()
     return _values(module), shared, parts, tuple(module._parameters)
 
 
@@ -87,7 +87,7 @@ def _values(owner: Any) -> tuple[Any, ...]:
     """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
     return tuple(
         (name, getattr(value, "__func__", value))
-        for name, value in vars(owner).items()
+        for name, value in (owner if isinstance(owner, dict) else vars(owner)).items()
         if name not in ("training", "layer_idx", "layer_id", "forward")
         and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
     )

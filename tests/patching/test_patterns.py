@@ -127,7 +127,15 @@ def test_a_function_for_dropout_is_seen(rate: float) -> None:
 
     own, shared = Own(), Shared()
     own.rate, shared.config = rate, types.SimpleNamespace(rate=rate)  # type: ignore[assignment]
-    for module in (own, shared):
+
+    class Mapped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.config["rate"], self.training)
+
+    mapped, odd = Mapped(), Block()
+    mapped.config, odd.config = {"rate": rate}, (rate,)  # type: ignore[assignment]
+    assert row_of(odd).swapped
+    for module in (own, shared, mapped):
         row = row_of(module)
         assert row.swapped == (not rate)
         assert bool(row.reason) == bool(rate)
@@ -194,7 +202,7 @@ def test_a_module_that_liger_patched_is_left_alone() -> None:
         ("roberta", "RobertaForMaskedLM", True),
         ("llava", "LlavaForConditionalGeneration", True),
         ("t5", "T5ForConditionalGeneration", True),
-        ("mixtral", "MixtralExperts", False),
+        ("mixtral", "MixtralExperts", True),
         ("fsmt", "FSMTForConditionalGeneration", False),
     ],
 )

@@ -58,7 +58,7 @@ _AUTO = (
 )
 TYPES = sorted({*LIGER, *(name for mapping in _AUTO for name in mapping)})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-PARTS = ("norms", "residuals", "activations", "rope", "attention", "loss")
+PARTS = ("norms", "residuals", "activations", "experts", "rope", "attention", "loss")
 _OPERATORS = {
     "norms": r"\b(rms|layer)_norm",
     "rope": "rotary",
@@ -66,6 +66,7 @@ _OPERATORS = {
     "attention": "^attention",
     "loss": "cross_entropy",
     "residuals": "^add_",
+    "experts": "experts",
 }
 
 
@@ -243,7 +244,10 @@ def cell(report: Any, part: str) -> str:
     rows = [
         row
         for row in report.rows
-        if re.search(_OPERATORS[part], row.operator)
+        if (
+            re.search(_OPERATORS[part], row.operator)
+            or (part == "experts" and row.module.endswith("Experts"))
+        )
         and not re.search("no norm reads|nothing to fuse", row.reason)
     ]
     swapped = [row.swapped for row in rows]
