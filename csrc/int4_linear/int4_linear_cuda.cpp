@@ -12,10 +12,10 @@ namespace {
 
 using int4::Params;
 
-/// A kernel's configuration: as a number, for measurements, `rows << 24 | warps_n << 16 | warps <<
-/// 8 | cluster`.
+/// A kernel's configuration: as a number, for measurements, `2 << 24 | warps_n << 16 | warps << 8 |
+/// cluster`.
 struct Plan {
-  int rows;     // tiles of 16 rows of the weight for a warp
+  int rows;     // tiles of 16 rows of the weight for a warp: 2
   int warps_n;  // warps beside each other along n; 0: few_rows
   int warps;    // of a block; those that are not beside each other share the columns
   int cluster;  // blocks that share the columns
@@ -100,10 +100,7 @@ template <class T, class S>
 void launch_product(Params& p, const Plan& plan, void* stream) {
   if (plan.warps_n == 0) {
     if (p.m > 8) return launch_few<T, S, 2, 2, 2, 256, 2>(p, plan, stream);
-    if (plan.rows == 4) return launch_few<T, S, 4, 1, 2, 256, 1>(p, plan, stream);
-    if (plan.rows == 2) return launch_few<T, S, 2, 1, 3, 512, 1>(p, plan, stream);
-    if (plan.warps > 8) return launch_few<T, S, 1, 1, 2, 512, 2>(p, plan, stream);
-    return launch_few<T, S, 1, 1, 4, 256, 2>(p, plan, stream);
+    return launch_few<T, S, 2, 1, 3, 512, 1>(p, plan, stream);
   }
   if (plan.warps_n == 2) {
     if (p.m <= 32) return launch_many<T, S, 4, 2>(p, plan, stream);
