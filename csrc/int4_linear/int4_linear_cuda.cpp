@@ -12,10 +12,10 @@ namespace {
 
 using int4::Params;
 
-/// A kernel's configuration: as a number, for measurements, `rows << 24 | warps_n << 16 | warps <<
-/// 8 | cluster`.
+/// A kernel's configuration: as a number, for measurements, `2 << 24 | warps_n << 16 | warps << 8 |
+/// cluster`.
 struct Plan {
-  int rows;     // tiles of 16 rows of the weight for a warp
+  int rows;     // tiles of 16 rows of the weight for a warp: 2
   int warps_n;  // warps beside each other along n; 0: few_rows
   int warps;    // of a block; those that are not beside each other share the columns
   int cluster;  // blocks that share the columns
@@ -29,27 +29,23 @@ int log2_of(int64_t value) {
 
 /// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
+  const int64_t tiles_k = c.weight.tiles_k, processors = gpu.processors;
   const bool clusters = gpu.capability >= 90;
-  const int64_t tiles = c.weight.tiles_n, k = c.weight.tiles_k;
-  // Blocks that share the columns, until each multiprocessor has `wanted` of them.
-  const auto share = [&](int64_t count, int64_t wanted, int most) {
-    int cluster = 1;
-    while (clusters && cluster < most && count * cluster * 4 <= wanted * gpu.processors * 3)
-      cluster *= 2;
-    return cluster;
-  };
-  if (c.m <= 8) {
-    if (tiles >= 8 * gpu.processors) return {2, 0, 4, 1};
-    if (tiles >= gpu.processors) return {2, 0, k >= 64 ? 16 : 8, 1};
-    return {1, 0, k >= 64 ? 16 : 8, 1};
-  }
   if (c.m <= 16) {
-    if (tiles >= 8 * gpu.processors) return {2, 0, 4, 1};
-    return {2, 0, 8, share(ceil_div(tiles, 2), 2, 4)};
+    const int64_t count = ceil_div(c.weight.tiles_n, 2);
+    if (2 * count >= 7 * processors) return {2, 0, 4, 1};
+    const int warps = c.m <= 8 && count <= processors ? 16 : 8;
+    int cluster = c.m > 8 && clusters && count <= processors ? 2 : 1;
+    while (clusters && cluster < 4 && 2 * count * cluster <= processors &&
+           tiles_k >= 4 * warps * cluster)
+      cluster *= 2;
+    return {2, 0, warps, cluster};
   }
-  if (tiles >= 8 * gpu.processors) return {int4::kManyRows, 8, 8, 1};
-  const int warps = gpu.shared_of_block >= 180 << 10 ? 8 : 4;
-  return {int4::kManyRows, 2, warps, share(ceil_div(tiles, 4) * ceil_div(c.m, 64), 1, 2)};
+  const int64_t count = ceil_div(c.weight.tiles_n, 4) * ceil_div(c.m, 64);
+  if (count >= 3 * processors && c.m > 32) return {int4::kManyRows, 8, 8, 1};
+  if (count > processors || gpu.shared_of_block < 180 << 10) return {int4::kManyRows, 2, 4, 1};
+  const int cluster = !clusters || 2 * count > processors ? 1 : 6 * count > processors ? 2 : 4;
+  return {int4::kManyRows, 2, 8, cluster};
 }
 
 Params make_params(const Int4Product& c, const Plan& plan) {
@@ -104,10 +100,7 @@ template <class T, class S>
 void launch_product(Params& p, const Plan& plan, void* stream) {
   if (plan.warps_n == 0) {
     if (p.m > 8) return launch_few<T, S, 2, 2, 2, 256, 2>(p, plan, stream);
-    if (plan.rows == 4) return launch_few<T, S, 4, 1, 2, 256, 1>(p, plan, stream);
-    if (plan.rows == 2) return launch_few<T, S, 2, 1, 3, 512, 1>(p, plan, stream);
-    if (plan.warps > 8) return launch_few<T, S, 1, 1, 2, 512, 2>(p, plan, stream);
-    return launch_few<T, S, 1, 1, 4, 256, 2>(p, plan, stream);
+    return launch_few<T, S, 2, 1, 3, 512, 1>(p, plan, stream);
   }
   if (plan.warps_n == 2) {
     if (p.m <= 32) return launch_many<T, S, 4, 2>(p, plan, stream);

@@ -456,9 +456,10 @@ def _linear(
 
 
 def few_rows(x: Tensor, scales: Tensor) -> int:
-    """The most rows of ``x`` for which kernels read the packed weight."""
+    """The most rows of ``x`` for which kernels read the packed weight: measured on one H200, and on
+    one core of a CPU."""
     if x.device.type == "cuda":
-        return 0 if torch.float32 in (x.dtype, scales.dtype) else 64
+        return 0 if torch.float32 in (x.dtype, scales.dtype) else 128
     return 16
 
 

@@ -9,7 +9,7 @@ import torch
 import flexops
 from flexops.ops import int4_linear as reference
 
-FEW, MANY = (1 << 24 | 8 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
+FEW, MANY = (2 << 24 | 8 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
 
 
 def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4Weight:
