@@ -22,8 +22,6 @@ namespace flexops::grouped {
 
 enum Form : int { kByRows, kByColumns, kOuter };
 /// Silu and gelu by tanh are one shape, gelu by erf is another (activation.cuh).
-/// Which operand's rows are gathered by an index, of those that the form has a row t of.
-enum Gather : int { kNoGather, kGatherA, kGatherB };
 enum Gate : int { kNoGate, kSigmoidGate, kErfGate };
 
 struct Product {

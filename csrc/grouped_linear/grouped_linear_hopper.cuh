@@ -21,25 +21,14 @@
 
 namespace flexops::grouped {
 
-namespace detail {
-template <bool kFirst, class A, class B>
-struct Either {
-  using type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using type = B;
-};
-}  // namespace detail
-
 struct HopperParams {
-  const void* gathered;  // the operand whose rows are gathered, or null
+  const void* gathered;  // a, where its rows are gathered; else null
   hopper::TensorMap a,
       b;  // boxes of 64 columns; of 128 rows where columns are summed over, else 64
   Product product;
 };
 
-template <int kForm, int kGate, int kGather>
+template <int kForm, int kGate, bool kGather>
 struct HopperShape {
   static constexpr bool kGated = kGate != kNoGate;
   static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kGroups = 2;
@@ -65,15 +54,15 @@ struct HopperShape {
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
 };
 
-/// The copy engine's loads of a stage: of both operands, or of the one that is not gathered.
-template <int kForm, int kGather, class Shape>
+/// The copy engine's loads of a stage: of both operands, or of B where A's rows are gathered.
+template <int kForm, bool kGather, class Shape>
 FLEXOPS_DEVICE void load_stage(const HopperParams& p, const Shape& shape, u32 full, int stage,
                                int expert, int begin, int row, int column, int k) {
   using namespace hopper;
   using A = typename Shape::A;
   using B = typename Shape::B;
   const u32 a = shape.a(stage), b = shape.b(stage);
-  if constexpr (kGather == kGatherA) {
+  if constexpr (kGather) {
   } else if constexpr (kForm == kOuter) {
 #pragma unroll
     for (int panel = 0; panel < A::kPanels; ++panel)
@@ -81,8 +70,7 @@ FLEXOPS_DEVICE void load_stage(const HopperParams& p, const Shape& shape, u32 fu
   } else {
     load_tile(a, p.a, full, k, row, 0, 0);
   }
-  if constexpr (kGather == kGatherB) {
-  } else if constexpr (kForm == kByRows) {
+  if constexpr (kForm == kByRows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       load_tile(b + half * B::kBytes / 2, p.b, full, k,
@@ -99,33 +87,28 @@ FLEXOPS_DEVICE void load_stage(const HopperParams& p, const Shape& shape, u32 fu
 template <int kForm, class Shape>
 FLEXOPS_DEVICE void produce(const HopperParams& p, const Shape& shape) {
   hopper::RingState<Shape::kStages> at;
-  each_tile<kForm, Shape>(p.product,
-                          [&](int expert, int begin, int, int row, int column, int stages) {
+  each_tile<kForm, Shape>(p.product, [&](int expert, int begin, int, int row, int column,
+                                         int stages) {
 #pragma unroll 1
-                            for (int i = 0; i < stages; ++i, at.next()) {
-                              const u32 full = shape.ring().fill(at, Shape::kStageBytes);
-                              load_stage<kForm, kNoGather>(p, shape, full, at.stage, expert, begin,
-                                                           row, column, i * Shape::kK);
-                            }
-                          });
+    for (int i = 0; i < stages; ++i, at.next()) {
+      const u32 full = shape.ring().fill(at, Shape::kStageBytes);
+      load_stage<kForm, false>(p, shape, full, at.stage, expert, begin, row, column, i * Shape::kK);
+    }
+  });
 }
 
-/// By a warpgroup: thread 0 starts the copy engine's loads, and all gather the other operand's rows
-/// by cp.async, eight threads a row of 128 bytes. What a thread has copied is complete kLag stages
-/// later: then it arrives.
-template <class T, int kForm, int kGather, class Shape>
+/// By a warpgroup, in the form kByRows: thread 0 starts the copy engine's loads of B, and all
+/// gather A's rows by cp.async, eight threads a row of 128 bytes. What a thread has copied is
+/// complete kLag stages later: then it arrives.
+template <class T, class Shape>
 FLEXOPS_DEVICE void produce_gathered(const HopperParams& p, const Shape& shape) {
   using namespace hopper;
   using A = typename Shape::A;
-  using B = typename Shape::B;
-  constexpr bool kOfA = kGather == kGatherA;
-  using Gathered = typename detail::Either<kOfA, A, B>::type;
-  constexpr int kRows = Gathered::kRows / 16, kPanels = Gathered::kPanels;  // of a thread
+  constexpr int kRows = A::kRows / 16;  // of a thread
   const Product& product = p.product;
   const int thread = static_cast<int>(threadIdx.x), vector = thread % 8, first = thread / 8;
   // Row numbers differ by 16, so that the swizzle is the same for all of a thread's.
-  const u32 place = Gathered::place(kOfA ? 0 : A::kBytes, first, vector);
-  const int width = kForm != kOuter ? product.k : kOfA ? product.m : product.n;
+  const u32 place = A::place(0, first, vector);
   const T* const from = static_cast<const T*>(p.gathered) + 8 * vector;
   RingState<Shape::kStages> at, done;
   int under_way = 0;
@@ -134,44 +117,36 @@ FLEXOPS_DEVICE void produce_gathered(const HopperParams& p, const Shape& shape) 
     arrive(shape.ring().full(done.stage));
     done.next(), --under_way;
   };
-  each_tile<kForm, Shape>(product, [&](int expert, int begin, int end, int row, int column,
-                                       int stages) {
-    i64 rows[kRows];
-    bool valid[kRows];
-    const auto find = [&](int from_row) {
+  each_tile<kByRows, Shape>(
+      product, [&](int expert, int begin, int end, int row, int column, int stages) {
+        i64 rows[kRows];
+        bool valid[kRows];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int slot = from_row + first + 16 * i;
-        valid[i] = slot < end;
-        rows[i] =
-            valid[i] ? static_cast<i64>(__ldg(product.order + slot) / product.choices) * width : 0;
-      }
-    };
-    if (kForm != kOuter && stages > 0) find(row);
+        for (int i = 0; i < kRows; ++i) {
+          const int slot = row + first + 16 * i;
+          valid[i] = stages > 0 && slot < end;
+          rows[i] =
+              valid[i] ? static_cast<i64>(__ldg(product.order + slot) / product.choices) * product.k
+                       : 0;
+        }
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i, at.next()) {
-      const int k = i * Shape::kK;
-      if (kForm == kOuter) find(begin + k);
-      shape.ring().acquire(at);
-      if (thread == 0) {
-        const u32 full = shape.ring().full(at.stage);
-        expect(full, kOfA ? B::kBytes : A::kBytes);
-        load_stage<kForm, kGather>(p, shape, full, at.stage, expert, begin, row, column, k);
-      }
-      const int start = kForm != kOuter ? k : kOfA ? row : column;
-      const u32 to = shape.a(at.stage) + place;
+        for (int i = 0; i < stages; ++i, at.next()) {
+          const int k = i * Shape::kK;
+          shape.ring().acquire(at);
+          if (thread == 0) {
+            const u32 full = shape.ring().full(at.stage);
+            expect(full, Shape::B::kBytes);
+            load_stage<kByRows, true>(p, shape, full, at.stage, expert, begin, row, column, k);
+          }
+          const bool inside = k + 8 * vector < product.k;
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const bool inside = start + 64 * panel + 8 * vector < width;
-#pragma unroll
-        for (int n = 0; n < kRows; ++n)
-          async_copy16(to + panel * Gathered::kPanelBytes + n * 16 * Gathered::kRowBytes,
-                       from + rows[n] + (inside ? start + 64 * panel : 0), valid[n] && inside);
-      }
-      async_commit();
-      if (++under_way > Shape::kLag) async_wait(Shape::kLag), finish();
-    }
-  });
+          for (int n = 0; n < kRows; ++n)
+            async_copy16(shape.a(at.stage) + place + n * 16 * A::kRowBytes,
+                         from + rows[n] + (inside ? k : 0), valid[n] && inside);
+          async_commit();
+          if (++under_way > Shape::kLag) async_wait(Shape::kLag), finish();
+        }
+      });
   async_wait(0);
   while (under_way > 0) finish();
 }
@@ -237,7 +212,7 @@ FLEXOPS_DEVICE void consume(const HopperParams& p, const Shape& shape, int group
   });
 }
 
-template <class T, int kForm, int kGate, int kGather>
+template <class T, int kForm, int kGate, bool kGather>
 __global__ void __launch_bounds__(384, 1)
     product_hopper(const FLEXOPS_GRID_CONSTANT HopperParams p) {
   using Shape = HopperShape<kForm, kGate, kGather>;
@@ -254,8 +229,8 @@ __global__ void __launch_bounds__(384, 1)
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<Shape::kProducerRegisters>();
-    if constexpr (kGather != kNoGather) {
-      produce_gathered<T, kForm, kGather>(p, shape);
+    if constexpr (kGather) {
+      produce_gathered<T>(p, shape);
     } else {
       if (threadIdx.x == 0) produce<kForm>(p, shape);
     }

@@ -32,9 +32,9 @@ from .grouped_linear import (
     check_matrix,
     gated_reference,
     gathers_rows,
+    outer,
     outer_to,
     product,
-    product_of_columns,
     takes_kernels,
 )
 
@@ -378,16 +378,8 @@ def _backward(
     """The gradients of ``x``, ``weights``, ``gate_up`` and ``down``; those that are not asked for
     are empty."""
     nothing = x.new_empty(0)
-    grad = grad.contiguous()
-    gathers = gathers_rows(x, gate_up.shape[1] // 2) and x.shape[0] < order.numel()
-    gathered = order if gathers else None
-    if gathers and down.is_contiguous():
-        inner = product_of_columns(grad, down, offsets, order)
-    else:
-        grad_rows = _spread(grad, inverse, offsets)
-        inner = product(grad_rows, down.transpose(1, 2), offsets)
-        grad = grad if gathers else grad_rows
-        del grad_rows
+    grad_rows = _spread(grad.contiguous(), inverse, offsets)
+    inner = product(grad_rows, down.transpose(1, 2), offsets)
     means = (
         torch.ops.flexops.expert_gate_backward_.default
         if _fits(inner)
@@ -396,11 +388,8 @@ def _backward(
     grad_packed, grad_weights = means(
         inner, packed, _as_weights(weights, x).contiguous(), order, offsets, activation
     )
-    grad_down = nothing
-    if of_down:
-        grad_down = torch.empty_like(down, memory_format=torch.contiguous_format)
-        outer_to(grad_down, grad, inner, offsets, gathered)
-    del grad, inner
+    grad_down = outer(grad_rows, inner, offsets) if of_down else nothing
+    del grad_rows, inner
     grad_x = (
         _combine(product(grad_packed, gate_up.transpose(1, 2), offsets), inverse, offsets, None)
         if of_x
@@ -409,12 +398,9 @@ def _backward(
     grad_gate_up = nothing
     if of_gate_up:
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        if gathers:
-            outer_to(grad_gate_up, grad_packed, x.contiguous(), offsets, order)
-        else:  # in two pieces, so that half as many columns of the tokens' rows are held
-            for part, column in _halves(x):
-                rows = _spread(part, inverse, offsets)
-                outer_to(grad_gate_up, grad_packed, rows, offsets, None, column)
+        # in two pieces, so that half as many columns of the tokens' rows are held
+        for part, column in _halves(x):
+            outer_to(grad_gate_up, column, grad_packed, _spread(part, inverse, offsets), offsets)
     return grad_x, grad_weights.to(weights.dtype), grad_gate_up, grad_down
 
 

@@ -137,7 +137,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-_GATHERS = False
+_GATHERS = True
 """Whether Hopper's kernels gather rows, or a sorted copy of them is made."""
 
 
@@ -153,44 +153,28 @@ def _is_transposed(weight: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``x[t] @ weight[e].T``, by the best means there are."""
-    if takes_kernels(x, weight.shape[1]):
-        if _is_transposed(weight):
-            return product_of_columns(x, weight.transpose(1, 2), offsets)
-        result: Tensor = torch.ops.flexops.grouped_rows.default(x, weight, offsets)
-        return result
-    return _rows_reference(x, weight, offsets)
-
-
-def product_of_columns(
-    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None
-) -> Tensor:
-    """``x[t] @ weight[e]``, by kernels; with ``order`` x has a row for each token."""
-    slots = x.shape[0] if order is None else order.numel()
-    result: Tensor = torch.ops.flexops.grouped_columns.default(x, weight, offsets, order, slots)
+    if not takes_kernels(x, weight.shape[1]):
+        return _rows_reference(x, weight, offsets)
+    means = torch.ops.flexops.grouped_rows.default
+    if _is_transposed(weight):
+        means, weight = torch.ops.flexops.grouped_columns.default, weight.transpose(1, 2)
+    result: Tensor = means(x, weight, offsets)
     return result
 
 
 def outer(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """``sum_t grad[t] x[t].T`` of each group."""
     out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
-    outer_to(out, grad, x, offsets)
+    outer_to(out, 0, grad, x, offsets)
     return out
 
 
-def outer_to(
-    out: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    offsets: Tensor,
-    order: Tensor | None = None,
-    column: int = 0,
-) -> None:
-    """The same into the columns of ``out`` from ``column`` on. With ``order``, which needs
-    :func:`gathers_rows`, the shorter of the two has a row for each token."""
+def outer_to(out: Tensor, column: int, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+    """The same into the columns of ``out`` from ``column`` on."""
     if takes_kernels(x, grad.shape[1], column or 8):
-        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, order, column)
+        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, column)
     else:
-        _outer_reference(out, grad, x, offsets, order, column)
+        _outer_reference(out, grad, x, offsets, column)
 
 
 def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -202,25 +186,7 @@ def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _gathered(x: Tensor, order: Tensor | None, slots: int) -> Tensor:
-    """The rows of the choices' tokens."""
-    if order is None:
-        return x
-    return x[order.reshape(-1).long() // (slots // x.shape[0])]
-
-
-def _outer_reference(
-    out: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    offsets: Tensor,
-    order: Tensor | None = None,
-    column: int = 0,
-) -> None:
-    if order is not None and grad.shape[0] < x.shape[0]:
-        grad = _gathered(grad, order, x.shape[0])
-    elif order is not None:
-        x = _gathered(x, order, grad.shape[0])
+def _outer_reference(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, column: int) -> None:
     begin = 0
     for matrix, end in zip(out, _ends(offsets, x.shape[0]), strict=True):
         matrix[:, column : column + x.shape[1]] = grad[begin:end].t() @ x[begin:end]
@@ -246,10 +212,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight, None
 
 
-def _columns_reference(
-    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, slots: int
-) -> Tensor:
-    return _rows_reference(_gathered(x, order, slots), weight.transpose(1, 2), offsets)
+def _columns_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return _rows_reference(x, weight.transpose(1, 2), offsets)
 
 
 def gated_reference(packed: Tensor, activation: int) -> Tensor:
@@ -267,7 +231,9 @@ def _gated_reference(
     activation: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    packed = _rows_reference(_gathered(x, order, slots), weight, offsets)
+    if order is not None:  # x has a row for each token, not for each slot
+        x = x[order.reshape(-1).long() // (slots // x.shape[0])]
+    packed = _rows_reference(x, weight, offsets)
     return gated_reference(packed, activation), packed if keep else x.new_empty(0)
 
 
@@ -304,17 +270,17 @@ def self_check(device: str) -> float:
     ops, made, exact = torch.ops.flexops, torch.empty_like(weight), torch.empty_like(weight).float()
     wide = [one.float() for one in (x, grad, weight)]
     with torch.no_grad():
-        ops.grouped_outer_.default(made, grad, x, offsets, None, 0)
+        ops.grouped_outer_.default(made, grad, x, offsets, 0)
         actual = (
             ops.grouped_rows.default(x, weight, offsets),
-            ops.grouped_columns.default(grad, weight, offsets, None, 200),
+            ops.grouped_columns.default(grad, weight, offsets),
             *ops.grouped_gated.default(x, weight, offsets, None, 200, 0, True),
             made,
         )
-        _outer_reference(exact, wide[1], wide[0], offsets)
+        _outer_reference(exact, wide[1], wide[0], offsets, 0)
         expected = (
             _rows_reference(wide[0], wide[2], offsets),
-            _columns_reference(wide[1], wide[2], offsets, None, 200),
+            _columns_reference(wide[1], wide[2], offsets),
             *_gated_reference(wide[0], wide[2], offsets, None, 200, 0, True),
             exact,
         )

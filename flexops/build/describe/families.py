@@ -109,7 +109,6 @@ _GROUPED: dict[str, Any] = {
     "shapes": {"offsets": "weight[0]"},
     "strided": {"x": "aligned", "weight": "aligned"},
 }
-_GATHERED = _GROUPED | {"dtypes": _GROUPED["dtypes"] | {"order": "int32"}}
 _MOVED: dict[str, Any] = {
     "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
     "shapes": {"weights": "inverse"},
@@ -400,29 +399,22 @@ CATALOG: tuple[OpSpec, ...] = (
             outputs=(Output("x[0], weight[1]", "x"),),
         ),
         _op(
-            "grouped_columns(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots) ->"
-            " Tensor",
-            **_GATHERED,
+            "grouped_columns(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+            **_GROUPED,
             split="whole",
-            outputs=(Output("slots, weight[2]", "x"),),
+            outputs=(Output("x[0], weight[2]", "x"),),
         ),
         _op(
-            "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, Tensor? order,"
-            " int column) -> ()",
-            dtypes={
-                "out": _HALVES,
-                "grad": "out",
-                "x": "out",
-                "offsets": "int32",
-                "order": "int32",
-            },
+            "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, int column) ->"
+            " ()",
+            dtypes={"out": _HALVES, "grad": "out", "x": "out", "offsets": "int32"},
             strided={"grad": "aligned", "x": "aligned"},
             split="whole",
         ),
         _op(
             "grouped_gated(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots, int"
             f" activation, bool keep) {_PAIR}",
-            **_GATHERED,
+            **_GROUPED | {"dtypes": _GROUPED["dtypes"] | {"order": "int32"}},
             split="whole",
             outputs=(
                 Output("slots, weight[1] // 2", "x"),
