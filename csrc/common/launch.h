@@ -48,6 +48,7 @@ struct LaunchConfig {
   void* stream = nullptr;
   int64_t shared_bytes = 0;  // dynamic shared memory
   unsigned cluster = 1;      // blocks of a cluster, along x
+  bool early = false;        // starts while the kernel before it ends, for which it waits itself
 };
 
 constexpr int kMaxGpus = 32;
@@ -186,6 +187,7 @@ struct alignas(8) DriverLaunchAttribute {
   unsigned value[16];
 };
 constexpr int kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kOverlap = 6;           // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
@@ -329,17 +331,18 @@ int in_context(const Call& call) {
 
 /// A configuration as the driver takes it.
 struct DriverConfig {
-  DriverLaunchAttribute cluster;
+  DriverLaunchAttribute attributes[2];
   DriverLaunch launch;
 
   explicit DriverConfig(const LaunchConfig& c)
-      : cluster{kClusterDimension, 0, {c.cluster, 1, 1}},
+      : attributes{{c.cluster > 1 ? kClusterDimension : kOverlap, 0, {c.cluster, 1, 1}},
+                   {kOverlap, 0, {1}}},
         launch{{c.grid.x, c.grid.y, c.grid.z},
                {c.block.x, c.block.y, c.block.z},
                static_cast<unsigned>(c.shared_bytes),
                c.stream,
-               &cluster,
-               c.cluster > 1} {}
+               attributes,
+               (c.cluster > 1 ? 1u : 0u) + (c.early ? 1u : 0u)} {}
   DriverConfig(const DriverConfig&) = delete;
   DriverConfig& operator=(const DriverConfig&) = delete;
 };

@@ -34,9 +34,16 @@ _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUP_SIZES = (32, 64, 128)
 TILE_N, TILE_K = 16, 64
 """A tile of the packed weight: rows and columns."""
-_WITHIN_FOUR = (0, 2, 1, 3)
-"""The columns, of four, that four consecutive bytes hold: a kernel gets neighbouring columns from
-the low and the high half of a word."""
+_COLUMNS = [
+    32 * (word // 2) + 8 * thread + 4 * (word % 2) + column
+    for thread in range(4)
+    for word in range(4)
+    for column in (0, 2, 1, 3)
+]
+"""The column of a tile that each of 64 bytes holds. A thread of a kernel has 16 of them: 8
+neighbouring columns of each 32, and gets two neighbours from the low and the high half of a
+word."""
+_POSITIONS = sorted(range(TILE_K), key=_COLUMNS.__getitem__)
 
 
 class Int4Weight(NamedTuple):
@@ -47,10 +54,9 @@ class Int4Weight(NamedTuple):
 
     Attributes:
         packed: uint8 ``[ceil(N / 16), ceil(K / 64), 512]``, contiguous: tiles of 16 rows and 64
-            columns. Byte ``64 r + p`` of a tile has, for the column ``c`` of the tile, the code of
-            row ``r`` in its low half and that of row ``r + 8`` in its high half, where ``c`` is
-            ``p`` with positions 1 and 2 of each four exchanged. A thread's 16 bytes are then its
-            operands of four ``mma.m16n8k16``.
+            columns. Byte ``64 r + 16 t + 4 w + b`` of a tile has the codes of rows ``r`` (low half)
+            and ``r + 8`` (high half) in the tile's column ``32 (w // 2) + 8 t + 4 (w % 2) +
+            (0, 2, 1, 3)[b]``. So 16 bytes are a thread's operands of four ``mma.m16n8k16``.
         scales: float32, float16 or bfloat16 ``[ceil(N / 16), groups, 16]``; position ``2 r + h``
             belongs to the tile's row ``r + 8 h``.
         zeros: zero points in the same order, float32 if the scales are, else float16; None: all
@@ -133,7 +139,7 @@ def pack_int4(
             )
     rows, columns = _padding(n, TILE_N), _padding(k, TILE_K)
     tiles = F.pad(codes, (0, columns, 0, rows)).view(-1, 2, 8, (k + columns) // TILE_K, TILE_K)
-    tiles = tiles.unflatten(-1, (TILE_K // 4, 4))[..., list(_WITHIN_FOUR)].flatten(-2)
+    tiles = tiles[..., _COLUMNS]
     packed = (tiles[:, 0] & 15) | (tiles[:, 1] << 4)
     groups = -(-(k + columns) // group_size)
     zero_dtype = torch.float32 if scales.dtype == torch.float32 else torch.float16
@@ -405,9 +411,10 @@ def _unpack_groups(values: Tensor, n: int, count: int) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor, n: int, k: int) -> Tensor:
-    tiles = packed.unflatten(-1, (8, TILE_K // 4, 4))[..., list(_WITHIN_FOUR)].flatten(-2)
+    tiles = packed.unflatten(-1, (8, TILE_K))[..., _POSITIONS]
     halves = torch.stack([tiles & 15, tiles >> 4], 1)  # [N / 16, 2, K / 64, 8, 64]
-    return halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)[:n, :k]
+    codes = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)
+    return codes[:n, :k]
 
 
 def _unpack_reference(
@@ -435,12 +442,14 @@ def _product_reference(
     n: int,
     k: int,
     group_size: int,
+    _plan: int = 0,
 ) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = _unpack_reference(packed, scales, zeros, n, k, group_size, torch.float32).to(wide)
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(x.to(wide), weight, None if bias is None else bias.to(wide))
-    return product.to(x.dtype).contiguous()
+    result: Tensor = product.to(x.dtype).contiguous()
+    return result
 
 
 def _linear(
@@ -456,19 +465,27 @@ def _linear(
     if x.dtype == torch.float64:  # for checks of this function only
         return _product_reference(x, packed, scales, zeros, bias, n, k, group_size)
     ops = torch.ops.flexops
-    if x.numel() <= few_rows(x) * k:
-        result: Tensor = ops.int4_product.default(x, packed, scales, zeros, bias, n, k, group_size)
+    if x.numel() <= few_rows(x, scales) * k:
+        result: Tensor = ops.int4_product.default(
+            x, packed, scales, zeros, bias, n, k, group_size, 0
+        )
         return result
     weight = ops.int4_unpack.default(packed, scales, zeros, n, k, group_size, x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, weight, bias).contiguous()
+        result = F.linear(x, weight, bias)
+    return result.contiguous()
 
 
-def few_rows(x: Tensor) -> int:
+def few_rows(x: Tensor, scales: Tensor) -> int:
     """The most rows of ``x`` for which kernels read the packed weight."""
     if x.device.type == "cuda":
-        return 0 if x.dtype == torch.float32 else 64
+        return 0 if torch.float32 in (x.dtype, scales.dtype) else 64
     return 16
+
+
+def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
+    n, k, _, dtype = rest[2:]
+    return packed.new_empty([n, k], dtype=dtype)
 
 
 def _product_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -508,17 +525,17 @@ def _backward_reference(
 _WEIGHT = "Tensor packed, Tensor scales, Tensor? zeros"
 _NUMBERS = "int n, int k, int group_size"
 define(
-    f"int4_unpack({_WEIGHT}, {_NUMBERS}, ScalarType dtype) -> Tensor",
+    "int4_unpack",
     _unpack_reference,
-    lambda packed, scales, zeros, n, k, group_size, dtype: packed.new_empty([n, k], dtype=dtype),
+    _unpack_fake,
     check=_check_unpack,
     function="unpack_int4",
 )
 define(
-    f"int4_product(Tensor x, {_WEIGHT}, Tensor? bias, {_NUMBERS}) -> Tensor",
+    "int4_product",
     _product_reference,
     _product_fake,
-    check=_check_linear,
+    check=lambda *args: _check_linear(*args[:8]),
     hidden=True,
     function="int4_linear",
 )

@@ -83,6 +83,11 @@ _ADAM_NUMBERS = (
 _ADAM_ROWS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _LAMB_ROWS = Rows(("params", "grads", "exp_avgs", "exp_avg_sqs"), "state_steps", (), _SCALED)
 
+# ---- 4-bit weights -------------------------------------------------------------------------------
+
+_INT4, _INT4_SIZES = "Tensor packed, Tensor scales, Tensor? zeros", "int n, int k, int group_size"
+_INT4_DTYPES: dict[str, Any] = {"packed": ("uint8",), "scales": _FLOATS, "zeros": _FLOATS}
+
 # ---- softmax and losses --------------------------------------------------------------------------
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
@@ -235,6 +240,22 @@ CATALOG: tuple[OpSpec, ...] = (
             numbers=("total_norm",),
         ),
         least_capability=_LISTS,
+    ),
+    _family(
+        "int4_linear",
+        _op(
+            f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
+            dtypes={**_INT4_DTYPES, "bias": "x"},
+            strided={"x": "aligned"},
+            outputs=(Output("x[:-1], n", "x"),),
+        ),
+        _op(
+            f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype) -> Tensor",
+            dtypes=_INT4_DTYPES,
+            outputs=(Output("n, k", "dtype"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
     ),
     _family(
         "lamb",
