@@ -406,14 +406,14 @@ def _pack_groups(values: Tensor, groups: int) -> Tensor:
 
 def _unpack_groups(values: Tensor, n: int, count: int) -> Tensor:
     """The reverse, as float32 ``[N, count]``."""
-    rows = values.float().unflatten(-1, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)
+    rows: Tensor = values.float().unflatten(-1, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)
     return rows[:n, :count]
 
 
 def _unpack_codes(packed: Tensor, n: int, k: int) -> Tensor:
     tiles = packed.unflatten(-1, (8, TILE_K))[..., _POSITIONS]
     halves = torch.stack([tiles & 15, tiles >> 4], 1)  # [N / 16, 2, K / 64, 8, 64]
-    codes = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)
+    codes: Tensor = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)
     return codes[:n, :k]
 
 

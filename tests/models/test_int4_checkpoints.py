@@ -78,7 +78,7 @@ def flexops_free(model: Any) -> Any:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(X).logits.float()
+        found: Tensor = model(X.to(model.device)).logits.float()
     return found
 
 
