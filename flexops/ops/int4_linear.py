@@ -429,7 +429,7 @@ def _unpack_reference(
     groups = k // group_size
     data = _unpack_codes(packed, n, k).float().unflatten(1, (groups, group_size))
     zero = 8.0 if zeros is None else _unpack_groups(zeros, n, groups).unsqueeze(-1)
-    values = (data - zero) * _unpack_groups(scales, n, groups).unsqueeze(-1)
+    values: Tensor = (data - zero) * _unpack_groups(scales, n, groups).unsqueeze(-1)
     return values.flatten(1).to(dtype).contiguous()
 
 

@@ -10,6 +10,7 @@ import copy
 import gc
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -656,3 +657,34 @@ def test_casting_keeps_the_scales() -> None:
     moved = nn.Module.to(model, torch.bfloat16)
     assert torch.equal(layers(moved)[name].scales, scales)
     assert torch.isfinite(logits(moved)).all()
+
+
+# ---- the guide -----------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
+    """The blocks of its section, in order, on each kind of checkpoint."""
+    pytest.importorskip("peft")
+    text = (Path(__file__).parents[2] / "docs/inference.md").read_text()
+    section = text.partition("\n## 4-bit weights\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    llama().save_pretrained(tmp_path / "16")
+    names: dict[str, Any] = {"flexops": flexops, "folder": tmp_path / "4"}
+    names["name"] = tmp_path / "16"
+    exec(blocks[0], names)
+    assert len(layers(names["model"])) == 14
+    names["name"] = GOLDEN / "gptq"
+    try:
+        exec(blocks[1], names)
+    finally:
+        register_int4(False)
+    assert len(layers(names["model"])) == 7
+    names["model"] = llama()
+    exec(blocks[2], names)
+    assert len(layers(names["model"])) == 14
+    exec(blocks[3], names)
+    flexops.patch(again := load(names["folder"]))
+    assert torch.equal(logits(again), logits(names["model"]))
+    exec(blocks[4], names)
+    assert len(layers(names["adapted"])) == 14
