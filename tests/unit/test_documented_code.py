@@ -43,14 +43,6 @@ ELSEWHERE = {
         "an ellipsis; templates: tests/unit/test_kernel_definition.py and"
         " tests/gpu/test_kernel_gpu.py"
     ),
-    (
-        "docs/inference.md",
-        "quantization_config=flexops.patching.Int4Config())",
-    ): "tests/models/test_int4_checkpoints.py",
-    (
-        "docs/inference.md",
-        "flexops.patching.register_int4()\n",
-    ): "tests/models/test_int4_checkpoints.py",
     ("docs/inference.md", "(**inputs, max_new_tokens=200)"): "tests/models/test_patch.py",
     ("docs/inference.md", "quantization_config=config"): "tests/models/test_int4_checkpoints.py",
     ("docs/inference.md", "register_int4()"): "tests/models/test_int4_checkpoints.py",
