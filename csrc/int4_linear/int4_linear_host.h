@@ -70,6 +70,9 @@ inline void int4_unpack_host(Host& host, const TensorView& packed, const TensorV
                              const TensorView& zeros, int64_t n, int64_t k, int64_t group_size,
                              Dtype, const TensorView& out) {
   const Int4View w = make_int4(host, packed, scales, zeros, n, k, group_size);
+  FLEXOPS_CHECK(out.dtype == Dtype::f32 || out.dtype == Dtype::f16 || out.dtype == Dtype::bf16,
+                host.op, ": dtype must be float32, float16 or bfloat16, got ",
+                dtype_name(out.dtype));
   if (out.numel == 0) return;
   const ElementType type = element_type(out);
   if (FLEXOPS_DEVICE_CUDA) return host.check(int4_unpack_cuda(w, out.data, type, host.stream()));

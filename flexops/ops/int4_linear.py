@@ -178,9 +178,7 @@ def unpack_int4(weight: Int4Weight, dtype: torch.dtype | None = None) -> Tensor:
         ValueError: the shapes in ``weight`` do not fit each other.
     """
     _check_weight("flexops.unpack_int4", weight)
-    result: Tensor = torch.ops.flexops.int4_unpack.default(
-        *weight, weight.scales.dtype if dtype is None else dtype
-    )
+    result: Tensor = _UNPACK(*weight, weight.scales.dtype if dtype is None else dtype)
     return result
 
 
@@ -444,10 +442,9 @@ def _product_reference(
     group_size: int,
     _plan: int = 0,
 ) -> Tensor:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    weight = _unpack_reference(packed, scales, zeros, n, k, group_size, torch.float32).to(wide)
+    weight = _unpack_reference(packed, scales, zeros, n, k, group_size, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        product = F.linear(x.to(wide), weight, None if bias is None else bias.to(wide))
+        product = F.linear(x.float(), weight, None if bias is None else bias.float())
     result: Tensor = product.to(x.dtype).contiguous()
     return result
 
@@ -462,8 +459,6 @@ def _linear(
     k: int,
     group_size: int,
 ) -> Tensor:
-    if x.dtype == torch.float64:  # for checks of this function only
-        return _product_reference(x, packed, scales, zeros, bias, n, k, group_size)
     ops = torch.ops.flexops
     if x.numel() <= few_rows(x, scales) * k:
         result: Tensor = ops.int4_product.default(
@@ -514,12 +509,11 @@ def _backward_reference(
     k: int,
     group_size: int,
 ) -> Tensor:
-    wide = grad.dtype == torch.float64
     weight = torch.ops.flexops.int4_unpack.default(
-        packed, scales, zeros, n, k, group_size, torch.float32 if wide else grad.dtype
+        packed, scales, zeros, n, k, group_size, grad.dtype
     )
     with torch.autocast(grad.device.type, enabled=False):
-        return torch.matmul(grad, weight.to(grad.dtype)).contiguous()
+        return torch.matmul(grad, weight)
 
 
 _WEIGHT = "Tensor packed, Tensor scales, Tensor? zeros"
@@ -554,6 +548,7 @@ define(
     backward=_backward,
 )
 _CALL = caller(torch.ops.flexops.int4_linear.default)
+_UNPACK = caller(torch.ops.flexops.int4_unpack.default)
 
 
 def self_check(device: str) -> float:

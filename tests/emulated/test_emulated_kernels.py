@@ -260,6 +260,16 @@ def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
+def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+    selection = "bfloat16 and (1-40 or 20-100 or exactly)"
+    assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 3
+
+
+@pytest.mark.slow
+def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+    assert emulated(machine, "tests/emulated/int4_linear.py") == 23
+
+
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
     FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
 )

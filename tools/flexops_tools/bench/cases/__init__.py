@@ -61,6 +61,7 @@ SOURCES: tuple[Source, ...] = (
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
     Source("quant", "quant", "quant", ("quantize", "dequantize")),
+    Source("int4_linear", "int4_linear", "int4_linear", ("int4_linear",)),
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),
