@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -117,7 +118,10 @@ def patch(
         if wanted["residuals"] and not in_graphs:
             _link(model)
         made, rows = _optimizer(model, optimizer)
-        replacements.finish()
+        if replacements.finish() and "transformers" in sys.modules:
+            from .int4_loading import adopt
+
+            adopt(model)
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +19,8 @@ from .report import Row
 
 OPERATOR = "int4_linear"
 WRITTEN_AS = "pack-quantized"
+_ROUTERS = frozenset(("router", "gate", "shared_expert_gate"))
+EXPERTS = "its matrices of several experts are one parameter, and keep 16 bits"
 _BY_NAME = {one.name: one for one in FORMATS}
 
 HOSTS: dict[str, str] = {
@@ -130,23 +131,21 @@ class Replacements:
         if self._tied is not None:
             self._tied()
 
-    def finish(self) -> None:
-        """Have a model of transformers save its new layers. Nothing can fail from here on."""
+    def finish(self) -> bool:
+        """Nothing can fail from here on. Returns whether all 4-bit layers are of flexops now, and
+        some are new."""
         left = any(
             _format_of(module) is not None or _unsupported(module)
             for module in self.model.modules()
         )
         if not self._originals or left:
-            return
+            return False
         for module in self.model.modules():
             # compressed-tensors would compute 16-bit weights in the first forward pass
             hook = module.__dict__.pop("ct_decompress_hook", None)
             if hook is not None:
                 hook.remove()
-        if "transformers" in sys.modules:
-            from .int4_loading import adopt
-
-            adopt(self.model)
+        return True
 
 
 def convert(replacements: Replacements) -> Iterator[Row]:
@@ -184,6 +183,21 @@ def quantize(replacements: Replacements, settings: Settings) -> Iterator[Row]:
         if not reason:
             replacements.put(name, quantized(module, settings))
         yield Row("Linear", 1, OPERATOR, not reason, reason)
+    for module in experts(model):
+        yield Row(type(module).__name__, 1, OPERATOR, False, EXPERTS)
+
+
+def experts(model: nn.Module) -> list[nn.Module]:
+    """Modules with matrices of several experts in one parameter."""
+    return [
+        module
+        for module in model.modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        and any(
+            one is not None and one.dim() == 3 and one.shape[0] > 1
+            for one in module._parameters.values()
+        )
+    ]
 
 
 def quantized(linear: nn.Linear, settings: Settings) -> Int4Linear:
@@ -266,6 +280,8 @@ def why_kept(name: str, module: Any, group_size: int, keep: tuple[str, ...]) -> 
     """Why a linear layer keeps its 16-bit weight; "" if it need not."""
     if any(name == one or name.endswith(f".{one}") for one in keep):
         return "an embedding, a head or named in modules_to_not_convert: its weight keeps 16 bits"
+    if _ROUTERS.intersection(name.split(".")):
+        return "it chooses experts: its weight keeps 16 bits"
     if not is_bare(module) or module.weight.dtype not in DTYPES:
         return "it has hooks, another forward, or a weight that is no parameter of 16 or 32 bits"
     if module.in_features % group_size:

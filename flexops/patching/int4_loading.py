@@ -36,9 +36,11 @@ from ..errors import PatchError
 from ..nn import Int4Linear
 from ..ops.int4_linear import Int4Weight
 from .int4 import (
+    EXPERTS,
     Replacements,
     Settings,
     check_group_size,
+    experts,
     heads,
     plain_linears,
     quantize_head,
@@ -215,6 +217,12 @@ class Int4Quantizer(HfQuantizer):
             reasons[name] = why_kept(name, linear, config.group_size, keep)
             if not reasons[name]:
                 model.set_submodule(name, _Arriving(linear))
+        several = experts(model)
+        if several:
+            warnings.warn(
+                f"flexops: {len(several)} modules, such as {type(several[0]).__name__}: {EXPERTS}",
+                stacklevel=2,
+            )
         unfit = {name: reason for name, reason in reasons.items() if "inputs" in reason}
         if unfit:
             name, reason = next(iter(unfit.items()))
@@ -259,7 +267,7 @@ class Int4Quantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
         """What ``save_pretrained`` writes."""
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if getattr(model, "peft_config", None):  # then adapters alone are saved
             return None, {}
         adopt(model)
         state, form = model.state_dict(), saved_format(model)

@@ -16,6 +16,7 @@ FAMILIES = {
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),
+    "int4_linear": ("int4_linear",),
 }
 """What has the kernels of the operators that rows name."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -394,6 +395,32 @@ def test_registered_as_the_default(tmp_path: Path) -> None:
     finally:
         register_int4(False)
     assert torch.equal(logits(model), logits(load(GOLDEN / "gptq")))
+
+
+@pytest.mark.parametrize("name", [*tiny.ALL, *tiny.SINKS, *tiny.CHUNKS])
+def test_every_architecture_computes_with_4_bits(name: str) -> None:
+    model = tiny.model(name).eval()
+    report = flexops.patch(model, weights=Int4Config(group_size=32))
+    assert layers(model)
+    assert any("experts" in row.reason for row in report.rows) == any(
+        "Experts" in type(one).__name__ for one in model.modules()
+    )
+    inputs = {key: one for key, one in tiny.batch(name).items() if key != "labels"}
+    plain = flexops_free(model)
+    with torch.no_grad():
+        found, expected = (one(**inputs)[0] for one in (model, plain))
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max())
+
+
+def test_routers_keep_16_bits() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.gate_proj = nn.Linear(64, 8), nn.Linear(64, 64)
+
+    model = Mixture()
+    flexops.patch(model, weights="int4")
+    assert list(layers(model)) == ["gate_proj"]
 
 
 # ---- modules of other libraries ------------------------------------------------------------------
