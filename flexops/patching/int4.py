@@ -72,15 +72,22 @@ def _sizes(module: Any) -> tuple[int, int]:
     )
 
 
-def _converted(where: str, module: nn.Module, form: Format) -> Int4Linear:
+def _converted(
+    where: str, module: nn.Module, form: Format, dtype: torch.dtype | None
+) -> Int4Linear:
     tensors = {
         name: tensor for name in form.tensors if (tensor := getattr(module, name, None)) is not None
     }
     bits = getattr(module, "bits", getattr(module, "w_bit", 4))
     if bits != 4:
         raise PatchError(f"{where} has weights of {bits} bits", required="4 bits")
+    scheme = getattr(module, "quantization_scheme", None)
+    for part in ("input_activations", "output_activations"):
+        if getattr(scheme, part, None) is not None:
+            raise PatchError(f"{where} quantizes its activations, too", required="weights alone")
     weight = weight_of(where, form, tensors, *_sizes(module))
-    return Int4Linear.from_packed(weight, module.bias)  # type: ignore[arg-type]
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return Int4Linear.from_packed(weight, bias if bias is None or dtype is None else bias.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,7 @@ class Replacements:
 def convert(replacements: Replacements) -> Iterator[Row]:
     """Layers of 4 bits that other libraries built; and those of ours, which stay."""
     model = replacements.model
+    dtype: Any = getattr(model, "dtype", None)  # of a model of transformers
     for name, module in list(model.named_modules()):
         if isinstance(module, Int4Linear):
             yield Row("Int4Linear", 1, OPERATOR, True, "had 4 bits before")
@@ -158,9 +166,11 @@ def convert(replacements: Replacements) -> Iterator[Row]:
         form, reason = _format_of(module), _unsupported(module)
         if form is None and not reason:
             continue
-        if form is not None:
+        if form is not None and not name:
+            reason = "it is the whole model: put it into another module"
+        elif form is not None:
             try:
-                replacements.put(name, _converted(name, module, form))
+                replacements.put(name, _converted(name, module, form, dtype))
             except PatchError as error:
                 reason = " ".join(str(error).split())
         yield Row(type(module).__name__, 1, OPERATOR, not reason, reason)
@@ -192,7 +202,7 @@ def experts(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
+        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
         and any(
             one is not None and one.dim() == 3 and one.shape[0] > 1
             for one in module._parameters.values()

@@ -478,6 +478,29 @@ def test_gptqmodel_may_have_brought_zero_points_to_version_2() -> None:
     assert torch.equal(logits(model), logits(expected))
 
 
+def test_quantized_activations_are_left_with_the_reason(tmp_path: Path) -> None:
+    compressed(llama(), tmp_path / "model", True, "group", 32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.quantization_scheme = copy.copy(layer.quantization_scheme)
+    layer.quantization_scheme.input_activations = layer.quantization_scheme.weights
+    report = flexops.patch(model)
+    assert sum("activations" in row.reason for row in report.not_swapped) == 1
+    assert len(layers(model)) == 13
+    assert hasattr(model, "ct_decompress_hook")  # it still decompresses the layer that is left
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_a_bias_gets_the_dtype_of_the_model() -> None:
+    model = hosted("awq.modules.linear.gemm", "WQLinear_GEMM", "awq")
+    nn.Module.to(model.model.embed_tokens, torch.bfloat16)
+    for one in model.modules():
+        if "Norm" in type(one).__name__:
+            nn.Module.to(one, torch.bfloat16)
+    flexops.patch(model)
+    assert torch.isfinite(logits(model)).all()
+
+
 def test_a_layout_of_a_kernel_is_left_with_the_reason() -> None:
     model = hosted("gptqmodel.nn_modules.qlinear.marlin", "MarlinLinear", "gptq")
     report = flexops.patch(model)
