@@ -121,15 +121,26 @@ class Replacements:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._originals: list[tuple[str, nn.Module]] = []
+        self._replaced = False
         self._tied: Callable[[], None] | None = None
 
     def put(self, name: str, module: nn.Module) -> None:
+        self._replaced = True
         self._originals.append((name, self.model.get_submodule(name)))
         self.model.set_submodule(name, module.train(self.model.training))
 
     def untie(self, name: str) -> None:
         """A layer that no longer shares the weight of another one."""
         self._tied = untie(self.model, name)
+
+    def decompress(self) -> None:
+        """Have compressed-tensors compute the 16-bit weights of the layers that are left. It would
+        do so in the first forward pass, where it cannot replace the forwards of patched modules.
+        """
+        compressor = getattr(getattr(self.model, "hf_quantizer", None), "compressor", None)
+        if compressor is not None and hasattr(self.model, "ct_decompress_hook"):
+            compressor.decompress_model(self.model)
+            self._originals.clear()  # a compressed layer could not be put back
 
     def undo(self) -> None:
         for name, module in reversed(self._originals):
@@ -145,7 +156,7 @@ class Replacements:
             _format_of(module) is not None or _unsupported(module)
             for module in self.model.modules()
         )
-        if not self._originals or left:
+        if not self._replaced or left:
             return False
         for module in self.model.modules():
             # compressed-tensors would compute 16-bit weights in the first forward pass
@@ -174,6 +185,8 @@ def convert(replacements: Replacements) -> Iterator[Row]:
             except PatchError as error:
                 reason = " ".join(str(error).split())
         yield Row(type(module).__name__, 1, OPERATOR, not reason, reason)
+    if any(hasattr(module, "quantization_scheme") for module in model.modules()):
+        replacements.decompress()
 
 
 def quantize(replacements: Replacements, settings: Settings) -> Iterator[Row]:

@@ -151,7 +151,7 @@ def test_a_group_of_all_inputs_is_cut_into_groups_of_kernels(tmp_path: Path) -> 
 
 
 def compressed(
-    model: Any, folder: Path, symmetric: bool, strategy: str, group_size: int | None
+    model: Any, folder: Path, symmetric: bool, strategy: str, group_size: int | None, bits: int = 4
 ) -> dict[str, Tensor]:
     """Write a checkpoint by compressed-tensors; returns its own dequantized weights."""
     from compressed_tensors.compressors import ModelCompressor
@@ -163,7 +163,7 @@ def compressed(
     )
 
     arguments = QuantizationArgs(
-        num_bits=4, type="int", symmetric=symmetric, strategy=strategy, group_size=group_size
+        num_bits=bits, type="int", symmetric=symmetric, strategy=strategy, group_size=group_size
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
     config = QuantizationConfig(
@@ -174,7 +174,11 @@ def compressed(
         if hasattr(module, "weight_scale"):
             groups = module.weight.float().unflatten(1, (module.weight_scale.shape[1], -1))
             low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-            span = (high - low) / 15 if not symmetric else torch.maximum(-low, high) / 7.5
+            span = (
+                (high - low) / 15
+                if not symmetric
+                else torch.maximum(-low, high) / (2**bits / 2 - 0.5)
+            )
             module.weight_scale.data.copy_(span)
             if not symmetric:
                 module.weight_zero_point.data.copy_((-low / span - 8).round().clamp(-8, 7))
@@ -479,16 +483,31 @@ def test_gptqmodel_may_have_brought_zero_points_to_version_2() -> None:
 
 
 def test_quantized_activations_are_left_with_the_reason(tmp_path: Path) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
     compressed(llama(), tmp_path / "model", True, "group", 32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     layer = model.model.layers[0].self_attn.q_proj
     layer.quantization_scheme = copy.copy(layer.quantization_scheme)
-    layer.quantization_scheme.input_activations = layer.quantization_scheme.weights
+    layer.quantization_scheme.input_activations = QuantizationArgs(
+        num_bits=8, strategy="token", dynamic=True
+    )
     report = flexops.patch(model)
     assert sum("activations" in row.reason for row in report.not_swapped) == 1
     assert len(layers(model)) == 13
-    assert hasattr(model, "ct_decompress_hook")  # it still decompresses the layer that is left
-    assert torch.isfinite(logits(model)).all()
+    expected = load(tmp_path / "model")
+    assert torch.allclose(logits(model), logits(expected), rtol=0.05, atol=0.05)
+
+
+def test_8_bits_of_compressed_tensors_compute_as_before(tmp_path: Path) -> None:
+    compressed(llama(), tmp_path / "model", True, "group", 32, bits=8)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    report = flexops.patch(model)
+    assert any("does not fit" in row.reason for row in report.not_swapped)
+    assert torch.allclose(logits(model), logits(plain), rtol=0.05, atol=0.05)
+    with pytest.raises(PatchError, match="num_bits=8, where 4 is supported"):
+        load(tmp_path / "model")
 
 
 def test_a_bias_gets_the_dtype_of_the_model() -> None:
