@@ -273,11 +273,16 @@ def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(
 
 # ---- quantized by flexops ------------------------------------------------------------------------
 
-SETTINGS = [{}, {"group_size": 32, "symmetric": True}, {"group_size": 32, "head": True}]
 
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({}, False),
+        ({"group_size": 32, "symmetric": True}, True),
+        ({"group_size": 32, "head": True}, False),
+        ({"group_size": 32, "head": True}, True),
+    ],
+)
 def test_quantized_while_loading_and_in_memory_are_the_same(
     settings: dict[str, Any], tied: bool, tmp_path: Path
 ) -> None:
@@ -327,7 +332,9 @@ def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
 
 
 def test_weights_arrive_and_are_quantized_one_at_a_time(tmp_path: Path) -> None:
-    llama(torch.float16).save_pretrained(tmp_path / "16", max_shard_size="20KB")
+    small = llama(torch.float16, num_hidden_layers=1)
+    small.save_pretrained(tmp_path / "16", max_shard_size="20KB")
+    del small
     most = 0
 
     class Alive(TorchDispatchMode):
@@ -346,8 +353,8 @@ def test_weights_arrive_and_are_quantized_one_at_a_time(tmp_path: Path) -> None:
 
     with Alive():
         model = load(tmp_path / "16")
-    assert len(layers(model)) == 14
-    assert most <= 2
+    assert len(layers(model)) == 7
+    assert 0 < most <= 2
 
 
 def test_layers_that_do_not_fit_keep_16_bits(tmp_path: Path) -> None:
@@ -663,6 +670,15 @@ def test_16_bit_tensors_under_a_config_of_4_bits_are_rejected(tmp_path: Path) ->
     (tmp_path / "16/config.json").write_text(json.dumps(config))
     with pytest.raises(PatchError, match="no layer in GPTQ"):
         load(tmp_path / "16")
+
+
+def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save(tmp_path, tensors)
+    with pytest.raises(PatchError, match=r"layers.1.mlp.up_proj.weight is missing"):
+        load(tmp_path)
 
 
 def test_a_state_dict_of_16_bits_is_rejected_by_a_4_bit_model() -> None:
