@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -103,6 +104,17 @@ class Int4Config(QuantizationConfigMixin):
         made.stored = dict(stored if isinstance(stored, Mapping) else stored.to_dict())
         format_of(made.stored)
         return made
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """From the config of a checkpoint of flexops' own format, or from what :meth:`to_dict` of
+        settings returned."""
+        names = [one.name for one in fields(Settings)]
+        known = {name: config_dict[name] for name in names if name in config_dict}
+        made = cls.of(config_dict) if "config_groups" in config_dict else cls(**known)
+        return (made, kwargs) if return_unused_kwargs else made
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self)) if self.stored is None else copy.deepcopy(self.stored)
@@ -237,7 +249,7 @@ class Int4Quantizer(HfQuantizer):
             raise PatchError(
                 "4-bit layers cannot be offloaded to the CPU or the disk",
                 found=f"device_map places modules on {', '.join(sorted(devices))}",
-                fix='from_pretrained(..., device_map="cuda"), or a device_map of GPUs only',
+                fix='from_pretrained(..., device_map="cuda")',
             )
         dtype = model.dtype
         for name, module in list(model.named_modules()):

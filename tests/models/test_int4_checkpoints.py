@@ -314,10 +314,10 @@ def test_zero_points_between_codes_are_saved_in_flexops_own_format(tmp_path: Pat
     model.save_pretrained(tmp_path / "own")
     config = json.loads((tmp_path / "own/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "flexops_int4"
-    again = load(tmp_path / "own")
-    flexops.patch(again)
-    assert torch.equal(logits(again), logits(model))
-    assert layers(again).keys() == layers(model).keys()
+    for again in (load(tmp_path / "own"), AutoModelForCausalLM.from_pretrained(tmp_path / "own")):
+        flexops.patch(again)
+        assert torch.equal(logits(again), logits(model))
+        assert layers(again).keys() == layers(model).keys()
 
 
 def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
@@ -697,6 +697,11 @@ def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> Non
         flexops.patch(model, weights=weights)
     assert not layers(model)
     assert not any("forward" in vars(one) for one in model.modules())
+
+
+def test_settings_survive_a_dict() -> None:
+    made = Int4Config(group_size=32, head=True, modules_to_not_convert=["down_proj"])
+    assert Int4Config.from_dict(made.to_dict()).to_dict() == made.to_dict()
 
 
 def test_a_group_size_without_a_kernel_is_rejected() -> None:
