@@ -25,13 +25,11 @@ struct Params {
   void* out;  // [m, n]
   int m, n, k;
   int tiles_n, tiles_k, groups;
-  int group_shift;   // log2 of the group size
-  bool bf16_scales;  // else float16
-  int cluster;       // blocks that share the columns of one tile of the result
+  int group_shift;  // log2 of the group size
+  int cluster;      // blocks that share the columns of one tile of the result
   int token_tiles;
   int warps_n;   // warps beside each other along n
   int log_rows;  // log2 of the rows of W that a block has
-  int stages, stage_bytes;
 };
 
 /// How a code becomes a number of T: its bits are put into the fraction of a power of two.
@@ -50,13 +48,19 @@ struct Code<f16> {
   static constexpr int kShift = 4;
 };
 
+/// (word & mask) | bits, in one instruction: both constants are in registers.
+FLEXOPS_DEVICE u32 and_or(u32 word, u32 mask, u32 bits) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(bits));
+  return out;
+}
 /// The left operand of an mma: codes plus kOffset.
 template <class T>
 FLEXOPS_DEVICE void widen_codes(u32 (&left)[4], u32 word) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int by = 4 * i - Code<T>::kShift;
-    left[i] = ((by >= 0 ? word >> by : word << -by) & Code<T>::kMask) | Code<T>::kBits;
+    left[i] = and_or(by >= 0 ? word >> by : word << -by, Code<T>::kMask, Code<T>::kBits);
   }
 }
 
@@ -84,10 +88,7 @@ FLEXOPS_DEFINE_INT4(bf16, "bf16")
 FLEXOPS_DEFINE_INT4(f16, "f16")
 #undef FLEXOPS_DEFINE_INT4
 
-/// Scales of rows g (half 0) and g + 8 (half 1).
-FLEXOPS_DEVICE float scale_of(const Params& p, u32 word, int half) {
-  return p.bf16_scales ? half_of<bf16>(word, half) : half_of<f16>(word, half);
-}
+/// The zero points of rows g (half 0) and g + 8 (half 1).
 FLEXOPS_DEVICE float zero_of(const Params& p, u32 word, int half) {
   return p.zeros ? half_of<f16>(word, half) : 8.0f;
 }

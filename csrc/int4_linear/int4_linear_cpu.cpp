@@ -147,35 +147,52 @@ void int4_product_cpu(const Int4Product& c, const float* x, const float* sums, i
     for (int64_t g = 0; g < 8; ++g) {
       int64_t row = 0;
       for (; row + 4 <= c.m; row += 4) multiply_rows<4>(c, x, sums, tile, g, row);
+      for (; row + 2 <= c.m; row += 2) multiply_rows<2>(c, x, sums, tile, g, row);
       for (; row < c.m; ++row) multiply_rows<1>(c, x, sums, tile, g, row);
     }
   }
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+/// From positions 0, 1, 2, 3 of each four bytes to columns 0, 2, 1, 3.
+static inline Bytes by_column(Bytes word) {
+#if defined(__clang__)
+  return __builtin_shufflevector(word, word, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#else
+  return __builtin_shuffle(word, Bytes{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+#endif
+}
+
 void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t begin, int64_t end) {
-  int64_t place[kInt4TileK];  // of a column's byte
-  for (int64_t i = 0; i < kInt4TileK; ++i) place[column_of(i)] = i;
-  for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t row = 0; row < kInt4TileN && tile * kInt4TileN + row < w.n; ++row) {
-      const int64_t half = row / 8, g = row % 8;
-      for (int64_t tile_k = 0; tile_k < w.tiles_k; ++tile_k) {
-        const uint8_t* const bytes =
-            w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes + 64 * g;
-        const int64_t first = tile_k * kInt4TileK, count = least(kInt4TileK, w.k - first);
-        const int64_t offset = (tile * kInt4TileN + row) * w.k + first;
-        alignas(64) float codes[kInt4TileK], buffer[kInt4TileK];
-        for (int64_t i = 0; i < kInt4TileK; ++i)
-          codes[i] = static_cast<float>(bytes[place[i]] >> (4 * half) & 15);
-        float* const values = place_in_row(out, offset, type, buffer);
-        for (int64_t at = 0; at < count; at += 32) {
-          const int64_t index =
-              (tile * w.groups + (first + at) / w.group_size) * kInt4TileN + 2 * g + half;
-          const float scale = number_at(w.scales, index, w.scale_type),
-                      zero = w.zeros ? number_at(w.zeros, index, w.zero_type) : 8.0f;
-          for (int64_t i = at; i < at + 32; ++i) values[i] = (codes[i] - zero) * scale;
+  for (int64_t pair = begin * 8; pair < end * 8; ++pair) {
+    const int64_t tile = pair / 8, g = pair % 8, row = tile * kInt4TileN + g;
+    for (int64_t tile_k = 0; tile_k < w.tiles_k; ++tile_k) {
+      const uint8_t* const bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes + 64 * g;
+      const Numbers of_low = load_numbers(w, tile, tile_k, 2 * g),
+                    of_high = load_numbers(w, tile, tile_k, 2 * g + 1);
+      alignas(64) float values[2][kInt4TileK];
+      for (int64_t t = 0; t < 4; ++t) {
+        // 16 bytes in the order of their columns: 8 of the first 32, and 8 of the others.
+        Bytes word;
+        memcpy(&word, bytes + 16 * t, sizeof word);
+        word = by_column(word);
+        uint8_t ordered[16];
+        memcpy(ordered, &word, sizeof ordered);
+        const Codes codes = load_codes(ordered);
+        alignas(64) float low[16], high[16];
+        for (int i = 0; i < kParts; ++i) {
+          store_floats(low + i * kLanes, (codes.low[i] - of_low.zero[i]) * of_low.scale[i]);
+          store_floats(high + i * kLanes, (codes.high[i] - of_high.zero[i]) * of_high.scale[i]);
         }
-        narrow(values, out, offset, count, type);
+        for (int64_t h = 0; h < 2; ++h) {
+          memcpy(values[0] + 32 * h + 8 * t, low + 8 * h, 8 * sizeof(float));
+          memcpy(values[1] + 32 * h + 8 * t, high + 8 * h, 8 * sizeof(float));
+        }
       }
+      const int64_t first = tile_k * kInt4TileK, count = least(kInt4TileK, w.k - first);
+      if (row < w.n) narrow(values[0], out, row * w.k + first, count, type);
+      if (row + 8 < w.n) narrow(values[1], out, (row + 8) * w.k + first, count, type);
     }
   }
 }

@@ -27,24 +27,29 @@ int log2_of(int64_t value) {
   return log;
 }
 
+/// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const bool clusters = gpu.capability >= 90;
-  const int64_t tiles = c.weight.tiles_n;
+  const int64_t tiles = c.weight.tiles_n, k = c.weight.tiles_k;
+  // Blocks that share the columns, until each multiprocessor has `wanted` of them.
+  const auto share = [&](int64_t count, int64_t wanted, int most) {
+    int cluster = 1;
+    while (clusters && cluster < most && count * cluster * 4 <= wanted * gpu.processors * 3)
+      cluster *= 2;
+    return cluster;
+  };
   if (c.m <= 8) {
-    const int rows = tiles >= 8 * gpu.processors ? 2 : 1;
-    return {rows, 0, c.weight.tiles_k >= 64 ? 16 : 8, 1};
+    if (tiles >= 8 * gpu.processors) return {2, 0, 4, 1};
+    if (tiles >= gpu.processors) return {2, 0, k >= 64 ? 16 : 8, 1};
+    return {1, 0, k >= 64 ? 16 : 8, 1};
   }
   if (c.m <= 16) {
-    const int rows = 4;
-    int cluster = 1;
-    while (clusters && cluster < 8 && ceil_div(tiles, rows) * cluster < 2 * gpu.processors)
-      cluster *= 2;
-    return {rows, 0, 8, cluster};
+    if (tiles >= 8 * gpu.processors) return {2, 0, 4, 1};
+    return {2, 0, 8, share(ceil_div(tiles, 2), 2, 4)};
   }
-  int cluster = 1;
-  const int64_t blocks = ceil_div(tiles, 8) * ceil_div(c.m, 64);
-  while (clusters && cluster < 8 && 2 * blocks * cluster <= gpu.processors * 5 / 4) cluster *= 2;
-  return {int4::kManyRows, 4, 8, cluster};
+  if (tiles >= 8 * gpu.processors) return {int4::kManyRows, 8, 8, 1};
+  const int warps = gpu.shared_of_block >= 180 << 10 ? 8 : 4;
+  return {int4::kManyRows, 2, warps, share(ceil_div(tiles, 4) * ceil_div(c.m, 64), 1, 2)};
 }
 
 Params make_params(const Int4Product& c, const Plan& plan) {
@@ -56,64 +61,60 @@ Params make_params(const Int4Product& c, const Plan& plan) {
   p.m = static_cast<int>(c.m), p.n = static_cast<int>(w.n), p.k = static_cast<int>(w.k);
   p.tiles_n = static_cast<int>(w.tiles_n), p.tiles_k = static_cast<int>(w.tiles_k);
   p.groups = static_cast<int>(w.groups), p.group_shift = log2_of(w.group_size);
-  p.bf16_scales = w.scale_type == ElementType::bf16;
-  p.cluster = plan.cluster, p.token_tiles = 1, p.stages = 0, p.stage_bytes = 0, p.log_rows = 0;
+  p.cluster = plan.cluster, p.token_tiles = 1;
   p.warps_n = plan.warps_n > 0 ? plan.warps_n : 1;
+  p.log_rows = log2_of(16 * plan.rows * p.warps_n);
   return p;
 }
 
-template <class T, int kRows, int kTokens, int kAhead>
+LaunchConfig config_of(const Params& p, const Plan& plan, int64_t shared_bytes, void* stream) {
+  const int64_t blocks_n = ceil_div(p.tiles_n, plan.rows * p.warps_n);
+  return {blocks(blocks_n * p.token_tiles * plan.cluster),
+          {static_cast<unsigned>(32 * plan.warps)},
+          stream,
+          shared_bytes,
+          static_cast<unsigned>(plan.cluster),
+          gpu_facts().capability >= 90};
+}
+
+template <class T, class S, int kRows, int kTokens, int kAhead, int kThreads, int kBlocks>
 void launch_few(Params& p, const Plan& plan, void* stream) {
-  const int64_t blocks_n = ceil_div(p.tiles_n, kRows);
-  const LaunchConfig config{blocks(blocks_n * plan.cluster),
-                            {static_cast<unsigned>(32 * plan.warps)},
-                            stream,
-                            int64_t{plan.warps} * kRows * kTokens * 512,
-                            static_cast<unsigned>(plan.cluster),
-                            gpu_facts().capability >= 90};
-  p.log_rows = log2_of(16 * kRows);
+  const LaunchConfig config =
+      config_of(p, plan, int64_t{plan.warps} * kRows * kTokens * 512, stream);
   if (p.group_shift == 5)
-    return launch(rare_kernel<int4::few_rows<T, kRows, kTokens, kAhead, true>>, config, p);
-  launch(kernel<int4::few_rows<T, kRows, kTokens, kAhead, false>>, config, p);
+    return launch(
+        rare_kernel<int4::few_rows<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, true>>, config,
+        p);
+  launch(kernel<int4::few_rows<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, false>>, config, p);
 }
 
-template <class T>
-void launch_few_rows(Params& p, const Plan& plan, void* stream) {
-  if (p.m <= 8) {
-    if (plan.rows == 1) return launch_few<T, 1, 1, 4>(p, plan, stream);
-    if (plan.rows == 2) return launch_few<T, 2, 1, 3>(p, plan, stream);
-    return launch_few<T, 4, 1, 2>(p, plan, stream);
-  }
-  if (plan.rows == 2) return launch_few<T, 2, 2, 2>(p, plan, stream);
-  return launch_few<T, 4, 2, 2>(p, plan, stream);
-}
-
-template <class T, int kTokens>
-void launch_many(Params& p, const Plan& plan, const Gpu& gpu, void* stream) {
-  p.stage_bytes = kTokens * 1024 + plan.warps_n * int4::kWarpStage;
-  const int64_t stage = int64_t{plan.warps / plan.warps_n} * p.stage_bytes;
+template <class T, class S, int kTokens, int kBeside>
+void launch_many(Params& p, const Plan& plan, void* stream) {
+  const int64_t stage = kTokens * 1024 + kBeside * int4::kWarpStage;
+  const int64_t staged = plan.warps / kBeside * int4::kManyStages * stage;
   const int64_t parts = int64_t{plan.warps} * int4::kManyRows * kTokens * 512;
-  p.stages = static_cast<int>(least(5, gpu.shared_of_block / stage));
   p.token_tiles = static_cast<int>(ceil_div(p.m, 8 * kTokens));
-  const int64_t blocks_n = ceil_div(p.tiles_n, plan.warps_n * int4::kManyRows);
-  const int64_t bytes = p.stages * stage;
-  const LaunchConfig config{blocks(blocks_n * p.token_tiles * plan.cluster),
-                            {static_cast<unsigned>(32 * plan.warps)},
-                            stream,
-                            bytes > parts ? bytes : parts,
-                            static_cast<unsigned>(plan.cluster),
-                            gpu.capability >= 90};
-  p.log_rows = log2_of(plan.warps_n * int4::kManyRows * 16);
-  if (p.group_shift == 5) return launch(rare_kernel<int4::many_rows<T, kTokens, true>>, config, p);
-  launch(kernel<int4::many_rows<T, kTokens, false>>, config, p);
+  const LaunchConfig config = config_of(p, plan, staged > parts ? staged : parts, stream);
+  if (p.group_shift == 5)
+    return launch(rare_kernel<int4::many_rows<T, S, kTokens, kBeside, true>>, config, p);
+  launch(kernel<int4::many_rows<T, S, kTokens, kBeside, false>>, config, p);
 }
 
-template <class T>
-void launch_product(Params& p, const Plan& plan, const Gpu& gpu, void* stream) {
-  if (plan.warps_n == 0) return launch_few_rows<T>(p, plan, stream);
-  if (p.m <= 16) return launch_many<T, 2>(p, plan, gpu, stream);
-  if (p.m <= 32) return launch_many<T, 4>(p, plan, gpu, stream);
-  launch_many<T, 8>(p, plan, gpu, stream);
+template <class T, class S>
+void launch_product(Params& p, const Plan& plan, void* stream) {
+  if (plan.warps_n == 0) {
+    if (p.m > 8) return launch_few<T, S, 2, 2, 2, 256, 2>(p, plan, stream);
+    if (plan.rows == 4) return launch_few<T, S, 4, 1, 2, 256, 1>(p, plan, stream);
+    if (plan.rows == 2) return launch_few<T, S, 2, 1, 3, 512, 1>(p, plan, stream);
+    if (plan.warps > 8) return launch_few<T, S, 1, 1, 2, 512, 2>(p, plan, stream);
+    return launch_few<T, S, 1, 1, 4, 256, 2>(p, plan, stream);
+  }
+  if (plan.warps_n == 2) {
+    if (p.m <= 32) return launch_many<T, S, 4, 2>(p, plan, stream);
+    return launch_many<T, S, 8, 2>(p, plan, stream);
+  }
+  if (p.m <= 32) return launch_many<T, S, 4, 8>(p, plan, stream);
+  launch_many<T, S, 8, 8>(p, plan, stream);
 }
 
 template <class T>
@@ -128,10 +129,13 @@ const char* int4_product_cuda(const Int4Product& call, int64_t plan, void* strea
   const auto byte = [&](int shift) { return static_cast<int>(plan >> shift & 255); };
   const Plan chosen = plan ? Plan{byte(24), byte(16), byte(8), byte(0)} : choose(call, gpu);
   Params p = make_params(call, chosen);
+  const bool halves = call.weight.scale_type == ElementType::f16;
   if (call.type == ElementType::bf16) {
-    launch_product<bf16>(p, chosen, gpu, stream);
+    halves ? launch_product<bf16, f16>(p, chosen, stream)
+           : launch_product<bf16, bf16>(p, chosen, stream);
   } else {
-    launch_product<f16>(p, chosen, gpu, stream);
+    halves ? launch_product<f16, f16>(p, chosen, stream)
+           : launch_product<f16, bf16>(p, chosen, stream);
   }
   return last_error();
 }

@@ -42,7 +42,7 @@ def random_x(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, k, generator=generator, device="cuda").to(dtype) + 0.2
 
 
-BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
+BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4}
 """A little more than the rounding of a result."""
 
 
@@ -64,13 +64,13 @@ PLANS = [
     (1, 1, 0, 4, 1),
     (5, 1, 0, 16, 8),
     (8, 2, 0, 8, 2),
-    (8, 4, 0, 16, 1),
+    (8, 4, 0, 8, 1),
     (16, 2, 0, 8, 8),
-    (9, 4, 0, 8, 1),
-    (3, 2, 1, 4, 1),
-    (16, 2, 1, 8, 2),
-    (20, 2, 4, 8, 8),
-    (64, 2, 8, 8, 1),
+    (9, 2, 0, 8, 1),
+    (3, 2, 2, 4, 1),
+    (20, 2, 2, 8, 8),
+    (20, 2, 8, 8, 1),
+    (64, 2, 8, 8, 2),
     (100, 2, 2, 8, 2),
 ]
 """Rows of x, then a plan's numbers: csrc/int4_linear/int4_linear_cuda.cpp."""
