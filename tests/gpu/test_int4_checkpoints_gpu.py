@@ -15,7 +15,7 @@ import flexops
 from flexops.nn import Int4Linear
 from flexops.patching import Int4Config
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "patching"))
 from test_int4_checkpoints import (
     GOLDEN,
     X,

@@ -54,6 +54,9 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
     ),
+    Source("grouped_linear", "experts", "grouped_linear", ("grouped_linear",)),
+    Source("experts", "experts", "experts", ("gated_experts",)),
+    Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
