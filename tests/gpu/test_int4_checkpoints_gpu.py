@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-import flexops
-from flexops.nn import Int4Linear
-from flexops.patching import Int4Config
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "patching"))
 from test_int4_checkpoints import (
     GOLDEN,
     X,
@@ -25,6 +17,11 @@ from test_int4_checkpoints import (
     load,
     logits,
 )
+from transformers import AutoModelForCausalLM
+
+import flexops
+from flexops.nn import Int4Linear
+from flexops.patching import Int4Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
 KINDS = ("gptq", "awq", "written", "quantized")

@@ -7,11 +7,11 @@ these libraries dequantize them to; compressed-tensors packs and dequantizes her
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,30 +331,25 @@ def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_weights_arrive_and_are_quantized_one_at_a_time(tmp_path: Path) -> None:
-    small = llama(torch.float16, num_hidden_layers=1)
-    small.save_pretrained(tmp_path / "16", max_shard_size="20KB")
-    del small
-    most = 0
+def test_weights_are_quantized_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexops.patching import int4_loading
 
-    class Alive(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal most
-            result = func(*args, **(kwargs or {}))
-            if "stack" in str(func):  # once for each weight
-                shapes = [[64, 64], [128, 64], [64, 128], [32, 64]]
-                alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)
-                         and one.dtype == torch.float16 and one.device.type != "meta"
-                         and list(one.shape) in shapes]  # fmt: skip
-                most = max(most, len({one.data_ptr() for one in alive}))
-            return result
+    llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    read: list[weakref.ref[Tensor]] = []
+    alive = []
+    quantized = int4_loading.quantized_weight
 
-    with Alive():
-        model = load(tmp_path / "16")
-    assert len(layers(model)) == 7
-    assert 0 < most <= 2
+    def watched(weight: Tensor, settings: Any) -> Any:
+        read.append(weakref.ref(weight))
+        alive.append(sum(one() is not None for one in read))
+        return quantized(weight, settings)
+
+    monkeypatch.setattr(int4_loading, "quantized_weight", watched)
+    load(tmp_path)
+    assert len(read) == 14
+    assert max(alive) <= 2
 
 
 def test_layers_that_do_not_fit_keep_16_bits(tmp_path: Path) -> None:
