@@ -252,13 +252,17 @@ class Int4Quantizer(HfQuantizer):
                 fix='from_pretrained(..., device_map="cuda")',
             )
         dtype = model.dtype
-        for name, module in list(model.named_modules()):
+        waiting = [
+            name for name, one in model.named_modules() if isinstance(one, (_Stored, _Arriving))
+        ]
+        for name in waiting:  # by name, so that each layer's tensors are freed once it is replaced
+            module = model.get_submodule(name)
             if isinstance(module, _Stored):
                 assert self.form is not None
                 made = module.built(name, self.form, self.declared, dtype)
-                model.set_submodule(name, made)
-            elif isinstance(module, _Arriving):
-                model.set_submodule(name, module.built(name, dtype))
+            else:
+                made = module.built(name, dtype)
+            model.set_submodule(name, made)
         if self.config.head and not self.pre_quantized:
             quantize_head(Replacements(model), Settings.of(self.config))
         adopt(model)

@@ -271,6 +271,29 @@ def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(
     assert largest.found <= max(rotary, min(weights) // 2)
 
 
+def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexops.patching import int4_loading
+
+    model = llama()
+    flexops.patch(model, weights="int4")
+    model.save_pretrained(tmp_path)
+    read: list[weakref.ref[Tensor]] = []
+    freed = []
+    weight_of = int4_loading.weight_of
+
+    def watched(where: str, form: Any, tensors: dict[str, Tensor], *rest: Any) -> Any:
+        freed.append(sum(one() is None for one in read))
+        read.append(weakref.ref(tensors["weight_packed"]))
+        return weight_of(where, form, tensors, *rest)
+
+    monkeypatch.setattr(int4_loading, "weight_of", watched)
+    load(tmp_path)
+    assert len(freed) == 14
+    assert freed[-1] >= 12
+
+
 # ---- quantized by flexops ------------------------------------------------------------------------
 
 
