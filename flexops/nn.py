@@ -236,7 +236,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
     """``torch.nn.Linear`` with a weight of 4 bits, by :func:`flexops.int4_linear`.
 
     Its state dict has ``packed``, ``scales``, ``zeros`` (unless symmetric) and ``bias``: see
@@ -278,7 +278,8 @@ class Int4Linear(nn.Module):
         self.register_buffer("packed", weight.packed)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("zeros", weight.zeros)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        offset = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", offset)
 
     @classmethod
     def from_linear(
@@ -295,7 +296,7 @@ class Int4Linear(nn.Module):
         return module
 
     @property
-    def weight(self) -> Int4Weight:
+    def weight(self) -> Int4Weight:  # type: ignore[override]
         """The packed weight, which shares the buffers' memory."""
         return Int4Weight(
             self.packed,

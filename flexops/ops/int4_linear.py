@@ -84,6 +84,10 @@ class Int4Weight(NamedTuple):
         return self.scales.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points together."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes
@@ -147,6 +151,15 @@ def pack_int4(
         k,
         group_size,
     )
+
+
+def int4_codes(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What :func:`pack_int4` was given: codes ``[N, K]``, scales and zero points
+    ``[N, K / group_size]``."""
+    groups = weight.k // weight.group_size
+    scales = _unpack_groups(weight.scales, weight.n, groups).to(weight.scales.dtype)
+    zeros = None if weight.zeros is None else _unpack_groups(weight.zeros, weight.n, groups)
+    return _unpack_codes(weight.packed, weight.n, weight.k), scales, zeros
 
 
 def unpack_int4(weight: Int4Weight, dtype: torch.dtype | None = None) -> Tensor:
@@ -396,6 +409,13 @@ def _unpack_groups(values: Tensor, n: int, count: int) -> Tensor:
     return rows[:n, :count]
 
 
+def _unpack_codes(packed: Tensor, n: int, k: int) -> Tensor:
+    tiles = packed.unflatten(-1, (8, TILE_K))[..., _POSITIONS]
+    halves = torch.stack([tiles & 15, tiles >> 4], 1)  # [N / 16, 2, K / 64, 8, 64]
+    codes: Tensor = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)
+    return codes[:n, :k]
+
+
 def _unpack_reference(
     packed: Tensor,
     scales: Tensor,
@@ -405,11 +425,8 @@ def _unpack_reference(
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    tiles = packed.unflatten(-1, (8, TILE_K))[..., _POSITIONS]
-    halves = torch.stack([tiles & 15, tiles >> 4], 1)  # [N / 16, 2, K / 64, 8, 64]
-    codes = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)[:n, :k]
     groups = k // group_size
-    data = codes.float().unflatten(1, (groups, group_size))
+    data = _unpack_codes(packed, n, k).float().unflatten(1, (groups, group_size))
     zero = 8.0 if zeros is None else _unpack_groups(zeros, n, groups).unsqueeze(-1)
     values: Tensor = (data - zero) * _unpack_groups(scales, n, groups).unsqueeze(-1)
     return values.flatten(1).to(dtype).contiguous()

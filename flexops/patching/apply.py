@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import convolution, torch_modules, trl
+from . import convolution, int4, torch_modules, trl
 from . import generation as generating
 from . import projections as projecting
 from . import residuals as adding
@@ -45,6 +46,7 @@ def patch(
     generation: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
+    weights: Any = None,
 ) -> Report:
     """Put flexops' operators into a model, in place.
 
@@ -72,13 +74,19 @@ def patch(
         in_graphs: keep the operators under ``torch.compile``, too. By default what inductor fuses
             itself (norms, residuals, activations, rope) is left to it there; attention and loss are
             not.
+        weights: ``"int4"`` quantizes the weights of linear layers to 4 bits, in groups of 64 inputs
+            with zero points; an :class:`flexops.patching.Int4Config` does so with other settings.
+            Embeddings and output layers keep 16 bits. :func:`unpatch` cannot bring the 16-bit
+            weights back: load the checkpoint again. Layers of 4 bits that compressed-tensors,
+            gptqmodel, auto-gptq or autoawq built are converted in any case, with the same values.
 
     Returns:
         what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
 
     Raises:
-        PatchError: ``model`` is none of these, or the architecture is unknown. After any error,
-            also one that a module's own code raises, the model is as it was.
+        PatchError: ``model`` is none of these, the architecture is unknown, or ``weights`` is not
+            supported. After any error, also one that a module's own code raises, the model is as it
+            was.
 
     A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class
     and ``isinstance`` do. Copies and pickles of a patched model are patched. What is replaced is
@@ -102,14 +110,23 @@ def patch(
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
+        if weights is not None:
+            raise PatchError(
+                "weights= quantizes a model that has its weights",
+                found=f"flexops.patch({model!r}, weights={weights!r})",
+                fix="from_pretrained(..., quantization_config=flexops.patching.Int4Config())",
+            )
         return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
     if not isinstance(model, nn.Module):
         raise PatchError(
             "flexops.patch takes a module, a class of models or an architecture's name",
             found=type(model).__name__,
         )
-    with _all_or_nothing(model):
-        outcomes: list[Row] = []
+    replacements = int4.Replacements(model)
+    with _all_or_nothing(model, replacements):
+        outcomes = list(int4.convert(replacements))
+        if weights is not None:
+            outcomes += int4.quantize(replacements, int4.Settings.of(weights))
         inside: set[int] = set()  # activations of blocks that have their row already
         for module in model.modules():
             if id(module) not in inside:
@@ -124,13 +141,17 @@ def patch(
             if row is not None and row.swapped:
                 _tabulate(module)
         made, rows = _optimizer(model, optimizer)
+        if replacements.finish() and "transformers" in sys.modules:
+            from .int4_loading import adopt
+
+            adopt(model)
     if loss:
         trl.install()
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 
 @contextlib.contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+def _all_or_nothing(model: nn.Module, replacements: int4.Replacements) -> Iterator[None]:
     """An error on the way, such as a module's property that raises, leaves the model as it was."""
     before = [
         (module, module.__dict__.get("forward"), attending.is_switched(module))
@@ -139,6 +160,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        replacements.undo()
         for module, forward, switched in before:
             module.__dict__.pop("forward", None)
             if forward is not None:
@@ -149,8 +171,9 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch(model: Any) -> int:
-    """Take everything back that :func:`patch` has done to a module, or to a class or architecture.
-    Returns how many modules were restored."""
+    """Take everything back that :func:`patch` has done to a module, or to a class or architecture,
+    except 4-bit weights: the 16-bit weights are gone, and these layers keep computing. Returns how
+    many modules were restored."""
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 

@@ -17,6 +17,7 @@ FAMILIES = {
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),
     "generation": ("few_rows", "kvcache_attention"),
+    "int4_linear": ("int4_linear",),
 }
 """What has the kernels of the operators that rows name."""
 

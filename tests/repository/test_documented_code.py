@@ -42,6 +42,12 @@ ELSEWHERE = {
     ): (
         "an ellipsis; templates: tests/kernels/test_definition.py and tests/gpu/test_kernel_gpu.py"
     ),
+    ("docs/inference.md", "(**inputs, max_new_tokens=200)"): "tests/patching/test_apply.py",
+    ("docs/inference.md", "quantization_config=config"): "tests/patching/test_int4_checkpoints.py",
+    ("docs/inference.md", "register_int4()"): "tests/patching/test_int4_checkpoints.py",
+    ("docs/inference.md", 'weights="int4")'): "tests/patching/test_int4_checkpoints.py",
+    ("docs/inference.md", "model.save_pretrained("): "tests/patching/test_int4_checkpoints.py",
+    ("docs/inference.md", "get_peft_model(model"): "tests/patching/test_int4_checkpoints.py",
     ("docs/models.md", "register_attention()"): "tests/patching/test_attention.py",
     ("docs/models.md", "from_pretrained(...)"): "tests/patching/test_apply.py",
     ("docs/models.md", "kernels.kernelize("): "tests/patching/test_libraries.py",

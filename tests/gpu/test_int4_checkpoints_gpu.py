@@ -1,0 +1,113 @@
+"""4-bit checkpoints on a GPU: loaded there, moved there, generated with and saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_int4_checkpoints import (
+    GOLDEN,
+    X,
+    assert_no_worse_than_rounding,
+    layers,
+    llama,
+    load,
+    logits,
+)
+from transformers import AutoModelForCausalLM
+
+import flexops
+from flexops.nn import Int4Linear
+from flexops.patching import Int4Config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
+KINDS = ("gptq", "awq", "written", "quantized")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a checkpoint of each kind."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = llama()
+    model.save_pretrained(folder / "16")
+    flexops.patch(model, weights=Int4Config(group_size=32, symmetric=True))
+    model.save_pretrained(folder / "written")
+    return {
+        "gptq": GOLDEN / "gptq",
+        "awq": GOLDEN / "awq",
+        "written": folder / "written",
+        "quantized": folder / "16",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_on_the_gpu_it_computes_and_generates(kind: str, folders: dict[str, Path]) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folders[kind], quantization_config=Int4Config(), device_map="cuda"
+    )
+    assert all(one.packed.device.type == "cuda" for one in layers(model).values())
+    assert_no_worse_than_rounding(model, model.dtype)
+    flexops.patch(model)
+    assert_no_worse_than_rounding(model, model.dtype)
+    tokens = model.generate(X.cuda(), max_new_tokens=8, do_sample=False)
+    assert tokens.shape == (1, X.shape[1] + 8)
+    status = [one for one in flexops.status() if one.device == "cuda" and "int4" in one.op]
+    assert status
+    assert all(one.backend in ("aot", "jit") for one in status), status
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moved_after_patching_it_computes_the_same(kind: str, folders: dict[str, Path]) -> None:
+    direct: Any = AutoModelForCausalLM.from_pretrained(
+        folders[kind], quantization_config=Int4Config(), device_map="cuda"
+    )
+    moved = load(folders[kind])
+    for model in (direct, moved):
+        flexops.patch(model)
+    before = logits(moved)
+    moved.cuda()
+    for name, one in layers(moved).items():
+        theirs = layers(direct)[name]
+        # a scale may be rounded in another way where it is computed on the GPU
+        same = (flexops.unpack_int4(one.weight) - flexops.unpack_int4(theirs.weight)).abs()
+        assert same.max() <= (0 if kind != "quantized" else 2 * theirs.scales.abs().max())
+    if kind != "quantized":
+        assert torch.equal(logits(moved), logits(direct))
+    assert torch.equal(logits(moved.cpu()), before)
+
+
+def test_saved_from_the_gpu_it_is_the_same(tmp_path: Path) -> None:
+    model = llama().cuda()
+    flexops.patch(model, weights="int4")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path).cuda()
+    flexops.patch(again)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_input_on_another_device_is_named() -> None:
+    layer = Int4Linear.from_linear(torch.nn.Linear(64, 32)).cuda()
+    with pytest.raises((ValueError, RuntimeError), match="cpu"):
+        layer(torch.ones(2, 64))
+
+
+def test_the_gradient_of_the_input_is_that_of_the_dequantized_weight() -> None:
+    layer = Int4Linear.from_linear(torch.nn.Linear(128, 64, dtype=torch.bfloat16)).cuda()
+    x = torch.randn(3, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
+    layer(x).backward(grad)
+    assert x.grad is not None
+    expected = grad.double() @ flexops.unpack_int4(layer.weight, torch.float32).double()
+    assert (x.grad.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+def test_copies_share_nothing() -> None:
+    model = load(GOLDEN / "awq").cuda()
+    other = copy.deepcopy(model)
+    before = logits(model)
+    for one in layers(other).values():
+        one.scales.zero_()
+    assert torch.equal(logits(model), before)
