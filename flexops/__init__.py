@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .build.load.loader import OpStatus as OpStatus
     from .build.load.loader import status as status
     from .build.store.counters import cache_stats as cache_stats
+    from .generation.cache import KVCache as KVCache
+    from .generation.generate import generate as generate
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
     from .ops._score_mod import ScoreMod as ScoreMod
@@ -41,12 +43,14 @@ if TYPE_CHECKING:
     from .ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from .ops.cross_entropy import cross_entropy as cross_entropy
     from .ops.experts import gated_experts as gated_experts
+    from .ops.few_rows import few_rows_linear as few_rows_linear
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
     from .ops.fp8 import quantize_int8 as quantize_int8
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
+    from .ops.gated_norm import gated_rms_norm as gated_rms_norm
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
     from .ops.grouped_linear import grouped_linear as grouped_linear
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from .ops.int4_linear import pack_int4 as pack_int4
     from .ops.int4_linear import quantize_int4 as quantize_int4
     from .ops.int4_linear import unpack_int4 as unpack_int4
+    from .ops.kvcache_attention import attention_with_kvcache as attention_with_kvcache
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.linear_logprobs import linear_logprobs as linear_logprobs
@@ -91,13 +96,17 @@ _NAMES = {
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),
+    "generation.cache": ("KVCache",),
+    "generation.generate": ("generate",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
     "ops.causal_conv1d": ("causal_conv1d", "causal_conv1d_update"),
     "ops.cross_entropy": ("cross_entropy",),
     "ops.experts": ("gated_experts",),
+    "ops.few_rows": ("few_rows_linear",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
+    "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
     "ops.grouped_linear": ("grouped_linear",),
     "ops.int4_linear": (
@@ -107,6 +116,7 @@ _NAMES = {
         "quantize_int4",
         "unpack_int4",
     ),
+    "ops.kvcache_attention": ("attention_with_kvcache",),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
     "ops.linear_logprobs": ("linear_logprobs",),
@@ -126,7 +136,7 @@ _NAMES = {
 more."""
 
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
-_NEED_TORCH = ("kernels", "nn", "ops", "optim", "patching")
+_NEED_TORCH = ("generation", "kernels", "nn", "ops", "optim", "patching")
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -229,11 +229,11 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     )
 
 
-def is_unheard(module: torch.nn.Module) -> bool:
-    """Whether the module has no hooks."""
-    return (
-        not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
-    )
+def is_unheard(module: torch.nn.Module, but: Callable[..., Any] | None = None) -> bool:
+    """Whether the module has no hooks, ``but`` one of ours before its forward pass."""
+    before = module._forward_pre_hooks
+    ours = but is not None and all(hook is but for hook in before.values())
+    return not module._forward_hooks and (not before or ours) and not module._backward_hooks
 
 
 def hears_of_parameters_only(module: torch.nn.Module) -> bool:

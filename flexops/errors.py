@@ -131,3 +131,10 @@ class PatchError(FlexopsError):
     made into one."""
 
     exit_code = 12
+
+
+class GenerationError(FlexopsError):
+    """Arguments of :func:`flexops.generate` or :class:`flexops.KVCache` are wrong, or a cache does
+    not fit the tokens that it is given."""
+
+    exit_code = 14

@@ -333,6 +333,9 @@ EXIT_CODES: dict[str, int] = {
     "bench model --size nothing": 2,
     "bench model --contender nothing": 2,
     "bench model --from /nonexistent": 1,
+    "bench generate --size nothing": 2,
+    "bench generate --contender nothing": 2,
+    "bench generate --from /nonexistent": 1,
 }
 """As docs/command-line.md has them: by what is wrong with the command line."""
 

@@ -26,18 +26,26 @@ struct DecodeParams {
 
 template <class T, int kDim, int kDimV, int kWarps_, int kN>
 struct Decode {
-  static constexpr int kM = 16, kWarps = kWarps_, kThreads = 32 * kWarps,
+  static constexpr int kM = 16, kColumns = kDim, kColumnsV = kDimV, kKeys = kN, kWarps = kWarps_,
+                       kThreads = 32 * kWarps,
                        kMost = 96 * 1024;  // bytes: what sm_86 and sm_89 have, too
   using K = Panels<kN, kDim>;
   using V = Panels<kN, kDimV>;
   static constexpr int kStages = kMost / (kWarps * (K::kBytes + V::kBytes)),
-                       kBytes = kStages * kWarps * (K::kBytes + V::kBytes);
+                       kStage = K::kBytes + V::kBytes, kBytes = kStages * kWarps * kStage;
   // At the end, in floats: rows of O, four more of each than there are columns, so that a quad's
   // rows lie in different banks.
   static constexpr int kRow = kDimV + 4, kMaxima = kWarps * kM * kRow,
                        kSums = kMaxima + kWarps * kM;
   static_assert(kStages >= 2 && (kSums + kWarps * kM) * 4 <= kBytes,
                 "room for the pipeline, and for the end");
+  /// A lane's row r of O.
+  static FLEXOPS_DEVICE void store_row(float* row, const float (&out)[kDimV / 2], int r) {
+#pragma unroll
+    for (int j = 0; j < kDimV / 8; ++j)
+      *reinterpret_cast<float2*>(row + 8 * j + lane_column()) =
+          float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+  }
 };
 
 /// Starts a warp's copies of a tile's rows, of which `rows` are there, and `columns` of each row (a
@@ -68,6 +76,104 @@ struct Total {
   FLEXOPS_DEVICE float factor() const { return sum > 0 ? 1.0f / sum : sum == sum ? 0.0f : sum; }
 };
 
+/// A lane's two rows of a tile: their queries and what these see.
+template <class Shape, class Modifier>
+struct DecodeRows {
+  u32 q[Shape::kColumns / 16][4];
+  int query[2];
+  Modifier modifier[2];
+  Visible visible[2];
+};
+
+/// Adds kKeys keys from `first` on, and their values, to a warp's online softmax. `k` and `v`:
+/// where they lie in shared memory.
+template <class T, class Shape, class Modifier>
+FLEXOPS_DEVICE void attend_block(const DecodeRows<Shape, Modifier>& own, u32 k, u32 v, int first,
+                                 float scale, Rows& rows, float (&out)[Shape::kColumnsV / 2]) {
+  constexpr int kDim = Shape::kColumns, kDimV = Shape::kColumnsV, kN = Shape::kKeys;
+  // S = Q K^T, modified and masked.
+  float scores[kN / 2] = {};
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      u32 right[4];
+      Shape::K::load_right(right, k, 16 * j, 16 * step);
+      mma_pair<T>(&scores[8 * j], own.q[step], right);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) {
+    const int r = i / 2 % 2, key = first + lane_column() + i / 4 * 8 + i % 2;
+    if constexpr (!Modifier::kPlain)
+      scores[i] = own.modifier[r].value(scores[i], own.query[r], key);
+    if (!own.visible[r](key)) scores[i] = -infinity();
+  }
+  // O += P V.
+  float correction[2];
+  u32 weights[kN / 4];
+  rows.update(scores, scale, correction);
+  pack<T>(weights, scores);
+  scale_rows(out, correction);
+#pragma unroll
+  for (int step = 0; step < kN / 16; ++step) {
+    const u32 left[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+                         weights[4 * step + 3]};
+#pragma unroll
+    for (int j = 0; j < kDimV / 16; ++j) {
+      u32 right[4];
+      Shape::V::load_right_transposed(right, v, 16 * step, 16 * j);
+      mma_pair<T>(&out[8 * j], left, right);
+    }
+  }
+}
+
+/// Combines the warps' rows by way of shared memory, whose contents no thread uses any more:
+/// `write(row, column, o, total)` gets 8 columns of each of the tile's `rows_there` rows.
+/// `sink_of(row)`: see Total.
+template <class Shape, class Sink, class Write>
+FLEXOPS_DEVICE void combine_warps(float* parts, const Rows& rows,
+                                  const float (&out)[Shape::kColumnsV / 2], float scale,
+                                  int rows_there, int columns, const Sink& sink_of,
+                                  const Write& write) {
+  constexpr int kM = Shape::kM, kDimV = Shape::kColumnsV, kWarps = Shape::kWarps;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  float *const maxima = parts + Shape::kMaxima, *const sums = parts + Shape::kSums;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int at = warp * kM + lane_row() + 8 * r;
+    const float sum = quad_sum(rows.sum[r]);
+    if (lane_id() % 4 == 0)
+      maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
+    Shape::store_row(parts + at * Shape::kRow, out, r);
+  }
+  __syncthreads();
+  constexpr int kVectors = kDimV / 8;
+  for (int i = static_cast<int>(threadIdx.x); i < kM * kVectors; i += Shape::kThreads) {
+    const int at = i / kVectors, column = i % kVectors * 8;
+    if (at >= rows_there || column >= columns) continue;
+    float most = maxima[at];
+    for (int w = 1; w < kWarps; ++w) most = fmaxf(most, maxima[w * kM + at]);
+    Total total(most, sink_of(at));
+    float o[8] = {};
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = exp2_approx(maxima[w * kM + at] - total.shift);
+      total.sum = fmaf(weight, sums[w * kM + at], total.sum);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        o[j] = fmaf(weight, parts[(w * kM + at) * Shape::kRow + column + j], o[j]);
+    }
+    const float factor = total.factor();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) o[j] *= factor;
+    write(at, column, o, total);
+  }
+}
+
+FLEXOPS_DEVICE void store_part(float* to, const float (&o)[8]) {
+  float4* const vectors = reinterpret_cast<float4*>(to);
+  vectors[0] = float4{o[0], o[1], o[2], o[3]}, vectors[1] = float4{o[4], o[5], o[6], o[7]};
+}
 /// 8 columns of a query's output.
 template <class T>
 FLEXOPS_DEVICE void store_columns(const ForwardParams& p, const Sequence& s, int query, int column,
@@ -135,15 +241,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
             query[2] = {row[0] / group, row[1] / group};
   const Sequence of_row[2] = {Sequence(problem, s.batch, s.head + row[0] % group),
                               Sequence(problem, s.batch, s.head + row[1] % group)};
-  const Modifier modifier[2] = {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])};
-  const Visible visible[2] = {Visible(problem, s, query[0]), Visible(problem, s, query[1])};
+  DecodeRows<Shape, Modifier> own = {
+      {},
+      {query[0], query[1]},
+      {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])},
+      {Visible(problem, s, query[0]), Visible(problem, s, query[1])}};
   // Load Q into registers.
-  u32 q[kDim / 16][4];
 #pragma unroll
   for (int i = 0; i < kDim / 4; ++i) {
     const int r = i % 2, column = i / 2 * 8 + lane_column();
     const bool there = row[r] < rows_there && column < problem.head_dim;
-    q[i / 4][i % 4] =
+    own.q[i / 4][i % 4] =
         there
             ? *reinterpret_cast<const u32*>(of_row[r].rows_q<const T>(p.call.q, query[r]) + column)
             : 0;
@@ -160,111 +268,46 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     __syncwarp();  // block n is there, and the one before no longer used
     load(n + (kStages - 1) * kWarps, stage == 0 ? kStages - 1 : stage - 1);
     const u32 k = ring + stage * kStage, v = k + K::kBytes;
-    // S = Q K^T, modified and masked.
-    float scores[kN / 2] = {};
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-#pragma unroll
-      for (int j = 0; j < kN / 16; ++j) {
-        u32 right[4];
-        K::load_right(right, k, 16 * j, 16 * step);
-        mma_pair<T>(&scores[8 * j], q[step], right);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      const int r = i / 2 % 2, key = n * kN + lane_column() + i / 4 * 8 + i % 2;
-      if constexpr (!Modifier::kPlain) scores[i] = modifier[r].value(scores[i], query[r], key);
-      if (!visible[r](key)) scores[i] = -infinity();
-    }
-    // O += P V.
-    float correction[2];
-    u32 weights[kN / 4];
-    rows.update(scores, scale, correction);
-    pack<T>(weights, scores);
-    scale_rows(out, correction);
-#pragma unroll
-    for (int step = 0; step < kN / 16; ++step) {
-      const u32 left[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
-                           weights[4 * step + 3]};
-#pragma unroll
-      for (int j = 0; j < kDimV / 16; ++j) {
-        u32 right[4];
-        V::load_right_transposed(right, v, 16 * step, 16 * j);
-        mma_pair<T>(&out[8 * j], left, right);
-      }
-    }
+    attend_block<T>(own, k, v, n * kN, scale, rows, out);
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
 
-  // The warps' rows, and what their exponents are relative to, by way of shared memory.
+  // Combine the warps, and write the result, or the split's part.
   async_wait(0);
   __syncthreads();
-  float* const parts = reinterpret_cast<float*>(memory);
-  float *const maxima = parts + Shape::kMaxima, *const sums = parts + Shape::kSums;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int at = warp * kM + lane_row() + 8 * r;
-    const float sum = quad_sum(rows.sum[r]);
-    if (lane_id() % 4 == 0)
-      maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
-#pragma unroll
-    for (int j = 0; j < kDimV / 8; ++j)
-      *reinterpret_cast<float2*>(parts + at * Shape::kRow + 8 * j + lane_column()) =
-          float2{out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
-  }
-  __syncthreads();
-  // Combine the warps, and write the result, or the split's part.
-  constexpr int kVectors = kDimV / 8;
-  for (int i = static_cast<int>(threadIdx.x); i < kM * kVectors; i += Shape::kThreads) {
-    const int at = i / kVectors, column = i % kVectors * 8;
-    if (first + at >= rows_there || column >= problem.head_dim_v) continue;
-    const Sequence of(problem, s.batch, s.head + (first + at) % group);
-    float most = maxima[at];
-    for (int w = 1; w < kWarps; ++w) most = fmaxf(most, maxima[w * kM + at]);
-    Total total(most, p.splits == 1 && p.call.sinks ? p.call.sinks + of.head : nullptr);
-    float o[8] = {};
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = exp2_approx(maxima[w * kM + at] - total.shift);
-      total.sum = fmaf(weight, sums[w * kM + at], total.sum);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        o[j] = fmaf(weight, parts[(w * kM + at) * Shape::kRow + column + j], o[j]);
-    }
-    const float factor = total.factor();
-#pragma unroll
-    for (int j = 0; j < 8; ++j) o[j] *= factor;
-    const int of_query = (first + at) / group;
-    if (p.splits == 1) {
-      store_columns<T>(p.call, of, of_query, column, o);
-      if (column == 0) store_log_sum(p.call, of, of_query, total.log2_sum());
-      continue;
-    }
-    const i64 to = part_row(p, split, of, of_query);
-    float4* const vectors = reinterpret_cast<float4*>(p.parts + to * problem.head_dim_v + column);
-    vectors[0] = float4{o[0], o[1], o[2], o[3]}, vectors[1] = float4{o[4], o[5], o[6], o[7]};
-    if (column == 0) p.parts_sums[to] = total.log2_sum();
-  }
+  combine_warps<Shape>(
+      reinterpret_cast<float*>(memory), rows, out, scale, rows_there - first, problem.head_dim_v,
+      [&](int at) {
+        return p.splits == 1 && p.call.sinks ? p.call.sinks + s.head + (first + at) % group
+                                             : nullptr;
+      },
+      [&](int at, int column, const float (&o)[8], const Total& total) {
+        const Sequence of(problem, s.batch, s.head + (first + at) % group);
+        const int of_query = (first + at) / group;
+        if (p.splits == 1) {
+          store_columns<T>(p.call, of, of_query, column, o);
+          if (column == 0) store_log_sum(p.call, of, of_query, total.log2_sum());
+          return;
+        }
+        const i64 to = part_row(p, split, of, of_query);
+        store_part(p.parts + to * problem.head_dim_v + column, o);
+        if (column == 0) p.parts_sums[to] = total.log2_sum();
+      });
 }
 
-constexpr int kMostSplits = 128;  // a lane of decode_combine's four warps for each
-
-/// A block of threads for each query and head: its splits' rows, weighed by their sums. Warp w has
-/// splits w, w + 4, ... Grid: batch * heads_q * length_q blocks of 128.
+/// Writes a query of one head: its splits' rows, weighed by their sums, by a block of 128 threads.
+/// Warp w has splits w, w + 4, ...
 template <class T>
-__global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
+FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int query,
+                                   int splits) {
   constexpr int kWarps = 4, kColumns = 256;
   __shared__ float maxima[kWarps], sums[kWarps], rows[kWarps][kColumns];
   const Problem& problem = p.call.problem;
-  const int query = static_cast<int>(blockIdx.x) % problem.length_q,
-            both = static_cast<int>(blockIdx.x) / problem.length_q;
   const int warp = static_cast<int>(threadIdx.x) / 32, column = lane_id() * 8,
             mine = warp + kWarps * lane_id();
-  const Sequence s(problem, both / problem.heads_q, both % problem.heads_q);
-  if (query >= s.length_q) return;
   const i64 first = part_row(p, 0, s, query), step = part_row(p, 1, s, query) - first;
 
-  const float exponent = mine < p.splits ? p.parts_sums[first + mine * step] : -infinity();
+  const float exponent = mine < splits ? p.parts_sums[first + mine * step] : -infinity();
   float most = exponent;
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, shuffle_xor(most, lanes));
@@ -276,7 +319,7 @@ __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTAN
   const float weight = exp2_approx(exponent - total.shift);
   float o[8] = {}, sum = weight;
 #pragma unroll 4
-  for (int split = warp; split < p.splits; split += kWarps) {
+  for (int split = warp; split < splits; split += kWarps) {
     const float factor = shuffle(weight, split / kWarps);
     if (column >= problem.head_dim_v) continue;
     const float4* const vectors = reinterpret_cast<const float4*>(
@@ -303,6 +346,16 @@ __global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTAN
            (rows[0][column + j] + rows[1][column + j] + rows[2][column + j] + rows[3][column + j]);
   store_columns<T>(p.call, s, query, column, o);
   if (column == 0) store_log_sum(p.call, s, query, total.log2_sum());
+}
+
+/// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
+template <class T>
+__global__ void __launch_bounds__(128) decode_combine(const FLEXOPS_GRID_CONSTANT DecodeParams p) {
+  const Problem& problem = p.call.problem;
+  const int query = static_cast<int>(blockIdx.x) % problem.length_q,
+            both = static_cast<int>(blockIdx.x) / problem.length_q;
+  const Sequence s(problem, both / problem.heads_q, both % problem.heads_q);
+  if (query < s.length_q) combine_splits<T>(p, s, query, p.splits);
 }
 
 }  // namespace flexops::attention

@@ -193,7 +193,53 @@ ForwardParams make_forward(const AttentionForward& c, const Tiling& tiling) {
   return p;
 }
 
-/// Of few queries; see attention_decode.cuh.
+// ---- few queries, whose keys are split (attention_decode.cuh) ----
+
+constexpr int64_t kMostKeyParts = 128;  // a lane of combine_splits' four warps for each
+
+/// Tiles of `rows` rows of a sequence and key head.
+inline int64_t decode_tiles(const Attention& a, int64_t rows) {
+  return ceil_div(a.length_q * (a.heads_q / a.heads_k), rows);
+}
+
+/// In how many parts keys are cut: what takes the least time, counted in bytes that memory moves
+/// meanwhile. A block of threads alone gets a share of memory's bandwidth only, and parts have to
+/// be put together again. `tiles`: of each sequence and key head; `threads` and `shared_bytes` of a
+/// block.
+inline int64_t choose_splits(const Attention& a, int64_t tiles, int64_t threads,
+                             int64_t shared_bytes) {
+  constexpr int64_t kLeastKeys = 64, kCombineBytes = 12 << 20;
+  const Gpu& gpu = gpu_facts();
+  const int64_t resident =
+      gpu.processors * (gpu.shared_of_processor >= 2 * (shared_bytes + 1024) ? 2 : 1);
+  // Measured on an H200: so many blocks have all of it.
+  const int64_t alone = gpu.processors * 9 / 16 * 128 / threads;
+  const int64_t each = tiles * a.batch * a.heads_k;
+  int64_t seen = a.length_k;
+  if (a.window_left >= 0 && a.window_right >= 0)
+    seen = least(seen, a.window_left + a.window_right + a.length_q);
+  const int64_t bytes = seen * (a.head_dim + a.head_dim_v) * 2,
+                part = a.batch * a.heads_q * a.length_q * a.head_dim_v * 8;
+  const auto cost = [&](int64_t splits) {
+    const int64_t all = splits * each, rest = all % resident;
+    const int64_t moved = all - rest + (rest == 0 ? 0 : rest > alone ? rest : alone);
+    return moved * bytes / splits + (splits > 1 ? kCombineBytes + splits * part : 0);
+  };
+  const int64_t most = least(least(kMostKeyParts, seen / kLeastKeys), 2 * resident / each + 1);
+  int64_t best = 1, least_cost = cost(1);
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    const int64_t found = cost(splits);
+    if (found < least_cost) best = splits, least_cost = found;
+  }
+  return best;
+}
+
+/// Bytes for the parts.
+inline int64_t decode_workspace_of(const Attention& a, int64_t splits) {
+  return splits > 1 ? splits * a.batch * a.heads_q * a.length_q * (a.head_dim_v + 1) * 4 : 0;
+}
+
+/// See attention_decode.cuh.
 bool takes_decode(const Attention& a);
 int64_t decode_workspace(const Attention& a);
 const char* launch_decode(const AttentionForward& c, void* workspace, void* stream);

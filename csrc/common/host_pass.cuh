@@ -42,6 +42,7 @@ struct Index {
 }  // namespace flexops::detail
 extern const flexops::detail::Index threadIdx, blockIdx, blockDim, gridDim;
 
+void __threadfence();
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
 size_t __cvta_generic_to_shared(const void* pointer);
@@ -79,3 +80,4 @@ float __fdividef(float a, float b);
 float __fmaf_rn(float a, float b, float c);
 float __frcp_rn(float value);
 float rsqrtf(float value);
+float rintf(float value);

@@ -42,8 +42,7 @@ struct Params {
 template <typename T>
 FLEXOPS_DEVICE float tanh_of(float x) {
   if constexpr (kIsFloat<T>) return tanhf(x);
-  return 1.0f -
-         __fdividef(2.0f, quick_exp2(fminf(x * (2.0f * cross_entropy::kLog2e), 126.0f)) + 1.0f);
+  return 1.0f - __fdividef(2.0f, quick_exp2(x * (2.0f * cross_entropy::kLog2e)) + 1.0f);
 }
 
 /// The logit after the soft cap. A class that is masked by -inf stays masked.

@@ -37,6 +37,7 @@ _WIDEST = 100
 OF_TOOLS = (
     "bench build",
     "bench model",
+    "bench generate",
     "bench ops",
     "channel",
     "image",

@@ -3,8 +3,7 @@ arXiv 2312.00752).
 
 Each channel ``d`` of ``x`` has a filter of ``W`` taps::
 
-    sum[b, d, t] = bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for k in range(W))
-    out[b, d, t] = activation(sum[b, d, t])
+    out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for each k < W))
 
 where ``x`` is 0 before its first step, or what ``initial_states`` says. Everything is computed in
 float32, whatever the dtype of ``x``.
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._difference import difference
-from ._register import caller
+from ._register import caller, check_places, is_dense
 from .cross_entropy import FLOAT_DTYPES
 
 _TAPS = 4
@@ -158,6 +157,8 @@ def _check(
             raise TypeError(
                 f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}"
             )
+        if not is_dense(tensor):
+            check_places(where[:-1], {name: tensor})
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{where} activation must be None or 'silu', got {activation!r}")
     if x.dim() != 3:

@@ -291,6 +291,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
         TypeError: a tensor is not of these dtypes, or ``weight`` no :class:`Int4Weight`.
         ValueError: shapes or devices do not fit each other.
     """
+    _check_tensor("flexops.int4_linear", "x", x, _FLOAT_DTYPES)
     _check_weight("flexops.int4_linear", weight)
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor = _CALL(x, packed, scales, zeros, bias, n, k, group_size)

@@ -167,7 +167,8 @@ def _backward_reference(
     gradient = gradient / temperature if slope is None else gradient * slope / temperature
     gradient = gradient.masked_fill(((target < 0) | (target >= z.shape[1])).unsqueeze(1), torch.nan)
     gradient = gradient.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
-    return gradient.to(logits.dtype).contiguous()
+    result: Tensor = gradient.to(logits.dtype).contiguous()
+    return result
 
 
 def _backward_inplace_reference(
@@ -224,7 +225,7 @@ def self_check(device: str) -> float:
     target = torch.randint(0, 1031, (9,), generator=generator).to(device)
     target[3] = -100
     first, second = (torch.randn(9, generator=generator).to(device) for _ in range(2))
-    grads = first, second
+    grads = (first, second)
     numbers, ops = (-100, 0.7, 20.0), torch.ops.flexops
     result, entropy, stats = ops.logprobs(logits, target, *numbers)
     gradient = ops.logprobs_backward(*grads, logits, target, stats, entropy, *numbers)
@@ -232,6 +233,6 @@ def self_check(device: str) -> float:
     ops.logprobs_backward_(*grads, written, target, stats, entropy, *numbers)
     expected = _logprobs_reference(logits, target, *numbers)
     of_logits = _backward_reference(
-        first, second, logits, target, expected[2], expected[1], -100, 0.7, 20.0
+        first, second, logits, target, expected[2], expected[1], *numbers
     )
     return difference((result, entropy, gradient, written), (*expected[:2], of_logits, of_logits))

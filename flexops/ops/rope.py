@@ -317,6 +317,15 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return (torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)).to(x.dtype)
 
 
+def rotated_reference(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+) -> Tensor:
+    """``[batch, length, heads, head_dim]``, rotated at ``positions``, ``[batch, length]``."""
+    return _reference(x.transpose(1, 2), None, cos, sin, positions, interleaved, False)[
+        0
+    ].transpose(1, 2)
+
+
 def _empty_like(x: Tensor) -> Tensor:
     """Dense, ordered by length and heads if x is, else by heads and length."""
     batch, heads, length, head_dim = x.shape

@@ -14,16 +14,18 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import int4, torch_modules, trl
+from . import convolution, int4, torch_modules, trl
+from . import generation as generating
 from . import projections as projecting
 from . import residuals as adding
+from . import rope as rope_part
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
 
 _verdicts: dict[Any, tuple[int, str]] = {}
 """What the probe found, for each row of the table, class and settings: which replacement computes
-the same, or why none does. It is asked once in a process."""
+the same, or why none does. Each is probed once in a process."""
 _LOOKS_LIKE = re.compile(
     r"(Norm|MLP|FeedForward|Experts|ForCausalLM|ForMaskedLM|LMHeadModel"
     r"|ForConditionalGeneration)$"
@@ -41,6 +43,7 @@ def patch(
     projections: bool = True,
     experts: bool = True,
     loss: bool = True,
+    generation: bool = True,
     optimizer: Any = False,
     in_graphs: bool = False,
     weights: Any = None,
@@ -49,12 +52,13 @@ def patch(
 
     Args:
         model: a module, such as one of transformers' models, also wrapped by PEFT, or sharded by
-            ``fully_shard``. Or a class of transformers' models, or the name of an architecture
+            ``fully_shard``. Or a class of transformers' models, or any of its model types
             (``"llama"``): then every model of it is patched as it is constructed, until
             :func:`unpatch`.
         norms: layer and RMS norms.
         residuals: residual additions together with the norm behind them; needs ``norms``.
-        activations: gated feed-forward blocks, and gelu or silu with the bias before it.
+        activations: gated feed-forward blocks, gelu or silu with the bias before it, and causal
+            convolutions with their activation (Qwen3-Next, Falcon-H1, Bamba, LFM2).
         rope: rotary embeddings.
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,
@@ -62,6 +66,8 @@ def patch(
         experts: mixtures of experts whose class goes through transformers' experts interface.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
+        generation: :class:`flexops.KVCache` in ``model.generate``, and on a GPU each decode step as
+            one CUDA graph; needs ``attention``.
         optimizer: True for a :class:`flexops.optim.AdamW` with torch's defaults over the parameters
             that require a gradient; or an optimizer of torch.optim, to have flexops' with its
             groups. It is ``report.optimizer``.
@@ -83,10 +89,10 @@ def patch(
             was.
 
     A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class
-    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is swapped is
-    known by its class, and its replacement computed the same as the class's own code on a small
-    input, with its gradients; a class that is not known, or whose code computes something else in
-    this release, stays as it is, and the report says so.
+    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is replaced is
+    recognised by its structure, whatever its class, and its replacement computed the same as the
+    class's own code on a small input, with its gradients. What computes something else is skipped,
+    with the reason in the report; so is code that came with a model (``trust_remote_code``).
     """
     wanted = {
         "norms": norms,
@@ -95,7 +101,12 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "experts": experts, "loss": loss}
+    wanted |= {
+        "projections": projections,
+        "experts": experts,
+        "loss": loss,
+        "generation": generation,
+    }
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -122,7 +133,13 @@ def patch(
                 outcomes += _visit(module, wanted, in_graphs)
             inside |= _covered(module)
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
+        outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
+        for module in model.modules():
+            row = generating.switch(module, "" if generation else "generation=False")
+            outcomes += [] if row is None else [row]
+            if row is not None and row.swapped:
+                _tabulate(module)
         made, rows = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
             from .int4_loading import adopt
@@ -167,6 +184,7 @@ def unpatch(model: Any) -> int:
             del module.__dict__["forward"]
             restored += 1
         attending.switch_back(module)
+        generating.switch_back(module)
     return restored
 
 
@@ -277,7 +295,32 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     reason = reason if wanted else "projections=False"
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
+    last = getattr(module, "o_proj", None)
+    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
+        last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
+
+
+def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
+    """Modules whose code calls transformers' causal convolutions."""
+    if not convolution.is_called(own_class(module)):
+        return
+    present = module.__dict__.get("forward")
+    reason = "" if wanted else "activations=False"
+    if present is not None and not is_ours(present):
+        reason = "its forward was replaced before, by something else"
+    reason = reason or convolution.refusal(own_class(module))
+    if not reason:
+        module.__dict__["forward"] = functools.partial(convolution.forward, module)
+    yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
+
+
+def _tabulate(model: nn.Module) -> None:
+    """Let rotary embeddings look their angles up in decode steps."""
+    for module in model.modules():
+        present = module.__dict__.get("forward")
+        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+            module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 
 # ---- a whole model -------------------------------------------------------------------------------

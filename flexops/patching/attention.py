@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
+from .paged import register_paged
 from .probe import LENGTH, WIDTH, bare, disagreement, foreign, parameter
 from .report import Row
 
@@ -34,14 +36,7 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-
-
-def nothing_hidden(like: Tensor) -> Tensor:
-    """A mask without elements, of four dimensions: transformers hands it on as it is, and
-    :func:`attention` takes it for "the model's own pattern, no padding". So nothing has to be
-    looked at to know that, which would wait for the GPU, and under ``torch.compile`` make the whole
-    mask."""
-    return like.new_empty((0, 0, 0, 0), dtype=torch.bool)
+    register_paged()
 
 
 def _windows_are_cheap(device: torch.device) -> bool:
@@ -86,6 +81,11 @@ def _passes_window(config: Any, size: int) -> bool:
     is_window = size == _window(config)
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
+
+
+def passes_windows(config: Any) -> bool:
+    """Whether attention receives the windows of all layers that have one."""
+    return _passes_window(config, config.sliding_window)
 
 
 def hide_nothing(
@@ -217,6 +217,13 @@ def attention(
         PatchError: the model selects keys itself, or its class has no eager attention where
             that is needed.
     """
+    layer = getattr(key, CACHE_LAYER, None)
+    if layer is not None:  # a decode step, which appends to a cache and attends to it
+        found: Tensor = layer.attend(
+            query, key, value, scale=scaling, window=sliding_window, softcap=softcap or 0.0,
+            sinks=s_aux, rotary=take_rotary(),
+        )  # fmt: skip
+        return found, None
     causal = (
         is_causal if is_causal is not None else getattr(module, "is_causal", True)
     ) and query.shape[2] > 1
@@ -490,7 +497,8 @@ def _refusal(model: Any, part: Any) -> str:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
-    if not type(model)._supports_sdpa and "sinks" not in part._parameters:
+    sinks = any("sinks" in one._parameters for one in model.modules())  # sdpa has none
+    if not type(model)._supports_sdpa and not sinks:
         return "transformers has only eager attention for it"
     if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
         return "its window extends in both directions"
@@ -511,7 +519,8 @@ class _Attending(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.eager = bare(part), eager_of(type(part))
-        if "sinks" in part._parameters:
+        self.part.head_dim = WIDTH
+        if part._parameters.get("sinks") is not None:
             self.part.sinks = parameter(2 * _groups(part))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
@@ -527,12 +536,13 @@ class _Attending(nn.Module):
         options: dict[str, Any] = (
             {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
         )
-        options |= {"s_aux": self.part.sinks} if "sinks" in self.part._parameters else {}
+        sinks = getattr(self.part, "sinks", None)
+        options |= {} if sinks is None else {"s_aux": sinks}
         function, given = (attention, None) if ours else (self.eager, mask)
         if ours:
             options["is_causal"] = causal
         result: Tensor = function(
-            self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options
+            self.part, query, key, value, given, scaling=WIDTH**-0.5, dropout=0.0, **options
         )[0]
         return result
 

@@ -65,9 +65,19 @@ def _module(name: str) -> str | None:
     qualified = f"transformers.models.{folder}.modeling_{folder}"
     known = name in auto.CONFIG_MAPPING or name == folder
     try:
-        return qualified if known and importlib.util.find_spec(qualified) else None
+        if known and importlib.util.find_spec(qualified):
+            return qualified
     except ImportError:
-        return None
+        pass
+    import transformers
+    from transformers.models.auto import modeling_auto as models
+
+    # a folder of several types, or a type with another one's classes
+    for kind in ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"):
+        found = getattr(models, f"{kind}_MAPPING_NAMES").get(name, ())
+        for one in (found,) if isinstance(found, str) else found:
+            return str(getattr(transformers, one).__module__)
+    return None
 
 
 def _classes(target: str | type) -> Iterator[type]:

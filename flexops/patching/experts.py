@@ -74,6 +74,11 @@ def experts(
     return out.view(hidden_states.shape).to(hidden_states.dtype)
 
 
+def _has_norm(module: Any) -> bool:
+    """Whether a norm follows each expert; transformers older than 5.23 have none."""
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
 def _standard_activation(module: Any) -> Any:
     """The activation of experts that are act(gate) * up and nothing else; "" for others."""
     from transformers.integrations import moe
@@ -83,6 +88,7 @@ def _standard_activation(module: Any) -> Any:
         and not module.has_bias
         and not module.is_transposed
         and module.is_concatenated
+        and not _has_norm(module)
         and type(module)._apply_gate is moe._default_apply_gate
     )
     return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
@@ -90,7 +96,7 @@ def _standard_activation(module: Any) -> Any:
 
 def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     """Experts with biases, with weights stored transposed, without a gate or with one of their
-    own."""
+    own, with a norm behind them."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     count = getattr(module, first).shape[0]
     if not torch.compiler.is_compiling():
@@ -105,7 +111,9 @@ def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
 
     packed = linear(spread_rows(x, order), first)
     inner = module._apply_gate(packed) if module.has_gate else module.act_fn(packed)
-    return combine_rows(linear(inner, "down_proj"), weights, order)
+    out = linear(inner, "down_proj")
+    out = module.post_expert_norm(out) if _has_norm(module) else out
+    return combine_rows(out, weights, order)
 
 
 # ---- patching ------------------------------------------------------------------------------------
@@ -129,7 +137,8 @@ def refuse(module: Any) -> str:
 
 
 def variant(module: Any) -> Any:
-    return (*(getattr(module, flag) for flag in _FLAGS), type(getattr(module, "act_fn", None)))
+    flags = (getattr(module, flag) for flag in _FLAGS)
+    return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
 
 
 def candidates(module: Any) -> Iterator[tuple[str, Callable[[Any], Swap]]]:
@@ -154,6 +163,10 @@ def miniature(module: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             children[f"{name}_bias"] = parameter(count, shape[0])
     if hasattr(module, "act_fn"):
         children["act_fn"] = unheard(module.act_fn)
+    if _has_norm(module):
+        norm = module.post_expert_norm
+        scales = {name: parameter(WIDTH) for name, _ in norm.named_parameters()}
+        children["post_expert_norm"] = bare(norm, **scales)
     made = bare(module, **children)
     made.config._experts_implementation_internal = "eager"
     choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2, device="cpu")

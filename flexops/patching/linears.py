@@ -44,7 +44,7 @@ def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1]) -> bool:
     forward = linear.__dict__.get("forward")
     own = forward is None or (
         isinstance(forward, functools.partial)
-        and getattr(forward.func, "__name__", "") == "projection"
+        and getattr(forward.func, "__name__", "") in ("projection", "output")
     )
     return (
         is_linear(linear, names)

@@ -182,6 +182,30 @@ class Logits:
         return func(*args, **kwargs)
 
 
+def _computed(name: str) -> Callable[..., Any]:
+    def method(self: Logits, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*args)
+
+    return method
+
+
+for _name in (
+    "len",
+    "iter",
+    "neg",
+    "sub",
+    "rsub",
+    "radd",
+    "rtruediv",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(Logits, f"__{_name}__", _computed(f"__{_name}__"))
+
+
 def head(
     module: Any,
     x: Tensor,

@@ -74,17 +74,23 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def settings(module: nn.Module) -> Any:
     """What a module's code may depend on: numbers, functions and kinds of parts. Its
     place in the model (``layer_idx``) is none, so that a class is probed once."""
-    own = tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if name not in ("training", "layer_idx", "layer_id", "forward")
-        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
-    )
     parts = tuple(
         (name, type(part), getattr(part, "bias", None) is None)
         for name, part in module._modules.items()
     )
-    return own, parts, tuple(module._parameters)
+    config = vars(module).get("config")
+    shared = () if config is None else _values(config)
+    return _values(module), shared, parts, tuple(module._parameters)
+
+
+def _values(owner: Any) -> tuple[Any, ...]:
+    """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
+    return tuple(
+        (name, getattr(value, "__func__", value))
+        for name, value in vars(owner).items()
+        if name not in ("training", "layer_idx", "layer_id", "forward")
+        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
+    )
 
 
 def _input(*shape: int) -> Tensor:
@@ -225,7 +231,7 @@ def _activation(module: Any) -> tuple[str, Any]:
         and not name.startswith("_")
         and name != "forward"
         and not isinstance(one, (nn.Dropout, type))
-        and not is_linear(one)
+        and not (isinstance(one, nn.Module) and (one._parameters or one._modules))
     ]
     return found[0] if len(found) == 1 else ("", None)
 
@@ -512,9 +518,17 @@ PATTERNS: tuple[Pattern, ...] = (
         lambda module: rope.miniature(rope.original(module), "half"),
         differs=rope.original,
     ),
-    Pattern("loss", "linear_cross_entropy", _has_loss, _loss_candidates, _tiny_model, _no_loss),
+    Pattern(
+        "loss",
+        "linear_cross_entropy",
+        _has_loss,
+        _loss_candidates,
+        _tiny_model,
+        _no_loss,
+        lambda module: _values(module.config),  # soft caps and scales
+    ),
 )
-"""In this order a module is compared with them: the first that it is like is taken."""
+"""A module may match more than one: attention has rotary embedding."""
 
 UNCHANGED: dict[type, str] = dict.fromkeys(
     (nn.GELU, nn.SiLU),

@@ -150,7 +150,8 @@ def disagreement(
     Args:
         make: gives a miniature, and arguments for it.
         swap: gives the replacements for it.
-        half: compare the results in bfloat16, too.
+        half: compare the results in bfloat16, too, and the module in training mode with itself: a
+            function for dropout is no part of it.
         without: the output that the replacement must not compute.
     """
     try:
@@ -162,6 +163,10 @@ def disagreement(
                 part.forward = forward
             actual = _run(other, args, kwargs, without)
             if half:
+                trained = _run(module.train(), args, kwargs)[0]
+                if not torch.allclose(trained, expected[0], _TOLERANCE, _TOLERANCE):
+                    return "in training it drops something, or computes something else"
+                module.eval()
                 expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
                 actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
     except Exception as error:  # whatever another release's code may raise

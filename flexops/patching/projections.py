@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import decoding
 from .forwards import replacement
 from .linears import together
 
@@ -22,14 +23,31 @@ def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Te
     if found is not None and found[0] is x and found[2] == x._version:
         made: Tensor = found[1]
         return made
-    results = together(x, siblings) if siblings[0] is module else None
+    results = _of_all(x, siblings) if siblings[0] is module else None
     if results is None:
         return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    # attention keeps the values, and must not keep all three with them
-    results[-1] = results[-1].contiguous()
     for one, result in zip(siblings[1:], results[1:], strict=True):
         one.__dict__[_FOUND] = (x, result, x._version)
     return results[0]
+
+
+def _of_all(x: Tensor, siblings: tuple[Any, ...]) -> list[Tensor] | None:
+    if decoding.takes(x, *siblings):
+        widths = [one.weight.shape[0] for one in siblings]
+        return list(decoding.product(x, siblings).split(widths, -1))
+    results = together(x, siblings)
+    if results is not None:
+        # attention keeps the values, and must not keep all three with them
+        results[-1] = results[-1].contiguous()
+    return results
+
+
+@replacement
+def output(module: nn.Module, x: Tensor) -> Tensor:
+    """The linear layer behind attention."""
+    if decoding.takes(x, module):
+        return decoding.product(x, (module,), ends=True)
+    return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
 
 
 def refusal(module: Any) -> str | None:

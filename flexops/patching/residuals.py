@@ -261,6 +261,33 @@ def _structure(layer: Any) -> tuple[Structure, str]:
     return ("", {}), reason
 
 
+_LLAMA = (
+    "input_layernorm",
+    {"self_attn": ("post_attention_layernorm", 0, False), "mlp": (_OUT, 0, False)},
+)
+_decoders: dict[Any, str] = {}
+"""Why layers of that structure do not compute what a step's layer does; "" where they do."""
+
+
+def _decodes(layer: Any, key: Any, structure: Structure) -> bool:
+    """Whether a layer may be computed by ``forwards.decode_layer`` in a decode step."""
+    if structure != _LLAMA or (layer.__dict__.get("forward") is not None):
+        return False
+    if key not in _decoders:
+        reasons = []
+        for gives in (2, 3):
+            make = functools.partial(_miniature, layer, (gives, 0), "first")
+            reasons.append(disagreement(make, _decoding))
+            if not reasons[-1]:
+                break
+        _decoders[key] = reasons[-1]
+    return not _decoders[key]
+
+
+def _decoding(tiny: Any) -> Swap:
+    return [(tiny, functools.partial(forwards.decode_layer, tiny))]
+
+
 def _key(layer: Any) -> Any:
     norms = tuple(map(is_norm, layer.children()))
     return type(layer), own_class(layer).__dict__["forward"], settings(layer), norms
@@ -301,6 +328,8 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
             reason = "" if sites else "no norm reads a sum that it makes"
             for part, forward in () if reason else sites:
                 part.__dict__["forward"] = forward
+            if _decodes(layer, key, structure):
+                layer.__dict__["forward"] = functools.partial(forwards.decoder_layer, layer)
         elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
             continue
         yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)

@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..generation import state
 from ..ops.rope import rotary_embedding
-from .forwards import replacement
+from .forwards import plain, replacement
 from .probe import LENGTH, WIDTH, Miniature
+
+_TABLES = "_flexops_tables"
+"""The attribute by which cosines of a decode step name the tables that they are from."""
+_FIXED = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose angles do not depend on how long a sequence is."""
 
 
 def apply_rotary_pos_emb(
@@ -22,6 +28,10 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length,
     rotary_dim]``, each number twice."""
+    later = getattr(cos, _TABLES, None)
+    if later is not None:  # a decode step: attention rotates what it appends
+        state.rotate_later(*later)
+        return q, k
     if unsqueeze_dim == 2:
         q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -63,6 +73,21 @@ def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 
+def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """By the negative angle: nanochat."""
+    return apply_rotary_pos_emb(q, k, cos, -sin, dim)
+
+
+def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """Neighbours among the last numbers of each head, by tables that have each number once:
+    DeepSeek V4."""
+    width = 2 * cos.shape[-1]
+    (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    of_q, of_k = _neighbours(of_q, of_k, cos, sin, dim, None)
+    return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
+
+
 def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
     """Tables of time, height and width, of each of which a part of the width is taken: Qwen-VL."""
     cos, sin = (
@@ -84,6 +109,8 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "neighbours of halves": (_neighbours_of_halves, "halves", 3),
     "sorted": (_sorted, "halves", 3),
     "short": (_short, "once", 3),
+    "backward": (_backward, "halves", 3),
+    "trailing": (_trailing, "few", 3),
     "sections": (_sections, "halves", 4),
     "flat": (_flat, "halves", 2),
 }
@@ -131,7 +158,7 @@ def original(module: Any) -> Any:
 
 def replaced(function: Any, kind: str) -> Callable[..., Any]:
     """Ours with the arguments of a function; one without keys rotates queries only."""
-    ours, signature = _VARIANTS[kind][0], _signature(function)
+    (ours, _, dims), signature = _VARIANTS[kind], _signature(function)
     slots = _slots(function) or {}
     order, alone = list(signature.parameters), "k" not in slots
     dim = signature.parameters[slots["unsqueeze_dim"]].default if "unsqueeze_dim" in slots else 1
@@ -141,6 +168,10 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
         q, k, cos, sin, at, sections = found
         at = dim if at is None else at
+        if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
+            cos, sin, at = cos[None], sin[None], 1
+        if at not in (1, 2) or cos.dim() != dims or q.dim() != (3 if dims == 2 else 4):
+            return function(*args, **kwargs)
         if alone:
             return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
         return ours(q, k, cos, sin, at, sections)
@@ -187,6 +218,8 @@ def miniature(function: Any, kind: str) -> Miniature:
         angles = torch.cat([angles, angles], -1)
     elif repeats == "neighbours":
         angles = angles.repeat_interleave(2, -1)
+    elif repeats == "few":
+        angles = angles[..., : WIDTH // 4]
     q, k = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (4, 2))
     if dims == 2:
         q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
@@ -229,3 +262,32 @@ def attention(module: nn.Module, *args: Any, kind: str, **kwargs: Any) -> Any:
     if (cls, kind) not in _made:  # in a process that has unpickled the module
         prepare(cls, kind)
     return _made[cls, kind](module, *args, **kwargs)
+
+
+# ---- the angles of a decode step -----------------------------------------------------------------
+
+
+def refusal(module: Any) -> str | None:
+    """Why a rotary embedding's angles are computed anew in each step; "" if they need not be, None
+    if the module is none."""
+    kind = getattr(module, "rope_type", None)
+    if not type(module).__name__.endswith("RotaryEmbedding") or kind is None:
+        return None
+    kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+    other = sorted(kinds - set(_FIXED))
+    return f"its angles depend on the length: {', '.join(other)}" if other else ""
+
+
+@replacement
+def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> Any:
+    """A rotary embedding: in a decode step its results are rows of tables, which they name."""
+    tables = state.tables()
+    if tables is None or position_ids.dim() != 2:
+        return plain(module, x, position_ids, *more, **named)
+    key = (id(module), more, tuple(named.items()))
+    cos, sin = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
+    rows = position_ids.flatten()
+    found = [one.index_select(0, rows).view(*position_ids.shape, -1) for one in (cos, sin)]
+    half = cos.shape[-1] // 2
+    setattr(found[0], _TABLES, (cos[:, :half], sin[:, :half]))
+    return tuple(found)

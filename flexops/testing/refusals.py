@@ -64,7 +64,7 @@ class Refusals:
                 text = str(caught.value)
                 assert re.match(
                     (
-                        rf"\w+\.\w+: {argument_name(case, position)} must be "
+                        rf"\w+\.\w+: {argument_name(case, position)}(\[\d\])? must be "
                         if case.names
                         else r"\w+(::|\.)\w+: \w+\[0\] must be "
                     ),

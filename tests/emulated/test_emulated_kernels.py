@@ -241,7 +241,10 @@ STEPS = ("adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "narrow_sta
 FUNCTIONS = (
     "activation",
     "attention",
+    "causal_conv1d",
     "cross_entropy",
+    "few_rows",
+    "logprobs",
     "norm",
     "quant",
     "fp8",
@@ -270,6 +273,12 @@ def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
     assert emulated(machine, "tests/emulated/int4_linear.py") == 23
 
 
+def test_attention_over_a_cache(machine: dict[str, str]) -> None:
+    """Appends, rotates, looks up pages and attends."""
+    selection = "small_cases and (several_tokens or a_token)"
+    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
+
+
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
     FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
 )
@@ -287,6 +296,18 @@ def test_every_result_of_a_family(machine: dict[str, str], family: str, order: s
     assert emulated(
         machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order
     )
+
+
+@pytest.mark.slow
+def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
+    selection = "small_cases"
+    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 5
+
+
+@pytest.mark.slow
+def test_attention_over_codes(machine: dict[str, str]) -> None:
+    selection = "attend_as and plain and (4-64-64 or 8-64-128)"
+    assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 2
 
 
 @pytest.mark.slow

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +17,8 @@ from torch import Tensor
 
 import flexops
 import flexops.patching
+from flexops.patching import experts
+from flexops.patching.probe import disagreement
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.moe")
@@ -52,6 +60,40 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], limit: float = 1e-
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).float().norm() <= limit * other.float().norm() + 1e-6
+
+
+def decorated() -> Iterator[tuple[str, str]]:
+    """Modules and names of the classes that go through transformers' experts interface."""
+    folder = Path(transformers.__path__[0]) / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for found in re.finditer(r"@use_experts_implementation(?:\(.*\))?\nclass (\w+)", text):
+            yield f"transformers.models.{path.parent.name}.{path.stem}", found[1]
+
+
+def built(module: Any, cls: type) -> Any:
+    """By the first of the module's configs that it can be made of; None if there is none."""
+    for config in vars(module).values():
+        if isinstance(config, type) and issubclass(config, transformers.PretrainedConfig):
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return cls(config())
+    return None
+
+
+@pytest.mark.slow
+def test_every_class() -> None:
+    made, skipped = 0, {}
+    for path, name in decorated():
+        module = importlib.import_module(path)
+        one = built(module, getattr(module, name))
+        if one is not None:
+            made += 1
+            why = experts.refuse(one) or disagreement(
+                functools.partial(experts.miniature, one), experts.swap
+            )
+            skipped |= {name: why} if why else {}
+    assert not skipped
+    assert made > 45
 
 
 def experts_of(model: Any) -> list[Any]:
@@ -128,12 +170,12 @@ def test_checkpointing_and_compile() -> None:
     model.gradient_checkpointing_enable()
     model.train()
     assert_same(results(model), expected)
-    experts = experts_of(model)[0]
+    module = experts_of(model)[0]
     args = (
         torch.randn(7, 32),
         torch.randint(0, 6, (7, 2)),
         torch.rand(7, 2),
     )
-    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *args: module(*args), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert torch.equal(compiled(*args), experts(*args))
+        assert torch.equal(compiled(*args), module(*args))

@@ -3,6 +3,7 @@ reason in the report."""
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
 import flexops
+from flexops.patching import classes
 
 OTHER = "on a small input it computes something else than the replacement"
 
@@ -111,6 +113,26 @@ def test_a_subclass_that_overrides_half_is_left_alone() -> None:
     assert [(row.count, row.swapped) for row in report.rows] == [(1, True), (1, False)]
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_function_for_dropout_is_seen(rate: float) -> None:
+    """Its rate may be the module's, or the config's."""
+
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.rate, self.training)
+
+    class Shared(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.config.rate, self.training)
+
+    own, shared = Own(), Shared()
+    own.rate, shared.config = rate, types.SimpleNamespace(rate=rate)  # type: ignore[assignment]
+    for module in (own, shared):
+        row = row_of(module)
+        assert row.swapped == (not rate)
+        assert bool(row.reason) == bool(rate)
+
+
 def test_code_that_the_probe_cannot_run_is_named() -> None:
     class Needs(Scale):
         def forward(self, x: Tensor) -> Tensor:
@@ -183,6 +205,11 @@ def test_models_and_experts_have_a_row(name: str, module: str, swapped: bool) ->
     assert swapped or row.reason
 
 
+@pytest.mark.parametrize("name", zoo.TYPES)
+def test_every_type_is_a_name(name: str) -> None:
+    assert classes.is_architecture(name)
+
+
 def test_a_name_patches_models_as_they_are_made() -> None:
     """Of any type of transformers."""
     from transformers import AutoModelForCausalLM, MixtralConfig
@@ -200,3 +227,32 @@ def test_a_name_patches_models_as_they_are_made() -> None:
     expected = results(model, inputs)
     del expected["logits"]
     assert max(distance(actual, expected).values()) < 2e-5
+
+
+def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
+    """What is done to logits that have not been computed is what is done to tensors."""
+    from flexops.patching.loss import Logits, head
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 5), torch.randn(2, 3, 8)
+    layer.__dict__["forward"] = functools.partial(head, layer)
+    logits, plain = Logits(layer, x, torch.float32), layer(x)
+    assert len(logits) == 2
+    for call in (
+        lambda y: y - 1.0,
+        lambda y: 1.0 - y,
+        lambda y: 2.0 + y,
+        lambda y: -y,
+        lambda y: y**2,
+        lambda y: 1.0 / y,
+        lambda y: (y > 0).float(),
+        lambda y: y.softmax(-1),
+        lambda y: torch.stack(list(y)),
+        lambda y: y.to(torch.float64),
+        lambda y: y[..., :3],
+        lambda y: y.reshape(-1),
+    ):
+        torch.testing.assert_close(call(logits), call(plain))
+    for cast in (lambda y: y.bfloat16(), lambda y: y.to(torch.bfloat16), lambda y: y.half()):
+        assert cast(logits).dtype == cast(plain).dtype
+        torch.testing.assert_close(cast(logits) - 0, cast(plain))

@@ -111,6 +111,21 @@ def qwen(name: str, text: dict[str, Any], vision: dict[str, Any]) -> Any:
     return kind(config)
 
 
+def internvl() -> Any:
+    vision = {**SIZES, "image_size": [16, 16], "patch_size": [4, 4], "layer_scale_init_value": 0.5}
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(**vision),
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_id=IMAGE,
+        downsample_ratio=0.5,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def pixtral() -> Any:
+    return transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**VISION))
+
+
 def qwen2_vl() -> Any:
     return qwen("Qwen2VL", {}, {"embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2})
 
@@ -154,6 +169,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "dinov2": (dinov2, lambda: {"pixel_values": pictures()}),
     "llava": (llava, lambda: with_pictures(16, 16)),
     "paligemma": (paligemma, lambda: with_pictures(16, 16, kinds=True)),
+    "internvl": (internvl, lambda: with_pictures(4, 4)),
+    "pixtral": (pixtral, lambda: {"pixel_values": pictures()}),
     "gemma3": (gemma3, lambda: with_pictures(4, 4, kinds=True)),
     "qwen2_vl": (qwen2_vl, patches),
     "qwen2_5_vl": (qwen2_5_vl, patches),

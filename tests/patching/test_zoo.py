@@ -81,6 +81,16 @@ def tokens(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return made.sequences, torch.stack(made.scores)
 
 
+def rounding(model: Any, inputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """How far results move if weights move by a rounding: the gradients of small softmaxes are
+    differences of almost equal numbers."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in other.parameters():
+            one.mul_(1 + 1e-7)
+    return max(distance(results(other, inputs), expected).values())
+
+
 def check(name: str) -> None:
     model = zoo.tiny(name)
     flexops.patch(model)  # what is probed is probed once
@@ -94,13 +104,18 @@ def check(name: str) -> None:
         fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
         actual = results(model, inputs, **({"skip_logits": False} if fused else {}))
         far = distance(actual, expected)
-        assert max(far.values()) < 1e-4, (padded, max(far, key=far.get))  # type: ignore[arg-type]
         if fused:
             actual = results(model, inputs)
             assert "logits" not in actual
-            far = distance(actual, {key: one for key, one in expected.items() if key != "logits"})
-            assert max(far.values()) < 1e-4, (padded, max(far, key=far.get))  # type: ignore[arg-type]
+            far |= {
+                f"fused {key}": one
+                for key, one in distance(
+                    actual, {key: one for key, one in expected.items() if key != "logits"}
+                ).items()
+            }
         flexops.unpatch(model)
+        worst = max(far, key=far.get)  # type: ignore[arg-type]
+        assert far[worst] < max(1e-4, 3 * rounding(model, inputs, before)), (padded, worst)
         after = results(model, inputs)
         assert all(after[key].equal(one) for key, one in before.items())
     if not model.can_generate():
@@ -201,5 +216,5 @@ def test_every_type_computes_the_same(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_that_of_this_transformers() -> None:
-    """``python tests/models/zoo.py`` writes it."""
+    """``python tests/patching/zoo.py`` writes it."""
     assert zoo.table() in zoo.PAGE.read_text()

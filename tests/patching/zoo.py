@@ -109,7 +109,10 @@ _REASONS = {
         "bamba", "blt", "chameleon", "cohere_compass", "cohere_compass_text", "cosmos3_edge",
         "dbrx", "deepseek_ocr2", "diffusion_gemma", "dots1", "emu3", "ernie4_5_vl_moe", "esm",
         "gemma3n_text", "glm5_next", "granite4_vision", "granitemoehybrid", "hunyuan_vl", "jamba",
-        "kimi_linear", "lfm2_moe", "mamba2", "mobilebert", "nemotron_h",
+        "kimi_linear", "lfm2_moe", "mamba2", "mobilebert", "nemotron_h", "perceiver",
+        "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen4_exp", "qwen4_exp_text",
+        "recurrent_gemma", "reformer", "squeezebert", "step3p7", "xlstm", "xmod", "zamba", "zamba2",
+        "zaya",
     ),
 }  # fmt: skip
 UNTESTED = {name: reason for reason, names in _REASONS.items() for name in names}
@@ -236,11 +239,12 @@ def table() -> str:
 
 
 def cell(report: Any, part: str) -> str:
-    """How much of a part is replaced; "-" where there is none of it."""
+    """How much of a part is replaced; "-" where there is none of it, or nothing to gain."""
     rows = [
         row
         for row in report.rows
-        if re.search(_OPERATORS[part], row.operator) and "no norm reads" not in row.reason
+        if re.search(_OPERATORS[part], row.operator)
+        and not re.search("no norm reads|nothing to fuse", row.reason)
     ]
     swapped = [row.swapped for row in rows]
     return "-" if not rows else "all" if all(swapped) else "some" if any(swapped) else "none"

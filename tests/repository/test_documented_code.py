@@ -42,7 +42,6 @@ ELSEWHERE = {
     ): (
         "an ellipsis; templates: tests/kernels/test_definition.py and tests/gpu/test_kernel_gpu.py"
     ),
-    ("docs/inference.md", "(**inputs, max_new_tokens=200)"): "tests/patching/test_apply.py",
     ("docs/inference.md", "quantization_config=config"): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", "register_int4()"): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", 'weights="int4")'): "tests/patching/test_int4_checkpoints.py",
@@ -161,8 +160,29 @@ def attention() -> dict[str, Any]:
     )
 
 
+def inference() -> dict[str, Any]:
+    from transformers import BatchEncoding, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0))
+    tokens = torch.randint(3, 512, (2, 8))
+    inputs = BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    names = {"model": model.eval(), "inputs": inputs, "prompts": tokens.tolist()}
+    names["config"] = GenerationConfig(max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
+    # a cache of two sequences, as rows and as pages
+    names |= {"q": torch.randn(2, 1, 4, 32), "lengths": torch.tensor([7, 20], dtype=torch.int32)}
+    names |= {"k": torch.randn(2, 1, 2, 32), "v": torch.randn(2, 1, 2, 32)}
+    names |= {name: torch.randn(2, 64, 2, 32) for name in ("k_cache", "v_cache")}
+    names |= {name: torch.randn(4, 32, 2, 32) for name in ("k_pages", "v_pages")}
+    names |= {name: torch.rand(64, 16) for name in ("cos", "sin")}
+    names["table"] = torch.arange(4, dtype=torch.int32).view(2, 2)
+    return names
+
+
 PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/attention.md": attention,
+    "docs/inference.md": inference,
     "docs/quantization.md": lambda: {"weight": torch.randn(128, 64)},
 }
 

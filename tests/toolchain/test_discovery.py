@@ -213,7 +213,7 @@ def test_cxx(tree: Path, search: Search) -> None:
 
 def test_a_cxx_that_is_no_compiler_is_refused_and_not_replaced(tree: Path, search: Search) -> None:
     (tree / "text").write_text("no program")
-    for wish, reason in (("absent-g++", "not there"), (str(tree / "text"), "not executable")):
+    for wish, reason in (("absent-g++", "is missing"), (str(tree / "text"), "not executable")):
         found = assemble(search(cxx=wish), torch_for(), device="cpu")
         assert found.host is None
         error = missing(found, "cpu")

@@ -21,6 +21,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench build": ("flexops bench build",),
     "bench ops": ("flexops bench ops --op rms_norm", "flexops bench ops --device cpu --json"),
     "bench model": ("flexops bench model",),
+    "bench generate": ("flexops bench generate --size 1b",),
 }
 
 
@@ -42,4 +43,5 @@ COMMANDS: dict[str, Command] = {
     "bench build": _command("bench:build", "The build-time ladder on one op."),
     "bench ops": _command("bench:ops", "Every op against torch's own ways to do the same."),
     "bench model": _command("bench:model", "A training step of a whole model."),
+    "bench generate": _command("bench:generate", "Tokens of a model, beside the memory limit."),
 }

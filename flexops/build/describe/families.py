@@ -169,6 +169,25 @@ ATTENTION_RESULTS = (
     "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 )
 
+KVCACHE_ATTENTION = (
+    "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
+    " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
+    " cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? scale, int window_left,"
+    " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
+    " Tensor? sinks) -> (Tensor, Tensor)"
+)
+
+_CODES = "Tensor({}!) k_codes, Tensor({}!) k_steps, Tensor({}!) v_codes, Tensor({}!) v_steps"
+KVCACHE_CODES = (
+    f"kvcache_codes_attention_(Tensor q, Tensor k, Tensor v, {_CODES.format(*'abcd')}, Tensor(e!)"
+    " recent_k, Tensor(f!) recent_v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
+    " int length, Tensor? cache_leftpad, int bits, int group_size, float? scale, int window_left,"
+    " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
+    " Tensor? sinks) -> (Tensor, Tensor)",
+    f"kvcache_compress_(Tensor k, Tensor v, {_CODES.format(*'abcd')}, int first, int bits, int"
+    " group_size) -> ()",
+)
+
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
@@ -259,6 +278,18 @@ CATALOG: tuple[OpSpec, ...] = (
             numbers=_NUMBERS,
         ),
         least_capability=_LISTS,
+    ),
+    _family(
+        "few_rows",
+        _op(
+            "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
+            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
+            dtypes={"x": ("float16", "bfloat16")},
+            shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
+            outputs=(Output("x[:-1], width"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
     ),
     _family(
         "fp8",
@@ -467,6 +498,12 @@ CATALOG: tuple[OpSpec, ...] = (
             f"attention_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> (Tensor, Tensor,"
             " Tensor)"
         ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
+        "kvcache_attention",
+        *_by_hand(KVCACHE_ATTENTION, *KVCACHE_CODES),
         hip=False,
         least_capability=(8, 0),
     ),

@@ -25,7 +25,7 @@ def _figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def _save(figure: Any, data: dict[str, Any], file: Path) -> None:
+def save(figure: Any, data: dict[str, Any], file: Path) -> None:
     figure.supxlabel(
         f"{data['machine']}, {data['date']}", fontsize=8, color="#57606a", x=0.01, ha="left"
     )
@@ -58,7 +58,7 @@ def draw(data: dict[str, Any], file: Path) -> None:
         axes.tick_params(length=0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    _save(figure, data, file)
+    save(figure, data, file)
 
 
 def draw_losses(data: dict[str, Any], file: Path) -> None:
@@ -87,7 +87,7 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
         axes.set_xlabel("step", fontsize=8)
         axes.grid(color="#d8dee4", linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, data, file)
+    save(figure, data, file)
 
 
 def _smooth(values: list[float]) -> tuple[list[int], list[float]]:

@@ -411,3 +411,98 @@ def _read_model_run(file: Path) -> Any:
             found=f"{file}: {error}",
             required="what flexops bench model --json printed",
         ) from error
+
+
+def generate(
+    size: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "1b (1.24 billion parameters), 8b (both need a large GPU) or tiny; tiny, if not"
+                " given, where there is no GPU."
+            )
+        ),
+    ] = "",
+    contender: Annotated[
+        list[str] | None, typer.Option(help="A contender (repeatable); default: all.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences (repeatable); default: 1 and 16.")
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a prompt (repeatable); default: 512 and 4096."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 72,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the results as a table in Markdown.")
+    ] = False,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
+        ),
+    ] = None,
+) -> None:
+    """Generation: transformers' own, compiled, patched by flexops, and flexops.generate, beside the
+    memory limit."""
+    from ..bench import generate as bench_generate  # torch is imported only when it is needed
+
+    if chart:
+        plot.check(chart)
+    if earlier:
+        try:
+            found = bench_generate.Run.from_dict(_json.load(earlier))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FlexopsError(
+                "the results cannot be read",
+                found=f"{earlier}: {error}",
+                required="what flexops bench generate --json printed",
+            ) from error
+    else:
+        found = _measure_generation(size, device, contender, batch, prompt, tokens)
+    if chart:
+        bench_generate.draw(found.as_dict(), chart)
+    typer.echo(
+        json.dumps(found.as_dict(), indent=1)
+        if as_json
+        else "\n".join(
+            bench_generate.markdown(found) if as_markdown else bench_generate.lines(found)
+        )
+    )
+
+
+def _measure_generation(
+    size: str,
+    device: str | None,
+    names: list[str] | None,
+    batches: list[int] | None,
+    prompts: list[int] | None,
+    tokens: int,
+) -> Any:
+    from flexops.bench.setup import default_device
+
+    from ..bench import generate as bench_generate
+
+    where = device or default_device()
+    size = size or ("1b" if where == "cuda" else "tiny")
+    if size not in bench_generate.SHAPES:
+        raise SettingsError(
+            "there is no such model", found=size, required=" or ".join(bench_generate.SHAPES)
+        )
+    with Console(stderr=True).status("flexops: starting") as status:
+        return bench_generate.run(
+            bench_generate.SHAPES[size],
+            where,
+            names or (),
+            batches=batches or bench_generate.BATCHES,
+            prompts=prompts or bench_generate.PROMPTS,
+            tokens=tokens,
+            report=status.update,
+        )

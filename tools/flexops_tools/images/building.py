@@ -108,16 +108,16 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
         no_cache=wish.no_cache,
         target=wish.stage,
     )
-    with tempfile.TemporaryFile() as packed, log.open("w", encoding="utf-8") as kept:
-        context.pack(root, text + buildkit.KEPT, wish.ca_bundle, packed)
-        done = buildkit.build(job, packed, kept, report)
+    with tempfile.TemporaryDirectory() as folder, log.open("w", encoding="utf-8") as kept:
+        context.write(root, text + buildkit.KEPT, wish.ca_bundle, Path(folder))
+        done = buildkit.build(job, folder, kept, report)
         if done.failed:
             free = _free_bytes(client)
             raise explain(wish.target.id, done.step, done.error, free_bytes=free, log=log)
         if done.ran(_COMPILES):  # what was compiled, for the next build
             kernels = naming.kernels(wish.target.id)
             again = replace(job, target=buildkit.KEPT_STAGE, tag=kernels, no_cache=False)
-            buildkit.build(again, packed, kept, None)
+            buildkit.build(again, folder, kept, None)
     image = client.images.get(_labelled(client, wish, done.image, job.args))
     image.tag(*split(wish.reference))
     seconds, size = round(time.monotonic() - started, 1), image.attrs["Size"]

@@ -11,14 +11,13 @@ import re
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from . import context
+from .context import DOCKERFILE
 from .engine import environment, no_program
 from .failure import Step
 
@@ -51,7 +50,7 @@ class Job:
         options = {"--network": self.network, "--tag": self.tag}
         return [
             *("docker", "build", "--progress", "plain", "--iidfile", image_file),
-            *("--file", os.path.join(root, context.DOCKERFILE), "--target", self.target),
+            *("--file", os.path.join(root, DOCKERFILE), "--target", self.target),
             *(("--secret", f"id={SECRET},env={_VARIABLE}") if self.credentials else ()),
             *(word for name, value in options.items() if value for word in (name, value)),
             *(["--no-cache"] if self.no_cache else []),
@@ -125,10 +124,8 @@ class Done:
         return ""
 
 
-def build(
-    job: Job, packed: IO[bytes], log: IO[str], report: Callable[[Step, str], None] | None
-) -> Done:
-    """Build the packed context, which is read from its start.
+def build(job: Job, context: str, log: IO[str], report: Callable[[Step, str], None] | None) -> Done:
+    """Build the context, a folder.
 
     Raises:
         ImageError: there is no BuildKit.
@@ -136,14 +133,11 @@ def build(
     """
     if not shutil.which("docker"):
         raise no_program("no docker on PATH")
-    packed.seek(0)
     done, last = Done(runtime_base=job.args.get("RUNTIME_BASE", "")), ""
     with tempfile.TemporaryDirectory() as folder:
-        root, image_file = Path(folder, "context"), Path(folder, "image")
-        with tarfile.open(fileobj=packed) as archive:  # docker does not take every tar for one
-            archive.extractall(root)
+        image_file = Path(folder, "image")
         process = subprocess.Popen(
-            job.command(str(root), str(image_file)),
+            job.command(context, str(image_file)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -57,6 +57,11 @@ SOURCES: tuple[Source, ...] = (
     Source("grouped_linear", "experts", "grouped_linear", ("grouped_linear",)),
     Source("experts", "experts", "experts", ("gated_experts",)),
     Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
+    Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
+    Source(
+        "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
+    ),
+    Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),

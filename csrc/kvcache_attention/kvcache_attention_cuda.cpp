@@ -1,0 +1,78 @@
+// Attention over a cache: tiles, in how many parts keys are cut, and who appends.
+
+#include "kvcache_attention/kvcache_attention.h"
+
+#include "attention/attention_launch.h"
+#include "kvcache_attention/kvcache_attention.cuh"
+#include "kvcache_attention/kvcache_attention_launch.h"
+
+namespace flexops::attention {
+namespace {
+
+constexpr int64_t kMostFused = 8;  // tiles of queries that append the same tokens
+
+template <int D, int DV, int kWarps, int N>
+constexpr Tiling<CacheParams> tiling() {
+  using Shape = Decode<bf16, D, DV, kWarps, N>;
+  return {
+      D,
+      DV,
+      Shape::kM,
+      N,
+      Shape::kThreads,
+      Shape::kBytes,
+      {{FLEXOPS_PER_TYPE(kernel, cached_attend, D, DV, kWarps, N, Plain),
+        FLEXOPS_PER_TYPE(rare_kernel, cached_attend, D, DV, kWarps, N,
+                         Modified<true, false, false>),
+        FLEXOPS_PER_TYPE(rare_kernel, cached_attend, D, DV, kWarps, N,
+                         Modified<false, true, false>),
+        {},
+        FLEXOPS_PER_TYPE(rare_kernel, cached_attend, D, DV, kWarps, N, Modified<true, true, false>),
+        {}}}};
+}
+constexpr Tiling<CacheParams> kTilings[] = {tiling<64, 64, 4, 32>(), tiling<128, 128, 4, 16>(),
+                                            tiling<192, 128, 2, 16>(), tiling<256, 256, 2, 16>()};
+constexpr PerType<CacheParams> kAppend = FLEXOPS_PER_TYPE(kernel, append_new),
+                               kCombine = FLEXOPS_PER_TYPE(kernel, cached_combine);
+
+int64_t splits_of(const CacheAttention& c, const Tiling<CacheParams>& tiling) {
+  const Attention& a = c.attend.problem;
+  return c.splits > 0
+             ? least(c.splits, kMostKeyParts)
+             : choose_splits(a, decode_tiles(a, tiling.rows), tiling.threads, tiling.bytes);
+}
+
+}  // namespace
+}  // namespace flexops::attention
+
+namespace flexops {
+
+using namespace attention;
+
+int64_t kvcache_attention_workspace(const CacheAttention& c) {
+  const Attention& a = c.attend.problem;
+  if (is_empty(a) || a.length_q == 0) return 0;
+  return decode_workspace_of(a, splits_of(c, first_fitting(kTilings, a)));
+}
+
+const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, void* stream) {
+  const Attention& a = c.attend.problem;
+  const bool none = is_empty(a) || a.length_q == 0;
+  if (a.batch == 0 || a.heads_k == 0 || (none && c.added == 0)) return nullptr;
+  const Tiling<CacheParams>& tiling = first_fitting(kTilings, a);
+  CacheParams p = make_cache(c, tiling, none ? 1 : splits_of(c, tiling), workspace);
+  p.decode.parts_sums = p.decode.parts + p.decode.splits * rows_of(a) * a.head_dim_v;
+  p.fused = c.added > 0 && !none && p.decode.call.tiles <= kMostFused;
+  const int64_t all = a.batch * a.heads_k * p.decode.call.tiles;
+  if (!fits_grid(all, p.decode.splits, 1) || !fits_grid(a.batch, a.heads_k, c.added) ||
+      !fits_grid(rows_of(a), 1, 1))
+    return kTooMany;
+  if (c.added > 0 && !p.fused)
+    launch(kAppend.of(a), {blocks(a.batch * a.heads_k * c.added), {64}, stream}, p);
+  if (none) return last_error();
+  launch_tiles(tiling, a, all * p.decode.splits, stream, p);
+  if (p.decode.splits > 1) launch(kCombine.of(a), {blocks(rows_of(a)), {128}, stream}, p);
+  return last_error();
+}
+
+}  // namespace flexops

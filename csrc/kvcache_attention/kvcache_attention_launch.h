@@ -1,0 +1,46 @@
+// What the launchers of attention over a cache share.
+#pragma once
+
+#include "attention/attention_launch.h"
+#include "kvcache_attention/kvcache_attention.cuh"
+#include "kvcache_attention/kvcache_attention.h"
+
+namespace flexops::attention {
+
+inline Rotary rotary_of(const CacheAttention& c) {
+  const Attention& a = c.attend.problem;
+  return {c.cos,
+          c.sin,
+          c.cos_row,
+          c.sin_row,
+          static_cast<int>(c.half),
+          static_cast<int>(c.positions),
+          c.rotary_type,
+          c.interleaved,
+          a.window_left >= 0 || a.window_right >= 0,
+          c.half % 8 == 0 && aligned(c.cos) && aligned(c.sin) && c.cos_row % 8 == 0 &&
+              c.sin_row % 8 == 0};
+}
+
+/// But for the grid.
+template <class Tiling>
+CacheParams make_cache(const CacheAttention& c, const Tiling& tiling, int64_t splits,
+                       void* workspace) {
+  const Attention& a = c.attend.problem;
+  CacheParams p = {};
+  p.decode.call = make_forward(c.attend, tiling);
+  p.decode.call.tiles = static_cast<int>(decode_tiles(a, tiling.rows));
+  p.decode.splits = static_cast<int>(splits);
+  p.decode.parts = static_cast<float*>(workspace);
+  p.new_k = make_tensor(c.new_k), p.new_v = make_tensor(c.new_v);
+  p.added = static_cast<int>(c.added), p.length = static_cast<int>(c.length), p.seqlens = c.seqlens,
+  p.batch_idx = c.batch_idx, p.leftpad = c.leftpad;
+  p.table = c.table, p.table_row = c.table_row, p.page = make_divisor(c.page > 0 ? c.page : 1),
+  p.rows = static_cast<int>(c.rows);
+  p.keys = tiling.keys, p.least = tiling.threads / 32;  // a block of keys for each warp
+  p.rotary = rotary_of(c);
+  return p;
+}
+inline int64_t rows_of(const Attention& a) { return a.batch * a.heads_q * a.length_q; }
+
+}  // namespace flexops::attention

@@ -1,0 +1,6 @@
+"""Generation at the speed of memory: a cache of static shape, and one CUDA graph per token.
+
+:class:`.cache.KVCache` keeps keys and values in tensors that never move, with the number of tokens
+on the device. :mod:`.step` computes one decode step with them, and captures it; :mod:`.generate`
+is ``flexops.generate``, whose step also samples (:mod:`.sampling`).
+"""

@@ -1,0 +1,128 @@
+"""What a model keeps between calls: memory of caches, with the steps that were captured for it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..build.load import loader
+from . import step
+from .cache import KVCache, Store
+
+_decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
+"""Beside the models, whose copies and pickles must not have graphs."""
+_GRANULE = 256
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    found = _decoders.get(model)
+    if found is None:
+        found = _decoders.setdefault(model, Decoder())
+    return found
+
+
+def forget(model: nn.Module) -> None:
+    """Free what was kept for a model."""
+    _decoders.pop(model, None)
+
+
+def captures(device: torch.device) -> bool:
+    """Whether steps are captured there."""
+    return device.type == "cuda"
+
+
+class Decoder:
+    """One model's.
+
+    Attributes:
+        refused: why its step cannot be captured, once that was tried.
+    """
+
+    def __init__(self) -> None:
+        self.refused = ""
+        self._free: list[tuple[Any, Store]] = []
+        self._generator: torch.Generator | None = None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """One, for the seeds of all calls: captured steps draw from the one that they know."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device)
+        return self._generator
+
+    def refusal(self, model: Any) -> str:
+        return self.refused or step.refusal(model)
+
+    def borrow(self, model: Any, batch: int, max_length: int) -> KVCache:
+        """An empty cache for a model; its memory comes back when the cache is no more."""
+        state = fingerprint(model)
+        room = -(-max_length // _GRANULE) * _GRANULE
+        kept = None
+        while self._free and kept is None:
+            known, store = self._free.pop()
+            if known == state and store.batch == batch and room <= store.max_length <= 4 * room:
+                kept = store
+        cache = KVCache(model.config, room)
+        if kept is not None:
+            kept.clear()
+            cache.adopt(kept)
+        cache.decoder, cache.state = self, state
+        weakref.finalize(cache, self._take_back, state, cache.store)
+        return cache
+
+    def serve(self, model: Any, cache: KVCache) -> None:
+        """Let steps with a user's cache be captured."""
+        cache.decoder, cache.state = self, fingerprint(model)
+
+    def _take_back(self, state: Any, store: Store) -> None:
+        """Of the latest one only."""
+        if store.graphs:
+            self._free = [(state, store)]
+
+    def captured(
+        self,
+        store: Store,
+        key: Any,
+        function: Callable[[], Any],
+        buffers: tuple[Tensor, ...],
+        generator: torch.Generator | None = None,
+    ) -> step.Graph | None:
+        """The graph of a step, captured if it is not there; None if it cannot be, which is said
+        once."""
+        if self.refused:
+            return None
+        graph: step.Graph | None = store.graphs.get(key)
+        if graph is None:
+            try:
+                graph = step.Graph(function, buffers, pool=store.pool(), generator=generator)
+            except Exception as error:  # of any code of the model's
+                self.refused = f"capture failed: {_first_line(error)}"
+                device = buffers[0].device.type
+                loader.decline("generation", device, self.refused, fix="docs/inference.md")
+                return None
+            store.graphs[key] = graph
+        return graph
+
+
+def fingerprint(model: nn.Module) -> int:
+    """What a captured step depends on: where parameters are, and the modules' settings."""
+    parts: list[Any] = [torch.is_autocast_enabled("cuda")]
+    for module in model.modules():
+        parts.append(id(module.__dict__.get("forward")))
+        tensors = itertools.chain(module.parameters(False), module.buffers(False))
+        parts += [(one.data_ptr(), one.shape, one.dtype, one.device) for one in tensors]
+        for name, value in module.__dict__.items():
+            if isinstance(value, bool | int | float | str):
+                parts.append((name, value))
+            elif type(value) in (list, tuple) and all(isinstance(one, str) for one in value):
+                parts.append((name, *value))
+    return hash(tuple(parts))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"

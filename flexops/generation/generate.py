@@ -1,0 +1,313 @@
+"""``flexops.generate``: tokens are chosen on the device, and the host reads finished ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GenerationError
+from . import decoder, step
+from .sampling import Sampling
+
+_AHEAD = 8
+"""So many steps are launched before the host looks whether all sequences have ended."""
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = 20,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    cache: Any = None,
+    streamer: Any = None,
+) -> Tensor:
+    """Continue prompts, with a model of transformers that :func:`flexops.patch` has patched.
+
+    Args:
+        model: a decoder with a head for words.
+        input_ids: ``[batch, length]``, integers.
+        attention_mask: the same shape, 0 for padding, which is at the left; None: no padding.
+        max_new_tokens: at most so many tokens are added to each prompt.
+        do_sample: draw tokens; False takes the likeliest.
+        temperature, top_k, top_p: as transformers' options of these names; 0 and 1 are off.
+        eos_token_id: tokens that end a sequence; None is the ``eos_token_id`` of the model's
+            generation config, ``()`` none.
+        pad_token_id: behind the end; None is the generation config's, or the first of
+            ``eos_token_id``.
+        generator: what draws; None is the device's default.
+        seed: a new generator of this seed in its place.
+        cache: an empty :class:`flexops.KVCache`; None makes one.
+        streamer: one of transformers' streamers; it gets tokens in groups of up to eight.
+
+    Returns:
+        ``[batch, length + new]``: prompts and new tokens, up to the end of the longest.
+
+    Raises:
+        GenerationError: an argument is not as above, or the cache is too short or in use.
+
+    On a GPU a step, the choice of the token included, is one CUDA graph, which is captured at the
+    first call of a batch size and length. A model whose step cannot be captured runs as it is;
+    :func:`flexops.status` says why.
+    """
+    sampling = Sampling(do_sample, temperature, top_k if do_sample else 0, top_p)
+    _check(model, input_ids, attention_mask, max_new_tokens, generator, seed)
+    config = model.generation_config
+    ends = config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    pad = config.pad_token_id if pad_token_id is None else pad_token_id
+    pad = pad if pad is not None else ends[0] if ends else 0
+    batch, length = input_ids.shape
+    mine = decoder.decoder_of(model)
+    if cache is None:
+        cache = mine.borrow(model, batch, length + max_new_tokens)
+    elif cache.length or cache.max_length < length + max_new_tokens - 1:
+        raise GenerationError(
+            "flexops.generate starts with an empty cache, with room for all tokens",
+            found=f"{cache.length} tokens in a cache of {cache.max_length}",
+            required=f"0 in one of {length + max_new_tokens - 1}",
+            fix=f"flexops.KVCache(model.config, max_length={length + max_new_tokens})",
+        )
+    else:
+        mine.serve(model, cache)
+    if seed is not None:
+        generator = mine.generator(input_ids.device).manual_seed(seed)
+    with step.untracked():
+        return _Run(model, cache, sampling, generator, ends, pad)(
+            input_ids, attention_mask, max_new_tokens, streamer
+        )
+
+
+def _check(
+    model: Any,
+    input_ids: Any,
+    mask: Any,
+    max_new_tokens: Any,
+    generator: Any,
+    seed: Any,
+) -> None:
+    def fail(what: str, found: str, required: str) -> None:
+        raise GenerationError(f"flexops.generate: {what}", found=found, required=required)
+
+    if not hasattr(model, "generation_config"):
+        fail(
+            "model does not generate",
+            type(model).__name__,
+            "a model of transformers with a head for words, as AutoModelForCausalLM makes it",
+        )
+    shape = getattr(input_ids, "shape", None)
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
+        fail("no such input_ids", f"{type(input_ids).__name__} {shape}", "[batch, length], not 0")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        fail("no such input_ids", str(input_ids.dtype), "int64 or int32")
+    if input_ids.device != model.device:
+        fail("input_ids and the model are apart", f"{input_ids.device}, {model.device}", "one")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        fail("no such max_new_tokens", repr(max_new_tokens), "at least 1")
+    if generator is not None and seed is not None:
+        fail("generator and seed exclude each other", "both", "one of them")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        fail("no such attention_mask", str(getattr(mask, "shape", mask)), f"{list(shape or ())}")
+    if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()) or not bool(mask[:, -1].all()):
+        fail(
+            "attention_mask hides tokens behind others",
+            "a 0 behind a 1, or at the end",
+            "padding at the left: tokenizer.padding_side = 'left'",
+        )
+
+
+class _Buffers:
+    """What steps read and write: all tokens of a batch, where the next one goes, which sequences
+    have ended, and the tokens that end them."""
+
+    def __init__(self, batch: int, length: int, ends: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((batch, length), dtype=torch.int64, device=device)
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(ends, dtype=torch.int64, device=device)
+
+
+class _Run:
+    """One call: the prompt, then steps until all sequences have ended."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        ends: list[int],
+        pad: int,
+    ) -> None:
+        self.model, self.cache, self.sampling = model, cache, sampling
+        self.generator, self.ends, self.pad = generator, ends, pad
+
+    def __call__(
+        self, prompt: Tensor, mask: Tensor | None, max_new_tokens: int, streamer: Any
+    ) -> Tensor:
+        batch, length = prompt.shape
+        total = length + max_new_tokens
+        logits = self._prefill(prompt, mask)
+        key = f"tokens, {len(self.ends)} ends"
+        room = self.cache.max_length + 1
+        buffers = self.cache.store.inputs.get(key)
+        if buffers is None:
+            buffers = _Buffers(batch, room, len(self.ends), prompt.device)
+            self.cache.store.inputs[key] = buffers
+        self.buffers: _Buffers = buffers
+        buffers.tokens[:, :length] = prompt
+        buffers.finished.zero_()
+        buffers.at.fill_(length)
+        buffers.ends.copy_(torch.tensor(self.ends, dtype=torch.int64))
+        self._choose(logits)
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        found = self._steps(self._stepper(mask), length, total, streamer)
+        self.cache.crop_to(found.shape[1] - 1)
+        return found
+
+    def _prefill(self, prompt: Tensor, mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {}
+        if self.model._supports_logits_to_keep():
+            options["logits_to_keep"] = 1
+        if mask is not None:
+            options["attention_mask"] = mask
+        output = self.model(
+            input_ids=prompt,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        )
+        found: Tensor = output.logits[:, -1]
+        return found
+
+    def _choose(self, logits: Tensor) -> None:
+        """Append each sequence's next token, or padding behind its end."""
+        to = self.buffers
+        chosen = self.sampling(logits, self.generator)
+        if self.ends:
+            chosen = chosen.masked_fill(to.finished, self.pad)
+            to.finished |= torch.isin(chosen, to.ends)
+        to.tokens.index_copy_(1, to.at, chosen[:, None])
+        to.at.add_(1)
+
+    def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
+        """What takes a step, given how many tokens there are."""
+        if step.refusal(self.model):
+            return self._plain_stepper(mask)
+        cache, buffers = self.cache, self.buffers
+        store = cache.store
+        store.place(cache.length, mask)
+        state = (store.lengths, buffers.finished, buffers.tokens, buffers.at)
+        captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refusal(self.model)
+
+        def compute(bucket: int) -> None:
+            with store.stepping(bucket):
+                last = buffers.tokens.index_select(1, buffers.at - 1)
+                self._choose(step.logits_of(self.model, self.model, cache, last))
+
+        def take(length: int) -> None:
+            bucket = step.bucket_of(length, cache.max_length)
+            graph = None
+            if captures:
+                drawn = self.sampling, self.generator
+                ends = len(self.ends), self.pad
+                key = ("tokens", cache.state, drawn, ends, bucket)
+                graph = cache.decoder.captured(
+                    store, key, lambda: compute(bucket), state, self.generator
+                )
+            if graph is not None:
+                graph.replay()
+            else:
+                compute(bucket)
+            cache.advance(1)
+            store.known = cache.length
+
+        return take
+
+    def _plain_stepper(self, mask: Tensor | None) -> Callable[[int], None]:
+        """The model as it is, which keeps lengths on the host."""
+        seen = None if mask is None else mask.clone()
+
+        def take(length: int) -> None:
+            nonlocal seen
+            options: dict[str, Any] = {}
+            if seen is not None:
+                seen = torch.cat([seen, seen.new_ones(seen.shape[0], 1)], -1)
+                options["attention_mask"] = seen
+            output = self.model(
+                input_ids=self.buffers.tokens[:, length - 1 : length],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **options,
+            )
+            self._choose(output.logits[:, -1])
+
+        return take
+
+    def _steps(self, take: Callable[[int], None], length: int, total: int, streamer: Any) -> Tensor:
+        """Launch groups of steps; before the next one's end, look whether the one before it has
+        ended all sequences."""
+        looks: list[tuple[int, Tensor, Any]] = []
+        end, told = length + 1, length
+        ended = False
+        while True:
+            looks.append((end, *_to_host(self.buffers.finished)))
+            if len(looks) > 1 or end == total:
+                at, flags, ready = looks.pop(0)
+                if ready is not None:
+                    ready.synchronize()
+                ended = bool(flags.all())
+                if ended:
+                    break
+                if streamer is not None:
+                    told = self._tell(streamer, told, at)
+            if end == total:
+                break
+            for _ in range(min(_AHEAD, total - end)):
+                take(end)
+                end += 1
+        found = self.buffers.tokens[:, : self._longest(length, end)]
+        if streamer is not None:
+            self._tell(streamer, told, found.shape[1])
+            streamer.end()
+        return found.clone()
+
+    def _tell(self, streamer: Any, begin: int, end: int) -> int:
+        for column in self.buffers.tokens[:, begin:end].cpu().unbind(1):
+            streamer.put(column)
+        return max(begin, end)
+
+    def _longest(self, length: int, end: int) -> int:
+        """Where the last sequence ends."""
+        if not self.ends:
+            return end
+        stops = torch.isin(self.buffers.tokens[:, length:end], self.buffers.ends)
+        first = torch.where(stops.any(-1), stops.int().argmax(-1) + 1, end - length)
+        return length + int(first.max())
+
+
+def _to_host(flags: Tensor) -> tuple[Tensor, Any]:
+    """A copy that is there when the event has happened."""
+    if flags.device.type != "cuda":
+        return flags.clone(), None
+    copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    copy.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return copy, event

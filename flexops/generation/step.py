@@ -1,0 +1,109 @@
+"""One decode step, captured into a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GenerationError
+from . import state
+
+_capturing = threading.Lock()
+"""torch captures one graph at a time in a process."""
+LEAST_BUCKET = 256
+HOOK = "_prepare_cache_for_generation"
+"""The method of transformers' models that puts a cache among the arguments of ``generate``."""
+
+
+def bucket_of(length: int, max_length: int) -> int:
+    """How many tokens a step looks at that has so many: the next power of two."""
+    return min(max(LEAST_BUCKET, 1 << (length - 1).bit_length()), max_length)
+
+
+def refusal(model: Any) -> str:
+    """Why a model's decode step cannot keep its lengths on the device; "" if it can. Who patches
+    models has left the answer with the hook of ``generate``."""
+    hook = vars(model).get(HOOK)
+    refuse = getattr(hook, "keywords", {}).get("refuse")
+    return str(refuse(model)) if refuse else "flexops.patch has not prepared it"
+
+
+def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
+    """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
+    behind them, ``[batch, words]``. Positions count from the first place of the cache, padding
+    too, as transformers' own are in ``generate``."""
+    store = cache.store
+    with state.step(store.tables):
+        output = forward(
+            input_ids=tokens,
+            attention_mask=state.nothing_hidden(tokens),
+            position_ids=store.lengths.long()[:, None],
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        missed = state.is_unfinished() or any(layer.pending for layer in cache.layers)
+    if missed:
+        raise GenerationError(
+            f"{type(model).__name__} does not attend by flexops' attention in all of its layers"
+        )
+    store.lengths.add_(1)
+    found: Tensor = output.logits[:, -1]
+    return found
+
+
+@contextlib.contextmanager
+def untracked() -> Iterator[None]:
+    """Without gradients, and without tensors that only inference mode can change."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Graph:
+    """A captured function of tensors that stay where they are.
+
+    Args:
+        function: what is captured; it returns tensors, which each replay writes again.
+        state: small tensors that it changes; capture leaves them as they are.
+        generator: what it draws from; None: the device's default.
+
+    The function runs once before: kernels are compiled, and libraries get their memory.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        state: tuple[Tensor, ...],
+        *,
+        pool: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        device = state[0].device
+        before = [one.clone() for one in state]
+        draws = torch.cuda.default_generators[device.index] if generator is None else generator
+        drawn = draws.get_state()
+        self._graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self._graph.register_generator_state(generator)
+        with _capturing, torch.cuda.device(device):
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                function()
+                for one, kept in zip(state, before, strict=True):
+                    one.copy_(kept)
+            torch.cuda.current_stream(device).wait_stream(side)
+            with torch.cuda.graph(
+                self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
+            ):
+                self.result = function()
+        draws.set_state(drawn)
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.result

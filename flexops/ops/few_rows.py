@@ -1,0 +1,172 @@
+"""Products of a few rows with the weights of linear layers, as a decode step has them.
+
+With ``n = rms_norm(x)`` where a norm's weight is given, else ``x``::
+
+    y = concat(n W_1^T + b_1, n W_2^T + b_2, ...)         without an activation
+    y = act(n W_1^T + b_1) * (n W_2^T + b_2)              with one
+    y = y + residual                                      where there is one
+
+Each product is rounded to x's dtype before it is activated or added, as linear layers round it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._declared import define
+from ._difference import difference
+from ._register import caller
+
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+MOST_ROWS, MOST_WEIGHTS = 16, 3
+
+
+def few_rows_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] = (),
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """Linear layers of one input of few rows, with the norm before and the activation or addition
+    behind them, in one launch that takes as long as it takes to read the weights.
+
+    Args:
+        x: ``[..., k]``, bfloat16 or float16, at most 16 rows.
+        weights: up to three of ``[n_i, k]``, x's dtype, contiguous; two of one shape for an
+            activation.
+        biases: none, or one ``[n_i]`` for each.
+        norm: ``[k]``: the weight of an RMS norm of ``x``; None: no norm.
+        eps, offset: the norm's; ``offset`` is added to its weight.
+        activation: None, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``, of the first product, by which
+            the second one is multiplied.
+        residual: added to the result, of its shape.
+        early: in a captured graph on GPUs from 9.0 on, the weights may be read while the kernel
+            before this one still runs. Only where that kernel does not write them.
+
+    Returns:
+        ``[..., n_1 + n_2 + ...]``, or ``[..., n_1]`` with an activation; of x's dtype. No gradient.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes or numbers are not as above.
+    """
+    result: Tensor = _CALL(
+        *_arguments(x, weights, biases, norm, eps, offset, activation, residual, early)
+    )
+    return result
+
+
+def composed(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] = (),
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """The same in plain PyTorch, of any dtype and number of rows."""
+    return _reference(
+        *_arguments(x, weights, biases, norm, eps, offset, activation, residual, early)
+    )
+
+
+def _arguments(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], norm: Tensor | None,
+    eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The operator's arguments, from the public ones."""
+    if activation not in ACTIVATIONS:
+        names = ", ".join(repr(name) for name in ACTIVATIONS)
+        raise ValueError(
+            f"flexops.few_rows_linear: activation must be one of {names}, got {activation!r}"
+        )
+    weights, biases = list(weights), list(biases)
+    widths = [one.shape[0] if isinstance(one, Tensor) and one.dim() else 0 for one in weights]
+    width = sum(widths) if activation is None else next(iter(widths), 0)
+    kind = ACTIVATIONS[activation]
+    return x, weights, biases, norm, eps, offset, residual, kind, width, early
+
+
+def _check(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
+    offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
+) -> None:  # fmt: skip
+    def fail(text: str) -> None:
+        raise ValueError(f"flexops.few_rows_linear: {text}")
+
+    del norm, eps, offset, residual, width, early
+    k = x.shape[-1] if x.dim() else 0
+    if x.dim() == 0 or x.numel() > MOST_ROWS * k:
+        fail(f"x must have at most {MOST_ROWS} rows, got shape {list(x.shape)}")
+    if not 1 <= len(weights) <= MOST_WEIGHTS or (activation and len(weights) != 2):
+        required = 2 if activation else f"1 to {MOST_WEIGHTS}"
+        fail(f"weights must be {required} tensors, got {len(weights)}")
+    for i, weight in enumerate(weights):
+        if weight.dim() != 2 or weight.shape[1] != k:
+            fail(f"weights[{i}] must have shape [any, {k}], got {list(weight.shape)}")
+    if activation and weights[0].shape != weights[1].shape:
+        fail(f"weights[1] must have weights[0]'s shape, got {list(weights[1].shape)}")
+    if biases and len(biases) != len(weights):
+        fail(f"biases must be none or {len(weights)} tensors, got {len(biases)}")
+    for i, (bias, weight) in enumerate(zip(biases, weights, strict=False)):
+        if bias.shape != weight.shape[:1]:
+            fail(f"biases[{i}] must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+
+
+def _reference(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
+    offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
+) -> Tensor:  # fmt: skip
+    del width, early
+    if norm is not None:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        x = (wide * (norm.float() + offset)).to(x.dtype)
+    made = [F.linear(x, weight, bias) for weight, bias in itertools.zip_longest(weights, biases)]
+    if activation:
+        gate, up = (one.float() for one in made)
+        acted = F.silu(gate) if activation == 1 else _gelu(gate, activation)
+        y = (acted * up).to(x.dtype)
+    else:
+        y = torch.cat(made, -1)
+    return y if residual is None else y + residual
+
+
+def _gelu(gate: Tensor, activation: int) -> Tensor:
+    return F.gelu(gate, approximate="none" if activation == 2 else "tanh")
+
+
+define("few_rows_linear", _reference, check=_check)
+_CALL = caller(torch.ops.flexops.few_rows_linear.default)
+
+
+def self_check(device: str) -> float:
+    """A norm, two products with biases, an activation and an addition, by whatever kernels calls
+    reach on ``device`` and by the reference: the largest difference, in units of bfloat16's
+    rounding of numbers of size 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    x, norm, residual = make(3, 264), make(264), make(3, 40)
+    weights: list[Any] = [make(40, 264) / 16, make(40, 264) / 16]
+    args: Any = (weights, [make(40), make(40)], norm, 1e-6, 0.0, residual, 1, 40, False)
+    with torch.no_grad():
+        return difference((_CALL(x, *args),), (_reference(x, *args),)) / 16

@@ -1,0 +1,398 @@
+"""Attention of new queries over a key-value cache that the call itself extends.
+
+The meaning is that of ``flash_attn_with_kvcache`` (Dao et al., FlashAttention). For sequence ``b``
+with ``length = cache_seqlens[b]`` cached keys and ``new`` appended ones::
+
+    k_cache[b, length + i] = rotated(k[b, i], position length + i);  v_cache likewise, not rotated
+    q_i is rotated at position length + i if causal or windowed, else at position length
+    keys = leftpad[b] .. length + new - 1;  offset = length + new - queries
+    score(i, j) = scale q_i k_j, then softcap, ALiBi and sinks as in flexops.attention
+
+Query ``i`` sees keys up to ``i + offset`` if causal, and within a window around ``i + offset``. A
+query that sees no key has zeros as its output and ``-inf`` as its ``lse`` (without sinks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..build.describe.families import KVCACHE_ATTENTION
+from ._attention_checks import FLOATS, Options, declined, kind_of, scale_of, window_of
+from ._attention_reference import reference as attention_reference
+from ._declared import define
+from ._difference import difference
+from ._register import caller, check_places
+from .attention import by_kernels
+from .rope import rotated_reference
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append ``k`` and ``v`` to the cache in place, and attend ``q`` to it. Formulas: see the
+    module. Nothing waits for the GPU, and the call can be captured in a CUDA graph: lengths, tables
+    and indices are read on the device.
+
+    Args:
+        q: ``[batch, queries, heads, head_dim]``; bfloat16, float16 or float32, any strides.
+        k_cache: ``[cache batch, capacity, key heads, head_dim]`` or, with ``block_table``,
+            ``[blocks, page, key heads, head_dim]``; any strides. ``heads`` is a multiple of ``key
+            heads``. A page may have any number of tokens; multiples of 32 are fastest.
+        v_cache: like ``k_cache``; its ``head_dim`` may be another.
+        k: ``[batch, new, key heads, head_dim]``, appended at ``cache_seqlens``; None appends
+            nothing.
+        v: the values of ``k``; given if and only if ``k`` is.
+        rotary_cos: ``[positions, rotary_dim / 2]``: rotates ``q`` and ``k``; requires ``k``. A
+            position past the table gives NaN.
+        rotary_sin: like ``rotary_cos``.
+        cache_seqlens: tokens that the cache holds before this call: a number, or int32 ``[batch]``.
+            None: the cache is full (then ``k`` must be None). Tokens past the capacity are dropped.
+        cache_batch_idx: int32 ``[batch]``: which row of the cache a sequence has; None: its own
+            number. Not with ``block_table``. A sequence whose row does not exist sees no keys.
+        cache_leftpad: int32 ``[batch]``: the first token of each sequence; None: 0.
+        block_table: int32 ``[batch, most blocks]``: the pages of each sequence, in order. Pages
+            behind a sequence's end may have any number. A page that does not exist has zeros.
+        softmax_scale: None is ``head_dim ** -0.5``.
+        causal: query ``i`` sees keys up to ``i + length + new - queries``.
+        window_size: ``(left, right)`` keys around that position; None or -1: no limit on a side.
+        softcap: ``score = softcap tanh(score / softcap)``; 0 leaves it out.
+        rotary_interleaved: rotate neighbours (``2 i``, ``2 i + 1``), else halves (``i``,
+            ``i + rotary_dim / 2``).
+        alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``.
+        num_splits: into how many parts the kernel cuts the keys; 0 chooses.
+        return_softmax_lse: return ``lse`` too.
+        sinks: float32 ``[heads]`` (or bfloat16 or float16), one more score of each row, without a
+            value.
+
+    Returns:
+        the output, ``[batch, queries, heads, v's head_dim]``, contiguous; with
+        ``return_softmax_lse`` also the log of the sum of ``e^score``, float32
+        ``[batch, heads, queries]``. Not differentiable.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: a shape is not as above, or arguments do not go together.
+
+    Kernels take bfloat16 and float16 on a GPU and head dimensions that are multiples of 8 up to
+    256. On a CPU, :func:`flexops.attention` attends to each sequence. Everything else is plain
+    PyTorch, which waits for the GPU.
+    """
+    seqlens = cache_seqlens if isinstance(cache_seqlens, Tensor) else None
+    length = -1 if cache_seqlens is None or seqlens is not None else cache_seqlens
+    left, right = _window_of(window_size)
+    run = _by_kernels if _takes_kernels(q, k_cache, v_cache) else _composed
+    out, lse = run(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        seqlens,
+        length,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        softmax_scale,
+        left,
+        0 if causal else right,
+        float(softcap),
+        rotary_interleaved,
+        _in_float32(alibi_slopes),
+        num_splits,
+        _in_float32(sinks),
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _in_float32(of_heads: Tensor | None) -> Tensor | None:
+    halves = isinstance(of_heads, Tensor) and of_heads.dtype in FLOATS
+    return of_heads.float() if halves else of_heads  # type: ignore[union-attr]
+
+
+def _window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
+    try:
+        return window_of(window)
+    except ValueError:
+        _fail(
+            "window_size must be two numbers of keys, left and right, each None or -1 for no limit,"
+            f" got {window!r}"
+        )
+        raise
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _fail(message: str, error: type[Exception] = ValueError) -> None:
+    raise error(f"flexops.attention_with_kvcache: {message}")
+
+
+def _check(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any,
+    cache_seqlens: Any, length: int, cache_batch_idx: Any, cache_leftpad: Any, block_table: Any,
+    *numbers: Any,
+) -> None:  # fmt: skip
+    *_, alibi_slopes, num_splits, sinks = numbers
+    tensors = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+        "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    if not isinstance(q, Tensor) or q.dtype not in FLOATS:
+        _fail(f"q must be a float32, bfloat16 or float16 tensor, got {kind_of(q)}", TypeError)
+    check_places("flexops.attention_with_kvcache", tensors)
+    for name in ("k_cache", "v_cache", "k", "v"):
+        x = tensors[name]
+        if x is None and name in ("k", "v"):
+            continue
+        if not isinstance(x, Tensor) or x.dtype != q.dtype:
+            _fail(f"{name} must be a {q.dtype} tensor, as q, got {kind_of(x)}", TypeError)
+        if x.dim() != 4:
+            _fail(f"{name} must have 4 dimensions, got shape {list(x.shape)}")
+    if q.dim() != 4:
+        _fail(f"q must have shape [batch, queries, heads, head_dim], got {list(q.shape)}")
+    _check_cache(q, k_cache, v_cache, block_table)
+    _check_new(q, k_cache, v_cache, k, v)
+    _check_rotary(q, k, rotary_cos, rotary_sin)
+    batch, heads = q.shape[0], q.shape[2]
+    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
+        _check_integers(name, tensors[name], (batch,))
+    if cache_seqlens is None and length < 0 and k is not None:
+        _fail("cache_seqlens must be given with k: it says where k is appended")
+    if not isinstance(length, int) or length < -1:
+        _fail(f"cache_seqlens must be a number of tokens, 0 or more, got {length!r}")
+    if block_table is not None and cache_batch_idx is not None:
+        _fail("cache_batch_idx must be None with block_table, which names the pages itself")
+    for name, shapes in (("alibi_slopes", ((heads,), (batch, heads))), ("sinks", ((heads,),))):
+        x = tensors[name]
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.float32:
+            _fail(f"{name} must be a float32 tensor, got {kind_of(x)}", TypeError)
+        if tuple(x.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            _fail(f"{name} must have shape {wanted}, got {list(x.shape)}")
+    if num_splits < 0:
+        _fail(f"num_splits must be 0 (choose) or more, got {num_splits}")
+
+
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Any) -> None:
+    if k_cache.shape[-1] != q.shape[-1]:
+        _fail(f"k_cache must have q's head_dim {q.shape[-1]}, got shape {list(k_cache.shape)}")
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        _fail(
+            f"v_cache must have k_cache's shape {list(k_cache.shape)}, head_dim excepted, got"
+            f" {list(v_cache.shape)}"
+        )
+    heads, key_heads = q.shape[2], k_cache.shape[2]
+    if heads and (key_heads == 0 or heads % key_heads):
+        _fail(
+            f"k_cache must have a number of heads that divides q's {heads}, got shape"
+            f" {list(k_cache.shape)}"
+        )
+    if block_table is None:
+        return
+    _check_integers("block_table", block_table, (q.shape[0], -1))
+    if k_cache.shape[1] == 0:
+        _fail(f"k_cache must have pages of at least one token, got shape {list(k_cache.shape)}")
+
+
+def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> None:
+    if (k is None) != (v is None):
+        _fail("k and v must both be given, or neither")
+    if k is None:
+        return
+    wanted = [q.shape[0], k.shape[1], k_cache.shape[2]]
+    for name, x, columns in (("k", k, k_cache.shape[3]), ("v", v, v_cache.shape[3])):
+        if list(x.shape) != [*wanted, columns]:
+            _fail(f"{name} must have shape {[*wanted, columns]}, got {list(x.shape)}")
+
+
+def _check_rotary(q: Tensor, k: Any, cos: Any, sin: Any) -> None:
+    if (cos is None) != (sin is None):
+        _fail("rotary_cos and rotary_sin must both be given, or neither")
+    if cos is None:
+        return
+    if k is None:
+        _fail("rotary_cos must be None without k, which it rotates on its way into the cache")
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dtype != cos.dtype:
+            _fail(
+                f"{name} must be a float32, bfloat16 or float16 tensor, both of one dtype, got"
+                f" {kind_of(x)}",
+                TypeError,
+            )
+        if x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1]:
+            _fail(
+                f"{name} must have shape [positions, rotary_dim / 2], with rotary_dim at most"
+                f" {q.shape[-1]}, got {list(x.shape)}"
+            )
+
+
+def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        _fail(f"{name} must be an int32 tensor, got {kind_of(x)}", TypeError)
+    if x.dim() != len(shape) or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
+        wanted = str(list(shape)).replace("-1", "any")
+        _fail(f"{name} must have shape {wanted}, got {list(x.shape)}")
+
+
+# ---- the reference: plain PyTorch ----------------------------------------------------------------
+
+
+def _reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: Tensor | None,
+    length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
+    block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
+    interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
+    *, attend: Callable[..., Any] = attention_reference,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, queries, heads = q.shape[:3]
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None:
+        lengths = q.new_full((batch,), capacity if length < 0 else length, dtype=torch.int64)
+    else:
+        lengths = cache_seqlens.long().clamp(min=0)
+    new = 0 if k is None else k.shape[1]
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        # Without a mask all queries stand at one position.
+        step = 1 if left >= 0 or right >= 0 else 0
+        steps = torch.arange(max(queries, new), device=q.device)
+        q = rotated_reference(
+            q, rotary_cos, rotary_sin, lengths[:, None] + step * steps[:queries], interleaved
+        )
+        k = rotated_reference(
+            k, rotary_cos, rotary_sin, lengths[:, None] + steps[:new], interleaved
+        )
+    out = q.new_empty(batch, queries, heads, v_cache.shape[-1])
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
+    begins = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
+    for b, (row, begin, cached) in enumerate(zip(rows, begins, lengths.tolist(), strict=True)):
+        end = min(cached + new, capacity)
+        tokens = torch.arange(end, device=q.device)
+        if block_table is not None:
+            page = k_cache.shape[1]
+            pages = block_table[b].long()[tokens // page]
+            there = (pages >= 0) & (pages < k_cache.shape[0])
+            pages, tokens = torch.where(there, pages, 0), tokens % page
+        else:
+            tokens = tokens if 0 <= row < k_cache.shape[0] else tokens[:0]
+            pages, there = torch.full_like(tokens, row), torch.ones_like(tokens, dtype=torch.bool)
+        if k is not None and v is not None and cached < tokens.shape[0]:
+            fresh = torch.arange(tokens.shape[0] - cached, device=q.device)[there[cached:]]
+            at = pages[cached:][fresh], tokens[cached:][fresh]
+            k_cache[at], v_cache[at] = k[b, fresh], v[b, fresh]
+        seen = slice(min(max(begin, 0), tokens.shape[0]), None)
+        keys, values = (
+            torch.where(there[:, None, None], cache[pages, tokens], 0)[seen]
+            for cache in (k_cache, v_cache)
+        )
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else None
+        o = Options(
+            window_right=right,
+            window_left=left,
+            scale=scale_of(q, scale),
+            softcap=softcap,
+            alibi_slopes=alibi_slopes if slopes is None else slopes,
+            sinks=sinks,
+        )
+        found, sums = attend(q[b : b + 1], keys[None], values[None], *o)
+        out[b], lse[b] = found[0], sums[0]
+    return out, lse
+
+
+def _fake(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, heads = q.shape[:3]
+    return (
+        q.new_empty(batch, queries, heads, v_cache.shape[-1]),
+        q.new_empty(batch, heads, queries, dtype=torch.float32),
+    )
+
+
+define("kvcache_attention_", _reference, _fake, check=_check, function="attention_with_kvcache")
+
+
+def _by_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The same, on a CPU by attention's own kernels."""
+    return _reference(q, *rest, attend=attention_reference if q.is_cuda else by_kernels)
+
+
+define(
+    KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1),
+    _by_attention,
+    _fake,
+    check=_check,
+    function="attention_with_kvcache",
+)
+_by_kernels = caller(torch.ops.flexops.kvcache_attention_.default)
+_composed = caller(torch.ops.flexops.kvcache_attention_composed_.default)
+
+
+def _takes_kernels(q: Any, *caches: Any) -> bool:
+    """Whether kernels take these tensors: a GPU's load 16 bytes at once."""
+    if not isinstance(q, Tensor) or not q.is_cuda or declined(q, caches[1]):
+        return False
+    return all(
+        isinstance(x, Tensor)
+        and x.dim() == 4
+        and x.shape[-1] % 8 == 0
+        and x.stride(-1) == 1
+        and (x.storage_offset() | x.stride(0) | x.stride(1) | x.stride(2)) % 8 == 0
+        for x in caches
+    )
+
+
+def self_check(device: str) -> float:
+    """A paged cache with grouped heads, rotary embedding and unequal lengths on random numbers of
+    size 1, by whatever kernels calls reach on ``device`` and by the reference.
+
+    For ``flexops doctor``. Returns the largest difference; a 32nd of it on a GPU, whose kernels
+    take 16 bits: there results of this size round by 2^-7.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)  # noqa: E731
+    q, k, v = make(2, 1, 8, 64), make(2, 1, 2, 64), make(2, 1, 2, 64)
+    caches = make(12, 64, 2, 64), make(12, 64, 2, 64)
+    angle = (torch.rand(400, 32, generator=generator) * 6.3).to(device)
+    table = torch.randperm(12, generator=generator).int().view(2, 6).to(device)
+    lengths = torch.tensor([100, 333], dtype=torch.int32, device=device)
+    options = (angle.cos(), angle.sin(), lengths, -1, None, None, table, None, -1, 0, 0.0, True)
+    functions: tuple[Any, ...] = (_by_kernels if device == "cuda" else _composed, _reference)
+    results = []
+    for function in functions:
+        copies = [cache.clone() for cache in caches]
+        with torch.no_grad():
+            found = function(q, *copies, k, v, *options, None, 0, None)
+        results.append([*found, *copies])
+    return difference(*results) / (1 if dtype == torch.float32 else 32)

@@ -1,0 +1,92 @@
+"""What linear layers compute within one decode step of :mod:`flexops.generation`: products of few
+rows, with the norm before and the residual's addition behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import is_unheard
+from ..generation.state import state
+from ..ops import few_rows
+from .linears import is_bare
+
+_ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def takes(x: Tensor, *linears: Any) -> bool:
+    """Whether ``product`` computes these layers of ``x``, in a step."""
+    return (
+        state.active
+        and x.numel() <= few_rows.MOST_ROWS * x.shape[-1]
+        and all(
+            is_bare(one) and one.weight.dtype == x.dtype and one.weight.is_contiguous()
+            for one in linears
+        )
+        and len({one.bias is None for one in linears}) == 1
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
+    """``norm(x)``; or, if wanted and it can be, x itself for products that normalize it."""
+    ours = norm.__dict__.get("forward")
+    known = isinstance(ours, functools.partial) and ours.func.__name__ == "rms_norm"
+    # a product of float16 numbers and a norm's weights might overflow
+    right = x.dtype != torch.float16 and norm.weight.dtype == x.dtype and is_unheard(norm)
+    if not (wanted and known and right):
+        normed: Tensor = norm(x)
+        return normed
+    assert isinstance(ours, functools.partial)
+    alias = x.view_as(x)
+    state.normed = (alias, norm.weight, ours.keywords["eps"], ours.keywords.get("offset", 0.0))
+    return alias
+
+
+@contextlib.contextmanager
+def leaving(residual: Tensor, wanted: bool) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Have the product that ends the block within add this, if wanted; gives what adds it to the
+    block's result otherwise."""
+    state.residual = residual if wanted else None
+
+    def add(x: Tensor) -> Tensor:
+        added = wanted and state.residual is None
+        return x if added else residual + x
+
+    yield add
+    state.residual = None
+
+
+def product(
+    x: Tensor, linears: tuple[Any, ...], activation: str | None = None, ends: bool = False
+) -> Tensor:
+    """Linear layers of one input side by side, or the gated product of two.
+
+    Args:
+        activation: as patterns name it: ``silu``, ``none`` or ``tanh``.
+        ends: it ends a block: what was left by :func:`leave` is added.
+    """
+    weights = [one.weight for one in linears]
+    biases = [one.bias for one in linears if one.bias is not None]
+    norm, eps, offset = None, 0.0, 0.0
+    if state.normed is not None and state.normed[0] is x:
+        _, norm, eps, offset = state.normed
+    residual = None
+    if ends:
+        residual, state.residual = state.residual, None
+    kind = None if activation is None else _ACTIVATIONS[activation]
+    compute = (
+        few_rows.few_rows_linear
+        if x.dtype in _HALVES and x.device.type == "cuda"
+        else few_rows.composed
+    )
+    return compute(
+        x, weights, biases, norm=norm, eps=eps, offset=offset, activation=kind,
+        residual=residual, early=True,
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Generation on a GPU: steps as CUDA graphs, what they compute, and of how many kernels."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.generation import decoder
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
+NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"]
+NEW = 40
+
+
+def made(name: str = "llama", **changes: Any) -> Any:
+    """Logits of random models are close to each other: these are further apart than bfloat16."""
+    model = tiny.model(name, **changes).eval()
+    model.get_output_embeddings().weight.data.mul_(8)
+    return model.to("cuda", torch.bfloat16)
+
+
+def prompts(padding: bool = False, rows: int = 3) -> dict[str, Tensor]:
+    tokens = torch.randint(3, 97, (rows, 9), generator=torch.Generator().manual_seed(3)).cuda()
+    mask = torch.ones_like(tokens)
+    if padding:
+        mask[-1, :4] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    asked = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None} | options
+    return model.generate(**inputs, **asked)
+
+
+def graphs(model: Any) -> list[Any]:
+    return [key for _, store in decoder.decoder_of(model)._free for key in store.graphs]
+
+
+def logits(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    whole = torch.cat([mask, mask.new_ones(len(mask), tokens.shape[1] - mask.shape[1])], 1)
+    with torch.no_grad():
+        return model(tokens, attention_mask=whole, use_cache=False).logits.float()
+
+
+def assert_likely(model: Any, tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+    """Each new token is the plain model's likeliest, or one that rounding cannot tell from it."""
+    start = inputs["input_ids"].shape[1]
+    scores = logits(model, tokens, inputs["attention_mask"])[:, start - 1 : -1]
+    chosen = scores.gather(-1, tokens[:, start:, None]).squeeze(-1)
+    behind = scores.max(-1).values - chosen
+    assert (behind <= 0.06 * scores.abs().amax(-1)).all(), behind.max()
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_steps_give_likely_tokens(name: str, padding: bool) -> None:
+    model, inputs = made(name), prompts(padding)
+    flexops.patch(model)
+    found = (
+        generate(model, inputs),
+        flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
+    )
+    assert {key[0] for key in graphs(model)} >= {"tokens"}
+    assert not decoder.decoder_of(model).refused
+    flexops.unpatch(model)
+    for tokens in found:
+        assert_likely(model, tokens, inputs)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_candidates(options: dict[str, Any]) -> None:
+    model, inputs = made(), prompts(rows=1)
+    expected = generate(model, inputs, **options)
+    flexops.patch(model)
+    found = generate(model, inputs, **options)
+    assert (found == expected).float().mean() > 0.6  # rounding may choose another beam
+
+
+def test_weights_may_change_in_place() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    before = generate(model, inputs)
+    count = len(graphs(model))
+    other = made(initializer_range=0.5)
+    model.load_state_dict(other.state_dict())
+    found = generate(model, inputs)
+    assert len(graphs(model)) == count == 1
+    assert not torch.equal(found, before)
+    assert_likely(other, found, inputs)
+
+
+def test_a_model_that_moved_is_captured_again() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    expected = generate(model, inputs)
+    model.cpu()
+    model.cuda()
+    junk = [torch.randn(2**20, device="cuda") for _ in range(20)]
+    assert torch.equal(generate(model, inputs), expected)
+    del junk
+
+
+def test_a_cache_is_the_users() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    first, second = (generate(model, inputs, return_dict_in_generate=True) for _ in range(2))
+    kept = first.past_key_values.layers[0].keys.clone()
+    generate(model, prompts(padding=True))
+    assert torch.equal(first.past_key_values.layers[0].keys, kept)
+    assert torch.equal(first.sequences, second.sequences)
+
+
+def test_memory_comes_back() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    generate(model, inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):
+        generate(model, inputs)
+    assert torch.cuda.memory_allocated() <= before + 2**16
+    flexops.unpatch(model)
+    assert torch.cuda.memory_allocated() < before
+
+
+def test_seeds_and_the_default_generator() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 40, "max_new_tokens": NEW}
+    found = [flexops.generate(model, **inputs, seed=seed, **options) for seed in (1, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        drawn.append(flexops.generate(model, **inputs, **options))
+    assert torch.equal(*drawn)
+
+
+def test_threads_have_graphs_of_their_own() -> None:
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    expected = generate(model, inputs)
+    found: list[Tensor] = []
+
+    def call() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                found.append(generate(model, inputs))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 9
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_layer_is_seven_kernels_or_fewer() -> None:
+    """Counted as the difference of two models, of two and six layers."""
+
+    def counts(layers: int) -> Counter[str]:
+        model = made(num_hidden_layers=layers, hidden_size=256, head_dim=64)
+        flexops.patch(model)
+        inputs = prompts(rows=1)
+        calls = []
+        for tokens in (9, 17):
+            flexops.generate(model, **inputs, max_new_tokens=tokens, eos_token_id=())
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                flexops.generate(model, **inputs, max_new_tokens=tokens, eos_token_id=())
+                torch.cuda.synchronize()
+            calls.append(Counter(event.name for event in seen.events()))
+        return calls[1] - calls[0]
+
+    few, many = counts(2), counts(6)
+    layer = {name: (count - few[name]) / 8 / 4 for name, count in many.items()}
+    assert 5 <= sum(layer.values()) <= 7, layer

@@ -1,0 +1,88 @@
+"""flexops.few_rows_linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flexops
+from flexops.testing import Case, Contract
+from flexops.testing.case import Make
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def oracle(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more: Tensor) -> Tensor:
+    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm
+    return F.silu(F.linear(scaled, one, bias)) * F.linear(scaled, two, bias) + more
+
+
+def fused(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more: Tensor) -> Tensor:
+    return flexops.few_rows_linear(
+        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more
+    )
+
+
+def inputs(make: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    k, n = shape[-1], 20
+    small = k**-0.5
+    weights = make(n, k, scale=small), make(n, k, scale=small)
+    return make(*shape), make(k), *weights, make(n), make(*shape[:-1], n)
+
+
+class TestFewRowsLinear(Contract):
+    def test_autocast(self, case: Case, device: str) -> None:
+        """There are no products of float32."""
+        args = case.inputs(Make(torch.float32, device), case.shapes[0])
+        with torch.autocast(device, torch.bfloat16), pytest.raises(TypeError, match="x must be"):
+            case.call(*args)
+
+    cases = (
+        Case(
+            "few_rows_linear",
+            "few_rows",
+            lambda x, one, two, three: flexops.few_rows_linear(x, [one, two, three]),
+            lambda make, shape: (make(*shape), *(make(n, shape[-1]) for n in (5, 16, 40))),
+            oracle=lambda x, *weights: F.linear(x, torch.cat(weights)),
+            shapes=((2, 24), (1, 8), (16, 72), (3, 5, 136), (1, 1, 2048)),
+            names=("x", "weights", "weights", "weights"),
+            dtypes=HALVES,
+        ),
+        Case(
+            "few_rows_linear, fused",
+            "few_rows",
+            fused,
+            inputs,
+            oracle=oracle,
+            names=("x", "norm", "weights", "weights", "biases", "residual"),
+            shapes=((2, 24), (1, 7), (16, 72), (3, 5, 136), (1, 1, 2048)),
+            dtypes=HALVES,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(17, 8)}, "at most 16 rows"),
+        ({"weights": []}, "1 to 3 tensors, got 0"),
+        ({"weights": [torch.zeros(4, 9)]}, r"weights\[0\] must have shape \[any, 8\]"),
+        ({"activation": "silu"}, "must be 2 tensors, got 1"),
+        ({"activation": "relu"}, "activation must be one of"),
+        ({"biases": [torch.zeros(5)]}, r"biases\[0\] must have shape \[4\]"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(2, 8), "weights": [torch.zeros(4, 8)]} | changes
+    given = {
+        name: [one.bfloat16() for one in x] if isinstance(x, list) else x
+        for name, x in given.items()
+    }
+    given["x"] = given["x"].bfloat16()
+    with pytest.raises(ValueError, match=message):
+        flexops.few_rows_linear(given.pop("x"), given.pop("weights"), **given)

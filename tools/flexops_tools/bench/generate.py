@@ -1,0 +1,284 @@
+"""``flexops bench generate``: time to the first token and per token of a Llama-style model, by
+those who make generation faster, beside what reading weights and cache takes.
+
+Each contender has the same model, of random weights; prompts are random tokens. A time per token
+is the difference of two calls, of few and of many new tokens; the first token's is that of a call
+for one.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexops.bench.text import columns
+from flexops.errors import SettingsError
+
+from .model import SHAPES as TRAINED
+from .model import Shape, make_model
+from .model_plot import OTHERS, OURS, save
+
+SHAPES = TRAINED | {"8b": Shape(4096, 32, 32, 8, 14336, 128256, 1, 2048)}
+BATCHES, PROMPTS = (1, 16), (512, 4096)
+FEW = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one contender, batch and length of the prompts: milliseconds to the first token and for
+    each further one, GiB at the peak."""
+
+    name: str
+    batch: int
+    prompt: int
+    first: float
+    token: float
+    gibibytes: float
+    flexops: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results, the least milliseconds a token of each ``batch x prompt``, and who took no part."""
+
+    date: str
+    machine: str
+    what: str
+    results: tuple[Result, ...]
+    limits: dict[str, float]
+    absent: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Run:
+        results = tuple(Result(**one) for one in data["results"])
+        return cls(**{**data, "results": results})
+
+
+Call = Callable[[Any, Tensor, int], object]
+
+
+def _transformers(model: Any, prompt: Tensor, tokens: int, **options: Any) -> object:
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens,
+        min_new_tokens=tokens, pad_token_id=0, **options,
+    )  # fmt: skip
+
+
+def _static(model: Any, prompt: Tensor, tokens: int) -> object:
+    return _transformers(model, prompt, tokens, cache_implementation="static")
+
+
+def _flexops(model: Any, prompt: Tensor, tokens: int) -> object:
+    import flexops
+
+    return flexops.generate(model, prompt, max_new_tokens=tokens, eos_token_id=())
+
+
+CONTENDERS: dict[str, tuple[Call, bool]] = {
+    "transformers": (_transformers, False),
+    "transformers, static cache, torch.compile": (_static, False),
+    "flexops.patch": (_transformers, True),
+    "flexops.generate": (_flexops, True),
+}
+"""How each generates, and whether the model is patched before."""
+
+
+def run(
+    shape: Shape,
+    device: str,
+    names: Sequence[str] = (),
+    *,
+    batches: Sequence[int] = BATCHES,
+    prompts: Sequence[int] = PROMPTS,
+    tokens: int = 72,
+    report: Callable[[str], None] = lambda _: None,
+) -> Run:
+    """Measure contenders (none named: all).
+
+    Args:
+        tokens: new tokens of the longer call, more than eight.
+
+    Raises:
+        FlexopsError: transformers is not installed, or a name is no contender's.
+    """
+    import flexops
+
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        raise SettingsError(
+            "there is no such contender", found=", ".join(unknown), required=", ".join(CONTENDERS)
+        )
+    if tokens <= FEW:
+        raise SettingsError("too few tokens", found=str(tokens), required=f"more than {FEW}")
+    model = make_model(replace(shape, length=max(prompts) + tokens), device, 0).eval()
+    results: list[Result] = []
+    absent: dict[str, str] = {}
+    for name in names or CONTENDERS:
+        call, patched = CONTENDERS[name]
+        if patched:
+            flexops.patch(model)
+        for batch in batches:
+            for prompt in prompts:
+                report(f"{name}: {batch} x {prompt}")
+                ids = _prompt(shape, batch, prompt, device)
+                try:
+                    results.append(_measure(name, call, model, ids, tokens, device, patched))
+                except torch.OutOfMemoryError as error:
+                    absent[f"{name}, {batch} x {prompt}"] = str(error).splitlines()[0]
+                _release()
+        if patched:
+            flexops.unpatch(model)
+    limits = {
+        f"{batch} x {prompt}": _limit(shape, model, device, batch, prompt + tokens // 2)
+        for batch in batches
+        for prompt in prompts
+    }
+    what = f"{shape}, {str(model.dtype)[6:]}, torch {torch.__version__}"
+    machine = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return Run(date, machine, what, tuple(results), limits, absent)
+
+
+def _prompt(shape: Shape, batch: int, length: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, shape.vocabulary, (batch, length), generator=generator).to(device)
+
+
+def _measure(
+    name: str, call: Call, model: Any, prompt: Tensor, tokens: int, device: str, ours: bool
+) -> Result:
+    for count in (1, FEW, tokens):  # compiles and captures what there is
+        call(model, prompt, count)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    first, few, many = (
+        min(_seconds(call, model, prompt, count, device) for _ in range(3))
+        for count in (1, FEW, tokens)
+    )
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    batch, length = prompt.shape
+    token = max(many - few, 0.0) / (tokens - FEW)
+    return Result(
+        name, batch, length, round(1e3 * first, 2), round(1e3 * token, 3), round(peak, 2), ours
+    )
+
+
+def _seconds(call: Call, model: Any, prompt: Tensor, tokens: int, device: str) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    call(model, prompt, tokens)
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _limit(shape: Shape, model: Any, device: str, batch: int, length: int) -> float:
+    """Milliseconds to read weights and cache once, at the speed at which a copy reads and writes;
+    an embedding that is not the head is not read."""
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    weights = sum(one.nbytes for one in model.parameters())
+    weights -= 0 if head is embedding else embedding.nbytes
+    width = shape.hidden // shape.heads * shape.kv_heads
+    cache = 2 * shape.layers * batch * length * width * head.element_size()
+    milliseconds: float = 1e3 * (weights + cache) / _bandwidth(device)
+    return round(milliseconds, 3)
+
+
+def _bandwidth(device: str) -> float:
+    """Bytes a second."""
+    source = torch.empty(2**30 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        _wait(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * source.nbytes / best
+
+
+def _release() -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- reporting -----------------------------------------------------------------------------------
+
+
+def _rows(run: Run) -> Iterator[tuple[str, ...]]:
+    for key, limit in run.limits.items():
+        for one in run.results:
+            if f"{one.batch} x {one.prompt}" == key:
+                numbers = f"{one.first:.2f}", f"{one.token:.3f}", f"{one.gibibytes:.2f}"
+                yield key, one.name, *numbers, f"{one.token / limit:.2f}"
+        yield key, "limit", "", f"{limit:.3f}", "", ""
+
+
+_HEAD = ("batch x prompt", "", "ms to the first", "ms a token", "GiB", "times the limit")
+
+
+def lines(run: Run) -> Iterator[str]:
+    """For a terminal."""
+    yield from columns([_HEAD, *_rows(run)], left=2)
+    yield from (f"{name} takes no part: {reason}" for name, reason in run.absent.items())
+    yield f"{run.what}; {run.machine}"
+
+
+def markdown(run: Run) -> Iterator[str]:
+    """A table, as in docs/benchmarks."""
+    yield f"{run.date}, {run.machine}. {run.what}."
+    yield ""
+    yield f"| {' | '.join(_HEAD)} |"
+    yield "| --- | --- |" + " ---: |" * (len(_HEAD) - 2)
+    yield from (f"| {' | '.join(row)} |" for row in _rows(run))
+
+
+def draw(data: dict[str, Any], file: Path) -> None:
+    """A panel for each batch and prompt, a bar for each contender, the limit a line."""
+    from matplotlib.figure import Figure
+
+    keys = list(data["limits"])
+    names = list(dict.fromkeys(one["name"] for one in data["results"]))
+    figure = Figure(figsize=(10, (0.32 * len(names) + 0.6) * len(keys)), layout="constrained")
+    for axes, key in zip(figure.subplots(len(keys), 1, squeeze=False)[:, 0], keys, strict=True):
+        found = {
+            one["name"]: one
+            for one in data["results"]
+            if f"{one['batch']} x {one['prompt']}" == key
+        }
+        values = [found[name]["token"] if name in found else 0.0 for name in names]
+        colors = [OURS if name in found and found[name]["flexops"] else OTHERS for name in names]
+        bars = axes.barh(range(len(names)), values, color=colors)
+        axes.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=4)
+        axes.axvline(data["limits"][key], color="#24292f", linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(*values, data["limits"][key]) * 1.15)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.set_title(f"{key}: ms a token; dashed: memory limit", loc="left", fontsize=10)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    save(figure, data, file)
