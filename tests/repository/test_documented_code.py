@@ -42,7 +42,6 @@ ELSEWHERE = {
     ): (
         "an ellipsis; templates: tests/kernels/test_definition.py and tests/gpu/test_kernel_gpu.py"
     ),
-    ("docs/inference.md", "(**inputs, max_new_tokens=200)"): "tests/patching/test_apply.py",
     ("docs/inference.md", "quantization_config=config"): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", "register_int4()"): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", 'weights="int4")'): "tests/patching/test_int4_checkpoints.py",
