@@ -73,8 +73,12 @@ def _module(name: str) -> str | None:
     from transformers.models.auto import modeling_auto as models
 
     # a folder of several types, or a type with another one's classes
-    for kind in ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"):
-        found = getattr(models, f"{kind}_MAPPING_NAMES").get(name, ())
+    for mapping in (
+        models.MODEL_MAPPING_NAMES,
+        models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        models.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        found = mapping.get(name, ())
         for one in (found,) if isinstance(found, str) else found:
             return str(getattr(transformers, one).__module__)
     return None

@@ -67,8 +67,9 @@ class Pattern:
         return (settings(module), self.differs(module))
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(recurse=False))
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Its own, also those that are None."""
+    return dict(module._buffers.items())
 
 
 def settings(module: nn.Module) -> Any:
