@@ -10,6 +10,7 @@ are not changed.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear_logprobs import with_statistics
+from .loss import head
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _ROUNDING = 1e-5  # of a target's logit against itself, as the greatest
@@ -83,10 +85,9 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _has_our_head(model: Any) -> bool:
     """Whether :func:`flexops.patch` has replaced the loss of a model with its head."""
-    from .apply import is_ours
-
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head is not None and is_ours(head.__dict__.get("forward"))
+    found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    forward = None if found is None else found.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is head
 
 
 def install() -> None:
