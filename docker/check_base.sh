@@ -1,5 +1,6 @@
 #!/bin/sh
-# Refuses a base without the compiler that only it can have, before anything is downloaded: check_base.sh [hipcc]
+# Refuses a base without the compiler that only it can have, before anything is downloaded:
+# check_base.sh [hipcc]
 set -eu
 [ -n "${1:-}" ] || exit 0
 for place in "$(command -v "$1" || true)" "/usr/local/cuda/bin/$1" "/opt/rocm/bin/$1"; do

@@ -1,10 +1,13 @@
 #!/bin/sh
-# Downloads every wheel that the image needs into /opt/wheelhouse, and writes there runtime.lock: name, version and hash of each one that runs.
+# Downloads every wheel that the image needs into /opt/wheelhouse, and writes there runtime.lock:
+# name, version and hash of each one that runs.
 #
-# The committed lock (envs/requirements/<toolkit>.lock) decides where there is one: nothing else is accepted. Otherwise the pins in <toolkit>.in are
-# resolved here, and what came is locked, so that at least every later stage, and who audits the image, has the same files.
+# The committed lock (envs/requirements/<toolkit>.lock) decides where there is one: nothing else is
+# accepted. Otherwise the pins in <toolkit>.in are resolved here, and what came is locked, so that
+# at least every later stage, and who audits the image, has the same files.
 #   INDEX_URL    instead of the default package index
-#   EXTRA_INDEX  another index that has better wheels for this row; EXTRA_INDEX_REQUIRED=1 if only it has them
+#   EXTRA_INDEX  another index that has better wheels for this row; EXTRA_INDEX_REQUIRED=1
+#                if only it has them
 #   TORCH_FOR    what the row's torch is built for: cpu, cuda13.0, rocm7.2
 #   ACCEPT_TORCH if not empty, a row for the CPU takes a torch that is built for a GPU
 # /run/secrets/index_credentials, if there is such a file, is user:password for INDEX_URL.
@@ -36,7 +39,8 @@ lock=$(find "$requirements" -name '*.lock')
 wishes=$(find "$requirements" -name '*.in')
 mkdir -p "$wheelhouse"
 # What the image's Python comes with is as old as the base: the pip that it keeps is this one.
-/opt/flexops/bin/python -m pip install --quiet --progress-bar off --require-hashes --requirement /opt/docker/pip.lock
+/opt/flexops/bin/python -m pip install --quiet --progress-bar off --require-hashes \
+  --requirement /opt/docker/pip.lock
 $download --dest "$wheelhouse/sbom" --require-hashes --requirement /opt/docker/sbom.lock
 build_part "$wishes" >"$wheelhouse/build.txt"
 
@@ -82,4 +86,5 @@ $download --dest "$wheelhouse" $extra --requirement /tmp/runtime.txt
 /opt/flexops/bin/python /opt/docker/lock_wheels.py "$wheelhouse" >"$wheelhouse/runtime.lock"
 sed 's/ --hash=.*//' "$wheelhouse/runtime.lock" >/tmp/constraints.txt
 # shellcheck disable=SC2086
-$download --dest "$wheelhouse" $extra --find-links "$wheelhouse" --constraint /tmp/constraints.txt --requirement "$wheelhouse/build.txt"
+$download --dest "$wheelhouse" $extra --find-links "$wheelhouse" \
+  --constraint /tmp/constraints.txt --requirement "$wheelhouse/build.txt"

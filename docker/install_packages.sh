@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs those Debian or Ubuntu packages that are not there yet, and leaves no package lists behind.
-# A base that has everything is not asked for a network.
+# Installs those Debian or Ubuntu packages that are missing, and leaves no package lists
+# behind. A base that has everything is not asked for a network.
 #   install_packages.sh PACKAGE...
 set -eu
 
@@ -13,12 +13,14 @@ done
 
 if ! command -v apt-get >/dev/null; then
   echo "flexops: this base image has no apt-get, and lacks:$missing" >&2
-  echo "  fix: choose a Debian or Ubuntu base, or one that has these (--build-base, --runtime-base)" >&2
+  echo "  fix: choose a Debian or Ubuntu base, or one that has these (--build-base," \
+    "--runtime-base)" >&2
   exit 1
 fi
 # The vendors' own package sources have nothing that is needed here, and may be out of reach.
 mkdir -p /tmp/vendor-sources
-for list in /etc/apt/sources.list.d/cuda* /etc/apt/sources.list.d/nvidia* /etc/apt/sources.list.d/rocm* /etc/apt/sources.list.d/amdgpu*; do
+sources=/etc/apt/sources.list.d
+for list in "$sources"/cuda* "$sources"/nvidia* "$sources"/rocm* "$sources"/amdgpu*; do
   [ ! -e "$list" ] || mv "$list" /tmp/vendor-sources/
 done
 export DEBIAN_FRONTEND=noninteractive
@@ -31,4 +33,5 @@ fi
 for list in /tmp/vendor-sources/*; do
   [ ! -e "$list" ] || mv "$list" /etc/apt/sources.list.d/
 done
-rm -rf /tmp/vendor-sources /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log /var/log/alternatives.log
+rm -rf /tmp/vendor-sources /var/lib/apt/lists/* /var/cache/apt /var/cache/debconf/*-old \
+  /var/log/apt /var/log/dpkg.log /var/log/alternatives.log

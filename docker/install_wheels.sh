@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs from /opt/wheelhouse and from nowhere else.
-#   install_wheels.sh runtime   what the image runs, by hash, into the virtual environment /opt/flexops
-#   install_wheels.sh build     what only building needs: Python tools into /opt/build; the CUDA toolkit into /opt/toolkit, where the base has none;
+#   install_wheels.sh runtime   what the image runs, by hash, into the environment /opt/flexops
+#   install_wheels.sh build     what only building needs: Python tools into /opt/build; the CUDA
+#                               toolkit into /opt/toolkit, where the base has none;
 #                               what lists an image's contents into /opt/sbom
 set -eu
 
@@ -24,7 +25,8 @@ mkdir -p /opt/build /opt/toolkit
 grep -v -e '^cuda-toolkit' -e '^#' "$wheelhouse/build.txt" >/tmp/tools.txt
 grep '^cuda-toolkit' "$wheelhouse/build.txt" >/tmp/toolkit.txt || true
 python3 -m venv --without-pip /opt/sbom
-$pip --python /opt/sbom/bin/python install --quiet --no-index --find-links "$wheelhouse/sbom" --require-hashes --requirement /opt/docker/sbom.lock
+$pip --python /opt/sbom/bin/python install --quiet --no-index --find-links "$wheelhouse/sbom" \
+  --require-hashes --requirement /opt/docker/sbom.lock
 $install --target /opt/build --requirement /tmp/tools.txt
 if [ -s /tmp/toolkit.txt ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then
   $install --target /opt/toolkit --requirement /tmp/toolkit.txt

@@ -1,4 +1,4 @@
-"""The documentation site: `python scripts/build_docs.py` builds it, strictly. Pages are Markdown
+"""The documentation site: `python -m flexops_tools.docs` builds it, strictly. Pages are Markdown
 that GitHub shows as well."""
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from .ops.adam import adam_copy_ as adam_copy_
     from .ops.adam8bit import adam8bit_ as adam8bit_
     from .ops.attention import attention as attention
+    from .ops.causal_conv1d import causal_conv1d as causal_conv1d
+    from .ops.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from .ops.cross_entropy import cross_entropy as cross_entropy
+    from .ops.experts import gated_experts as gated_experts
     from .ops.few_rows import few_rows_linear as few_rows_linear
     from .ops.fp8 import dequantize_fp8 as dequantize_fp8
     from .ops.fp8 import dequantize_int8 as dequantize_int8
@@ -47,11 +50,19 @@ if TYPE_CHECKING:
     from .ops.fp8 import quantize_int8 as quantize_int8
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
+    from .ops.gated_norm import gated_rms_norm as gated_rms_norm
     from .ops.grad_norm import clip_grads_ as clip_grads_
     from .ops.grad_norm import grad_norm as grad_norm
+    from .ops.grouped_linear import grouped_linear as grouped_linear
+    from .ops.int4_linear import Int4Weight as Int4Weight
+    from .ops.int4_linear import int4_linear as int4_linear
+    from .ops.int4_linear import pack_int4 as pack_int4
+    from .ops.int4_linear import quantize_int4 as quantize_int4
+    from .ops.int4_linear import unpack_int4 as unpack_int4
     from .ops.kvcache_attention import attention_with_kvcache as attention_with_kvcache
     from .ops.lamb import lamb_ as lamb_
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .ops.linear_logprobs import linear_logprobs as linear_logprobs
     from .ops.lion import lion_ as lion_
     from .ops.norm import add_layer_norm as add_layer_norm
     from .ops.norm import add_rms_norm as add_rms_norm
@@ -62,6 +73,7 @@ if TYPE_CHECKING:
     from .ops.quant import dequantize as dequantize
     from .ops.quant import quantize as quantize
     from .ops.rope import rotary_embedding as rotary_embedding
+    from .ops.routing import route_tokens as route_tokens
     from .ops.scaled_dot_product_attention import (
         scaled_dot_product_attention as scaled_dot_product_attention,
     )
@@ -88,19 +100,32 @@ _NAMES = {
     "generation.generate": ("generate",),
     "ops._score_mod": ("ScoreMod",),
     "ops.attention": ("attention",),
+    "ops.causal_conv1d": ("causal_conv1d", "causal_conv1d_update"),
     "ops.cross_entropy": ("cross_entropy",),
-    "ops.few_rows": ("few_rows_linear",),
+    "ops.experts": ("gated_experts",),
+    "ops.kvcache_attention": ("attention_with_kvcache",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
+    "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),
-    "ops.kvcache_attention": ("attention_with_kvcache",),
+    "ops.grouped_linear": ("grouped_linear",),
+    "ops.int4_linear": (
+        "Int4Weight",
+        "int4_linear",
+        "pack_int4",
+        "quantize_int4",
+        "unpack_int4",
+    ),
     "ops.lamb": ("lamb_",),
     "ops.linear_cross_entropy": ("linear_cross_entropy",),
+    "ops.linear_logprobs": ("linear_logprobs",),
+    "ops.logprobs": ("logprobs",),
     "ops.lion": ("lion_",),
     "ops.norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
     "ops.norm_quantized": ("rms_norm_quantized",),
     "ops.quant": ("QuantizedTensor", "dequantize", "quantize"),
     "ops.rope": ("rotary_embedding",),
+    "ops.routing": ("route_tokens",),
     "ops.scaled_dot_product_attention": ("scaled_dot_product_attention",),
     "ops.softmax": ("causal_softmax", "scaled_masked_softmax"),
     "optim": ("optim",),

@@ -1,6 +1,6 @@
 """What flexops takes of torch that torch does not promise to keep: all of it, and nowhere else
-(``tests/unit/test_promises.py`` looks), each with its reason; where a torch may come to be without
-it, with what does without it.
+(``tests/repository/test_promises.py`` looks), each with its reason; where a torch may come to be
+without it, with what does without it.
 
 Operators' tests ran with torch 2.4, 2.7, 2.10, 2.11 and 2.13, and their results were compared with
 2.14 and 2.15, too (docs/targets.md). All that is here is in 2.13; of it, 2.4 has only
@@ -41,7 +41,7 @@ is_compiling: Callable[[], bool] = (
 compiler: Any = (
     torch.compiler if hasattr(torch.compiler, _FLAG) else SimpleNamespace(_is_compiling_flag=False)
 )
-"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function tells, in a third of
+"""``is_compiling() or compiler._is_compiling_flag`` is what torch's function returns, in a third of
 its time."""
 
 forward_mode: Any = (

@@ -1,3 +1,3 @@
-"""The version; ``scripts/release.py`` changes it here."""
+"""The version; ``flexops_tools.release`` changes it here."""
 
 __version__ = "0.2.0"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from .ops.int4_linear import Int4Weight, int4_linear, quantize_int4
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm import layer_norm, rms_norm
 from .ops.rope import rotary_embedding
@@ -18,6 +19,7 @@ __all__ = [
     "GEGLU",
     "BiasGELU",
     "BiasSiLU",
+    "Int4Linear",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
@@ -232,3 +234,116 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+
+
+class Int4Linear(nn.Module):
+    """``torch.nn.Linear`` with a weight of 4 bits, by :func:`flexops.int4_linear`.
+
+    Its state dict has ``packed``, ``scales``, ``zeros`` (unless symmetric) and ``bias``: see
+    :class:`flexops.Int4Weight`. ``.to(dtype)`` converts the bias only. Gradients are computed for
+    the input alone.
+
+    Args:
+        in_features: K, a multiple of ``group_size``.
+        out_features: N.
+        bias: whether a bias is added.
+        group_size: 32, 64 or 128 columns of the weight share a scale.
+        symmetric: without zero points.
+        device, dtype: of scales and bias.
+
+    A new module has a weight of zeros: :meth:`from_linear` and :meth:`from_packed` give it values.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group_size: int = 64,
+        symmetric: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        zeros = torch.zeros(out_features, in_features, device=device, dtype=dtype)
+        offset = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self._take(quantize_int4(zeros, group_size, symmetric), offset)
+
+    def _take(self, weight: Int4Weight, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features, self.group_size = weight[3:]
+        self.register_buffer("packed", weight.packed)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("zeros", weight.zeros)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group_size: int = 64, symmetric: bool = False
+    ) -> Int4Linear:
+        """Quantize the weight of ``linear``, by :func:`flexops.quantize_int4`."""
+        return cls.from_packed(quantize_int4(linear.weight, group_size, symmetric), linear.bias)
+
+    @classmethod
+    def from_packed(cls, weight: Int4Weight, bias: Tensor | None = None) -> Int4Linear:
+        """Take a weight as it is, and a bias ``[N]``."""
+        module = cls.__new__(cls)
+        module._take(weight, bias)
+        return module
+
+    @property
+    def weight(self) -> Int4Weight:
+        """The packed weight, which shares the buffers' memory."""
+        return Int4Weight(
+            self.packed,
+            self.scales,
+            self.zeros,
+            self.out_features,
+            self.in_features,
+            self.group_size,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return int4_linear(input, self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales, zeros = self.scales, self.zeros
+        super()._apply(fn, recurse)
+        # .to(dtype) would round the scales once more
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+            self.zeros = None if zeros is None else zeros.to(self.scales.device)
+        elif zeros is not None and self.zeros is not None and self.zeros.dtype != zeros.dtype:
+            self.zeros = zeros.to(self.scales.device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if f"{prefix}weight" in state_dict and f"{prefix}packed" not in state_dict:
+            error_msgs.append(
+                f"{prefix}weight is not packed, and this module requires {prefix}packed: load the"
+                " state dict before the model is quantized; fix:"
+                " flexops.nn.Int4Linear.from_linear(linear)"
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}, group_size={self.group_size},"
+            f" symmetric={self.zeros is None}"
+        )

@@ -1,6 +1,7 @@
 """Keeps secrets of the environment out of everything that flexops prints, logs or raises.
 
-``redacted`` shortens a URL. ``scrubbed`` cleans a text that another program wrote.
+``redacted`` shortens a URL, ``split_credentials`` takes one apart. ``scrubbed`` cleans a text that
+another program wrote.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
+
+from .errors import FlexopsError
 
 HIDDEN = "***"
 _SECRET_NAME = re.compile(
@@ -33,6 +36,23 @@ def redacted(url: str) -> str:
     if "@" in tail:
         return f"{scheme}://{HIDDEN}"
     return f"{scheme}://{place.rpartition('@')[2]}{re.split('[?#]', tail)[0]}"
+
+
+def split_credentials(url: str) -> tuple[str, str]:
+    """A URL without its ``user:password``, and these; a URL that has none, and ``""``. Raises
+    ``FlexopsError`` where they cannot be separated, because a password holds a ``/``."""
+    scheme, separator, rest = url.partition("://")
+    place, _, path = rest.partition("/")
+    if separator and "@" in path:
+        raise FlexopsError(
+            "the user and password in a URL cannot be separated from it",
+            found=f"an @ behind the first / of {redacted(url)}",
+            fix="percent-encode /, ?, # and @ in them: %2F, %3F, %23, %40",
+        )
+    credentials, at, _ = place.rpartition("@")
+    if not (separator and at):
+        return url, ""
+    return f"{scheme}://{rest[len(credentials) + 1 :]}", credentials
 
 
 def scrubbed(text: str, environ: Mapping[str, str] | None = None) -> str:

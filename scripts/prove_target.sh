@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# What holds with a row's own torch, on any machine, without a GPU: makes an environment with that torch (up to 10 GB for CUDA), compiles, links and opens
-# every library in it, holds each operator on the CPU against its reference, runs the tests, writes what came of it into
-# tests/golden/tested-with.json and the table "tested with", and removes the environment. Fails if anything is wrong; tests that fail are recorded, too.
-#   bash scripts/prove_target.sh ID [SUITE...]   a suite is what pytest gets, "tests/ops -k rope" say; the default is SUITES below
-#   FLEXOPS_PROVE_KEEP=1                         keeps the environment, .flexops/prove-<torch's toolkit>, for the next time
+# Tests a row's own torch, on any machine, without a GPU: creates an environment with that torch (up
+# to 10 GB for CUDA), compiles, links and opens every library in it, verifies each operator on the
+# CPU against its reference, runs the tests, writes the result into tests/golden/tested-with.json
+# and the table "tested with", and removes the environment. Fails if anything is wrong; tests that
+# fail are recorded, too.
+#   bash scripts/prove_target.sh ID [SUITE...]   a suite is arguments of pytest, such as
+#                                                "tests/ops -k rope"; default: SUITES below
+#   FLEXOPS_PROVE_KEEP=1                         keep the environment, .flexops/prove-<toolkit>
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SUITES=(
   tests/ops
-  tests/unit
-  tests/models
-  'tests/build/test_builder.py tests/build/test_extension.py tests/build/test_extension_nvrtc.py tests/build/test_kernel.py tests/build/test_torch_abi.py'
+  tests/patching
+  'tests/build/describe tests/build/plan tests/cli tests/doctor tests/targets tests/toolchain'
+  'tests/build/load tests/test_builder.py tests/test_kernels.py tests/csrc/common/test_torch_abi.py'
 )
 
 if [[ $# -eq 0 || $1 == -* ]]; then
@@ -27,7 +30,8 @@ FLEXOPS_TEST_TARGET=$id FLEXOPS_TEST_ENV=$environment bash scripts/run_tests.sh 
 arguments=()
 for suite in "${SUITES[@]}"; do arguments+=(--tests "$suite"); done
 status=0
-PATH="$environment/bin:$PATH" PYTHONUTF8=1 flexops target prove "$id" --torch --update "${arguments[@]}" || status=$?
+PATH="$environment/bin:$PATH" PYTHONUTF8=1 \
+  flexops target prove "$id" --torch --update "${arguments[@]}" || status=$?
 "$environment/bin/flexops" target render
 [[ -n ${FLEXOPS_PROVE_KEEP:-} ]] || rm -rf -- "$environment"
 exit "$status"

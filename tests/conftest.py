@@ -1,7 +1,7 @@
 """What all tests share: a build cache of their own, a clean environment, and one way to say that
 this machine lacks something.
 
-A test never skips by itself. It asks ``require(...)`` or a fixture below for what it needs.
+A test never skips on its own. It asks ``require(...)`` or a fixture below for what it needs.
 Missing, that is a skip which names the way to get it, and a failure where
 ``FLEXOPS_TEST_REQUIRE=1`` (CI sets it): there the suite's essential parts must run.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools  # noqa: F401  first of all: it refuses to load once a test has loaded the standard library's distutils, and torch's compiler needs it
+import setuptools  # noqa: F401  first of all: it fails to load once a test has loaded the standard library's distutils, and torch's compiler needs it
 
 Require = Callable[..., None]
 
@@ -246,7 +246,7 @@ def require_gpu_memory() -> Callable[[int], None]:
         _require(
             torch.cuda.mem_get_info()[0] >= needed,
             what,
-            "run the tests on a larger GPU, or one that nobody else uses",
+            "run the tests on a larger GPU, or one that no other process uses",
             excuse="most have less",
         )
 

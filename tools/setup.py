@@ -1,4 +1,4 @@
-"""The version, which is that of the flexops beside this folder, and the requirement of it."""
+"""The version, which is that of the flexops beside this folder, which is required."""
 
 import runpy
 from pathlib import Path
@@ -7,4 +7,4 @@ from setuptools import setup
 
 VERSION = runpy.run_path(str(Path(__file__).parents[1] / "flexops/_version.py"))["__version__"]
 
-setup(version=VERSION, install_requires=[f"flexops-torch=={VERSION}"])
+setup(version=VERSION, install_requires=[f"flexops-torch=={VERSION}", "docker>=7"])

@@ -19,6 +19,12 @@ inline Function function_of(Activation which) {
   return {1.595769122f, 0.07135481627f,
           which == Activation::gelu_erf};  // 2 sqrt(2 / pi), and 0.044715 of it
 }
+/// By the number that operators have for it.
+inline Function function_of(int64_t number) {
+  return function_of(number == 0   ? Activation::silu
+                     : number == 1 ? Activation::gelu_erf
+                                   : Activation::gelu_tanh);
+}
 
 /// Launches a kernel of `activation::Walk` for all rows, in pieces that 32 bits can count.
 /// move(part, rows) moves its pointers that far down.

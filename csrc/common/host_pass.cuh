@@ -51,6 +51,10 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width);
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane, int width);
 template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32);
+template <typename T>
+unsigned __match_any_sync(unsigned mask, T value);
+template <typename T>
 T __ldg(const T* pointer);
 template <typename T>
 T __ldcs(const T* pointer);
@@ -64,6 +68,7 @@ int __any_sync(unsigned mask, int predicate);
 int min(int a, int b);
 int max(int a, int b);
 int __clz(int value);
+int __popc(unsigned value);
 unsigned __byte_perm(unsigned a, unsigned b, unsigned selector);
 unsigned __umulhi(unsigned a, unsigned b);
 float __fadd_rn(float a, float b);

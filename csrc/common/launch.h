@@ -331,17 +331,18 @@ int in_context(const Call& call) {
 
 /// A configuration as the driver takes it.
 struct DriverConfig {
-  DriverLaunchAttribute attribute;  // no kernel has both
+  DriverLaunchAttribute attributes[2];
   DriverLaunch launch;
 
   explicit DriverConfig(const LaunchConfig& c)
-      : attribute{c.early ? kOverlap : kClusterDimension, 0, {c.early ? 1 : c.cluster, 1, 1}},
+      : attributes{{c.cluster > 1 ? kClusterDimension : kOverlap, 0, {c.cluster, 1, 1}},
+                   {kOverlap, 0, {1}}},
         launch{{c.grid.x, c.grid.y, c.grid.z},
                {c.block.x, c.block.y, c.block.z},
                static_cast<unsigned>(c.shared_bytes),
                c.stream,
-               &attribute,
-               c.early || c.cluster > 1} {}
+               attributes,
+               (c.cluster > 1 ? 1u : 0u) + (c.early ? 1u : 0u)} {}
   DriverConfig(const DriverConfig&) = delete;
   DriverConfig& operator=(const DriverConfig&) = delete;
 };

@@ -2,7 +2,7 @@
 //
 // torch declares them too, in torch/csrc/stable/c/shim.h and what that includes; but with these
 // come <complex> and <sstream>, which take half of the time that a binding needs to compile. That
-// the declarations agree is tested: tests/build/test_torch_abi.py compiles both.
+// the declarations agree is tested: tests/csrc/common/test_torch_abi.py compiles both.
 //
 // With FLEXOPS_TORCH_BODY defined as a function's body, this is a source: of the library that
 // bindings are linked against in the place of libtorch_cpu.so (plan.py), because the linker takes

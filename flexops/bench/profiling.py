@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import FlexopsError
+from ..toolchain import proc
 from .profile_child import REFUSED
 
 METRICS: dict[str, str] = {
@@ -50,17 +50,17 @@ def by_ncu(ncu: str, request: dict[str, Any]) -> list[dict[str, str]]:
         ",".join(METRICS),
     ]
     done = _run([*command, *_child(request)])
-    if done.returncode or "ERR_NVGPUCTRPERM" in done.stdout:
-        permission = "ERR_NVGPUCTRPERM" in done.stdout + done.stderr
+    if done.status or "ERR_NVGPUCTRPERM" in done.output:
+        permission = "ERR_NVGPUCTRPERM" in done.output + done.errors
         fix = (
             "run as root, or NVreg_RestrictProfilingToAdminUsers=0; or flexops profile --by torch"
             if permission
             else "flexops profile --by torch"
         )
         raise FlexopsError(
-            "ncu could not profile", found=_last_lines(done.stdout + done.stderr), fix=fix
+            "ncu could not profile", found=_last_lines(done.output + done.errors), fix=fix
         )
-    return list(_kernels(done.stdout))
+    return list(_kernels(done.output))
 
 
 def _kernels(text: str) -> Iterator[dict[str, str]]:
@@ -79,13 +79,13 @@ def _kernels(text: str) -> Iterator[dict[str, str]]:
 
 
 def by_torch(request: dict[str, Any]) -> list[dict[str, str]]:
-    """Each kernel of one call (on a CPU: each operator), with what torch's profiler tells."""
+    """Each kernel of one call (on a CPU: each operator), with what torch's profiler reports."""
     done = _run(_child({**request, "torch": True}))
-    if done.returncode:
+    if done.status:
         raise FlexopsError(
-            "the case could not be profiled", found=_last_lines(done.stderr), fix="run it by itself"
+            "the case could not be profiled", found=_last_lines(done.errors), fix="run it alone"
         )
-    found: list[dict[str, str]] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: list[dict[str, str]] = json.loads(done.output.strip().splitlines()[-1])
     return found
 
 
@@ -100,7 +100,7 @@ def _child(request: dict[str, Any]) -> list[str]:
     return [sys.executable, str(_CHILD), json.dumps(request)]
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str]) -> proc.Ended:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
@@ -109,10 +109,10 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             if entry
         ),
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode and REFUSED in done.stderr:
+    done = proc.run(command, apart=True, environment=environment)
+    if done.status and REFUSED in done.errors:
         kind, what, found, required, fix = json.loads(
-            done.stderr.rpartition(REFUSED)[2].splitlines()[0]
+            done.errors.rpartition(REFUSED)[2].splitlines()[0]
         )
         raise getattr(errors, kind, FlexopsError)(what, found=found, required=required, fix=fix)
     return done

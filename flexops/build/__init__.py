@@ -1,1 +1,1 @@
-"""From an operator's description to a loaded library; README.md tells the life of a build."""
+"""From an operator's description to a loaded library; README.md describes the life of a build."""

@@ -304,7 +304,7 @@ class Op:
 
         ``ctx.saved_tensors`` has the tensors named in ``saves``, of arguments and results; by
         default every tensor argument. Arguments that are no tensors are attributes of ``ctx``. A
-        gradient that nobody asked for is None. Tensors in lists have none: where one requires it,
+        gradient that is not requested is None. Tensors in lists have none: where one requires it,
         the call raises.
         """
         if function is None:

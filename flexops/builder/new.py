@@ -31,7 +31,7 @@ def write(name: str, family: str, where: Path) -> list[Path]:
     if root.exists():
         raise FlexopsError(
             f"{root} is there already",
-            required="a directory that is not there yet",
+            required="a directory that does not exist yet",
             fix="give the package another name, or remove it",
         )
     template = layout.example_root()

@@ -90,7 +90,7 @@ def load_for(names: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def here() -> Iterator[None]:
-    """With modules of the current directory, which a console script has not got."""
+    """With modules of the current directory, which a console script lacks."""
     sys.path.insert(0, place := str(Path.cwd()))
     try:
         yield

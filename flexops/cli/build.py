@@ -152,7 +152,7 @@ def _line(result: Result) -> str:
             + (f", {made} compiled now" if made else "")
         )
         what += f"; none run on {', '.join(left)}, plain PyTorch does" if left else ""
-    # in one run with the others, whose time the line above tells
+    # in one run with the others, whose time the line above reports
     how = "was there" if result.cached else "compiled"
     return (
         f"{result.plan.name:<14} {how:<10} {entry.library.stat().st_size / 1024:.0f} KiB "

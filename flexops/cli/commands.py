@@ -152,7 +152,7 @@ def find(name: str) -> Command | None:
             f"`flexops {name}` is a command of flexops-tools, for releases and measurements",
             found="flexops without flexops-tools",
             required="flexops-tools of the same version, from a clone of flexops",
-            fix="pip install './tools[images,conda,bench]'   # in the clone",
+            fix="pip install './tools[conda,bench]'   # in the clone",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""``flexops doctor``: what this machine has, what is wrong, and what mends it."""
+"""``flexops doctor``: what this machine has, what is wrong, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flexops patch``: what of a model would be swapped."""
+"""``flexops patch``: what of a model would be replaced."""
 
 from __future__ import annotations
 

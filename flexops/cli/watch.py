@@ -13,7 +13,7 @@ from ..errors import FlexopsError
 
 _METRIC_HELP = (
     r"A regular expression with a group for a number in the output, such as '([\d.]+) GB/s': the"
-    r" line tells how it changed."
+    r" line says how it changed."
 )
 
 
@@ -35,7 +35,7 @@ def watch(
     places = [Path(argument) for argument in arguments[:split]]
     if missing := [str(path) for path in places if not path.exists()]:
         raise FlexopsError(
-            "what shall be watched is not there",
+            "a path to watch is missing",
             found=", ".join(missing),
             required="files or directories, then -- and the command",
         )

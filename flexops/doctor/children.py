@@ -45,7 +45,7 @@ class Child:
 
 
 def say(message: dict[str, Any]) -> None:
-    """In a child: tell the parent."""
+    """In a child: report to the parent."""
     sys.stdout.write(MARK + json.dumps(message) + "\n")
     sys.stdout.flush()
 

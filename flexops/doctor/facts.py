@@ -158,8 +158,8 @@ class TorchFact:
 
 @dataclass(frozen=True)
 class LauncherFact:
-    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not tell;
-    ``cleanups``: how often it made room."""
+    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not
+    report them; ``cleanups``: how often it made room."""
 
     hits: int | None = None
     misses: int | None = None

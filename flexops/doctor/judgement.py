@@ -50,8 +50,8 @@ def _guarded(name: str, check: Judge, facts: Facts) -> list[Finding]:
 
 
 def _unjudged(name: str, found: str, required: str) -> Finding:
-    """A warning; but where nobody knows whether torch, builds or ops work, nobody may say that they
-    do."""
+    """A warning; but where it is unknown whether torch, builds or ops work, it may not be said that
+    they do."""
     fix = f"flexops doctor --json   # please report it: the {name} check of flexops failed here"
     return (fail if name in _DECISIVE else warn)(name, found, required, fix)
 

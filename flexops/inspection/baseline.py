@@ -33,7 +33,7 @@ class Change(NamedTuple):
     @property
     def worse(self) -> bool:
         """Spills or stack where there were fewer, eight registers more, or more shared memory; any
-        spills of a new kernel, which is held against nothing."""
+        spills of a new kernel, which is compared with nothing."""
         if not self.now:
             return False
         if not self.was:
@@ -78,7 +78,7 @@ def where(one: Measured) -> str:
 
 def compare(known: Baseline, measured: Sequence[Measured]) -> list[Change]:
     """What differs, at the places and in the families that were measured: kernels with other
-    numbers, new ones, and those that nobody compiles any more."""
+    numbers, new ones, and those that are no longer compiled."""
     changes = []
     for one in measured:
         was = tuple(known.get(where(one), {}).get(_key(one), ()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from ..build.plan.plan import plan_op
 from ..compute_capability import Architecture
 from ..errors import FlexopsError
 from ..settings import Settings
+from ..toolchain import proc
 from ..toolchain.nvrtc import DeviceCompiler
 from . import cubin
 from .occupancy import occupancy
@@ -82,8 +81,8 @@ def measure(
     kernel: str = "",
     progress: Progress | None = None,
 ) -> list[Measured]:
-    """Compile the kernels of families, as their libraries name them, and tell what each takes; what
-    was compiled before is not again.
+    """Compile the kernels of families, as their libraries name them, and report what each takes;
+    what was compiled before is not again.
 
     Args:
         csrc: a folder ``csrc`` with the families' sources, if they are not to be read where they
@@ -162,28 +161,22 @@ def sources_of(revision: str, csrc: Path) -> Iterator[Path]:
     Raises:
         FlexopsError: it is in no checkout, or there is no such commit.
     """
-    done = subprocess.run(
-        ["git", "-C", str(csrc), "archive", revision, "."],
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    if done.returncode:
-        raise FlexopsError(
-            f"the sources of {revision} cannot be had",
-            found=done.stderr.decode(errors="replace").strip(),
-            required="a commit of this checkout",
-        )
-    with (
-        TemporaryDirectory(prefix="flexops-inspect-") as folder,
-        tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive,
-    ):
-        there = Path(folder, "csrc")
-        (
-            archive.extractall(there, filter="data")
-            if hasattr(tarfile, "data_filter")
-            else archive.extractall(there)
-        )
+    with TemporaryDirectory(prefix="flexops-inspect-") as folder:
+        there, packed = Path(folder, "csrc"), Path(folder, "csrc.tar")
+        command = ["git", "-C", str(csrc), "archive", "--output", str(packed), revision, "."]
+        done = proc.run(command, seconds=120)
+        if done.status != 0:
+            raise FlexopsError(
+                f"the sources of {revision} are missing",
+                found=done.output.strip(),
+                required="a commit of this checkout",
+            )
+        with tarfile.open(packed) as archive:
+            (
+                archive.extractall(there, filter="data")
+                if hasattr(tarfile, "data_filter")
+                else archive.extractall(there)
+            )
         yield there
 
 

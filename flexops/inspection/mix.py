@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 from ..errors import ToolchainError
+from ..toolchain import proc
 
 KINDS: tuple[tuple[str, str, str], ...] = (
     # kind, what PTX's instructions of it begin with, what SASS's do; the first that fits counts
@@ -62,17 +62,14 @@ def disassembly(cubin: Path) -> str:
     """What the machine code says.
 
     Raises:
-        ToolchainError: there is no disassembler.
+        ToolchainError: there is no disassembler, or it fails.
     """
     for name, options in (("nvdisasm", ["-c"]), ("cuobjdump", ["-sass"])):
         if tool := find_tool(name):
-            return subprocess.run(
-                [tool, *options, str(cubin)],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=120,
-            ).stdout
+            done = proc.run([tool, *options, str(cubin)], seconds=120, apart=True)
+            if done.status:
+                raise ToolchainError(f"{name} fails", found=done.errors.strip() or str(done.status))
+            return done.output
     raise ToolchainError(
         "there is no disassembler here",
         found="neither nvdisasm nor cuobjdump",

@@ -26,7 +26,7 @@ class Multiprocessor(NamedTuple):
 
 @functools.cache
 def multiprocessors() -> dict[str, Multiprocessor]:
-    """By compute capability; the newest are missing until somebody is sure."""
+    """By compute capability; the newest are missing until they are certain."""
     return {
         name: Multiprocessor(
             row["threads"], row["blocks"], row["shared"] * 1024, row["reserved"] * 1024

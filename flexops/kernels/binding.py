@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..build.describe.schema import Dimensions, dimensions
 from ..errors import FlexopsError
 from .signature import ELEMENTS, SCALARS, CudaSignature
 
@@ -81,6 +82,8 @@ class KernelOptions(NamedTuple):
     template: Mapping[str, Any] = {}
     out: Any = None
     strided: bool = False
+    check: Any = None
+    shapes: Mapping[str, str] = {}
 
 
 class Bound(NamedTuple):
@@ -145,7 +148,10 @@ def bind(
     refer: list[str] = []
     if reference:
         said = _evaluated("_reference", reference, schema, functions, inputs)
-        refer = [f"{'return ' if schema.results else ''}{said}"]
+        refer = [
+            *_checked(schema, options, functions, inputs),
+            f"{'return ' if schema.results else ''}{said}",
+        ]
     pieces = {
         "run": launch,
         "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
@@ -263,7 +269,7 @@ def _template(
             required = (
                 f"a parameter {one.name}* of a tensor's name, or template={{{one.name!r}: 'float'}}"
             )
-            raise _wrong(schema, f"no tensor tells the template's type {one.name}", required)
+            raise _wrong(schema, f"no tensor determines the template's type {one.name}", required)
     if unknown := sorted(set(options.template) - {one.name for one in signature.template}):
         have = ", ".join(one.name for one in signature.template) or "none"
         raise _wrong(
@@ -366,6 +372,8 @@ def _run_again(
         _like(schema, options),
     )
     yield from _on_its_device(schema, first)
+    checks = [argument.name for argument in schema.arguments]
+    yield from _checked(schema, options, bound.functions, checks)
     yield from _contiguous(schema, pointers)
     yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
     yield "_plan = _plans.get(_key)"
@@ -429,7 +437,9 @@ def _made(
     functions: dict[str, Any],
     inputs: Sequence[str],
 ) -> Iterable[str]:
-    """Lines that make contiguous what becomes a pointer, and the results: of fake tensors, too."""
+    """Lines that check the arguments, make contiguous what becomes a pointer, and make the results:
+    of fake tensors, too."""
+    yield from _checked(schema, options, functions, inputs)
     if not options.strided:
         yield from _contiguous(
             schema, {parameter.name for parameter in signature.parameters if parameter.pointer}
@@ -441,6 +451,51 @@ def _made(
         )
     elif schema.results:
         yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
+
+
+def _checked(
+    schema: KernelSchema, options: KernelOptions, functions: dict[str, Any], inputs: Sequence[str]
+) -> Iterable[str]:
+    """Lines that raise for shapes that are not as ``shapes`` says, and call ``check``."""
+    optional = {tensor.name: tensor.optional for tensor in schema.tensors}
+    for name, text in options.shapes.items():
+        if name not in optional:
+            raise _wrong(schema, f"shapes names {name}", f"tensors: {', '.join(optional)}")
+        try:
+            parts = dimensions(text)
+        except ValueError as error:
+            found = f"shapes says {text!r} of {name}: {error}"
+            raise _wrong(schema, found, "such as x, x[-1], x[:-1], 3") from None
+        sizes = []
+        for part in parts:
+            if part.name and (part.many or part.name not in inputs or optional.get(part.name)):
+                found = f"shapes says {text!r} of {name}"
+                raise _wrong(schema, found, f"arguments that are always given: {', '.join(inputs)}")
+            whole = part.name in optional and not part.single
+            if part.name in optional and part.single:
+                at = part.first or 0
+                least = -at if at < 0 else at + 1
+                yield f"if {part.name}.dim() < {least}: _refuse_dims({part.name!r}, {least})"
+            sizes.append(_size(part, whole, part.name in optional))
+        condition = f"{name}.shape != ({''.join(f'{size}, ' for size in sizes)})"
+        there = f"{name} is not None and " if optional[name] else ""
+        wanted = f"({''.join(f'{size}, ' for size in sizes)})"
+        yield f"if {there}{condition}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
+    if options.check is not None:
+        if not callable(options.check):
+            raise _wrong(schema, f"check is {options.check!r}", "a function of the arguments")
+        yield _evaluated("_check", options.check, schema, functions, inputs)
+
+
+def _size(part: Dimensions, whole: bool, tensor: bool) -> str:
+    """A part of a shape in Python."""
+    if not part.name:
+        return str(part.number)
+    if whole:
+        first, last = part.first or "", "" if part.last is None else part.last
+        return f"*{part.name}.shape[{first}:{last}]"
+    one = f"{part.name}.shape[{part.first or 0}]" if tensor else part.name
+    return f"{one} * {part.times} // {part.over} + {part.plus}"
 
 
 def _contiguous(schema: KernelSchema, pointers: Container[str]) -> Iterable[str]:

@@ -85,6 +85,8 @@ def kernel(
     template: Mapping[str, Any] | None = None,
     out: str | Callable[..., Any] | None = None,
     strided: bool = False,
+    check: Callable[..., object] | None = None,
+    shapes: Mapping[str, str] | None = None,
     reference: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
@@ -105,7 +107,7 @@ def kernel(
 
     Functions given for ``grid``, ``block``, ``shared``, ``args``, ``template`` and ``out`` take, by
     name, those arguments of the schema that they need (all but the last two may ask for results
-    too).
+    too). ``check`` takes arguments likewise.
 
     Args:
         source: device code. ``bfloat16``, ``float16`` and the integers of ``<cstdint>`` are there;
@@ -121,15 +123,23 @@ def kernel(
         name: the kernel's in the source, if it is not the operator's: a source may have several.
         args: parameter -> constant or function.
         template: template parameter -> constant or function; a type as C++ text or a
-            ``torch.dtype``. What is not given is told by the tensors (``T`` of ``const T* x`` by
+            ``torch.dtype``. What is not given follows from the tensors (``T`` of ``const T* x`` by
             x's dtype) or is the argument of its name.
         out: the tensor that the result is like, by name (default: the first), or a function that
             returns the result(s), such as ``lambda x: x.new_empty(x.shape[0])``: it runs on fake
             tensors, too.
         strided: tensors go in with the strides that they have. Otherwise they are made contiguous
             first.
+        check: raises for arguments that the kernel cannot take; what it returns is ignored. It and
+            ``shapes`` are asked in every call: of the kernel, the reference, fake tensors and under
+            ``torch.compile``. So it may look at shapes, dtypes and numbers, not at values of
+            tensors, for which the host would wait.
+        shapes: by tensor argument, the shape that it must have: ``{"weight": "x[-1]", "residual":
+            "x"}``. Parts, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number,
+            an int argument; one of them times or divided by a number: ``x[-1] // 2``.
         reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no
-            kernel can be had; the oracle for tests.
+            kernel can be had; the oracle for tests. Results of another shape or dtype than the
+            kernel's are an error.
         backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a
             backward pass that needs the gradient raises, and a call that writes a tensor does where
             one of its tensors requires a gradient: on each device, and under ``torch.compile``.
@@ -146,7 +156,9 @@ def kernel(
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
     signature = _chosen(source, name or parsed.name, schema)
-    given = KernelOptions(grid, block, shared, cluster, args or {}, template or {}, out, strided)
+    given = KernelOptions(
+        grid, block, shared, cluster, args or {}, template or {}, out, strided, check, shapes or {}
+    )
     caller = sys._getframe(1).f_globals.get("__name__", "")
     bound = binding.bind(signature, parsed, given, reference)
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
@@ -270,6 +282,8 @@ class _Code:
             "_remember": self._remember,
             "_empty_strided": _torch.empty_strided_cuda,
             "_refuse_strides": self._refuse_strides,
+            "_refuse_shape": self._refuse_shape,
+            "_refuse_dims": self._refuse_dims,
             "_three": self._three,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
@@ -327,7 +341,20 @@ class _Code:
                 required="a reference for other devices",
                 fix="flexops.kernel(..., reference=<a function in plain PyTorch>)",
             )
-        return self.names["refer"](*args, **kwargs)
+        return self._refer(*args, **kwargs)
+
+    def _refer(self, *args: Any, **kwargs: Any) -> Any:
+        """What the reference returns: what a call returns, for ``torch.compile``."""
+        expected, made = self.fake(*args, **kwargs), self.names["refer"](*args, **kwargs)
+        pairs = [[_described(one) for one in _listed(given)] for given in (made, expected)]
+        if pairs[0] != pairs[1]:
+            raise FlexopsError(
+                f"the reference of {self.schema.qualname} returns something else than the kernel",
+                found=", ".join(pairs[0]) or "nothing",
+                required=", ".join(pairs[1]) or "nothing",
+                fix="correct the reference, or out=<a function that returns the result(s)>",
+            )
+        return made
 
     # ---- compiling -------------------------------------------------------------------------------
 
@@ -469,7 +496,7 @@ class _Code:
                 " FLEXOPS_FALLBACK=allow"
             )
             warnings.warn(message, loader.FallbackWarning, stacklevel=3)
-        return self.names["refer"](*args)
+        return self._refer(*args)
 
     # ---- launching -------------------------------------------------------------------------------
 
@@ -506,6 +533,15 @@ class _Code:
             f"{self.schema.name}: {name} is written in place and must be contiguous; or"
             " strided=True, and a kernel that knows strides"
         )
+
+    def _refuse_shape(self, name: str, wanted: Sequence[Any], found: Sequence[Any]) -> NoReturn:
+        raise ValueError(
+            f"{self.schema.name}: {name} must have shape {list(wanted)}, got {list(found)}"
+        )
+
+    def _refuse_dims(self, name: str, least: int) -> NoReturn:
+        plural = "s" if least > 1 else ""
+        raise ValueError(f"{self.schema.name}: {name} must have at least {least} dimension{plural}")
 
     def _explain(
         self, grid: Sequence[Any], block: Sequence[Any], shared: Any, values: Sequence[Any]
@@ -797,9 +833,9 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
                 "no word of Python, and no name that begins with _",
             )
     if not any(one.tensor and not one.optional for one in schema.arguments):
-        return "no argument that is a Tensor", "one: it tells the device"
+        return "no argument that is a Tensor", "one: it determines the device"
     if any(one.alias_info for one in parsed.returns):
-        return "a result that is an argument", "-> () : who calls has that tensor already"
+        return "a result that is an argument", "-> () : the caller has that tensor already"
     if odd := [str(one.type) for one in parsed.returns if str(one.type) != "Tensor"]:
         return f"a result {odd[0]}", "Tensor"
     if twice := {one.name for one in schema.arguments} & set(schema.results):
@@ -829,10 +865,22 @@ def _chosen(source: str, name: str, schema: str) -> CudaSignature:
 
 
 def _count_write(tensor: torch.Tensor | None) -> None:
-    """Tell autograd that a kernel wrote the tensor: a backward pass that had saved it then says so
-    instead of being silently wrong."""
+    """Report to autograd that a kernel wrote the tensor: a backward pass that had saved it then
+    says so instead of being silently wrong."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def _listed(results: Any) -> Sequence[Any]:
+    if results is None:
+        return ()
+    return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _described(result: Any) -> str:
+    if not isinstance(result, torch.Tensor):
+        return type(result).__name__
+    return f"{_dtype_name(result.dtype)} {list(result.shape)}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -40,7 +40,7 @@ def layout(letters: Sequence[str]) -> str:
 
 class Buffers(threading.local):
     """A thread's buffers, made at its first launch; ``all`` is what the generated call reads:
-    memory, address of the configuration and of its attributes, and of what tells the driver where
+    memory, address of the configuration and of its attributes, and of what shows the driver where
     the parameters are."""
 
     def __init__(self, format_: str, cluster: Sequence[int]) -> None:

@@ -73,8 +73,8 @@ def resolving_negatives(op: Any, *args: Any, **numbers: Any) -> Any:
 
 
 def call_lists(op: Any, args: Sequence[Any], written: list[Tensor]) -> Any:
-    """Call an op on lists of tensors, the first of which tells where it goes: without a tensor in
-    it there is nothing to do.
+    """Call an op on lists of tensors, the first of which determines where it goes: without a tensor
+    in it there is nothing to do.
 
     Checking thousands of tensors in Python at every call would cost more than the step. The native
     kernels check, too: only when they have refused is it found out here, by the op's check,
@@ -103,8 +103,8 @@ write_lists = call_lists if compiles_written_lists else not_compiled(call_lists)
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd that the tensors were written: a backward pass that had saved one of them then
-    says so instead of being silently wrong."""
+    """Report to autograd that the tensors were written: a backward pass that had saved one of them
+    then says so instead of being silently wrong."""
     if torch.compiler.is_compiling():
         return  # the compiler sees the mutation in the schema
     tensors = (

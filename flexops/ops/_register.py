@@ -93,7 +93,7 @@ def define(
         setup_context: ``(ctx, arguments, results)``, saves what ``backward`` needs; with
             ``backward``, for an op that has a gradient.
         backward: ``(ctx, *gradients of the results) -> one gradient or None for every argument``. A
-            gradient that nobody asked for is None coming in (not all of them are), and need not be
+            gradient that is not requested is None coming in (not all of them are), and need not be
             made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more
             raises.
         plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller``
@@ -244,7 +244,7 @@ def refusal_of(op: Any) -> Callable[..., None]:
 
 
 def guard_gradient(op: Any) -> None:
-    """Let whoever needs a gradient of an op that has none be told so, where torch would leave it
+    """Report that an op has no gradient where one is needed, where torch would leave it
     out without a word; :func:`add_gradient` may still give it one. And whoever writes a tensor that
     a backward pass has saved: native kernels do not count that."""
     schema, (library, _, refuse, called, always), below = (

@@ -8,7 +8,7 @@ For a row ``x`` of ``V`` logits and its class ``t``, with ``lse = log(sum(exp(x)
 
 which without ``z_loss`` is what ``torch.nn.functional.cross_entropy`` computes; ``z_loss`` is
 PaLM's (Chowdhery et al., 2022, section 5). All of it is computed in float32, and so are losses,
-whatever the dtype of the logits: 8 bits would tell little of a loss. Gradients have the dtype of
+whatever the dtype of the logits: 8 bits are too few for a loss. Gradients have the dtype of
 the logits.
 
 Rows whose class is ``ignore_index`` have loss and gradient 0 and do not count in a mean; their

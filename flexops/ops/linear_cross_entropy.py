@@ -111,7 +111,7 @@ def linear_cross_entropy(
             "native" sums in the weight's own dtype, if that is also the products', in the memory of
             the result: one rounding to it for each chunk. None is "native" for four chunks or
             fewer, and on a GPU whose free memory the float32 sum would not fit, else "float32":
-            whoever wants the same bits however full the GPU is passes one of them, and
+            to get the same bits however full the GPU is, pass one of them, and
             ``chunk_size``. It makes no difference with one chunk, and in float32.
         return_accuracy: also return how often no logit is greater than the target's, reduced as
             losses are, though not weighted: a fraction, a number, or 1 or 0 for each row (0 if it
@@ -133,7 +133,7 @@ def linear_cross_entropy(
     """
     check_arguments("linear_cross_entropy", "x", x, target, label_smoothing, z_loss, reduction)
     _check_options(chunk_size, accumulate, softcap)
-    _check_weights("flexops.linear_cross_entropy:", x, weight, bias)
+    check_weights("flexops.linear_cross_entropy:", x, weight, bias)
     if class_weight is not None:
         _check_class_weight(
             "flexops.linear_cross_entropy:", class_weight, x, weight, label_smoothing
@@ -208,7 +208,9 @@ def _check_class_weight(
         )
 
 
-def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_weights(
+    where: str, x: Tensor, weight: Tensor, bias: Tensor | None, name_of_x: str = "x"
+) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
@@ -221,7 +223,7 @@ def _check_weights(where: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
             check_places(where[:-1], {name: tensor})
         if tensor.device != x.device:
             raise ValueError(
-                f"{where} {name} must be on x's device, {x.device}, got {tensor.device}"
+                f"{where} {name} must be on {name_of_x}'s device, {x.device}, got {tensor.device}"
             )
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -292,7 +294,31 @@ def _sums_wide(
     return accumulate == 1
 
 
-class _Gradients:
+def plan_chunks(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, copies: int, chunk: int, accumulate: int
+) -> tuple[list[slice], bool]:
+    """The chunks of the rows of ``x``, of which ``copies`` of the logits are held at a time, and
+    whether the weight's gradient is summed in float32."""
+    classes, elements = weight.shape[0], weight.numel()
+    row_bytes = copies * classes * dtype.itemsize
+    free = (
+        _free_bytes(x.device, 8 * elements + _CHUNK_BYTES[1], (x.shape[0], row_bytes))
+        if chunk < 1 or accumulate == 0
+        else None
+    )
+    chunks = _chunks(x.shape[0], row_bytes, chunk, elements * dtype.itemsize, free)
+    wide = _sums_wide(
+        accumulate,
+        len(chunks),
+        elements,
+        weight.element_size(),
+        row_bytes * (chunks[0].stop if chunks else 0),
+        free,
+    )
+    return chunks, wide
+
+
+class Gradients:
     """Of ``x``, ``weight`` and ``bias``, summed over chunks. Unused ones stay empty.
     The bias's, which is small, stays in float32."""
 
@@ -319,6 +345,7 @@ class _Gradients:
             weight.shape if wanted[1] and not single else [0], dtype=total, device=weight.device
         )
         self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float64)
+        self.begun = False
 
     def add(self, rows: slice, x: Tensor, of_logits: Tensor) -> None:
         if self.wanted[0]:
@@ -326,12 +353,13 @@ class _Gradients:
         if self.wanted[1]:
             if self.single:
                 self.weight = of_logits.t() @ x
-            elif rows.start == 0 and self.weight.dtype == x.dtype:
+            elif not self.begun and self.weight.dtype == x.dtype:
                 torch.mm(of_logits.t(), x, out=self.weight)
             else:
                 _add_product(self.weight, of_logits.t(), x)
         if self.wanted[2]:
             self.bias += of_logits.sum(0, dtype=self.wide)
+        self.begun = True
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x, self.weight.to(self.weight_dtype), self.bias.to(self.wide)
@@ -368,7 +396,7 @@ def _run_chunks(
     dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
     extras: bool = False,
-) -> tuple[_Rows, _Gradients]:
+) -> tuple[_Rows, Gradients]:
     """What is known of each row, and the gradients times ``factors``."""
     forward: Any = torch.ops.flexops.cross_entropy.default
     inplace: Any = torch.ops.flexops.cross_entropy_.default
@@ -379,27 +407,9 @@ def _run_chunks(
             torch.float64,
         )
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-    classes, elements, copies = (
-        weight.shape[0],
-        weight.numel(),
-        2 if o.softcap and any(wanted) else 1,
-    )
-    row_bytes = copies * classes * dtype.itemsize
-    free = (
-        _free_bytes(x.device, 8 * elements + _CHUNK_BYTES[1], (x.shape[0], row_bytes))
-        if chunk < 1 or accumulate == 0
-        else None
-    )
-    chunks = _chunks(x.shape[0], row_bytes, chunk, elements * dtype.itemsize, free)
-    wide = _sums_wide(
-        accumulate,
-        len(chunks),
-        elements,
-        weight.element_size(),
-        row_bytes * (chunks[0].stop if chunks else 0),
-        free,
-    )
-    gradients = _Gradients(x, weight, matrix, len(chunks) == 1, wide, wanted)
+    classes, copies = weight.shape[0], 2 if o.softcap and any(wanted) else 1
+    chunks, wide = plan_chunks(x, weight, dtype, copies, chunk, accumulate)
+    gradients = Gradients(x, weight, matrix, len(chunks) == 1, wide, wanted)
     losses = x.new_empty(x.shape[0], dtype=loss_dtype(x))
     right, log_sum_exps = (
         torch.empty_like(losses) if extras else losses.new_empty(0) for _ in range(2)
@@ -501,7 +511,7 @@ def _reference(
     )
     rest = torch.where(divisor == 0, 1, divisor)  # where there are no rows, gradients are 0
     # A mean's gradients are divided by the number of rows together with those of the logits, if
-    # bfloat16 rounds these more than the reciprocal is rounded; in float32, where that would tell,
+    # bfloat16 rounds these more than the reciprocal is rounded; in float32, where that would show,
     # at the end; and in float16, where they may be too small then, in the backward pass.
     factors = weights
     if reduction == 2 and dtype == torch.bfloat16:
@@ -561,7 +571,7 @@ def _backward_reference(
     )[1].results()
 
 
-def _gradients_fake(
+def gradients_fake(
     x: Tensor, weight: Tensor, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_x = x.new_empty(x.shape if wanted[0] else [0])
@@ -580,14 +590,14 @@ def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     also = x.new_empty([2, *each] if extras else [0], dtype=dtype)
     return (
         x.new_empty(each, dtype=dtype),
-        *_gradients_fake(x, weight, wanted),
+        *gradients_fake(x, weight, wanted),
         x.new_empty([], dtype=dtype),
         also,
     )
 
 
 def _backward_fake(_: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(x, weight, rest[-3:])
+    return gradients_fake(x, weight, rest[-3:])
 
 
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:

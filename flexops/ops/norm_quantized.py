@@ -29,7 +29,7 @@ def rms_norm_quantized(
 
         scale = max(|y|) / top, at least 2**-126; 1 if y is all zeros
         code  = y * (1 / scale), rounded to nearest even
-        y     = code * scale, as nearly as 8 bits can tell
+        y     = code * scale, as nearly as 8 bits can hold
 
     A row that holds a NaN or an infinity has codes 0 and a scale of NaN, so that all of it comes
     back as NaN.

@@ -8,3 +8,4 @@ from .adam8bit import AdamW8bit as AdamW8bit
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .lamb import LAMB as LAMB
 from .lion import Lion as Lion
+from .muon import Muon as Muon

@@ -62,7 +62,8 @@ class _Stored:
 class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     """A ``torch.optim.Optimizer`` whose step is one operator's.
 
-    A subclass tells the names of its states, makes them, and makes the step of a :class:`Bucket`.
+    A subclass declares the names of its states, makes them, and makes the step of a
+    :class:`Bucket`.
     """
 
     # GradScaler then leaves unscaling, and skipping after an overflow, to step(): it sets
@@ -117,7 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; parameters without a gradient are left alone. Under ``torch.compile`` it
-        runs as it is, outside of the graph (which ``fullgraph=True`` refuses).
+        runs as it is, outside of the graph (which ``fullgraph=True`` rejects).
 
         Args:
             closure: reevaluates the model and returns the loss, which is returned.
@@ -184,7 +185,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
 
     def _judge(self, group: dict[str, Any], bucket: Bucket) -> None:
-        """Raise if the operator would refuse these tensors; complex ones may still be undivided."""
+        """Raise if the operator would reject these tensors; complex ones may still be undivided."""
         kind = type(self).__name__
         if _is_tensor_of_many(group["lr"]):
             raise ValueError("Tensor lr must be 1-element")
@@ -282,8 +283,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _join_steps(self, params: list[Tensor], states: list[dict[str, Any]]) -> None:
         """Make the counts of parameters that are stepped by one call neighbours in memory, which
-        one tensor can tell of: handed over one by one, they cost as much as the gradients. Only new
-        states may be replaced: to others' memory a captured CUDA graph may point."""
+        one tensor can stand for: handed over one by one, they cost as much as the gradients. Only
+        new states may be replaced: to others' memory a captured CUDA graph may point."""
         alike: dict[Hashable, list[int]] = {}
         for i, (kind, state) in enumerate(zip(self._kinds(params, states), states, strict=True)):
             if (

@@ -178,7 +178,7 @@ class _FusedAdam(NarrowStates):
         if not grads or any(
             grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES for grad in grads
         ):
-            return  # the step refuses them
+            return  # the step rejects them
         self.grad_norm = norm = total_norm(grads)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,18 +13,22 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import forwards, torch_modules
+from . import convolution, stepping, torch_modules, trl
 from . import generation as generating
 from . import projections as projecting
+from . import residuals as adding
 from . import rope as rope_part
-from .patterns import PATTERNS, UNCHANGED, Pattern
-from .probe import Swap, disagreement
+from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
+from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
 
-_verdicts: dict[tuple[int, type, Any], str] = {}
-"""What the probe found, for each row of the table, class and variant: it is asked once in a
-process."""
-_LOOKS_LIKE = ("RMSNorm", "LayerNorm", "MLP", "DecoderLayer", "FeedForward", "ForCausalLM")
+_verdicts: dict[Any, tuple[int, str]] = {}
+"""What the probe found, for each row of the table, class and settings: which replacement computes
+the same, or why none does. Each is probed once in a process."""
+_LOOKS_LIKE = re.compile(
+    r"(Norm|MLP|FeedForward|Experts|ForCausalLM|ForMaskedLM|LMHeadModel"
+    r"|ForConditionalGeneration)$"
+)
 
 
 def patch(
@@ -35,6 +40,7 @@ def patch(
     rope: bool = True,
     attention: bool = True,
     projections: bool = True,
+    experts: bool = True,
     loss: bool = True,
     generation: bool = True,
     optimizer: Any = False,
@@ -44,16 +50,18 @@ def patch(
 
     Args:
         model: a module, such as one of transformers' models, also wrapped by PEFT, or sharded by
-            ``fully_shard``. Or a class of transformers' models, or the name of an architecture
+            ``fully_shard``. Or a class of transformers' models, or any of its model types
             (``"llama"``): then every model of it is patched as it is constructed, until
             :func:`unpatch`.
         norms: layer and RMS norms.
         residuals: residual additions together with the norm behind them; needs ``norms``.
-        activations: gated feed-forward blocks, and gelu or silu with the bias before it.
+        activations: gated feed-forward blocks, gelu or silu with the bias before it, and causal
+            convolutions with their activation (Qwen3-Next, Falcon-H1, Bamba, LFM2).
         rope: rotary embeddings.
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,
             in training.
+        experts: mixtures of experts whose class goes through transformers' experts interface.
         loss: the loss of ``model(..., labels=labels)`` in training, which then returns
             ``logits=None`` unless called with ``skip_logits=False``.
         generation: :class:`flexops.KVCache` in ``model.generate``, and on a GPU each decode step as
@@ -73,10 +81,10 @@ def patch(
             also one that a module's own code raises, the model is as it was.
 
     A module's class, name and parameters stay as they are, so that checkpoints, wrapping by class
-    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is swapped is
-    known by its class, and its replacement computed the same as the class's own code on a small
-    input, with its gradients; a class that is not known, or whose code computes something else in
-    this release, stays as it is, and the report says so.
+    and ``isinstance`` do. Copies and pickles of a patched model are patched. What is replaced is
+    recognised by its structure, whatever its class, and its replacement computed the same as the
+    class's own code on a small input, with its gradients. What computes something else is skipped,
+    with the reason in the report; so is code that came with a model (``trust_remote_code``).
     """
     wanted = {
         "norms": norms,
@@ -85,7 +93,8 @@ def patch(
         "rope": rope,
         "attention": attention,
     }
-    wanted |= {"projections": projections, "loss": loss, "generation": generation}
+    wanted |= {"projections": projections, "experts": experts, "loss": loss}
+    wanted |= {"generation": generation}
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         from . import classes
 
@@ -103,14 +112,17 @@ def patch(
                 outcomes += _visit(module, wanted, in_graphs)
             inside |= _covered(module)
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
-        if wanted["residuals"] and not in_graphs:
-            _link(model)
+        outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
+        outcomes += adding.patch(model, wanted["residuals"], in_graphs)
         for module in model.modules():
             row = generating.switch(module, "" if generation else "generation=False")
             outcomes += [] if row is None else [row]
             if row is not None and row.swapped:
                 _tabulate(module)
+                stepping.prepare(module)
         made, rows = _optimizer(model, optimizer)
+    if loss:
+        trl.install()
     return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
 
 
@@ -163,103 +175,82 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
     switched = attending.switch(module, "" if wanted["attention"] else "attention=False")
     if switched is not None:
         yield switched
-    found = _find(module)
-    name = type(module).__name__
-    if found is None:
+    found, name = _find(module), class_of(module).__name__
+    if not found:
         reason = _unknown(module)
         if reason:
             yield Row(name, 1, "-", False, reason)
         return
-    index, pattern = found
-    reason = "" if wanted[pattern.part] else f"{pattern.part}=False"
-    reason = reason or _refused(module, index, pattern)
-    if not reason:
-        for part, forward in pattern.swap(module):
-            options = {"in_graphs": in_graphs} if hasattr(forward.func, "__wrapped__") else {}
-            part.__dict__["forward"] = functools.partial(
-                forward.func, *forward.args, **forward.keywords, **options
-            )
-    yield Row(name, 1, pattern.operator_of(module), not reason, reason)
+    for pattern in found:
+        operator, swap, reason = judge(module, pattern)
+        reason = reason if wanted[pattern.part] else f"{pattern.part}=False"
+        if not reason:
+            put(swap(module), in_graphs)
+        yield Row(name, 1, operator, not reason, reason)
+
+
+def put(swap: Swap, in_graphs: bool) -> None:
+    for part, forward in swap:
+        options = {"in_graphs": in_graphs} if hasattr(forward.func, "__wrapped__") else {}
+        part.__dict__["forward"] = type(forward)(
+            forward.func, *forward.args, **forward.keywords, **options
+        )
 
 
 def _covered(module: nn.Module) -> set[int]:
-    """Its activations of which its own row tells."""
-    if _own_class(module) is nn.Sequential:
+    """Its activations, of which its own row tells."""
+    if own_class(module) is nn.Sequential:
         return set(map(id, torch_modules.fused(module)))
-    found = _find(module)
-    is_block = found is not None and found[1].part == "activations"
-    return (
-        {id(child) for child in module.children() if isinstance(child, torch_modules.ACTIVATIONS)}
-        if is_block
-        else set()
-    )
+    if not any(pattern.part == "activations" for pattern in _find(module)):
+        return set()
+    return {
+        id(child) for child in module.children() if isinstance(child, torch_modules.ACTIVATIONS)
+    }
 
 
-def _refused(module: nn.Module, index: int, pattern: Pattern) -> str:
-    """Why a module stays as it is."""
+def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
+    """The operator, the replacement, and why it is none."""
     present = module.__dict__.get("forward")
+    cls = own_class(module)
+    code = cls.__dict__["forward"]
+    reason = foreign(cls) or foreign(code) or pattern.refuse(module)
     if present is not None and not is_ours(present):
-        return "its forward was replaced before, by something else"
-    missing = [name for name in pattern.needs if not hasattr(module, name)]
-    if missing:
-        return f"it has no {' and no '.join(missing)}, as this kind of module had"
-    reason = pattern.refuse(module)
+        reason = "its forward was replaced before, by something else"
     if reason:
-        return reason
-    key = (index, _own_class(module), pattern.variant(module))
+        return pattern.operator, None, reason
+    key = (pattern.part, type(module), code, pattern.key(module))
+    candidates = list(pattern.candidates(module))
     if key not in _verdicts:
-        _verdicts[key] = disagreement(
-            lambda: pattern.miniature(module), functools.partial(_swaps, pattern)
-        )
-    return _verdicts[key]
+        _verdicts[key] = _verdict(module, pattern, candidates)
+    chosen, reason = _verdicts[key]
+    return candidates[chosen][0], candidates[chosen][1], reason
 
 
-def _swaps(pattern: Pattern, tiny: nn.Module) -> Swap:
-    """Also of the norms within a small layer, since it is by theirs that it adds."""
-    norms = [
-        swap
-        for child in tiny.children()
-        if (found := _find(child)) is not None and found[1].part == "norms"
-        for swap in found[1].swap(child)
-    ]
-    return [*pattern.swap(tiny), *norms]
+def _verdict(module: nn.Module, pattern: Pattern, candidates: list[Candidate]) -> tuple[int, str]:
+    first = ""
+    for index, (_, swap, *own) in enumerate(candidates):
+        make = own[0] if own else functools.partial(pattern.miniature, module)
+        half = pattern.part in ("norms", "activations")
+        without = "logits" if pattern.part == "loss" else ""
+        reason = disagreement(make, swap, half, without)
+        if not reason:
+            return index, ""
+        first = first or reason
+    return 0, first
 
 
-def _own_class(module: nn.Module) -> type:
-    """The class whose code a module runs: FSDP2, say, puts one of its own before it."""
-    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-
-
-@functools.cache
-def _rows_for(cls: type) -> tuple[int, ...]:
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return tuple(
-        index
-        for index, pattern in enumerate(PATTERNS)
-        if name in pattern.classes or "*" in pattern.classes
-    )
-
-
-def _find(module: nn.Module) -> tuple[int, Pattern] | None:
-    cls = _own_class(module)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    for index in _rows_for(cls):
-        pattern = PATTERNS[index]
-        if (
-            name in pattern.classes or all(hasattr(module, need) for need in pattern.needs)
-        ) and pattern.concerns(module):
-            return index, pattern
-    return None
+def _find(module: nn.Module) -> list[Pattern]:
+    """A kind for each part: an attention module may be more than one."""
+    return [pattern for pattern in PATTERNS if pattern.concerns(module)]
 
 
 def _unknown(module: nn.Module) -> str:
     """Said of modules that look as if they had to be known, so that a new release's classes are not
     passed over in silence."""
-    cls = _own_class(module)
-    known = UNCHANGED.get(f"{cls.__module__}.{cls.__qualname__}", "")
-    return known or (
-        "flexops does not know this class" if cls.__name__.endswith(_LOOKS_LIKE) else ""
-    )
+    cls = own_class(module)
+    if cls in UNCHANGED:
+        return UNCHANGED[cls]
+    return "its structure is none that flexops knows" if _LOOKS_LIKE.search(cls.__name__) else ""
 
 
 def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
@@ -269,6 +260,7 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     if reason is None:
         return
     linears = tuple(getattr(module, name) for name in projecting.NAMES)
+    reason = reason or foreign(own_class(module))
     if not reason and any(
         (present := one.__dict__.get("forward")) is not None and not is_ours(present)
         for one in linears
@@ -291,26 +283,21 @@ def _tabulate(model: nn.Module) -> None:
             module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 
+def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
+    """Modules whose code calls transformers' causal convolutions."""
+    if not convolution.is_called(own_class(module)):
+        return
+    present = module.__dict__.get("forward")
+    reason = "" if wanted else "activations=False"
+    if present is not None and not is_ours(present):
+        reason = "its forward was replaced before, by something else"
+    reason = reason or convolution.refusal(own_class(module))
+    if not reason:
+        module.__dict__["forward"] = functools.partial(convolution.forward, module)
+    yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
+
+
 # ---- a whole model -------------------------------------------------------------------------------
-
-
-def _link(model: nn.Module) -> None:
-    """Tell each layer of a stack which norm its output meets next."""
-    for parent in model.modules():
-        layers, last = getattr(parent, "layers", None), getattr(parent, "norm", None)
-        if not isinstance(layers, nn.ModuleList):
-            continue
-        nexts = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
-        for layer, norm in zip(layers, nexts, strict=True):
-            forward: Any = layer.__dict__.get("forward")
-            linked = is_ours(forward) and forward.func in (
-                forwards.decoder_layer,
-                forwards.sandwich_layer,
-            )
-            if linked and norm is not None and is_ours(norm.__dict__.get("forward")):
-                layer.__dict__["forward"] = functools.partial(
-                    forward.func, *forward.args, **{**forward.keywords, "ahead": (norm,)}
-                )
 
 
 def _optimizer(model: nn.Module, wanted: Any) -> tuple[Any, Iterable[Row]]:

@@ -4,8 +4,11 @@ or not."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import re
+import textwrap
 import types
 from typing import Any
 
@@ -20,7 +23,7 @@ from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
 from .paged import register_paged
-from .probe import LENGTH, WIDTH, bare, disagreement
+from .probe import LENGTH, WIDTH, bare, disagreement, foreign, parameter
 from .report import Row
 
 NAME = "flexops"
@@ -65,9 +68,17 @@ def _folder(config: Any) -> str:
     return path[2] if path[:2] == ["transformers", "models"] else ""
 
 
+def _window(config: Any) -> Any:
+    """The size of a model's window; None if it has none, or several."""
+    try:
+        return getattr(config, "sliding_window", None)
+    except ValueError:  # layers with different ones
+        return None
+
+
 def _passes_window(config: Any, size: int) -> bool:
     """Whether attention receives the window of this size. A chunk has a size, too."""
-    is_window = size == getattr(config, "sliding_window", None)
+    is_window = size == _window(config)
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
 
@@ -100,7 +111,7 @@ def hide_nothing(
     )
     if inputs is None or module.config._attn_implementation != NAME:
         return None
-    window = getattr(module.config, "sliding_window", None)
+    window = _window(module.config)
     if window is not None and inputs.shape[1] > window and not _windows_are_cheap(inputs.device):
         return None
     return args, {**kwargs, "attention_mask": nothing_hidden(inputs)}
@@ -345,23 +356,6 @@ def _as_numbers(
 # ---- switching a model over ----------------------------------------------------------------------
 
 _BEFORE = "_flexops_attention_before"
-MODELS = frozenset(
-    f"transformers.models.{model}.modeling_{model}.{name}"
-    for model, name in (
-        ("llama", "LlamaModel"),
-        ("mistral", "MistralModel"),
-        ("qwen2", "Qwen2Model"),
-        ("qwen3", "Qwen3Model"),
-        ("gemma2", "Gemma2Model"),
-        ("gemma3", "Gemma3TextModel"),
-        ("phi", "PhiModel"),
-        ("phi3", "Phi3Model"),
-        ("gpt_neox", "GPTNeoXModel"),
-        ("bert", "BertModel"),
-        ("vit", "ViTModel"),
-    )
-)
-"""Base models whose masks and attention go through transformers' interfaces, and nowhere else."""
 _REPLACEABLE = ("sdpa", "eager", NAME)
 _verdicts: dict[type, str] = {}
 
@@ -376,10 +370,19 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     cls = type(part)
     reason = reason or _refusal(model, part)
     if not reason:
+        kind: Any = type(model)
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
-            model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
+            windows = _folder(model.config) in WINDOW_KEYWORD
+            if (
+                _only_makes_masks(kind, windows)
+                and all(
+                    _hands_mask_on(type(one), tuple(one._modules))  # type: ignore[arg-type]
+                    for one in [*model.modules()][1:]
+                )
+            ):
+                model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
         model.config._attn_implementation_internal = NAME
     return Row(
         cls.__name__,
@@ -390,6 +393,66 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     )
 
 
+@functools.cache
+def _only_makes_masks(cls: Any, windows: bool) -> bool:
+    """Whether a model reads its ``attention_mask`` only to have transformers make a mask of it,
+    which without padding is known: causal or full, or a window that attention receives."""
+    tree = _code(cls)
+    makes = [node for node in ast.walk(tree) if _makes_mask(node)]
+    more = r"chunk|(or|and)_mask_function|block_sequence" + ("" if windows else "|sliding|window")
+    if any(re.search(more, ast.dump(node)) for node in makes if isinstance(node, ast.Call)):
+        return False
+    allowed = {id(one) for node in makes for one in ast.walk(node)}
+    reads = _reads(tree)
+    return bool(reads) and all(id(node) in allowed for node in reads)
+
+
+@functools.cache
+def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
+    """Whether a module gives its ``attention_mask`` to its parts and to attention functions only:
+    a local name is a part of a list, or such a function."""
+    forward = inspect.unwrap(cls.forward)
+    if "attention_mask" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        return True
+    tree = _code(cls)
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", ""))
+        in {*parts, *forward.__code__.co_varnames}
+    ]
+    given = [x for call in calls for x in (*call.args, *(one.value for one in call.keywords))]
+    return {id(node) for node in _reads(tree)} <= {id(node) for node in given}
+
+
+@functools.cache
+def _code(cls: Any) -> ast.AST:
+    """The syntax tree of a class's ``forward``; an empty one where there is no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
+def _reads(tree: ast.AST) -> list[ast.AST]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id == "attention_mask"
+    ]
+
+
+def _makes_mask(node: ast.AST) -> bool:
+    """A call of one of transformers' functions for masks, or a part of its arguments."""
+    if isinstance(node, ast.Dict):
+        return "attention_mask" in [getattr(key, "value", None) for key in node.keys]
+    if not isinstance(node, ast.Call):
+        return False
+    name = str(getattr(node.func, "id", getattr(node.func, "attr", "")))
+    return re.fullmatch(r"_?create_\w*masks?|mask_function|isinstance", name) is not None
+
+
 def is_switched(model: Any) -> bool:
     return _BEFORE in model.__dict__
 
@@ -398,7 +461,8 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    model.config._attn_implementation_internal = before
+    if before != NAME:  # which the config of an outer model had by then, or always had
+        model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
 
@@ -410,7 +474,12 @@ def _attention_of(model: Any) -> Any:
         getattr(model, "base_model", None)
     ) != id(model):
         return None
-    return next((part for part in model.modules() if eager_of(type(part)) is not None), None)
+    return next((part for part in model.modules() if _is_attention_of(part, model)), None)
+
+
+def _is_attention_of(part: Any, model: Any) -> bool:
+    """Whether it looks its function up in the model's config: a wrapper's models have their own."""
+    return eager_of(type(part)) is not None and getattr(part, "config", None) is model.config
 
 
 def eager_of(cls: Any) -> Any:
@@ -422,15 +491,20 @@ def eager_of(cls: Any) -> Any:
 
 
 def _refusal(model: Any, part: Any) -> str:
-    if f"{type(model).__module__}.{type(model).__qualname__}" not in MODELS:
-        return "flexops does not know this model's attention"
+    if not type(model).__module__.startswith("transformers.models."):
+        return foreign(type(model)) or "its code is not transformers' own"
     if model.config._attn_implementation not in _REPLACEABLE:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
-    if getattr(model.config, "use_bidirectional_attention", None):
-        return "the config asks for attention in both directions"
-    cls = type(part)
+    sinks = any("sinks" in one._parameters for one in model.modules())  # sdpa has none
+    if not type(model)._supports_sdpa and not sinks:
+        return "transformers has only eager attention for it"
+    if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
+        return "its window extends in both directions"
+    cls: Any = type(part)
+    if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(_code(cls))):
+        return "it selects keys itself"
     if cls not in _verdicts:
         _verdicts[cls] = disagreement(
             lambda: _miniature(part),
@@ -445,6 +519,9 @@ class _Attending(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.eager = bare(part), eager_of(type(part))
+        self.part.head_dim = WIDTH
+        if part._parameters.get("sinks") is not None:
+            self.part.sinks = parameter(2 * _groups(part))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
         causal = getattr(self.part, "is_causal", False)
@@ -459,15 +536,23 @@ class _Attending(nn.Module):
         options: dict[str, Any] = (
             {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
         )
+        sinks = getattr(self.part, "sinks", None)
+        options |= {} if sinks is None else {"s_aux": sinks}
         function, given = (attention, None) if ours else (self.eager, mask)
+        if ours:
+            options["is_causal"] = causal
         result: Tensor = function(
-            self.part, query, key, value, given, scaling=0.3, dropout=0.0, **options
+            self.part, query, key, value, given, scaling=WIDTH**-0.5, dropout=0.0, **options
         )[0]
         return result
 
 
+def _groups(part: Any) -> int:
+    return min(getattr(part, "num_key_value_groups", 1), 2)
+
+
 def _miniature(part: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    groups = min(getattr(part, "num_key_value_groups", 1), 2)
+    groups = _groups(part)
     tiny = _Attending(part)
     if hasattr(part, "num_key_value_groups"):
         tiny.part.num_key_value_groups = groups

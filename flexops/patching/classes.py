@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PatchError
-from .patterns import PATTERNS
 from .report import Report, Row, rows_of
 
 _originals: dict[type, Callable[..., Any]] = {}
@@ -48,36 +47,53 @@ def _constructor(
     return construct
 
 
-def architectures() -> list[str]:
-    """transformers' names of those that the table knows."""
-    return sorted(
-        {
-            parts[2]
-            for pattern in PATTERNS
-            for name in pattern.classes
-            if (parts := name.split("."))[:2] == ["transformers", "models"]
-        }
-    )
+def is_architecture(name: str) -> bool:
+    """Whether transformers has models of this type."""
+    return bool(name) and _module(name) is not None
+
+
+def _module(name: str) -> str | None:
+    """transformers' module with the models of a type, such as ``mixtral`` or ``gemma3_text``."""
+    if importlib.util.find_spec("transformers") is None:
+        raise PatchError(
+            "an architecture's name is one of transformers' models, which is not installed",
+            fix="pip install transformers",
+        )
+    from transformers.models.auto import configuration_auto as auto
+
+    folder = auto.model_type_to_module_name(name)
+    qualified = f"transformers.models.{folder}.modeling_{folder}"
+    known = name in auto.CONFIG_MAPPING or name == folder
+    try:
+        if known and importlib.util.find_spec(qualified):
+            return qualified
+    except ImportError:
+        pass
+    import transformers
+    from transformers.models.auto import modeling_auto as models
+
+    # a folder of several types, or a type with another one's classes
+    for kind in ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"):
+        found = getattr(models, f"{kind}_MAPPING_NAMES").get(name, ())
+        for one in (found,) if isinstance(found, str) else found:
+            return str(getattr(transformers, one).__module__)
+    return None
 
 
 def _classes(target: str | type) -> Iterator[type]:
     if isinstance(target, type):
         yield target
         return
-    if target not in architectures():
+    qualified = _module(target)
+    if qualified is None:
         raise PatchError(
             "flexops.patch knows no architecture of this name",
             found=repr(target),
-            required=f"one of {', '.join(architectures())}",
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise PatchError(
-            "an architecture's name is one of transformers' models, which is not installed",
-            fix="pip install transformers",
+            required="one of transformers' model types, such as llama or mixtral",
         )
     from transformers import PreTrainedModel
 
-    module = importlib.import_module(f"transformers.models.{target}.modeling_{target}")
+    module = importlib.import_module(qualified)
     for cls in vars(module).values():
         if (
             isinstance(cls, type)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import is_unheard
-from ..generation.state import state
+from .._torch import is_transforming, is_unheard, tree_map
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
@@ -26,7 +26,7 @@ from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
 from . import decoding
 from .linears import DTYPES as _DTYPES
-from .linears import is_bare, is_plain, pair
+from .linears import LINEARS, is_bare, is_plain, pair
 
 _AHEAD = "_flexops_normalized"
 
@@ -45,7 +45,9 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
     return entry
 
 
-_OPTIONS = ("eps", "offset", "kind", "act", "names", "ahead", "siblings")
+_OPTIONS = frozenset(
+    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first")
+)
 
 
 def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -61,176 +63,173 @@ def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gain(module: Any, offset: float) -> Any:
-    """The weight, to which Gemma adds 1."""
-    return module.weight.float() + offset if offset else module.weight
+    """The weight, to which Gemma adds 1; None where the module has none."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() == 0:
+        return None
+    return weight.float() + offset if offset else weight
+
+
+def _known(module: Any, x: Any) -> Any:
+    """What was computed with the sum x for this norm, which is its next."""
+    ahead = getattr(x, _AHEAD, None)
+    if ahead is None or ahead[0] is not module or ahead[2] != x._version:
+        return None
+    return ahead[1] if ahead[1].grad_fn is x.grad_fn else None
 
 
 @replacement
-def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
-    if not torch.compiler.is_compiling():
-        ahead = getattr(x, _AHEAD, None)
-        if (
-            ahead is not None
-            and ahead[0] is module
-            and ahead[2] == x._version
-            and ahead[1].grad_fn is x.grad_fn
-        ):
-            return ahead[1]
-    if x.dtype not in _DTYPES or not is_plain(module.weight):
-        return plain(module, x)
-    return _rms_norm(x, _gain(module, offset), eps)
+def rms_norm(
+    module: Any, x: Any = None, *others: Any, eps: float, offset: float = 0.0, **more: Any
+) -> Any:
+    weight = module._parameters.get("weight")
+    if others or more or x is None or x.dtype not in _DTYPES or not is_plain(weight):
+        return plain(module, *(() if x is None else (x, *others)), **more)
+    known = None if torch.compiler.is_compiling() else _known(module, x)
+    return _rms_norm(x, _gain(module, offset), eps) if known is None else known
 
 
 @replacement
-def layer_norm(module: Any, x: Tensor, *, eps: float) -> Any:
-    weight, bias = module.weight, module.bias
-    if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
+def layer_norm(
+    module: Any, x: Any = None, *others: Any, eps: float, offset: float = 0.0, **more: Any
+) -> Any:
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if others or more or x is None or x.dtype not in _DTYPES:
+        return plain(module, *(() if x is None else (x, *others)), **more)
+    if not is_plain(weight) or not is_plain(bias):
         return plain(module, x)
-    return _layer_norm(x, weight, bias, eps)
+    known = None if torch.compiler.is_compiling() else _known(module, x)
+    return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
+
+
+@replacement
+def gated_rms_norm(
+    module: Any, x: Any = None, gate: Any = None, *others: Any,
+    eps: float, offset: float = 0.0, gate_first: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    """``norm(x) * silu(gate)``, or with ``gate_first`` ``norm(x * silu(gate))``."""
+    usual = x is not None and x.dtype in _DTYPES and not others and not more
+    if not usual or gate is None or gate.dtype != x.dtype or not is_plain(module.weight):
+        return plain(module, x, *(() if gate is None else (gate,)), *others, **more)
+    if gate_first:
+        return _rms_norm(swiglu(gate, x), _gain(module, offset), eps)
+    return swiglu(gate, _rms_norm(x, _gain(module, offset), eps))
 
 
 def fuses(norm: Any, x: Tensor) -> bool:
     """Whether a sum can be normalized as the norm would, but without calling it: it is one of the
     above, and it has no hooks."""
     ours = norm.__dict__.get("forward")
-    known = isinstance(ours, functools.partial) and ours.func in _NORMS
-    return known and x.dtype in _DTYPES and is_unheard(norm) and is_plain(norm.weight)
+    known = isinstance(ours, functools.partial) and ours.func in NORMS
+    parameters = norm._parameters.values()
+    return (
+        known
+        and x.dtype in _DTYPES
+        and is_unheard(norm)
+        and all(is_plain(one) and (one is None or one.device == x.device) for one in parameters)
+    )
 
 
-def add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """``norm(residual + x)`` and the sum, in one pass where that can be."""
-    if not fuses(norm, x) or residual.dtype not in _DTYPES or x.shape != residual.shape:
-        total = residual + x
-        return norm(total), total
+def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """``norm(residual + x)`` and the sum, in one pass."""
     ours = norm.__dict__["forward"]
+    weight, eps = _gain(norm, ours.keywords.get("offset", 0.0)), ours.keywords["eps"]
     if ours.func is rms_norm:
-        return add_rms_norm(x, residual, _gain(norm, ours.keywords["offset"]), ours.keywords["eps"])
-    return add_layer_norm(x, residual, norm.weight, norm.bias, ours.keywords["eps"])
+        return add_rms_norm(x, residual, weight, eps)
+    return add_layer_norm(x, residual, weight, norm._parameters.get("bias"), eps)
 
 
-_NORMS = (rms_norm, layer_norm)
-
+NORMS = (rms_norm, layer_norm)
 
 # ---- layers: the residual's addition goes with the norm behind it --------------------------------
 
+SUMS = frozenset(("add", "__add__", "__radd__"))
+KEPT = frozenset(("dropout", "mul", "__mul__", "__rmul__", "view", "reshape", "to", "type_as"))
+"""What may happen to a part's result before it is added."""
 
-def _finish(module: nn.Module, x: Tensor, residual: Tensor, ahead: tuple[Any, ...]) -> Tensor:
-    """``residual + x``; with it, for the norm that comes next, what it will be asked for. That
-    norm's module knows it by the sum's attribute, and takes it if the sum was not written to, and
-    is still a result of the call that made both: a backward hook, or a checkpoint's second run,
-    makes it another's."""
-    # what is kept beside a sum
-    alone = torch.compiler.is_compiling() or (
-        module.training and getattr(module, "gradient_checkpointing", False)
-    )
-    if not ahead or alone or not fuses(ahead[0], x) or ahead[0].weight.device != x.device:
+
+class Addend(Tensor):
+    """The result of a part of a layer, on its way to the sum with the residual. Of that sum the
+    next norm is computed in the same pass, and kept beside it (:func:`_known`). In all else it is
+    the plain tensor that it stands for."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, one = func.__name__, next((x for x in args if type(x) is Addend), None)
+        if one is not None and len(args) == 2 and not kwargs and name in SUMS:
+            return _sum(one, *(_bare(x) for x in args if x is not one))
+        args, kwargs = tree_map(_bare, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if one is not None and name in KEPT and isinstance(result, Tensor):
+            return addend(result, one._site)  # type: ignore[attr-defined]
+        return result
+
+
+def _bare(x: Any) -> Any:
+    return x._plain if type(x) is Addend else x  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a sum is made that a norm reads next.
+
+    Attributes:
+        norm: which; None: not known, or there is none.
+        skip: how many sums there are before that one.
+        stream: what the norm gives takes the place of the sum, which is not read any more.
+        owner: the layer whose result the sum is; None: it is read within the layer.
+    """
+
+    norm: Any
+    skip: int = 0
+    stream: bool = False
+    owner: Any = None
+
+
+def addend(x: Tensor, site: Site) -> Tensor:
+    made = x.as_subclass(Addend)
+    made._plain, made._site = x, site  # type: ignore[attr-defined]
+    return made
+
+
+def _sum(one: Any, *others: Any) -> Any:
+    x, site = one._plain, one._site
+    residual = others[0] if others else x
+    if not isinstance(residual, Tensor):
         return residual + x
-    y, total = add_norm(x, residual, ahead[0])
-    setattr(total, _AHEAD, (ahead[0], y, total._version))
+    if site.skip:
+        return addend(residual + x, replace(site, skip=site.skip - 1))
+    fits = (
+        type(residual) is Tensor
+        and residual.shape == x.shape
+        and residual.device == x.device
+        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and not site.stream))
+        and not (site.owner is not None and _checkpoints(site.owner))
+    )
+    if not fits or not fuses(site.norm, x):
+        return residual + x
+    y, total = _add_norm(x, residual, site.norm)
+    setattr(total, _AHEAD, (site.norm, y, total._version))
     return total
 
 
-@replacement
-def decoder_layer(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    *,
-    position_embeddings: Any = None,
-    ahead: tuple[Any, ...] = (),
-    **kwargs: Any,
-) -> Tensor:
-    """Norm, attention, add, norm, feed-forward, add: Llama and its kin."""
-    if state.active and "resid_mlp_dropout" not in module._modules:
-        kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        return _decode_layer(module, hidden_states, **kwargs)
-    x = module.input_layernorm(hidden_states)
-    x, _ = module.self_attn(
-        hidden_states=x,
-        attention_mask=attention_mask,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
-    if "resid_attn_dropout" in module._modules:  # Phi-3
-        x = module.resid_attn_dropout(x)
-    x, residual = add_norm(x, hidden_states, module.post_attention_layernorm)
-    x = module.mlp(x)
-    if "resid_mlp_dropout" in module._modules:
-        x = module.resid_mlp_dropout(x)
-    return _finish(module, x, residual, ahead)
+def _checkpoints(layer: Any) -> bool:
+    """What is kept beside a sum does not outlive a checkpointed layer."""
+    return bool(layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
-def _decode_layer(module: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
-    """The same in a decode step: products normalize what they read, and add the residual."""
-    attention: Any = module.self_attn
-    block: Any = module.mlp
-    linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    known = _runs(attention, "attention") and all(_runs(one, "projection") for one in linears)
-    known = known and decoding.takes(x, *linears)
-    ends = _runs(getattr(attention, "o_proj", None), "output")
-    normed = decoding.without_norm(x, module.input_layernorm, known)
-    with decoding.leaving(x, ends) as add:
-        x = add(attention(hidden_states=normed, **kwargs)[0])
-    gated = (
-        _runs(block, "gated_mlp")
-        and _is_as_it_was(block, block.__dict__["forward"].keywords["act"])
-        and not _drops(block)
-        and decoding.takes(x, block.gate_proj, block.up_proj)
-    )
-    ends = gated and is_bare(block.down_proj)
-    normed = decoding.without_norm(x, module.post_attention_layernorm, gated)
-    with decoding.leaving(x, ends) as add:
-        return add(block(normed))
-
-
-def _runs(module: Any, name: str) -> bool:
-    """Whether that function of ours takes the place of the module's code."""
-    ours = None if module is None else module.__dict__.get("forward")
-    return isinstance(ours, functools.partial) and ours.func.__name__ == name and is_unheard(module)
-
-
-@replacement
-def sandwich_layer(
-    module: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any = None,
-    attention_mask: Any = None,
-    *,
-    ahead: tuple[Any, ...] = (),
-    **kwargs: Any,
-) -> Tensor:
-    """As above with a norm on either side: Gemma 2 and 3."""
-    x = module.input_layernorm(hidden_states)
-    x, _ = module.self_attn(
-        hidden_states=x,
-        position_embeddings=position_embeddings,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
-    x, residual = add_norm(
-        module.post_attention_layernorm(x), hidden_states, module.pre_feedforward_layernorm
-    )
-    return _finish(module, module.post_feedforward_layernorm(module.mlp(x)), residual, ahead)
-
-
-@replacement
-def vit_layer(
-    module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
-) -> Tensor:
-    x, _ = module.attention(module.layernorm_before(hidden_states), attention_mask, **kwargs)
-    x, residual = add_norm(module.dropout(x), hidden_states, module.layernorm_after)
-    return _finish(module, module.dropout(module.mlp(x)), residual, ())
-
-
-@replacement
-def bert_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """The norm behind the sum, so that what is normalized is the stream itself: under autocast it
-    stays in the stream's dtype."""
-    x = module.dropout(module.dense(hidden_states))
-    if x.dtype != input_tensor.dtype:
-        normalized: Tensor = module.LayerNorm(x + input_tensor)
-        return normalized
-    return add_norm(x, input_tensor, module.LayerNorm)[0]
+def added(module: Any, *args: Any, inner: Any = None, site: Site, **kwargs: Any) -> Any:
+    """A part of a layer whose result, or first result, is added to the residual."""
+    result = plain(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    if torch.compiler.is_compiling() or is_transforming() or not is_unheard(module):
+        return result
+    first = result[0] if type(result) is tuple else result
+    if type(first) is not Tensor or first.dtype not in _DTYPES:
+        return result
+    made = addend(first, site)
+    return (made, *result[1:]) if type(result) is tuple else made
 
 
 # ---- feed-forward blocks -------------------------------------------------------------------------
@@ -247,63 +246,74 @@ def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
 
 
 Act = tuple[str, Any]
-"""The name and the class of a block's activation, when the block was patched."""
+"""The name and the class of a block's activation, when the block was patched; the name is "" where
+its code calls a function."""
 
 
 def _is_as_it_was(module: Any, act: Act) -> bool:
-    """Whether the activation is still that one, and it has no hooks."""
+    """Whether the activation is still that one, it has no hooks; and whether no dropout does
+    something, or has hooks."""
+    for one in module._modules.values():
+        if isinstance(one, nn.Dropout) and ((one.training and one.p) or not is_unheard(one)):
+            return False
+    if not act[0]:
+        return True
     found = getattr(module, act[0])
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
-def dropouts(module: nn.Module) -> list[tuple[str, nn.Dropout]]:
-    return [(name, one) for name, one in module.named_children() if isinstance(one, nn.Dropout)]
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether one of a block's dropouts does something, or a hook listens to it."""
-    return any((one.training and one.p) or not is_unheard(one) for _, one in dropouts(module))
+def _takes(x: Any, others: Any, more: Any) -> bool:
+    return not others and not more and isinstance(x, Tensor)
 
 
 @replacement
-def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act) -> Any:
-    """``down(act(gate(x)) * up(x))``."""
-    if not _is_as_it_was(module, act) or _drops(module):
-        return plain(module, x)
-    if decoding.takes(x, module.gate_proj, module.up_proj):
-        inner = decoding.product(x, (module.gate_proj, module.up_proj), activation=kind)
-        if decoding.takes(inner, module.down_proj):
-            return decoding.product(inner, (module.down_proj,), ends=True)
-        return module.down_proj(inner)
-    gate, up = pair(x, module.gate_proj, module.up_proj)
+def gated_mlp(
+    module: Any, x: Any = None, *others: Any,
+    kind: str, act: Act, names: tuple[str, str, str], **more: Any,
+) -> Any:  # fmt: skip
+    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
+    if not _takes(x, others, more) or not _is_as_it_was(module, act):
+        return plain(module, *(() if x is None else (x, *others)), **more)
+    parts = [getattr(module, name) for name in names]
+    if decoding.takes(x, *parts[:2]):
+        inner = decoding.product(x, (parts[0], parts[1]), activation=kind)
+        if decoding.takes(inner, parts[2]):
+            return decoding.product(inner, (parts[2],), ends=True)
+        return parts[2](inner)
+    gate, up = pair(x, getattr(module, names[0]), getattr(module, names[1]))
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
-    return _down(module.down_proj, kind, gate, up)
+    return _down(getattr(module, names[2]), kind, gate, up)
 
 
 @replacement
-def packed_mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act) -> Any:
-    """The same with gate and up in one product: Phi-3."""
-    if not _is_as_it_was(module, act):
-        return plain(module, hidden_states)
-    both = module.gate_up_proj(hidden_states)
+def packed_mlp(
+    module: Any, x: Any = None, *others: Any,
+    kind: str, act: Act, names: tuple[str, str], gate_first: bool = True, **more: Any,
+) -> Any:  # fmt: skip
+    """The same with gate and up in one product: ``names`` are those of that layer and of down."""
+    if not _takes(x, others, more) or not _is_as_it_was(module, act):
+        return plain(module, *(() if x is None else (x, *others)), **more)
+    both = getattr(module, names[0])(x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
-        return plain(module, hidden_states)
-    return _down(module.down_proj, kind, both)
+        return plain(module, x)
+    if gate_first:
+        return _down(getattr(module, names[1]), kind, both)
+    up, gate = both.chunk(2, -1)
+    return _down(getattr(module, names[1]), kind, gate.contiguous(), up.contiguous())
 
 
 @replacement
-def mlp(module: Any, hidden_states: Tensor, *, kind: str, act: Act, names: tuple[str, str]) -> Any:
+def mlp(
+    module: Any, x: Any = None, *others: Any,
+    kind: str, act: Act, names: tuple[str, ...], **more: Any,
+) -> Any:  # fmt: skip
     """``second(act(first(x)))``, the first one's bias added where the activation reads it;
-    ``names`` are those of the two layers, the second may be ""."""
-    first, second = getattr(module, names[0]), getattr(module, names[1]) if names[1] else None
-    if (
-        hidden_states.dtype not in _DTYPES
-        or not is_bare(first)
-        or first.bias is None
-        or not _is_as_it_was(module, act)
-    ):
-        return plain(module, hidden_states)
-    x = F.linear(hidden_states, first.weight)
-    x = bias_silu(x, first.bias) if kind == "silu" else bias_gelu(x, first.bias, kind)  # type: ignore[arg-type]
-    return x if second is None else second(x)
+    ``names`` are those of the two layers, or of the first."""
+    usual = _takes(x, others, more) and x.dtype in _DTYPES and _is_as_it_was(module, act)
+    first = getattr(module, names[0])
+    if not usual or not is_bare(first, LINEARS) or first.bias is None:
+        return plain(module, *(() if x is None else (x, *others)), **more)
+    y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
+    y = bias_silu(y, first.bias) if kind == "silu" else bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
+    return y if len(names) == 1 else getattr(module, names[1])(y)

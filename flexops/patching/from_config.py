@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PatchError
 from .apply import patch
-from .classes import architectures
+from .classes import is_architecture
 from .report import Report
 
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -39,7 +39,7 @@ def report(name: str) -> Report:
     try:
         if path.is_file():
             config = transformers.AutoConfig.from_pretrained(path)
-        elif name in architectures():
+        elif is_architecture(name):
             config = transformers.AutoConfig.for_model("gemma3_text" if name == "gemma3" else name)
         else:
             config = (
@@ -51,7 +51,7 @@ def report(name: str) -> Report:
             found = f"{name}, a folder without a config.json" if given.is_dir() else name
             required = (
                 "a config.json, a folder with one, a model's name on the Hugging Face Hub"
-                f" (owner/name), or one of {', '.join(architectures())}"
+                " (owner/name), or a model type of transformers"
             )
             raise PatchError(
                 "there is no such config", found=found, required=required, fix="flexops patch llama"

@@ -29,7 +29,17 @@ def is_plain(parameter: Tensor | None) -> bool:
     return parameter is None or (type(parameter) in _PLAIN and parameter.dtype in DTYPES)
 
 
-def is_bare(linear: Any) -> bool:
+LINEARS = ("Linear", "Conv1D")
+"""Names of classes: torch's linear layer, and GPT-2's, whose weight is transposed."""
+
+
+def is_linear(module: Any, names: tuple[str, ...] = LINEARS) -> bool:
+    cls = type(module)
+    known = cls is nn.Linear or cls.__module__ == "transformers.pytorch_utils"
+    return known and cls.__name__ in names
+
+
+def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1]) -> bool:
     """Whether its weight and bias are all there is to it."""
     forward = linear.__dict__.get("forward")
     own = forward is None or (
@@ -37,7 +47,7 @@ def is_bare(linear: Any) -> bool:
         and getattr(forward.func, "__name__", "") in ("projection", "output")
     )
     return (
-        type(linear) is nn.Linear
+        is_linear(linear, names)
         and own
         and is_unheard(linear)
         and type(linear.weight) is nn.Parameter

@@ -1,25 +1,230 @@
 """The loss of ``model(..., labels=labels)`` as a linear cross entropy: the logits of all tokens are
-never there at once."""
+never there at once.
+
+A model's own ``forward`` runs. In place of logits its head gives :class:`Logits`, which remembers
+the head's input, and what models do to logits: scale, soft cap, bias, shift, flatten. The cross
+entropy of that is computed without logits; anything else that is done to it computes them.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import hears_of_parameters_only, is_unheard
+from .._torch import hears_of_parameters_only, is_unheard, product_dtype, tree_map
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import plain
+from .linears import DTYPES
+
+_DEFERS = "_flexops_defers"
+_CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def head(module: Any, x: Tensor, *, target: Tensor | None = None, **options: Any) -> Any:
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """``cap(scale * (linear(x, weight) + bias))``, not computed yet.
+
+    Attributes:
+        head: the linear layer.
+        x: its input.
+        dtype: what the logits were converted to; the loss is computed in float32 in any case.
+        bias: what was added to the head's result, ``[classes]``.
+        scale, softcap: of the logits; a soft cap of 0 is none.
+        inside: they are after a soft cap's tanh, and before its product.
+    """
+
+    head: Any
+    x: Tensor
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    inside: bool = False
+
+    def _with(self, **changes: Any) -> Logits:
+        return replace(self, **changes)
+
+    # ---- what tensors have -----------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.x.shape[:-1], self.head.out_features])
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.x.dim()
+
+    def contiguous(self) -> Logits:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        like = self.x.new_empty(0, dtype=self.dtype).to(*args, **kwargs)
+        if like.device == self.device and like.dtype in DTYPES:
+            return self._with(dtype=like.dtype)
+        return self.tensor().to(*args, **kwargs)
+
+    def view(self, *shape: Any) -> Any:
+        sizes = tuple(shape[0]) if isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        if sizes[-1] not in (self.shape[-1], -1) or (sizes[-1] == -1 and len(sizes) == 1):
+            return self.tensor().view(*shape)
+        return self._with(x=self.x.reshape(*sizes[:-1], self.x.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        """Whole rows of it: ``logits[..., :-1, :]``, ``logits[mask]``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        whole = slice(None)
+        if parts[0] is Ellipsis and parts[-1] == whole and len(parts) > 1:
+            return self._with(x=self.x[index])
+        of_rows = len(parts) < self.dim() or parts[-1] == whole
+        flat = len(parts) == 1 and isinstance(index, Tensor) and index.dim() >= self.dim()
+        if of_rows and not flat and all(part is not Ellipsis for part in parts):
+            return self._with(x=self.x[index])
+        return self.tensor()[index]
+
+    def __mul__(self, factor: Any) -> Any:
+        if not isinstance(factor, (int, float)) or self.softcap or not factor:
+            return self.tensor() * factor
+        scale = self.scale * factor
+        scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-6) else scale
+        if self.inside:  # f tanh(s y) is a soft cap f of f s y
+            return self._with(scale=scale, softcap=float(factor), inside=False)
+        return self._with(scale=scale)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        if not isinstance(divisor, (int, float)) or not divisor:
+            return self.tensor() / divisor
+        return self * (1.0 / divisor)
+
+    def __add__(self, bias: Any) -> Any:
+        first = isinstance(bias, Tensor) and bias.numel() == bias.shape[-1] == self.shape[-1]
+        if not first or self.bias is not None or self.scale != 1.0 or self.softcap or self.inside:
+            return self.tensor() + bias
+        return self._with(bias=bias.flatten())
+
+    def tanh(self) -> Any:
+        return self.tensor().tanh() if self.softcap or self.inside else self._with(inside=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _CONVERSIONS:
+            return functools.partial(self.to, _CONVERSIONS[name])
+        return getattr(self.tensor(), name)
+
+    # ---- what is computed ------------------------------------------------------------------------
+
+    def tensor(self) -> Tensor:
+        """The logits after all."""
+        y = self.head(self.x, skip_logits=False)
+        y = (y if self.bias is None else y + self.bias).to(self.dtype)
+        if self.inside:
+            return torch.tanh(y * self.scale)
+        if self.softcap:
+            return torch.tanh(y * (self.scale / self.softcap)) * self.softcap
+        scaled: Tensor = y if self.scale == 1.0 else y * self.scale
+        return scaled
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        usual = size_average is None and reduce is None and weight is None
+        if not usual or self.inside or target.is_floating_point() or self.x.dim() != 2:
+            return F.cross_entropy(
+                self.tensor(), target, weight, size_average, ignore_index, reduce, reduction,
+                label_smoothing,
+            )  # fmt: skip
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        options |= {"softcap": self.softcap} if self.softcap else {}
+        options |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+        x = self.x if self.scale == 1.0 else self.x * self.scale
+        loss: Tensor = self.head(x, target=target, bias=self.bias, scale=self.scale, **options)
+        return loss
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and args and isinstance(args[0], Logits):
+            return args[0].cross_entropy(*args[1:], **kwargs)
+        if func is F.cross_entropy and isinstance(kwargs.get("input"), Logits):
+            return kwargs.pop("input").cross_entropy(*args, **kwargs)
+        if func in (torch.tanh, torch.Tensor.tanh) and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        args, kwargs = tree_map(
+            lambda x: x.tensor() if isinstance(x, Logits) else x, (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    def method(self: Logits, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*args)
+
+    return method
+
+
+for _name in (
+    "len",
+    "iter",
+    "neg",
+    "sub",
+    "rsub",
+    "radd",
+    "rtruediv",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(Logits, f"__{_name}__", _computed(f"__{_name}__"))
+
+
+def head(
+    module: Any,
+    x: Tensor,
+    *,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    skip_logits: bool = True,
+    **options: Any,
+) -> Any:
     """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's
     hooks have gathered the layer's parameters."""
-    if target is None:
-        return plain(module, x)
-    return linear_cross_entropy(x, module.weight, target, module.bias, **options)
+    if target is not None:
+        biases = [one for one in (module.bias, bias) if one is not None]
+        total = sum(biases[1:], biases[0]) * scale if biases else None
+        return linear_cross_entropy(x, module.weight, target, total, **options)
+    if skip_logits and module.__dict__.get(_DEFERS):
+        return Logits(module, x, product_dtype(x))
+    return plain(module, x)
 
 
 def refusal(head: Any) -> str:
@@ -29,174 +234,90 @@ def refusal(head: Any) -> str:
     return f"its head is no linear layer, but {type(head).__name__}"
 
 
-def _is_replaced(module: Any) -> bool:
-    """Whether a module is a head of ours. A linear layer that came after the patch becomes one:
-    ``resize_token_embeddings`` makes a new head."""
-    if refusal(module):
-        return False
-    if "forward" not in module.__dict__:
-        module.__dict__["forward"] = functools.partial(head, module)
-    present = module.__dict__["forward"]
-    return isinstance(present, functools.partial) and present.func is head
-
-
-def _takes_labels(
-    module: Any, skip_logits: bool | None, logits_to_keep: Any, labels: Tensor | None
-) -> bool:
-    """Whether the loss can be had without logits, and they are not requested."""
-    skip = module.training if skip_logits is None else skip_logits
-    keeps_none = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    if labels is None or not skip or not keeps_none:
-        return False
-    if not _is_replaced(module.get_output_embeddings()):
-        return False
-    # hooks that want logits would get the loss
-    if not hears_of_parameters_only(module.get_output_embeddings()):
-        return False
-    return "_loss_function" not in module.__dict__  # a user's, which requires logits
-
-
-def causal_lm(
+def _defers(
     module: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Any = None,
-    position_ids: Tensor | None = None,
+    found: Any,
+    skip_logits: bool | None,
+    kwargs: dict[str, Any],
+    holders: tuple[Any, ...],
+) -> bool:
+    """Whether the loss can be computed without logits, and nothing has asked for these. A linear
+    layer that came after the patch becomes one of ours: ``resize_token_embeddings`` makes one."""
+    skip = module.training if skip_logits is None else skip_logits
+    kept = kwargs.get("logits_to_keep", 0)
+    if not skip or not isinstance(kept, int) or kept:
+        return False
+    if refusal(found) or "_loss_function" in module.__dict__:
+        return False  # a loss function of a user's own requires logits
+    if "forward" not in found.__dict__:
+        found.__dict__["forward"] = functools.partial(head, found)
+    present = found.__dict__["forward"]
+    if not isinstance(present, functools.partial) or present.func is not head:
+        return False
+    # hooks that read logits would get something else
+    return hears_of_parameters_only(found) and all(map(is_unheard, holders))
+
+
+class _Model(functools.partial[Any]):
+    """With the signature of the class's ``forward``, which trainers and ``generate`` read."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(type(self.args[0]).forward)
+        names = list(own.parameters.values())[1:]
+        option = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
+        at = next(
+            (i for i, one in enumerate(names) if one.kind is inspect.Parameter.VAR_KEYWORD),
+            len(names),
+        )
+        return own.replace(parameters=[*names[:at], option, *names[at:]])
+
+
+def model(
+    module: Any,
     *args: Any,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
+    holders: tuple[Any, ...] = (),
+    in_graphs: bool = True,
     skip_logits: bool | None = None,
-    return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What transformers' causal language models do, and with labels, in training, ``logits=None``
-    in the output.
+    """What a transformers model with a head does, and with labels, in training, ``logits=None`` in
+    the output.
 
     ``skip_logits`` says otherwise: False for logits in training, too; True for none in evaluation.
-    Where logits are made the loss is made of them, by the model's own code.
     """
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    inputs = {
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_key_values": past_key_values,
-        "inputs_embeds": inputs_embeds,
-    }
-    if args or not _takes_labels(module, skip_logits, logits_to_keep, labels):
-        if args:
-            positional: tuple[Any, ...] = (input_ids, attention_mask, position_ids, *args)
-            given = {
-                "past_key_values": past_key_values,
-                "inputs_embeds": inputs_embeds,
-                "labels": labels,
-                "use_cache": use_cache,
-            }
-            rest = {name: value for name, value in given.items() if value is not None}
-        else:
-            positional, rest = (input_ids,), {**inputs, "labels": labels, "use_cache": use_cache}
-        if return_dict is not None:
-            rest["return_dict"] = return_dict
-        if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            rest["logits_to_keep"] = logits_to_keep
-        return plain(module, *positional, **rest, **kwargs)
-    outputs = getattr(module, module.base_model_prefix)(
-        input_ids, **inputs, use_cache=use_cache, return_dict=True, **kwargs
-    )
-    assert labels is not None
-    loss: Any = _loss(module, outputs.last_hidden_state, labels, **kwargs)
-    found = CausalLMOutputWithPast(
-        loss=loss,
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
-    wants_dict = (
-        return_dict if return_dict is not None else getattr(module.config, "return_dict", True)
-    )
-    return found if wants_dict else found.to_tuple()
+    usual = in_graphs or not torch.compiler.is_compiling()
+    found = module.get_output_embeddings() if usual and kwargs.get("labels") is not None else None
+    if found is None or _DEFERS in found.__dict__:  # a model around this one has decided
+        return plain(module, *args, **kwargs)
+    defers = _defers(module, found, skip_logits, kwargs, holders)
+    found.__dict__[_DEFERS] = defers
+    try:
+        output = plain(module, *args, **kwargs)
+    finally:
+        found.__dict__.pop(_DEFERS, None)
+    return _without_logits(output) if defers else output
 
 
-def masked_lm(
-    module: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Any = None,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Any = None,
-    labels: Tensor | None = None,
-    skip_logits: bool | None = None,
-    return_dict: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """The same for BERT's masked tokens, whose targets are where they are."""
-    from transformers.modeling_outputs import MaskedLMOutput
-
-    inputs = {
-        "attention_mask": attention_mask,
-        "token_type_ids": token_type_ids,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "encoder_hidden_states": encoder_hidden_states,
-        "encoder_attention_mask": encoder_attention_mask,
-    }
-    if (
-        not _takes_labels(module, skip_logits, 0, labels)
-        or not is_unheard(module.cls)
-        or not is_unheard(module.cls.predictions)
-    ):
-        form = {} if return_dict is None else {"return_dict": return_dict}
-        return plain(module, input_ids, **inputs, labels=labels, **form, **kwargs)
-    assert labels is not None
-    outputs = module.bert(input_ids, **inputs, return_dict=True, **kwargs)
-    predictions = module.cls.predictions
-    loss: Any = predictions.decoder(
-        predictions.transform(outputs[0]), target=labels.to(outputs[0].device)
-    )
-    found = MaskedLMOutput(
-        loss=loss, logits=None, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-    )
-    return (
-        found
-        if (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
-        else found.to_tuple()
-    )
+def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(one for one in output if not isinstance(one, Logits))
+    kept = {name: one for name, one in output.items() if not isinstance(one, Logits)}
+    return type(output)(**kept)
 
 
-def _loss(
-    module: Any,
-    hidden: Tensor,
-    labels: Tensor,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """transformers' ``ForCausalLMLoss``: token i + 1 is the target of position i."""
-    target = (
-        shift_labels
-        if shift_labels is not None
-        else F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    found = module.get_output_embeddings()
+    holders = tuple(
+        one
+        for one in module.modules()
+        if one is not module and one is not found and any(part is found for part in one.modules())
     )
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "reduction": "mean" if num_items_in_batch is None else "sum",
-    }
-    softcap = getattr(module.config, "final_logit_softcapping", None)
-    if softcap is not None:
-        options["softcap"] = softcap
-    loss: Tensor = module.get_output_embeddings()(
-        hidden, target=target.to(hidden.device), **options
-    )
-    if num_items_in_batch is None:
-        return loss
-    return loss / (
-        num_items_in_batch.to(loss.device)
-        if isinstance(num_items_in_batch, Tensor)
-        else num_items_in_batch
-    )
+    options: dict[str, Any] = {"holders": holders} if holders else {}
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if "CrossEntropyLoss" in getattr(code, "co_names", ()):
+        options["in_graphs"] = False  # of such a module torch.compile makes a function of tensors
+    return [
+        (module, _Model(model, module, **options)),
+        (found, functools.partial(head, found)),
+    ]

@@ -1,8 +1,8 @@
-"""What is swapped for what: one row for each kind of module.
+"""What is replaced by what: one row for each kind of module.
 
-A row names classes as their modules do, says what such a module must be like, gives the replacement
-of its ``forward``, and a miniature on which :mod:`.probe` holds the two against each other before
-the row is believed.
+A row recognises a module by its structure (parameters, parts, epsilon, activation), whatever its
+name, and gives the replacements of its ``forward`` that may be meant. :mod:`.probe` compares each
+with the class's own code on a small input, and the first that computes the same is believed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,23 +19,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.linear_cross_entropy import linear_cross_entropy
-from . import forwards, loss, rope, torch_modules
+from . import experts, forwards, loss, rope, torch_modules
+from .linears import is_linear
 from .probe import (
     CLASSES,
     INNER,
     LENGTH,
     WIDTH,
-    Attention,
     Base,
+    Miniature,
     Swap,
     bare,
     linear,
+    own_class,
     parameter,
     unheard,
 )
 
-Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Candidate = tuple[Any, ...]
+"""An operator's name, a function that gives the replacements of ``forward`` for a module and its
+parts, and, where it has to be tried with arguments of its own, one that gives a miniature."""
 
 
 @dataclass(frozen=True)
@@ -44,98 +47,154 @@ class Pattern:
 
     Attributes:
         part: which of ``flexops.patch``'s switches turns it off.
-        operator: what takes the place of its code; where the module decides which of two, both with
-            " / " between them.
-        choose: which of those two, for a module; None: not known.
-        classes: qualified names. ``*`` stands for every class that has the attributes of ``needs``.
-        needs: attributes that such a module has.
-        refuse: why this very module stays as it is; "" if it need not.
-        swap: the replacements of ``forward``, for it and for its children.
+        operator: what the report names where nothing is replaced.
+        concerns: whether a module is of this kind, by its structure.
+        candidates: the replacements that may be meant, in the order in which they are tried.
         miniature: a small one of its kind, with arguments.
-        concerns: whether there is anything about a module of these classes to swap, or to say.
-        variant: what, beside the class, decides what its code does: each is probed.
+        refuse: why this very module is not replaced; "" if it may be.
+        differs: what, beside class and settings, decides what its code does: each is probed.
     """
 
     part: str
     operator: str
-    classes: tuple[str, ...]
-    needs: tuple[str, ...]
-    swap: Callable[[Any], Swap]
+    concerns: Callable[[Any], bool]
+    candidates: Callable[[Any], Iterator[Candidate]]
     miniature: Callable[[Any], Miniature]
     refuse: Callable[[Any], str] = lambda _: ""
-    variant: Callable[[Any], Any] = lambda _: None
-    concerns: Callable[[Any], bool] = lambda _: True
-    choose: Callable[[Any], int | None] = lambda _: None
+    differs: Callable[[Any], Any] = lambda _: None
 
-    def operator_of(self, module: Any) -> str:
-        chosen = self.choose(module)
-        return self.operator if chosen is None else self.operator.split(" / ")[chosen]
+    def key(self, module: Any) -> Any:
+        return (settings(module), self.differs(module))
 
 
-def _hf(suffix: str, *names: str) -> tuple[str, ...]:
-    """``llama.Llama`` and ``RMSNorm`` name
-    ``transformers.models.llama.modeling_llama.LlamaRMSNorm``."""
-    split = (name.split(".") for name in names)
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False))
+
+
+def settings(module: nn.Module) -> Any:
+    """What a module's code may depend on: numbers, functions and kinds of parts. Its
+    place in the model (``layer_idx``) is none, so that a class is probed once."""
+    parts = tuple(
+        (name, type(part), getattr(part, "bias", None) is None)
+        for name, part in module._modules.items()
+    )
+    config = vars(module).get("config")
+    shared = () if config is None else _values(config)
+    return _values(module), shared, parts, tuple(module._parameters)
+
+
+def _values(owner: Any) -> tuple[Any, ...]:
+    """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
     return tuple(
-        f"transformers.models.{model}.modeling_{model}.{prefix}{suffix}" for model, prefix in split
+        (name, getattr(value, "__func__", value))
+        for name, value in vars(owner).items()
+        if name not in ("training", "layer_idx", "layer_id", "forward")
+        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
     )
 
 
-_LLAMAS = ("llama.Llama", "mistral.Mistral", "qwen2.Qwen2", "qwen3.Qwen3", "phi3.Phi3")
-_GEMMAS = ("gemma2.Gemma2", "gemma3.Gemma3")
+def _input(*shape: int) -> Tensor:
+    return torch.randn(shape or (2, LENGTH, WIDTH))
 
 
-def _input() -> Tensor:
-    return torch.randn(2, LENGTH, WIDTH)
+def _arguments(module: Any) -> list[str]:
+    """Those without a default that a module's ``forward`` takes."""
+    forward = own_class(module).__dict__["forward"]
+    try:
+        found = list(inspect.signature(forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in found if one.kind in usual and one.default is one.empty]
+
+
+def _one(module: Any, forward: Callable[..., Any], **options: Any) -> Swap:
+    return [(module, functools.partial(forward, module, **options))]
 
 
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _too_wide(module: Any) -> str:
-    if module.weight is not None and (module.weight.dim() != 1 or module.weight.shape[0] > 65536):
+def _epsilons(module: Any) -> list[float]:
+    named = [
+        value
+        for name, value in vars(module).items()
+        if "eps" in name and isinstance(value, float) and 0 < value < 0.1
+    ]
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        # the dtype's, which is the weight's where there is one
+        return [torch.finfo(torch.float32).eps]
+    return named or [1e-5, 1e-6]
+
+
+def looks_like_norm(module: Any) -> bool:
+    names = {name for name, one in module._parameters.items() if one is not None}
+    return (
+        not module._modules
+        and names <= {"weight", "bias"}
+        and (names or "norm" in type(module).__name__.lower())
+        and ("norm" in type(module).__name__.lower() or any("eps" in one for one in vars(module)))
+        and type(module).forward is not nn.Module.forward
+        and "running_mean" not in _buffers(module)  # normalizes over a batch
+        and "num_groups" not in vars(module)
+        and len(_arguments(module)) <= 2
+    )
+
+
+def _no_norm(module: Any) -> str:
+    shape = getattr(module, "normalized_shape", (1,))
+    if isinstance(shape, (tuple, list, torch.Size)) and len(shape) != 1:
+        return f"it normalizes over {len(shape)} dimensions; operators normalize the last one"
+    weight = module._parameters.get("weight")
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] > 65536):
         return (
-            f"its weight has shape {tuple(module.weight.shape)}; operators normalize a last"
+            f"its weight has shape {tuple(weight.shape)}; operators normalize a last"
             " dimension of up to 65536"
         )
     return ""
 
 
-def _torch_norm(module: Any) -> str:
-    if len(module.normalized_shape) != 1:
-        return (
-            f"it normalizes over {len(module.normalized_shape)} dimensions; operators normalize the"
-            " last one"
-        )
-    return _too_wide(module)
+def _norm_candidates(module: Any) -> Iterator[Candidate]:
+    gated = len(inspect.signature(own_class(module).__dict__["forward"]).parameters) > 2
+    for eps in _epsilons(module):
+        makes: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+            ("rms_norm", forwards.rms_norm, {}),
+            ("rms_norm (1 + weight)", forwards.rms_norm, {"offset": 1.0}),
+            ("layer_norm", forwards.layer_norm, {}),
+            ("layer_norm (1 + weight)", forwards.layer_norm, {"offset": 1.0}),
+        ]
+        if gated:
+            makes = [
+                ("rms_norm, swiglu", forwards.gated_rms_norm, {"gate_first": first})
+                for first in (False, True)
+            ]
+        for name, forward, options in makes:
+            yield name, functools.partial(_one, forward=forward, eps=eps, **options)
 
 
-def _tiny_norm(module: Any) -> Any:
-    return bare(module, weight=parameter(WIDTH))
-
-
-def _tiny_torch_norm(module: Any) -> Any:
-    made = type(module)(WIDTH, eps=module.eps, elementwise_affine=module.weight is not None)
-    for part in made.parameters():
-        nn.init.normal_(part)
+def tiny_norm(module: Any) -> Any:
+    """Also of those without weights, for which ``normalized_shape`` has the width."""
+    made = bare(module, **dict.fromkeys(module._parameters))
+    for name, one in module._parameters.items():
+        setattr(made, name, None if one is None else parameter(WIDTH))
+    for name, one in _buffers(module).items():
+        made.register_buffer(name, None if one is None else torch.ones(one.shape, device="cpu"))
+    if "normalized_shape" in vars(made):
+        made.normalized_shape = (WIDTH,)
+    if isinstance(getattr(made, "hidden_size", None), int):
+        made.hidden_size = WIDTH
     return made
 
 
-def _torch_eps(module: Any) -> float:
-    """torch's RMSNorm takes None for the dtype's, which is the weight's where there is one."""
-    return module.eps if module.eps is not None else torch.finfo(torch.float32).eps
+def _tiny_norm(module: Any) -> Miniature:
+    """Rows so small that the epsilon counts, and large ones."""
+    x = _input() * torch.logspace(-3.5, 1.0, LENGTH)[:, None]
+    signature = inspect.signature(own_class(module).__dict__["forward"])
+    args = (x, _input()) if len(signature.parameters) > 2 else (x,)
+    return tiny_norm(module), args, {}
 
 
-def _rms(eps: str, offset: float = 0.0) -> Callable[[Any], Swap]:
-    return lambda module: [
-        (
-            module,
-            functools.partial(forwards.rms_norm, module, eps=getattr(module, eps), offset=offset),
-        )
-    ]
-
-
-# ---- activations ---------------------------------------------------------------------------------
+# ---- feed-forward blocks -------------------------------------------------------------------------
 
 
 def _kind(act: Any) -> str:
@@ -147,7 +206,7 @@ def _kind(act: Any) -> str:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             y = unheard(act)(x)
-    except Exception:  # it may want anything
+    except Exception:  # it may require anything
         return ""
     known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
     return next(
@@ -162,114 +221,121 @@ def _kind(act: Any) -> str:
     )
 
 
-def _first_if_silu(act: Any) -> int | None:
-    return {"silu": 0, "none": 1, "tanh": 1}.get(_kind(act))
-
-
-def _no_such_activation(name: str) -> Callable[[Any], str]:
-    return lambda module: (
-        ""
-        if _kind(getattr(module, name))
-        else f"its activation, {type(getattr(module, name)).__name__}, is neither silu nor gelu"
-    )
-
-
-def _is_gated(module: Any) -> str:
-    if not callable(module.act_fn) or not all(
-        isinstance(getattr(module, name), nn.Module)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    ):
-        return "its parts are not those of a gated feed-forward block"
-    return _no_such_activation("act_fn")(module)
-
-
-def _gated_swap(module: Any) -> Swap:
-    return [
-        (
-            module,
-            functools.partial(
-                forwards.gated_mlp,
-                module,
-                kind=_kind(module.act_fn),
-                act=("act_fn", type(module.act_fn)),
-            ),
-        )
+def _activation(module: Any) -> tuple[str, Any]:
+    """A block's one activation: a part without parameters, or a function; ("", None) if its code
+    calls one that it does not hold."""
+    found = [
+        (name, one)
+        for name, one in (*module._modules.items(), *vars(module).items())
+        if callable(one)
+        and not name.startswith("_")
+        and name != "forward"
+        and not isinstance(one, (nn.Dropout, type))
+        and not (isinstance(one, nn.Module) and (one._parameters or one._modules))
     ]
+    return found[0] if len(found) == 1 else ("", None)
 
 
-def _tiny_gated(module: Any) -> Miniature:
-    shapes = {"gate_proj": (WIDTH, INNER), "up_proj": (WIDTH, INNER), "down_proj": (INNER, WIDTH)}
-    parts: dict[str, Any] = {
-        name: linear(*shape, getattr(module, name)) for name, shape in shapes.items()
+def _linears(module: Any) -> dict[str, Any]:
+    return {name: one for name, one in module._modules.items() if is_linear(one)}
+
+
+def _sizes(one: Any) -> tuple[int, int]:
+    """Inputs and outputs."""
+    a, b = one.weight.shape
+    return (a, b) if type(one).__name__ == "Conv1D" else (b, a)
+
+
+def _is_block(module: Any) -> bool:
+    """Linear layers and an activation, a function of one tensor."""
+    if isinstance(module, nn.Sequential):
+        return False
+    linears = _linears(module)
+    act, _ = _activation(module)
+    rest = [
+        name
+        for name, one in module._modules.items()
+        if name not in linears and name != act and not isinstance(one, (nn.Dropout, nn.Identity))
+    ]
+    if not linears or rest or len(linears) > 3 or module._parameters or _buffers(module):
+        return False
+    takes = inspect.signature(own_class(module).__dict__["forward"]).parameters
+    return len(_arguments(module)) == 1 and (bool(act) or (len(linears) > 1 and len(takes) == 2))
+
+
+def _no_block(module: Any) -> str:
+    name, act = _activation(module)
+    if name and not _kind(act):
+        return f"its activation, {type(act).__name__}, is neither silu nor gelu"
+    if not list(_block_candidates(module)):
+        first = next(iter(_linears(module).values()))
+        if first.bias is None:
+            return "its first layer has no bias, so that there is nothing to fuse"
+        return "its parts are not those of a feed-forward block"
+    return ""
+
+
+def _block_candidates(module: Any) -> Iterator[Candidate]:
+    linears, (name, act) = _linears(module), _activation(module)
+    for kind in [_kind(act)] if name else ["silu", "none", "tanh"]:
+        options = {"kind": kind, "act": (name, type(act))}
+        gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
+        biased = "bias_silu" if kind == "silu" else "bias_gelu"
+        for names in itertools.permutations(linears):
+            shapes = [_sizes(linears[one]) for one in names]
+            (inputs, inner), (last, outputs) = shapes[0], shapes[-1]
+            if len(names) == 3 and shapes[0] == shapes[1] and (last, outputs) == (inner, inputs):
+                yield (
+                    gated,
+                    functools.partial(_one, forward=forwards.gated_mlp, names=names, **options),
+                )
+            if len(names) == 2 and inner == 2 * last:
+                for first in (True, False):
+                    yield (
+                        gated,
+                        functools.partial(
+                            _one,
+                            forward=forwards.packed_mlp,
+                            names=names,
+                            gate_first=first,
+                            **options,
+                        ),
+                    )
+            fits = len(names) == 1 or (len(names) == 2 and inner == last)
+            if fits and linears[names[0]].bias is not None:
+                yield biased, functools.partial(_one, forward=forwards.mlp, names=names, **options)
+
+
+def _tiny_block(module: Any) -> Miniature:
+    linears = _linears(module)
+    sizes = [_sizes(one) for one in linears.values()]
+    hidden = sizes[-1][1] if len(sizes) > 1 else sizes[0][0]
+    small = {hidden: WIDTH}
+    for size in sorted({size for pair in sizes for size in pair} - {hidden}):
+        small[size] = 2 * small[size // 2] if size % 2 == 0 and size // 2 in small else INNER
+    if hidden % 2 == 0 and hidden // 2 in small:
+        small[hidden // 2] = WIDTH // 2
+    parts: dict[str, Any] = {}
+    for name, one in linears.items():
+        inputs, outputs = (small[size] for size in _sizes(one))
+        if type(one).__name__ == "Conv1D":
+            parts[name] = bare(one, weight=parameter(inputs, outputs), bias=parameter(outputs))
+            parts[name].nf = outputs
+        else:
+            parts[name] = linear(inputs, outputs, one)
+    parts |= {
+        name: nn.Identity()
+        for name, one in module._modules.items()
+        if isinstance(one, (nn.Dropout, nn.Identity))
     }
-    parts |= {name: nn.Identity() for name, _ in forwards.dropouts(module)}
-    return bare(module, act_fn=unheard(module.act_fn), **parts), (_input(),), {}
+    name, act = _activation(module)
+    parts |= {name: unheard(act)} if name else {}
+    first = _sizes(next(iter(linears.values())))[0]
+    return bare(module, **parts), (_input(2, LENGTH, small[first]),), {}
 
 
-def _packed_swap(module: Any) -> Swap:
-    kind, act = _kind(module.activation_fn), ("activation_fn", type(module.activation_fn))
-    return [(module, functools.partial(forwards.packed_mlp, module, kind=kind, act=act))]
-
-
-def _tiny_packed(module: Any) -> Miniature:
-    linears = {
-        "gate_up_proj": linear(WIDTH, 2 * INNER, module.gate_up_proj),
-        "down_proj": linear(INNER, WIDTH, module.down_proj),
-    }
-    return bare(module, activation_fn=unheard(module.activation_fn), **linears), (_input(),), {}
-
-
-def _mlp(classes: tuple[str, ...], first: str, act: str, second: str) -> Pattern:
-    def swap(module: Any) -> Swap:
-        activation = getattr(module, act)
-        return [
-            (
-                module,
-                functools.partial(
-                    forwards.mlp,
-                    module,
-                    kind=_kind(activation),
-                    act=(act, type(activation)),
-                    names=(first, second),
-                ),
-            )
-        ]
-
-    def miniature(module: Any) -> Miniature:
-        parts = {first: linear(WIDTH, INNER), act: unheard(getattr(module, act))} | (
-            {second: linear(INNER, WIDTH)} if second else {}
-        )
-        return bare(module, **parts), (_input(),), {}
-
-    def refuse(module: Any) -> str:
-        reason = (
-            ""
-            if getattr(getattr(module, first), "bias", None) is not None
-            else "its first layer has no bias, so that there is nothing to fuse"
-        )
-        return reason or _no_such_activation(act)(module)
-
-    needs = (first, act, second) if second else (first, act)
-    return Pattern(
-        "activations",
-        "bias_gelu",
-        classes,
-        needs,
-        swap,
-        miniature,
-        refuse,
-        lambda module: _kind(getattr(module, act)),
-    )
-
-
-def _sequential_swap(module: Any) -> Swap:
-    return [(module, functools.partial(torch_modules.sequential, module))]
-
-
-def _pairs_of(module: Any) -> tuple[Any, ...]:
-    return tuple(
-        (type(part), getattr(part, "approximate", "")) for part in torch_modules.fused(module)
-    )
+def _sequential_candidates(_: Any) -> Iterator[Candidate]:
+    yield "bias_gelu / bias_silu", functools.partial(_one, forward=torch_modules.sequential)
 
 
 def _tiny_sequential(module: Any) -> Miniature:
@@ -290,6 +356,10 @@ def _other_attention(module: Any) -> str:
     )
 
 
+def _attention_candidates(_: Any) -> Iterator[Candidate]:
+    yield "attention", functools.partial(_one, forward=torch_modules.multihead_attention)
+
+
 def _tiny_attention(module: Any) -> Miniature:
     made = type(module)(
         WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first
@@ -300,357 +370,168 @@ def _tiny_attention(module: Any) -> Miniature:
     return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 
-# ---- layers --------------------------------------------------------------------------------------
-
-
-def _norms(module: Any, *names: str) -> dict[str, Any]:
-    """Small norms in place of a layer's."""
-    return {
-        name: (
-            _tiny_torch_norm(norm)
-            if isinstance(norm := getattr(module, name), (nn.LayerNorm, nn.RMSNorm))
-            else _tiny_norm(norm)
-        )
-        for name in names
-    }
-
-
-def _layer(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
-    """With its norms, because it is by theirs that it adds; so that they are probed with it."""
-
-    def swap(module: Any) -> Swap:
-        return [(module, functools.partial(forward, module))]
-
-    return swap
-
-
-def _tiny_decoder(*norms: str) -> Callable[[Any], Miniature]:
-    def miniature(module: Any) -> Miniature:
-        dropouts = {
-            name: nn.Identity()
-            for name in ("resid_attn_dropout", "resid_mlp_dropout")
-            if name in module._modules
-        }
-        made = bare(
-            module,
-            self_attn=Attention(),
-            mlp=linear(WIDTH, WIDTH),
-            **_norms(module, *norms),
-            **dropouts,
-        )
-        return (
-            made,
-            (_input(),),
-            {
-                "attention_mask": None,
-                "position_ids": None,
-                "past_key_values": None,
-                "position_embeddings": None,
-            },
-        )
-
-    return miniature
-
-
-def _tiny_vit(module: Any) -> Miniature:
-    norms = _norms(module, "layernorm_before", "layernorm_after")
-    return (
-        bare(
-            module, attention=Attention(), mlp=linear(WIDTH, WIDTH), dropout=nn.Identity(), **norms
-        ),
-        (_input(), None),
-        {},
-    )
-
-
-def _tiny_bert_output(module: Any) -> Miniature:
-    return (
-        bare(
-            module, dense=linear(WIDTH, WIDTH), dropout=nn.Identity(), **_norms(module, "LayerNorm")
-        ),
-        (_input(), _input()),
-        {},
-    )
-
-
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 
-class _Rotation(nn.Module):
-    """What is probed is the function that the attention calls."""
+def _rope_candidates(module: Any) -> Iterator[Candidate]:
+    function = rope.original(module)
+    for name in rope.variants(function):
 
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function: Any = function
+        def swap(module: Any, name: str = name) -> Swap:
+            if isinstance(module, rope.Rotation):
+                ours = rope.replaced(module.function, name)
+                return _one(module, rope.Rotation.forward, call=ours)
+            rope.prepare(own_class(module), name)
+            return _one(module, rope.attention, kind=name)
 
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k = self.function(q, k, cos.detach(), sin.detach())
-        return torch.cat([q, k], 1)
-
-
-def _tiny_rotation(module: Any) -> Miniature:
-    angles = torch.rand(2, LENGTH, WIDTH // 2) * 6.3
-    angles = torch.cat([angles, angles], -1)
-    sizes = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (4, 2))
-    return _Rotation(rope.original(type(module))), (*sizes, angles.cos(), angles.sin()), {}
-
-
-def _rotation_swap(module: Any) -> Swap:
-    if isinstance(module, _Rotation):
-        return [
-            (module, functools.partial(_Rotation.forward, _Rotation(rope.apply_rotary_pos_emb)))
-        ]
-    rope.prepare(type(module))
-    return [(module, functools.partial(rope.attention, module))]
-
-
-def _no_rotation(module: Any) -> str:
-    return (
-        ""
-        if isinstance(module, _Rotation) or rope.original(type(module)) is not None
-        else "its code calls no apply_rotary_pos_emb"
-    )
+        yield "rotary_embedding", swap, functools.partial(rope.miniature, function, name)
 
 
 # ---- the loss ------------------------------------------------------------------------------------
 
 
-def _no_such_loss(module: Any) -> str:
-    reason = loss.refusal(module.get_output_embeddings())
-    if reason:
-        return reason
-    if (
-        getattr(module.config, "final_logit_softcapping", None) is not None
-        and "softcap" not in inspect.signature(linear_cross_entropy).parameters
-    ):
-        return "its logits have a soft cap, which linear_cross_entropy does not take"
+def _has_loss(module: Any) -> bool:
+    if not hasattr(type(module), "get_output_embeddings") or not hasattr(module, "config"):
+        return False
+    if "labels" not in inspect.signature(own_class(module).__dict__["forward"]).parameters:
+        return False
+    try:
+        return module.get_output_embeddings() is not None
+    except Exception:  # a wrapper's may look into what it has not
+        return False
+
+
+def _no_loss(module: Any) -> str:
     if "_loss_function" in module.__dict__:
         return "it has a loss function of its own"
-    if getattr(module, "loss_type", None) not in ("ForCausalLM", "ForMaskedLM", None):
-        return f"its loss is {module.loss_type}"
-    return ""
+    return loss.refusal(module.get_output_embeddings())
 
 
-def _loss_swap(forward: Callable[..., Any]) -> Callable[[Any], Swap]:
-    def swap(module: Any) -> Swap:
-        head = module.get_output_embeddings()
-        return [
-            (module, functools.partial(forward, module)),
-            (head, functools.partial(loss.head, head)),
-        ]
-
-    return swap
+def _loss_candidates(_: Any) -> Iterator[Candidate]:
+    yield "linear_cross_entropy", loss.swap
 
 
-def _tiny_causal(module: Any) -> Miniature:
-    config = copy.copy(module.config)
-    config.vocab_size = CLASSES
+def _small_config(config: Any, classes: int) -> Any:
+    made = copy.copy(config)
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            setattr(made, name, _small_config(value, classes))
+        elif type(value) is int and (name == "vocab_size" or value == classes):
+            setattr(made, name, CLASSES)
+    if getattr(made, "is_encoder_decoder", False):
+        made.decoder_start_token_id = made.pad_token_id = 0
+    return made
+
+
+def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
+    """A small copy of what is between a model and its head."""
+    if module is None:
+        return None
+    if module is head:
+        return linear(WIDTH, CLASSES, head)
+    parts = list(module.modules())
+    if not any(part is head for part in parts) and any(
+        isinstance(part, (nn.Embedding, nn.ModuleList)) for part in parts
+    ):
+        return Base(module)
+    if is_linear(module):
+        return linear(WIDTH, WIDTH, module)
+    if looks_like_norm(module):
+        return tiny_norm(module)
     made = bare(
         module,
-        config=config,
-        lm_head=linear(WIDTH, CLASSES, module.get_output_embeddings()),
-        **{module.base_model_prefix: Base()},
+        **{name: _below_head(one, head, sizes) for name, one in module._modules.items()},
+        **{
+            name: None if one is None else parameter(*(sizes.get(n, WIDTH) for n in one.shape))
+            for name, one in module._parameters.items()
+        },
     )
-    made.vocab_size = CLASSES
-    return made.train(), *_tokens()
+    for name, one in _buffers(module).items():
+        shape = () if one is None else (sizes.get(n, n) for n in one.shape)
+        made.register_buffer(name, None if one is None else torch.zeros(*shape, device="cpu"))
+    for name, value in vars(module).items():
+        if value == head.out_features and type(value) is int:
+            setattr(made, name, CLASSES)
+    if "config" in vars(module):
+        made.config = _small_config(module.config, head.out_features)
+    return made
 
 
-def _tiny_masked(module: Any) -> Miniature:
-    """With a prediction head that is small itself."""
-    config = copy.copy(module.config)
-    config.vocab_size = CLASSES
-    predictions = bare(
-        module.cls.predictions, transform=linear(WIDTH, WIDTH), decoder=linear(WIDTH, CLASSES)
-    )
-    return (
-        bare(
-            module, config=config, bert=Base(), cls=bare(module.cls, predictions=predictions)
-        ).train(),
-        *_tokens(),
-    )
-
-
-def _tokens() -> tuple[tuple[Tensor], dict[str, Tensor]]:
+def _tiny_model(module: Any) -> Miniature:
+    head = module.get_output_embeddings()
+    made = _below_head(module, head, {head.out_features: CLASSES, head.in_features: WIDTH})
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
     labels = tokens.clone()
     labels[0, 2] = -100
-    return (tokens,), {"labels": labels}
+    named = {"input_ids": tokens, "labels": labels, "return_dict": True}
+    accepted = inspect.signature(own_class(module).__dict__["forward"]).parameters
+    return made.train(), (), {name: one for name, one in named.items() if name in accepted}
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
-_TORCH = "torch.nn.modules.normalization."
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(
-        "norms",
-        "rms_norm",
-        _hf("RMSNorm", *_LLAMAS),
-        ("weight", "variance_epsilon"),
-        _rms("variance_epsilon"),
-        lambda module: (_tiny_norm(module), (_input(),), {}),
-        _too_wide,
-    ),
-    Pattern(
-        "norms",
-        "rms_norm (1 + weight)",
-        _hf("RMSNorm", *_GEMMAS),
-        ("weight", "eps"),
-        _rms("eps", 1.0),
-        lambda module: (_tiny_norm(module), (_input(),), {}),
-        _too_wide,
-    ),
-    Pattern(
-        "norms",
-        "rms_norm",
-        (f"{_TORCH}RMSNorm",),
-        ("weight", "eps", "normalized_shape"),
-        lambda module: [
-            (
-                module,
-                functools.partial(forwards.rms_norm, module, eps=_torch_eps(module), offset=0.0),
-            )
-        ],
-        lambda module: (_tiny_torch_norm(module), (_input(),), {}),
-        _torch_norm,
-    ),
-    Pattern(
-        "norms",
-        "layer_norm",
-        (f"{_TORCH}LayerNorm",),
-        ("weight", "bias", "eps", "normalized_shape"),
-        lambda module: [(module, functools.partial(forwards.layer_norm, module, eps=module.eps))],
-        lambda module: (_tiny_torch_norm(module), (_input(),), {}),
-        _torch_norm,
-    ),
-    Pattern(
-        "residuals",
-        "add_rms_norm",
-        _hf("DecoderLayer", *_LLAMAS),
-        ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-        _layer(forwards.decoder_layer),
-        _tiny_decoder("input_layernorm", "post_attention_layernorm"),
-    ),
-    Pattern(
-        "residuals",
-        "add_rms_norm (1 + weight)",
-        _hf("DecoderLayer", *_GEMMAS),
-        (
-            "input_layernorm",
-            "self_attn",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "mlp",
-            "post_feedforward_layernorm",
-        ),
-        _layer(forwards.sandwich_layer),
-        _tiny_decoder(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-    ),
-    Pattern(
-        "residuals",
-        "add_layer_norm",
-        _hf("Layer", "vit.ViT"),
-        ("layernorm_before", "attention", "layernorm_after", "mlp", "dropout"),
-        _layer(forwards.vit_layer),
-        _tiny_vit,
-    ),
-    Pattern(
-        "residuals",
-        "add_layer_norm",
-        (*_hf("SelfOutput", "bert.Bert"), *_hf("Output", "bert.Bert")),
-        ("dense", "LayerNorm", "dropout"),
-        _layer(forwards.bert_output),
-        _tiny_bert_output,
-    ),
-    Pattern(
-        "activations",
-        "swiglu_linear / geglu_linear",
-        (*_hf("MLP", *_LLAMAS[:-1], *_GEMMAS), "*"),
-        ("gate_proj", "up_proj", "down_proj", "act_fn"),
-        _gated_swap,
-        _tiny_gated,
-        _is_gated,
-        lambda module: _kind(module.act_fn),
-        choose=lambda module: _first_if_silu(module.act_fn),
+        "norms", "rms_norm / layer_norm", looks_like_norm, _norm_candidates, _tiny_norm, _no_norm
     ),
     Pattern(
         "activations",
         "bias_gelu / bias_silu",
-        ("torch.nn.modules.container.Sequential",),
-        (),
-        _sequential_swap,
+        lambda module: own_class(module) is nn.Sequential and bool(torch_modules.fused(module)),
+        _sequential_candidates,
         _tiny_sequential,
-        variant=_pairs_of,
-        concerns=lambda module: bool(torch_modules.fused(module)),
-    ),
-    Pattern(
-        "attention",
-        "attention",
-        ("torch.nn.modules.activation.MultiheadAttention",),
-        ("in_proj_weight", "out_proj", "bias_k"),
-        lambda module: [(module, functools.partial(torch_modules.multihead_attention, module))],
-        _tiny_attention,
-        _other_attention,
-        lambda module: (module.batch_first, module.in_proj_bias is None),
+        differs=lambda module: tuple(
+            (type(one), getattr(one, "approximate", "")) for one in torch_modules.fused(module)
+        ),
     ),
     Pattern(
         "activations",
-        "swiglu_linear / geglu_linear",
-        _hf("MLP", "phi3.Phi3"),
-        ("gate_up_proj", "down_proj", "activation_fn"),
-        _packed_swap,
-        _tiny_packed,
-        _no_such_activation("activation_fn"),
-        lambda module: _kind(module.activation_fn),
-        choose=lambda module: _first_if_silu(module.activation_fn),
+        "swiglu_linear / geglu_linear / bias_gelu / bias_silu",
+        _is_block,
+        _block_candidates,
+        _tiny_block,
+        _no_block,
+        lambda module: _kind(_activation(module)[1]),
     ),
-    _mlp(_hf("MLP", "phi.Phi", "vit.ViT"), "fc1", "activation_fn", "fc2"),
-    _mlp(_hf("MLP", "gpt_neox.GPTNeoX"), "dense_h_to_4h", "act", "dense_4h_to_h"),
-    _mlp(_hf("Intermediate", "bert.Bert"), "dense", "intermediate_act_fn", ""),
+    Pattern(
+        "attention",
+        "attention",
+        lambda module: own_class(module) is nn.MultiheadAttention,
+        _attention_candidates,
+        _tiny_attention,
+        _other_attention,
+    ),
+    Pattern(
+        "experts",
+        "gated_experts / grouped_linear",
+        experts.concerns,
+        experts.candidates,
+        experts.miniature,
+        experts.refuse,
+        experts.variant,
+    ),
     Pattern(
         "rope",
         "rotary_embedding",
-        _hf("Attention", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"),
-        (),
-        _rotation_swap,
-        _tiny_rotation,
-        _no_rotation,
+        lambda module: rope.original(module) is not None,
+        _rope_candidates,
+        lambda module: rope.miniature(rope.original(module), "half"),
+        differs=rope.original,
     ),
     Pattern(
         "loss",
         "linear_cross_entropy",
-        _hf("ForCausalLM", *_LLAMAS, *_GEMMAS, "phi.Phi", "gpt_neox.GPTNeoX"),
-        ("base_model_prefix", "config"),
-        _loss_swap(loss.causal_lm),
-        _tiny_causal,
-        _no_such_loss,
-    ),
-    Pattern(
-        "loss",
-        "linear_cross_entropy",
-        _hf("ForMaskedLM", "bert.Bert"),
-        ("bert", "cls", "config"),
-        _loss_swap(loss.masked_lm),
-        _tiny_masked,
-        _no_such_loss,
+        _has_loss,
+        _loss_candidates,
+        _tiny_model,
+        _no_loss,
+        lambda module: _values(module.config),  # soft caps and scales
     ),
 )
-"""In the order in which a module is compared with them: the first that names its class is taken."""
+"""A module may match more than one: attention has rotary embedding."""
 
-_THREE = (
-    "it adds attention, feed-forward and residual at once, and one norm feeds both, so that there"
-    " is no sum for a norm to go with"
+UNCHANGED: dict[type, str] = dict.fromkeys(
+    (nn.GELU, nn.SiLU),
+    "with no linear layer's bias before it, it is one pass over memory, as torch's own is",
 )
-_ALONE = "with no linear layer's bias before it, it is one pass over memory, as torch's own is"
-UNCHANGED: dict[str, str] = {
-    **dict.fromkeys(
-        ("torch.nn.modules.activation.GELU", "torch.nn.modules.activation.SiLU"), _ALONE
-    ),
-    **dict.fromkeys(_hf("DecoderLayer", "phi.Phi"), _THREE),
-    **dict.fromkeys(_hf("Layer", "gpt_neox.GPTNeoX"), _THREE),
-}
 """Classes that are known and stay as they are, with the reason."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,18 +21,49 @@ from ..ops._register import references_only
 
 Swap = list[tuple[nn.Module, Any]]
 """Modules, and what becomes their ``forward``."""
+Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A small module with arguments for it."""
 
 WIDTH, INNER, CLASSES, LENGTH = 8, 12, 13, 5
 _NOT_COPIED = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
 _TOLERANCE = 1e-4
+_FOREIGN = {
+    "transformers_modules": "its code came with the model (trust_remote_code)",
+    "liger_kernel": "Liger has replaced it before",
+}
+"""Whose code is not replaced."""
+
+
+def foreign(code: Any) -> str:
+    """Why a function, or a class, is left alone whatever it computes; "" for most."""
+    package = str(getattr(inspect.unwrap(code), "__module__", "")).partition(".")[0]
+    return _FOREIGN.get(package, "")
+
+
+def class_of(module: nn.Module) -> type:
+    """A module's class without those that FSDP2 puts before it, which cannot be copied."""
+    return next(
+        one
+        for one in type(module).__mro__
+        if "__deepcopy__" not in one.__dict__ and not one.__module__.startswith("torch.distributed")
+    )
+
+
+def own_class(module: nn.Module) -> type:
+    """The class whose ``forward`` a module runs."""
+    return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
 
 
 def bare(module: nn.Module, **children: Any) -> Any:
     """A module of the same class with the same settings, and these children and parameters."""
-    made = type(module).__new__(type(module))
+    made: Any = object.__new__(class_of(module))
     nn.Module.__init__(made)
     made.__dict__.update(
-        {name: value for name, value in module.__dict__.items() if name not in _NOT_COPIED}
+        {
+            name: value
+            for name, value in module.__dict__.items()
+            if name not in _NOT_COPIED and not name.startswith("__")  # FSDP2's state, say
+        }
     )
     for name, value in children.items():
         setattr(made, name, value)
@@ -58,31 +90,36 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, device="cpu", dtype=torch.float32) * 0.5)
 
 
-class Attention(nn.Module):
-    """Stands for a layer's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = linear(WIDTH, WIDTH)
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return self.projection(hidden_states), None
-
-
 class Base(nn.Module):
-    """Stands for the model below a language model's head."""
+    """Stands for a model, or a part of one, below a language model's head; and for its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: Any) -> None:
         super().__init__()
+        self.__dict__["parts"] = frozenset(name for one in real.modules() for name in one._modules)
+        numbers = {name: value for name, value in vars(real).items() if type(value) in (int, float)}
+        self.__dict__.update(numbers)
         self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        own = name in self.__dict__.get("_modules", ())
+        return self if not own and name in self.__dict__["parts"] else super().__getattr__(name)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+    def forward(self, input_ids: Any = None, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=self.embedding(input_ids))
+        class Output(BaseModelOutputWithPast):
+            """With whatever a wrapper asks its model for."""
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+
+        if not isinstance(input_ids, Tensor):
+            input_ids = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
+        return Output(last_hidden_state=self.embedding(input_ids.long()))
 
 
 @contextlib.contextmanager
@@ -104,6 +141,8 @@ def _undisturbed() -> Iterator[None]:
 def disagreement(
     make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]],
     swap: Callable[[nn.Module], Swap],
+    half: bool = False,
+    without: str = "",
 ) -> str:
     """What differs between a miniature and the same with its ``forward`` swapped, result or
     gradients; "" if nothing does.
@@ -111,6 +150,9 @@ def disagreement(
     Args:
         make: gives a miniature, and arguments for it.
         swap: gives the replacements for it.
+        half: compare the results in bfloat16, too, and the module in training mode with itself: a
+            function for dropout is no part of it.
+        without: the output that the replacement must not compute.
     """
     try:
         with _undisturbed():
@@ -119,21 +161,41 @@ def disagreement(
             other = copy.deepcopy(module)
             for part, forward in swap(other):
                 part.forward = forward
-            actual = _run(other, args, kwargs)
+            actual = _run(other, args, kwargs, without)
+            if half:
+                trained = _run(module.train(), args, kwargs)[0]
+                if not torch.allclose(trained, expected[0], _TOLERANCE, _TOLERANCE):
+                    return "in training it drops something, or computes something else"
+                module.eval()
+                expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
+                actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
     except Exception as error:  # whatever another release's code may raise
-        return (
-            f"its code did not run on a small input: {type(error).__name__}:"
-            f" {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        return failure(error)
     if len(expected) != len(actual):
         return "on a small input it gives other tensors than the replacement"
     for a, b in zip(actual, expected, strict=True):
-        if a.shape != b.shape or not torch.allclose(a, b, _TOLERANCE, _TOLERANCE):
+        if a.dtype != b.dtype:
+            return f"it gives {b.dtype}, and the replacement {a.dtype}"
+        rounding = _TOLERANCE if a.dtype == torch.float32 else 0.03
+        if a.shape != b.shape or not torch.allclose(a, b, rounding, rounding):
             return "on a small input it computes something else than the replacement"
     return ""
 
 
-def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def failure(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"its code did not run on a small input: {type(error).__name__}: {text}"
+
+
+def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+    )
+
+
+def _run(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without: str = ""
+) -> list[Tensor]:
     inputs = [
         (
             x.detach().clone().requires_grad_()
@@ -143,6 +205,8 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for x in args
     ]
     result = module(*inputs, **kwargs)
+    if without and result.get(without) is not None:
+        raise RuntimeError(f"the replacement has {without}, too")
     output = (
         result
         if isinstance(result, Tensor)
@@ -154,7 +218,8 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     sources = [
         x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad
     ]
-    gradients = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
+    total = (output.float() * weights).sum()
+    gradients = torch.autograd.grad(total, sources, allow_unused=True)
     return [
         output.detach(),
         *(

@@ -1,19 +1,22 @@
 """Rotary embedding inside of transformers' attention: the class's own ``forward``, with another
-``apply_rotary_pos_emb`` among the names that it sees."""
+function among the names that it sees."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..generation import state
 from ..ops.rope import rotary_embedding
 from .forwards import plain, replacement
+from .probe import LENGTH, WIDTH, Miniature
 
-_NAME = "apply_rotary_pos_emb"
 _TABLES = "_flexops_tables"
 """The attribute by which cosines of a decode step name the tables that they are from."""
 _FIXED = ("default", "linear", "llama3", "yarn")
@@ -25,51 +28,240 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length,
     rotary_dim]``, each number twice."""
-    later = getattr(cos, _TABLES, None)
-    if later is not None:  # a decode step: attention rotates what it appends
-        state.rotate_later(*later)
-        return q, k
     if unsqueeze_dim == 2:
         q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
     return rotary_embedding(q, k, cos, sin)
 
 
-def original(cls: type[nn.Module]) -> Callable[..., Any] | None:
-    """The function that a class's ``forward`` calls, if it calls one of that name."""
-    forward = cls.forward
-    return (
-        forward.__globals__.get(_NAME)
-        if isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names
-        else None
+# ---- what modeling files have --------------------------------------------------------------------
+# Each takes (q, k, cos, sin, unsqueeze_dim, sections).
+
+
+def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    later = getattr(cos, _TABLES, None)
+    if later is not None:  # a decode step: attention rotates what it appends
+        state.rotate_later(*later)
+        return q, k
+    return apply_rotary_pos_emb(q, k, cos, sin, dim)
+
+
+def _neighbours(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """Pairs are neighbours, and so are the tables' equal numbers."""
+    if dim == 2:
+        q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
+        return q.transpose(1, 2), k.transpose(1, 2)
+    return rotary_embedding(q, k, cos, sin, interleaved=True)
+
+
+def _neighbours_of_halves(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """The same with the tables of :func:`_half`."""
+    half = cos.shape[-1] // 2
+    cos, sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
+    return _neighbours(q, k, cos, sin, dim, None)
+
+
+def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """Neighbours are put half of the width apart, and rotated there: DeepSeek."""
+    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return apply_rotary_pos_emb(q, k, cos, sin, dim)
+
+
+def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """The tables have each number once: gpt-oss."""
+    cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
+    return apply_rotary_pos_emb(q, k, cos, sin, dim)
+
+
+def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """By the negative angle: nanochat."""
+    return apply_rotary_pos_emb(q, k, cos, -sin, dim)
+
+
+def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    """Neighbours among the last numbers of each head, by tables that have each number once:
+    DeepSeek V4."""
+    width = 2 * cos.shape[-1]
+    (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    of_q, of_k = _neighbours(of_q, of_k, cos, sin, dim, None)
+    return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
+
+
+def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
+    """Tables of time, height and width, of each of which a part of the width is taken: Qwen-VL."""
+    cos, sin = (
+        torch.cat([m[i % 3] for i, m in enumerate(table.split(list(sections) * 2, -1))], -1)
+        for table in (cos, sin)
     )
+    return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 
-_made: dict[type, Callable[..., Any]] = {}
+def _flat(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
+    """``[length, heads, width]`` and tables ``[length, width]``: vision."""
+    q, k = rotary_embedding(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+_VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "half": (_half, "halves", 3),
+    "neighbours": (_neighbours, "neighbours", 3),
+    "neighbours of halves": (_neighbours_of_halves, "halves", 3),
+    "sorted": (_sorted, "halves", 3),
+    "short": (_short, "once", 3),
+    "backward": (_backward, "halves", 3),
+    "trailing": (_trailing, "few", 3),
+    "sections": (_sections, "halves", 4),
+    "flat": (_flat, "halves", 2),
+}
+"""Each with how its tables repeat their numbers, and how many dimensions they have."""
+_NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim", "mrope_section")
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """Also of what HF's kernels make of a function: a module."""
+    return inspect.signature(getattr(function, "forward", function))
+
+
+def _slots(function: Any) -> dict[str, str] | None:
+    """Which of a function's arguments stands for which of ours; None if it has none of them."""
+    found = {}
+    for name in _signature(function).parameters:
+        kind = "mrope_section" if "section" in name else name.split("_")[0][:3].strip("_")
+        kind = "unsqueeze_dim" if name == "unsqueeze_dim" else kind
+        kind = {"que": "q", "xq": "q", "xk": "k", "key": "k", "x": "q", "ten": "q"}.get(kind, kind)
+        if kind in _NAMES:
+            found[kind] = name
+    return found if {"q", "cos", "sin"} <= found.keys() else None
+
+
+@functools.cache
+def _original(forward: Any) -> tuple[str, Any] | None:
+    """The name and function that a class's code calls."""
+    if not isinstance(forward, types.FunctionType):
+        return None
+    for name in forward.__code__.co_names:
+        found = forward.__globals__.get(name)
+        if "rotary" in name and callable(found) and _slots(found) is not None:
+            return name, found
+    return None
+
+
+def original(module: Any) -> Any:
+    """The function for rotary embedding that a module's ``forward`` calls; None if it has none."""
+    if isinstance(module, Rotation):
+        return module.function
+    cls = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    found: Any = _original(cls.__dict__["forward"])
+    return found[1] if found else None
+
+
+def replaced(function: Any, kind: str) -> Callable[..., Any]:
+    """Ours with the arguments of a function; one without keys rotates queries only."""
+    (ours, _, dims), signature = _VARIANTS[kind], _signature(function)
+    slots = _slots(function) or {}
+    order, alone = list(signature.parameters), "k" not in slots
+    dim = signature.parameters[slots["unsqueeze_dim"]].default if "unsqueeze_dim" in slots else 1
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(order, args, strict=False)) | kwargs
+        found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
+        q, k, cos, sin, at, sections = found
+        at = dim if at is None else at
+        if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
+            cos, sin, at = cos[None], sin[None], 1
+        if at not in (1, 2) or cos.dim() != dims or q.dim() != (3 if dims == 2 else 4):
+            return function(*args, **kwargs)
+        if alone:
+            return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
+        return ours(q, k, cos, sin, at, sections)
+
+    return rotate
+
+
+class Rotation(nn.Module):
+    """What is probed is the function that the attention calls."""
+
+    def __init__(self, function: Any, partial: bool = False) -> None:
+        super().__init__()
+        self.function, self.partial = function, partial
+
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, call: Any = None, sections: Any = None
+    ) -> Tensor:
+        slots, found = _slots(self.function) or {}, []
+        few = cos.shape[-1] // 4
+        for partial in (False, True)[: 2 if self.partial else 1]:
+            tables = {"cos": cos.detach(), "sin": sin.detach()}
+            if partial:
+                tables = {name: one[..., :few].repeat(1, 1, 2) for name, one in tables.items()}
+            given = {"q": q, "k": k, **tables, "mrope_section": sections}
+            named = {slots[name]: value for name, value in given.items() if name in slots}
+            made = (call or self.function)(**named)
+            found += [made] if isinstance(made, Tensor) else list(made)
+        return torch.cat([x.flatten() for x in found])
+
+
+def variants(function: Any) -> Iterator[str]:
+    slots = _slots(function) or {}
+    for kind, (_, __, dims) in _VARIANTS.items():
+        flat = dims == 2 and ("unsqueeze_dim" in slots or "k" not in slots)
+        if not flat and ("mrope_section" in slots) == (dims == 4):
+            yield kind
+
+
+def miniature(function: Any, kind: str) -> Miniature:
+    slots, signature = _slots(function) or {}, _signature(function)
+    _, repeats, dims = _VARIANTS[kind]
+    angles = torch.rand(*(3, 2)[4 - dims :], LENGTH, WIDTH // 2) * 6.3
+    if repeats == "halves":
+        angles = torch.cat([angles, angles], -1)
+    elif repeats == "neighbours":
+        angles = angles.repeat_interleave(2, -1)
+    elif repeats == "few":
+        angles = angles[..., : WIDTH // 4]
+    q, k = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (4, 2))
+    if dims == 2:
+        q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    elif "unsqueeze_dim" in slots and signature.parameters["unsqueeze_dim"].default == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    options = {"sections": (1, 1, 2)} if dims == 4 else {}
+    args, made = (q, k, angles.cos(), angles.sin()), Rotation(function)
+    if repeats == "halves" and dims == 3:
+        try:
+            Rotation(function, True)(*args)
+            made.partial = True
+        except (RuntimeError, IndexError, ValueError):  # it rotates all of a head
+            pass
+    return made, args, options
+
+
+_made: dict[tuple[type, str], Callable[..., Any]] = {}
 """The code of each class, seeing our function. No cache of functools', which torch.compile would
 look into."""
 
 
-def prepare(cls: Any) -> None:
+def prepare(cls: Any, kind: str) -> None:
     """Make the code of a class."""
-    forward = cls.forward
-    assert isinstance(forward, types.FunctionType)
-    names = {**forward.__globals__, _NAME: apply_rotary_pos_emb}
+    forward = cls.__dict__["forward"]
+    found = _original(forward)
+    assert found is not None
+    names = {**forward.__globals__, found[0]: replaced(found[1], kind)}
     del names["__name__"]  # by which torch.compile would look the names up in the module
     made = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
     made.__kwdefaults__ = forward.__kwdefaults__
-    _made[cls] = made
+    _made[cls, kind] = made
 
 
 @replacement
-def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def attention(module: nn.Module, *args: Any, kind: str, **kwargs: Any) -> Any:
     """The forward pass of an attention module."""
-    cls = type(module)
-    if cls not in _made:  # in a process that has unpickled the module
-        prepare(cls)
-    return _made[cls](module, *args, **kwargs)
+    cls = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    if (cls, kind) not in _made:  # in a process that has unpickled the module
+        prepare(cls, kind)
+    return _made[cls, kind](module, *args, **kwargs)
 
 
 # ---- the angles of a decode step -----------------------------------------------------------------

@@ -13,8 +13,10 @@ from .. import _toml
 from ..errors import TargetError
 from ..toolchain.compat import Rules, rules
 from ..toolchain.version import Version
-from . import conda, validate
+from .conda import faults as faults_of_variants
+from .conda import parse as parse_variants
 from .model import Accelerator, Matrix, Target
+from .validate import LEAST_PYTHON, MACHINES, Fault, meaning, missing, structure
 
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "matrix.toml")
 
@@ -40,26 +42,26 @@ def read(path: str | os.PathLike[str]) -> Matrix:
 def parse(document: Document, facts: Rules) -> Matrix:
     """Check ``document`` against itself and the ``facts`` about toolkits, and type it. Raises one
     ``TargetError`` with all that is wrong."""
-    faults = validate.structure(document)
+    faults = structure(document)
     targets = []
     if not faults:  # what a field means can only be judged where it has the right type
         for row in document["target"]:
             merged = _merged(document, row)
-            missing = validate.missing(merged)
-            faults += missing
-            if not missing:
+            absent = missing(merged)
+            faults += absent
+            if not absent:
                 target = _target(document, merged)
-                faults += validate.meaning(target, row["toolkit"], document["torch"], facts)
+                faults += meaning(target, row["toolkit"], document["torch"], facts)
                 targets.append(target)
         faults += _across_rows(targets)
-        faults += [validate.Fault(*fault) for fault in conda.faults(document, facts)]
+        faults += [Fault(*fault) for fault in faults_of_variants(document, facts)]
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise TargetError(
             f"the matrix of targets has {count}:\n  " + "\n  ".join(map(str, faults)),
             fix="edit flexops/targets/matrix.toml",
         )
-    return Matrix(tuple(targets), conda.parse(document))
+    return Matrix(tuple(targets), parse_variants(document))
 
 
 def _merged(document: Document, row: Document) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _target(document: Document, row: Document) -> Target:
         python=row["python"],
         python_range=_python_range(torch),
         ninja=row["ninja"],
-        machines=tuple(row.get("machines", validate.MACHINES[:1])),
+        machines=tuple(row.get("machines", MACHINES[:1])),
         host_compiler=tuple(row["host_compiler"]),
         least_driver=row.get("least_driver", ""),
         build_base=row["build_base"],
@@ -102,21 +104,19 @@ def _target(document: Document, row: Document) -> Target:
 def _python_range(torch: Document) -> tuple[str, str]:
     """Where torch and flexops both run."""
     oldest, newest = torch.get("python", ("", ""))
-    least = validate.LEAST_PYTHON
+    least = LEAST_PYTHON
     return (str(least) if not oldest or Version.parse(oldest) < least else oldest, newest)
 
 
-def _across_rows(targets: list[Target]) -> list[validate.Fault]:
+def _across_rows(targets: list[Target]) -> list[Fault]:
     counts = Counter(target.id for target in targets)
     faults = [
-        validate.Fault(f"target {name}", "id", f"{count} rows have it")
+        Fault(f"target {name}", "id", f"{count} rows have it")
         for name, count in counts.items()
         if count > 1
     ]
     if targets and not any(target.accelerator == "cpu" for target in targets):
         faults.append(
-            validate.Fault(
-                "target", "accelerator", "no row is for cpu, which every machine falls back to"
-            )
+            Fault("target", "accelerator", "no row is for cpu, which every machine falls back to")
         )
     return faults

@@ -1,5 +1,5 @@
 """The CPU's levels of instructions: each has kernels of its own, compiled from the same source, and
-a machine runs one of them by itself."""
+a machine runs only one of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def at_each_isa(device: str) -> Iterator[AbstractContextManager[object]]:
 
 def every_level(test: Callable[..., None]) -> Callable[..., None]:
     """For a test that takes a device: on the CPU it runs with the kernels of each level, because
-    the machine's own level tells nothing of the others."""
+    the machine's own level says nothing of the others."""
 
     @functools.wraps(test)
     def run_at_each(*args: Any, device: str, **kwargs: Any) -> None:

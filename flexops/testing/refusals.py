@@ -26,7 +26,7 @@ class Refusals:
                     case.call(*args[:position], wrong, *args[position + 1 :])
 
     def test_refuses_tensors_elsewhere_by_name(self, case: Case, device: str) -> None:
-        """Each by itself: a kernel would take the address of what is not there, and a fake kernel
+        """Each alone: a kernel would take the address of a missing tensor, and a fake kernel
         would compute nothing."""
         args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
         positions = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]

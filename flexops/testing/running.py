@@ -80,7 +80,7 @@ def run(function: Callable[..., Any], args: Args, differentiable: Sequence[int] 
 
 def run_in_place(case: Case, args: Args, given: list[Tensor]) -> Result:
     """Like ``run``, on these very tensors and with output gradients that are there: no copy from
-    the host, which stream capture would refuse."""
+    the host, which stream capture would reject."""
     outputs = tensors_of(case.call(*args))
     gradients: tuple[Tensor | None, ...] = ()
     if case.differentiable:

@@ -1,4 +1,4 @@
-"""What to tell someone whose toolchain lacks something: found, required, and the command that fixes
+"""Errors of a toolchain that lacks something: found, required, and the command that fixes
 it. Pure."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def missing(toolchain: Toolchain, device: Literal["cpu", "cuda"] = "cuda") -> ToolchainError | None:
-    """The first thing that a build for this device type needs and this toolchain has not got, as an
+    """The first thing that a build for this device type requires and this toolchain lacks, as an
     error to raise; None when all is there."""
     error = _missing(toolchain, device)
     # which has no compiler on purpose, and no user who may install one

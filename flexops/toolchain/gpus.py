@@ -175,7 +175,7 @@ class _NvmlError(Exception):
 
 
 def _from_nvml() -> Machine | None:
-    """What NVML says; None when its library is not there or does not answer."""
+    """What NVML says; None when its library is missing or does not answer."""
     try:
         with _nvml() as library:
             return Machine(

@@ -79,7 +79,7 @@ def read(path: str, context: SearchContext) -> HostCompiler | Rejected | None:
     try:
         version, identity = context.ask("c++", path)
     except FileNotFoundError:
-        return Rejected("C++ compiler", Path(path), "CXX names it, but it is not there")
+        return Rejected("C++ compiler", Path(path), "CXX names it, but it is missing")
     except (OSError, ValueError) as error:
         return Rejected("C++ compiler", Path(path), str(error))
     kind: Literal["gcc", "clang"] = "gcc" if identity.startswith("gcc") else "clang"

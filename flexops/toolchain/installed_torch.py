@@ -167,7 +167,7 @@ def _configured() -> Iterator[str]:
 
 
 def imported_torch() -> TorchBuild | None:
-    """What the torch in this process says of itself; None when it is not there or only half
+    """What the torch in this process says of itself; None when it is missing or only half
     imported."""
     torch: Any = sys.modules.get("torch")
     try:

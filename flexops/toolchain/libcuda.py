@@ -47,7 +47,7 @@ class Driver:
             self._check(self.library.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device))
         except DriverError as error:
             raise NativeUnavailableError(
-                f"the driver does not tell what GPU {device} is",
+                f"the driver does not report what GPU {device} is",
                 found=str(error),
                 fix="flexops doctor",
             ) from None

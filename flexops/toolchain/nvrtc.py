@@ -2,7 +2,7 @@
 version; where there is none, an nvcc.
 
 NVRTC is a library of CUDA's (libnvrtc) and needs another one beside it (libnvrtc-builtins), whose
-name also tells the version to the minor.
+name also has the version to the minor.
 """
 
 from __future__ import annotations

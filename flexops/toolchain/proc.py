@@ -224,8 +224,8 @@ class JsonChild:
 
     Attributes:
         alive: whether it can be asked.
-        end: of one that ended by itself, its exit status (below 0: the signal), and what it wrote
-            to standard error.
+        end: of one that was not stopped here, its exit status (below 0: the signal), and what it
+            wrote to standard error.
     """
 
     def __init__(self, script: Path, *arguments: str, hears: bool = True) -> None:

@@ -116,7 +116,7 @@ def _read(path: str, context: SearchContext, kind: str) -> Tool | Rejected:
     try:
         version, identity = context.ask(kind, path)
     except FileNotFoundError:
-        return Rejected(kind, Path(path), "it is not there")
+        return Rejected(kind, Path(path), "it is missing")
     except (OSError, ValueError) as error:
         return Rejected(kind, Path(path), str(error))
     return Tool(Path(path), version, identity)

@@ -8,10 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 directory=${1:?attach_to_release.sh DIR}
 tag=${GITHUB_REF#refs/tags/}
-[[ $tag == v* ]] || { printf 'GITHUB_REF is %s, and no tag of a release\n' "${GITHUB_REF:-not set}" >&2 && exit 2; }
+[[ $tag == v* ]] ||
+  { printf 'GITHUB_REF is %s, and no tag of a release\n' "${GITHUB_REF:-not set}" >&2 && exit 2; }
 
 if ! gh release view "$tag" >/dev/null 2>&1; then
-  python3 scripts/release.py notes "${tag#v}" | gh release create "$tag" --draft --verify-tag --title "flexops ${tag#v}" --notes-file -
+  python3 tools/flexops_tools/release.py notes "${tag#v}" |
+    gh release create "$tag" --draft --verify-tag --title "flexops ${tag#v}" --notes-file -
 fi
 find "$directory" -name '*.conda' | sort | while read -r package; do
   named=$directory/$(basename "$(dirname "$package")")--${package##*/}

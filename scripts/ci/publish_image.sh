@@ -45,7 +45,7 @@ build() {
     x86_64) platform=linux/amd64 ;;
     aarch64) platform=linux/arm64 ;;
   esac
-  VERSION=$(python3 scripts/release.py version)
+  VERSION=$(python3 tools/flexops_tools/release.py version)
   REVISION=$(git rev-parse HEAD)
   CREATED=$(git show --no-patch --format=%cI HEAD)
   SOURCE=${GITHUB_SERVER_URL:-https://github.com}/${GITHUB_REPOSITORY:-flexops/flexops}

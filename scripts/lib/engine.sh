@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# A container engine for the tests of images, and mmdebstrap, with which they make a base image where no registry can be reached.
-#   sudo bash scripts/lib/engine.sh     installs (Debian, Ubuntu) and starts what is missing; does nothing where an engine answers
+# A container engine for the tests of images, and mmdebstrap, with which they make a base image
+# where no registry can be reached.
+#   sudo bash scripts/lib/engine.sh     installs (Debian, Ubuntu) and starts what is missing; does
+#                                       nothing where an engine answers
 # For a script that sources this: `why_no_engine`, `start_engine [LOG]`, `stop_engine`.
 
 ENGINE_PID='' # of the engine that this script started
 
 engine_answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
-# why_no_engine: what keeps this machine from running an engine, whatever is installed on it; says nothing, and returns 1, if nothing does.
+# why_no_engine: what keeps this machine from running an engine, whatever is installed on it; says
+# nothing, and returns 1, if nothing does.
 why_no_engine() {
   engine_answers && return 1
   if [[ $(id -u) -ne 0 ]]; then
@@ -15,7 +18,8 @@ why_no_engine() {
   elif ! unshare --mount --net --pid --fork --mount-proc true 2>/dev/null; then
     printf 'this container may not make namespaces, which an engine needs (docker run --privileged)'
   elif ! _mounts_work; then
-    printf 'this container may not mount file systems, which an engine needs (docker run --privileged)'
+    printf 'this container may not mount file systems, which an engine needs'
+    printf ' (docker run --privileged)'
   elif ! grep -q cgroup /proc/mounts; then
     printf 'no cgroups are mounted here, which an engine needs (docker run --privileged)'
   elif ! _get_packages --download-only >&2; then
@@ -27,8 +31,10 @@ why_no_engine() {
 
 _mounts_work() { # what the engine's own file system does, in a mount namespace that goes away
   # shellcheck disable=SC2016 # for the inner shell
-  unshare --mount sh -c 'd=$(mktemp -d) && mount -t tmpfs none "$d" && mkdir "$d/l" "$d/u" "$d/w" "$d/m" \
-    && mount -t overlay none -o "lowerdir=$d/l,upperdir=$d/u,workdir=$d/w" "$d/m"; s=$?; umount -l "$d"; rmdir "$d"; exit $s' >/dev/null 2>&1
+  unshare --mount sh -c 'd=$(mktemp -d) && mount -t tmpfs none "$d" \
+    && mkdir "$d/l" "$d/u" "$d/w" "$d/m" \
+    && mount -t overlay none -o "lowerdir=$d/l,upperdir=$d/u,workdir=$d/w" "$d/m"
+    s=$?; umount -l "$d"; rmdir "$d"; exit $s' >/dev/null 2>&1
 }
 
 # _get_packages [OPTION]: install, or with --download-only fetch, what is missing.
@@ -40,7 +46,8 @@ _get_packages() {
   command -v apt-get >/dev/null || return 1
   apt-get update -q || return 1
   # Newer Debian has the client in a package of its own.
-  command -v docker >/dev/null || ! apt-cache show docker-cli >/dev/null 2>&1 || missing+=(docker-cli)
+  command -v docker >/dev/null || ! apt-cache show docker-cli >/dev/null 2>&1 ||
+    missing+=(docker-cli)
   DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@" "${missing[@]}"
 }
 
@@ -50,7 +57,8 @@ start_engine() {
   [[ $(id -u) -ne 0 ]] || _get_packages || return 1
   engine_answers && return 0
   mkdir -p "$(dirname "$log")"
-  # Without iptables or bridges (in a container, a small VM) the engine starts all the same; the tests' containers use the host's network.
+  # Without iptables or bridges (in a container, a small VM) the engine starts all the same; the
+  # tests' containers use the host's network.
   _dockerd "$log" || _dockerd "$log" --iptables=false --bridge=none || {
     printf 'the container engine does not start; the end of its log, %s:\n' "$log" >&2
     tail -n 5 "$log" >&2

@@ -3,7 +3,8 @@
 # newer, or a 3.10 whose pip carries a TOML reader; by uv's where there is no other. Requires ROOT.
 setup() {
   for _python in python3 python python3.15 python3.14 python3.13 python3.12 python3.11 python3.10 \
-    "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.*/bin/python3 "${HOME:-}"/.local/share/uv/python/*/bin/python3; do
+    "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.*/bin/python3 \
+    "${HOME:-}"/.local/share/uv/python/*/bin/python3; do
     if "$_python" -c 'import sys
 assert sys.version_info >= (3, 10)
 try: import tomllib

@@ -105,7 +105,7 @@ def answering(urls: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def without_credentials(text: str) -> str:
-    return re.sub(r"(\w+://)[^/@\s]*@", r"\1", text)
+    return re.sub(r"(\w+://)\S*@", r"\1", text)
 
 
 def _answers(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The parts of ``flexops_tools.channel`` that need no bindings: choosing an engine, explaining failures,
+"""The parts of ``flexops_tools.channel`` that need no bindings: choosing an engine,
 which variant a machine should get."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from flexops import targets
 from flexops.errors import ChannelError, SettingsError
 from flexops.settings import Settings
 from flexops_tools.channel import build, building, check, engine, run
-from flexops_tools.channel.explain import explain
 from flexops_tools.channel.place import Place, distribution
 
 CPU, CUDA129, CUDA130 = targets.load().variants
@@ -145,90 +144,6 @@ def test_which_variant_a_machine_should_get(cuda: str, there: str, variant: str)
     assert (
         check.expected(check.Machine("it", cuda), (CPU, CUDA129, CUDA130), there.split()) == variant
     )
-
-
-SOLVER = "Cannot solve the request because of: "
-
-
-@pytest.mark.parametrize(
-    ("output", "what", "found", "fix"),
-    [
-        (
-            f"noise\n{SOLVER}No candidates were found for rich >=13.\n\n",
-            "no channel has rich >=13",
-            "No candidates were found for rich >=13.",
-            "--from",
-        ),
-        (
-            (
-                f"{SOLVER}flexops * cannot be installed because there are no viable options:\n└─"
-                " flexops 0.1.0 would require\n   └─ __cuda >=13, for which no candidates were"
-                " found.\n"
-            ),
-            "this machine does not have __cuda >=13",
-            "would require",
-            "CONDA_OVERRIDE_CUDA",
-        ),
-        (
-            (
-                f"{SOLVER}The following packages are incompatible\n├─ pytorch 2.5.* can be"
-                " installed\n└─ flexops * cannot be installed\n"
-            ),
-            "the requirements cannot be met together",
-            "pytorch 2.5.*",
-            "loosen",
-        ),
-        (
-            (
-                "  running build_ext\n\n  flexops: quant-cpu does not compile\n    found: expected"
-                " ';'\n    fix: mend it\n    log: /x\n  error: subprocess\n"
-            ),
-            "quant-cpu does not compile",
-            "found: expected ';'",
-            "mend it",
-        ),
-        (
-            (
-                "+ flexops --version\nflexops 0.1\n+ pip check\nno rich\nScript failed with status"
-                " 1\nTest failed\n"
-            ),
-            "it was built, but its tests fail",
-            "+ pip check",
-            "log",
-        ),
-        ("+ make\nno rule\nScript failed with status 2\n", "its script failed", "no rule", "log"),
-        (
-            "failed to fetch a-1-0.conda\nCaused by: Invalid checksum\n",
-            "a package is damaged",
-            "a-1-0.conda: Caused by: Invalid checksum",
-            "again",
-        ),
-        (
-            "error sending request for url (https://x/repodata)\nCaused by: dns error\n",
-            "a channel cannot be reached",
-            "https://x",
-            "network",
-        ),
-        ("one\ntwo\n", "it failed", "two", "log"),
-    ],
-)
-def test_a_long_output_is_boiled_down(output: str, what: str, found: str, fix: str) -> None:
-    told = explain(output)
-    assert told.what == what
-    assert found in told.found
-    assert fix in told.fix
-
-
-def test_a_spec_that_rules_out_a_requirement_is_named() -> None:
-    output = (
-        f"{SOLVER}flexops * cannot be installed:\n└─ flexops 0.1.0 would require\n   └─ pytorch"
-        " >=2.11, for which no candidates were found.\n"
-    )
-    assert (
-        explain(output, ["flexops", "pytorch 2.5.*"]).what
-        == "pytorch 2.5.* rules out pytorch >=2.11, which is required"
-    )
-    assert explain(output, ["flexops"]).what == "no channel has pytorch >=2.11"
 
 
 def test_a_package_says_for_which_devices_it_is_compiled() -> None:

@@ -342,7 +342,7 @@ def test_where_no_folder_can_be_is_said_before_the_build(
     text: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flexops_tools.channel.building.engine.choose", lambda _: pytest.fail("it went on to build")
+        "flexops_tools.channel.building.choose", lambda _: pytest.fail("it went on to build")
     )
     with pytest.raises(ChannelError, match="the channel cannot be a folder here") as caught:
         build(VARIANTS[:1], Place.parse(text))

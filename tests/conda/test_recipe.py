@@ -171,7 +171,7 @@ def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(
     render: Callable[..., Rendered], tmp_path: Path
 ) -> None:
     """As docs/conda.md has it: no variants file beside the recipe, and nothing of what
-    conda-forge's pinning zips, which a rerender would refuse."""
+    conda-forge's pinning zips, which a rerender would reject."""
     told = (ROOT / "docs/conda.md").read_text().partition("### A feedstock")[2]
     own = told.partition("```yaml\n")[2].partition("```")[0]
     assert re.findall(r"^(\w+):", own, re.MULTILINE) == ["cuda_arch_list"]

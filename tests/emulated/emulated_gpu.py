@@ -1,7 +1,7 @@
 """For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors,
 CUDA's kernels compute, by a driver that runs them; and what tests of GPUs call ``cuda`` is the CPU.
 
-The process has ``tests/build/stand_in``'s libraries, and STAND_IN_TRANSLATOR
+The process has ``tests/support/stand_in``'s libraries, and STAND_IN_TRANSLATOR
 (``test_emulated_kernels.py`` starts it so).
 """
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build" / "stand_in"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support" / "stand_in"))
 from launch import OnGpu
 
 from flexops.build.load import loader, provider

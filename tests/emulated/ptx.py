@@ -746,7 +746,7 @@ extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, 
 
 
 def compile_library(source: Path, folder: Path) -> Path:
-    """The library of a PTX file; it is made if it is not there."""
+    """The library of a PTX file; it is made if it is missing."""
     text = source.read_text().rstrip("\0")
     header, compiler = Path(__file__).with_name("device.h"), os.environ.get("CXX", "g++")
     parts = [

@@ -4,7 +4,7 @@ a fiber (device.h).
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
 on a GPU of capability 8.0; that no thread touches memory which is not the call's, at an address
-that is not aligned, or shared memory that nobody has written; that threads come to the same
+that is not aligned, or shared memory that was not written; that threads come to the same
 barriers. What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions
 that only newer GPUs have (Hopper's kernels); and races only in so far as they show when threads run
 one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma``
@@ -241,11 +241,13 @@ STEPS = ("adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "narrow_sta
 FUNCTIONS = (
     "activation",
     "attention",
+    "causal_conv1d",
     "cross_entropy",
     "few_rows",
+    "logprobs",
     "norm",
     "quant",
-    "quant_fp8",
+    "fp8",
     "rope",
     "softmax",
 )
@@ -265,6 +267,14 @@ def test_attention_over_a_cache(machine: dict[str, str]) -> None:
     """Appends, rotates, looks up pages and attends."""
     selection = "small_cases and (several_tokens or a_token)"
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
+def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+    selection = "bfloat16 and (1-40 or 20-100 or exactly)"
+    assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 3
+
+
+@pytest.mark.slow
+def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+    assert emulated(machine, "tests/emulated/int4_linear.py") == 23
 
 
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
@@ -331,6 +341,19 @@ def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[s
         "any_head_dim and (192 or 256) and not reference and not dtype0",
         STAND_IN_GPUS="86",
     )
+
+
+GROUPED = (
+    "test_grouped_linear and (shape0 or shape2) and not dtype2 and (sizes0 or sizes3) or test_order"
+    " and not 5000 and not 3000 or test_gated_experts and (1-2-8 or 200-1-4) or do_not_match"
+    " or do_not_exist or spread_and_combine or test_routes and (4-4 or 130)"
+)
+
+
+@pytest.mark.slow
+def test_mixtures_of_experts(machine: dict[str, str]) -> None:
+    """Of GPUs' own tests, with tensors of the CPU: products by mma.sync, order, routes."""
+    assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
 
 
 # ---- people's own sources ------------------------------------------------------------------------

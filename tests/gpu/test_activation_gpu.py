@@ -3,19 +3,15 @@ rows have the same bits every time."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+import test_activation as on_cpu
 import torch
+from contract import ROUNDING
 from torch import Tensor
 
 from flexops.ops import _register
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-import test_activation as on_cpu
-from contract import ROUNDING
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,19 +3,15 @@ on a GPU is in tests/ops, marked ``gpu``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from flexops import optim
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from step_contract import assert_params_close, make_lists, make_params, step_alike
 from test_adam import TORCH_OPTIONS, TestAdam
+
+from flexops import optim
 
 pytestmark = pytest.mark.gpu
 STEP = TestAdam.step

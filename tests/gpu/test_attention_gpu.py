@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import score_mod_cases
 import torch
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 from torch import Tensor
 
 import flexops
@@ -25,10 +27,6 @@ from flexops.build.load import loader
 from flexops.ops import attention as attention_module
 from flexops.testing import accuracy
 from flexops.testing.comparing import size_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-import score_mod_cases
-from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)
@@ -42,7 +40,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Whatever a test draws is what it draws by itself, in any order."""
+    """Whatever a test draws is what it draws alone, in any order."""
     torch.manual_seed(20)
 
 
@@ -455,7 +453,7 @@ def test_strides(kind: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("way")
 def test_packed(columns: int, causal: bool) -> None:
-    """Each sequence is what it is by itself; some are empty on one side."""
+    """Each sequence gives what it gives alone; some are empty on one side."""
     torch.manual_seed(0)
     lengths_q, lengths_k = [100, 0, 333, 1, 128, 7], [100, 50, 400, 300, 7, 0]
     at_q, at_k = (

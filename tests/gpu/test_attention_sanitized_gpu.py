@@ -1,5 +1,5 @@
 """What ``flexops sanitize attention`` runs: every tiling of attention's kernels at odd lengths,
-small enough for compute-sanitizer, by itself as well."""
+small enough for compute-sanitizer, alone as well."""
 
 from __future__ import annotations
 

@@ -3,21 +3,17 @@ place and in chunks save."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cross_entropy_cases import assert_near, draw, size_of
 
 import flexops
 from flexops.bench.reference import OnReference
 from flexops.ops import cross_entropy as cross_entropy_module
 from flexops.ops import linear_cross_entropy as linear_cross_entropy_module
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from cross_entropy_cases import assert_near, draw, size_of
 
 pytestmark = pytest.mark.gpu
 CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 2048, 2055, 4096, 8192, 10007)

@@ -1,7 +1,7 @@
 """``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture.
 ``-s`` prints times, which are asserted nowhere.
 
-The figures: the first result of a kernel that nobody compiled before, and what a call of a small
+The figures: the first result of a kernel that was not compiled before, and what a call of a small
 tensor takes beside torch's own operator.
 """
 
@@ -43,7 +43,7 @@ template <typename T, bool mean> __global__ void row_sums(const T* x, T* out, in
 
 
 def fresh(source: str) -> str:
-    """The same code, as nobody compiled it before."""
+    """The same code, changed so that it was not compiled before."""
     return f"{source}\n// {uuid.uuid4()}\n"
 
 

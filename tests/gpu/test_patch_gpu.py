@@ -3,19 +3,15 @@ and chunks against the models' own eager attention."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import Tensor
 
 from flexops.patching import attention
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
 DEVICE = "cuda"

@@ -3,18 +3,11 @@ for any length and place."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-
-import flexops
-from flexops.ops import fp8 as fp8_module
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from test_quant_fp8 import (
+from test_fp8 import (
     CODES,
     DTYPES,
     E4M3,
@@ -24,6 +17,9 @@ from test_quant_fp8 import (
     dequantize,
     quantize,
 )
+
+import flexops
+from flexops.ops import fp8 as fp8_module
 
 pytestmark = pytest.mark.gpu
 

@@ -4,18 +4,14 @@ stream, for any size."""
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 import flexops
 from flexops.ops import quant as quant_module
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 pytestmark = pytest.mark.gpu
 MODES = [(bits, symmetric) for bits in (4, 8) for symmetric in (False, True)]

@@ -3,19 +3,15 @@ than 2^31 elements."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+import test_rope as on_cpu
 import torch
 from torch import Tensor
 
 import flexops
 from flexops.ops import rope as rope_module
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-import test_rope as on_cpu
 
 pytestmark = pytest.mark.gpu
 

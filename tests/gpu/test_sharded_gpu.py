@@ -6,15 +6,12 @@ python -m pytest tests/gpu/test_sharded_gpu.py -m gpu
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from test_sharded import FAMILIES, run_ranks
 
 from flexops.build.load import loader
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
-from test_sharded import FAMILIES, run_ranks
 
 
 @pytest.mark.gpu

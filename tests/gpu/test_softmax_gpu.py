@@ -4,18 +4,14 @@ layouts at which the ways change."""
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from softmax_cases import DTYPES, LENGTHS, assert_near, draw_lowest, draw_mask, draw_scores
 
 import flexops
 from flexops.ops import softmax as softmax_module
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
-from softmax_cases import DTYPES, LENGTHS, assert_near, draw_lowest, draw_mask, draw_scores
 
 pytestmark = pytest.mark.gpu
 LONG = (8192, 16384, 16385, 32767, 32768, 32769, 33000, 50257, 65536, 70001, 131072)

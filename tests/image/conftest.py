@@ -5,67 +5,24 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wheel_index
+from image_command import BASE, REPOSITORY, Image
 
 from flexops import targets
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BASE = "flexops-test-base:1"
 _STATE = REPOSITORY / ".flexops" / "tests"
 _ENGINE_HOW = (
     "sudo bash scripts/lib/engine.sh, which installs and starts one, then bash scripts/run_tests.sh"
     " -m image"
 )
-_NETWORK = "host"  # an engine in a container or a small virtual machine may have no other
-
-
-class Image:
-    """The command line on a checkout, with the base, index and network of these tests."""
-
-    def __init__(self, index_url: str) -> None:
-        bases = ["--build-base", BASE, "--runtime-base", BASE]
-        index = ["--index-url", index_url, "--accept-other-torch"]  # whose CPU index may be silent
-        self.build_options = [*bases, *index, "--network", _NETWORK]
-
-    def __call__(
-        self,
-        *arguments: str,
-        checkout: Path = REPOSITORY,
-        environment: dict[str, str] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        variables = self.environment(checkout, environment)
-        # In the checkout, because `python -m` looks for flexops in the working directory first.
-        return subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            cwd=checkout,
-            env=variables,
-            timeout=1800,
-            check=False,
-        )
-
-    def build(
-        self, *arguments: str, checkout: Path = REPOSITORY
-    ) -> subprocess.CompletedProcess[str]:
-        return self("build", *arguments, *self.build_options, checkout=checkout)
-
-    @staticmethod
-    def command(*arguments: str) -> list[str]:
-        return [sys.executable, "-m", "flexops", "image", *arguments]
-
-    @staticmethod
-    def environment(checkout: Path, extra: dict[str, str] | None = None) -> dict[str, str]:
-        path = f"{checkout}{os.pathsep}{checkout / 'tools'}"
-        return {**os.environ, "PYTHONPATH": path, **(extra or {})}
 
 
 @pytest.fixture(scope="session")
@@ -173,8 +130,31 @@ def private_index_url(wheels: Path) -> Iterator[str]:
         yield url
 
 
+def _has_buildkit(program: Path) -> bool:
+    """Whether a client has BuildKit: built in up to 22, by its plugin buildx from 23 on."""
+    plugin = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version (\d+)\.", version.stdout)
+    return plugin.returncode == 0 or (found is not None and int(found[1]) < 23)
+
+
 @pytest.fixture(scope="session")
-def image(index_url: str) -> Image:
+def docker_with_buildkit(
+    require: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The program docker is a client on PATH that has BuildKit."""
+    programs = [Path(folder, "docker") for folder in os.environ["PATH"].split(os.pathsep)]
+    having = next((one for one in programs if one.is_file() and _has_buildkit(one)), None)
+    require(having, "a docker with BuildKit", "apt-get install docker-buildx")
+    folder = tmp_path_factory.mktemp("client")
+    (folder / "docker").symlink_to(str(having))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield
+
+
+@pytest.fixture(scope="session")
+def image(index_url: str, docker_with_buildkit: None) -> Image:  # noqa: ARG001
     """The command line with this session's options."""
     return Image(index_url)
 

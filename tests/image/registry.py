@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Registry(ThreadingHTTPServer):
-    """``blobs`` by digest, ``manifests`` by ``name:tag``. With ``refuses`` it lets nobody push."""
+    """``blobs`` by digest, ``manifests`` by ``name:tag``. With ``refuses`` it rejects every push."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Api)

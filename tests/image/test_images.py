@@ -11,7 +11,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ from flexops_tools.images import (
     buildkit,
     checking,
     context,
-    dockerfile,
     engine,
     failure,
     listing,
@@ -127,32 +125,26 @@ def test_the_defaults_are_a_rows(row: targets.Target) -> None:
         assert re.search(rf'^ARG {name}="?{re.escape(value)}"?$', text, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dockerfiles_are_valid_for_the_classic_builder(path: Path) -> None:
-    text = dockerfile.without_secrets(path.read_text())
-    assert "\nRUN sh /opt/docker/fetch_wheels.sh\n" in text
-    assert not re.search(
-        r"^(RUN|COPY|ADD) .*--(mount|network|security|link|chmod|parents)", text, re.MULTILINE
-    )
-    assert "<<" not in text
-    assert not text.startswith("# syntax")
+def stages(path: Path) -> dict[str, str]:
+    """The text of each stage of a Dockerfile, by name."""
+    parts = re.split(r"(?m)^(?=FROM )", path.read_text())[1:]
+    return {part.splitlines()[0].split()[-1]: part for part in parts}
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path: Path) -> None:
-    _, found = dockerfile.stages(path.read_text())
-    by_name = {stage.name: stage for stage in found}
+    by_name = stages(path)
     secret = {
-        stage.name
-        for stage in found
-        if "INDEX_URL" in stage.text or "COPY docker/ca-certificates" in stage.text
+        name
+        for name, text in by_name.items()
+        if "INDEX_URL" in text or "COPY docker/ca-certificates" in text
     }
     assert secret == {"wheelhouse"}
     for kept in ("runtime", "dev"):
         base, chain = kept, []
         while base in by_name:
             chain.append(base)
-            base = by_name[base].text.split()[1]
+            base = by_name[base].split()[1]
         assert not secret & set(chain)
 
 
@@ -188,8 +180,6 @@ def test_credentials_of_an_index_are_a_secret_and_no_argument() -> None:
     assert [one for one in job.environment().values() if "s3cret" in one] == ["me:s3cret"]
     text = (ROOT / image_files.dockerfile_path("cpu")).read_text()
     assert f"RUN --mount=type=secret,id={buildkit.SECRET} sh" in text
-    for url in ("https://index.example/simple", "git@host:a/b", ""):
-        assert building.without_credentials(url) == (url, "")
 
 
 PROGRESS = """\
@@ -212,20 +202,13 @@ def docker(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the program, which writes its arguments and what reached it as a secret."""
     (folder / "progress").write_text(text)
     (folder / "docker").write_text(
-        f'#!/bin/sh\necho "$@" >{folder}/called\n'
+        f'#!/bin/sh\necho "$@" >>{folder}/called\n'
         f"echo $DOCKER_BUILDKIT $FLEXOPS_INDEX_CREDENTIALS >{folder}/environment\n"
         "while [ $# -gt 0 ]; do [ $1 != --iidfile ] || echo sha256:9 >$2; shift; done\n"
         f"cat {folder}/progress\n! grep -q ERROR {folder}/progress\n"
     )
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
-def packed_file() -> io.BytesIO:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        archive.add(ROOT / "LICENSE", "LICENSE")
-    return out
 
 
 def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +220,7 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     def report(step: Step, line: str) -> None:
         told.append((step.number, line))
 
-    done = buildkit.build(job, packed_file(), log, report)
+    done = buildkit.build(job, str(tmp_path), log, report)
     assert done.failed
     assert (tmp_path / "environment").read_text() == "1 me:s3cret\n"
     assert "s3cret" not in (tmp_path / "called").read_text()
@@ -247,10 +230,34 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert error.found == "quant-cpu could not be built"
     assert error.fix == "correct a.cpp"
     docker(tmp_path, PROGRESS.partition("#5 ERROR")[0], monkeypatch)
-    done = buildkit.build(job, packed_file(), log, None)
+    done = buildkit.build(job, str(tmp_path), log, None)
     assert (done.failed, done.image) == (False, "sha256:9")
     assert done.ran("-m flexops.build")
     assert not done.ran("FROM")
+
+
+def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
+    done = buildkit.Done()
+    for line in (
+        "#9 [toolchain 3/3] RUN sh check_base.sh hipcc",
+        "#9 0.201 flexops: this base image has no hipcc",
+        "#9 ERROR: executor failed running [/bin/sh -c sh check_base.sh]: exit code: 1",
+        "#7 [installed 3/6] RUN sh install_packages.sh",
+        "#7 CANCELED",
+    ):
+        done.take(line)
+    assert done.step
+    assert "no hipcc" in failure.explain("rocm72", done.step, done.error).found
+
+
+@pytest.mark.parametrize(("runtime", "option"), [("r/no:such", "--runtime-base"), ("x", "--build")])
+def test_a_base_that_cannot_be_had_is_named(runtime: str, option: str) -> None:
+    done = buildkit.Done(runtime_base=runtime)
+    done.take("#3 [internal] load metadata for docker.io/r/no:such")
+    done.take('#3 ERROR: failed to do request: Head "https://r": dial tcp: lookup r: no such host')
+    error = failure.explain("cpu", done.step, done.error)
+    assert "r/no:such" in error.required
+    assert option in error.fix
 
 
 @pytest.mark.parametrize(
@@ -258,19 +265,18 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     [
         "ERROR: BuildKit is enabled but the buildx component is missing or broken.",
         "Error: ERROR: buildkit not supported by daemon",
-        "unknown flag: --secret ERROR",
         None,
     ],
 )
-def test_without_buildkit_credentials_are_refused(
+def test_a_docker_without_buildkit_is_rejected(
     said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if said:
         docker(tmp_path, said + "\n", monkeypatch)
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageError, match="need BuildKit") as caught:
-        buildkit.build(buildkit.Job({}, "me:s3cret"), packed_file(), io.StringIO(), None)
+    with pytest.raises(ImageError, match="images are built by BuildKit") as caught:
+        buildkit.build(buildkit.Job({}, "me:s3cret"), str(tmp_path), io.StringIO(), None)
     assert caught.value.found
     assert "docker-buildx" in caught.value.fix
 
@@ -358,7 +364,7 @@ def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with
     path: Path,
 ) -> None:
     """Or it would compile them again: what compilers read is part of a library's key."""
-    by_name = {stage.name: stage.text for stage in dockerfile.stages(path.read_text())[1]}
+    by_name = stages(path)
     assert by_name["wheel"].startswith("FROM kernels ")
     assert "ENV SOURCE_DATE_EPOCH=" in by_name["kernels"]
     assert set(re.findall(r"[A-Z_]+(?==)", by_name["wheel"])) <= {
@@ -371,12 +377,8 @@ def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with
 
 def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> None:
     """The stage `kernels` has a part of the package only, which must do."""
-    (kernels,) = (
-        stage
-        for stage in dockerfile.stages(DOCKERFILES[0].read_text())[1]
-        if stage.name == "kernels"
-    )
-    for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels.text, re.MULTILINE):
+    kernels = stages(DOCKERFILES[0])["kernels"]
+    for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels, re.MULTILINE):
         for source in ROOT.glob(wanted):
             copy = shutil.copytree if source.is_dir() else shutil.copy
             (tmp_path / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
@@ -523,43 +525,8 @@ def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_only_what_a_stage_needs_is_sent(path: Path) -> None:
-    names = [
-        stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "runtime"))[1]
-    ]
-    assert names == [
-        "toolchain",
-        "wheelhouse",
-        "environment",
-        "unseeded",
-        "seed",
-        "kernels",
-        "wheel",
-        "installed",
-        "check",
-        "runtime",
-    ]
-    names = [stage.name for stage in dockerfile.stages(dockerfile.only(path.read_text(), "dev"))[1]]
-    assert names == [
-        "toolchain",
-        "wheelhouse",
-        "environment",
-        "unseeded",
-        "seed",
-        "kernels",
-        "wheel",
-        "developing",
-        "listed",
-        "dev",
-    ]
-    with pytest.raises(ImageError, match="nowhere"):
-        dockerfile.only(path.read_text(), "nowhere")
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_everything_copied_is_in_the_context(path: Path) -> None:
-    with tarfile.open(fileobj=_packed(None)) as packed:
-        sent = set(packed.getnames())
+def test_everything_copied_is_in_the_context(path: Path, tmp_path: Path) -> None:
+    sent = sent_files(tmp_path)
     for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
         for source in line.split()[:-1]:
             if "$" not in source and "[" not in source:
@@ -568,12 +535,10 @@ def test_everything_copied_is_in_the_context(path: Path) -> None:
                 )
 
 
-def test_nothing_else_is_sent() -> None:
-    with tarfile.open(fileobj=_packed(None)) as packed:
-        names = packed.getnames()
+def test_nothing_else_is_sent(tmp_path: Path) -> None:
     assert not [
         name
-        for name in names
+        for name in sent_files(tmp_path)
         if name.startswith((".git", "tests", "docs", "scripts", ".flexops"))
         or "__pycache__" in name
     ]
@@ -582,19 +547,16 @@ def test_nothing_else_is_sent() -> None:
 def test_the_ca_bundle_of_one_build(tmp_path: Path) -> None:
     bundle = tmp_path / "ca.pem"
     bundle.write_text("-----BEGIN CERTIFICATE-----\n")
-    with tarfile.open(fileobj=_packed(bundle)) as packed:
-        assert "docker/ca-certificates/this-build.crt" in packed.getnames()
+    assert "docker/ca-certificates/this-build.crt" in sent_files(tmp_path / "context", bundle)
     for wrong in (tmp_path / "missing.pem", ROOT / "pyproject.toml"):
         with pytest.raises(ImageError, match="CA bundle"):
-            _packed(wrong)
+            sent_files(tmp_path / "other", wrong)
 
 
-def _packed(bundle: Path | None) -> io.BytesIO:
+def sent_files(folder: Path, bundle: Path | None = None) -> set[str]:
     pytest.importorskip("docker.utils.build")
-    out = io.BytesIO()
-    context.pack(ROOT, "FROM scratch AS x\n", bundle, out)
-    out.seek(0)
-    return out
+    context.write(ROOT, "FROM scratch AS x\n", bundle, folder)
+    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -630,7 +592,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
         (
             RUN,
             "OSError: [Errno 28] No space left on device",
-            "returned a non-zero code: 1",
+            "exit code: 1",
             "disk is full",
             "docker system prune",
         ),
@@ -663,7 +625,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             "lacks a package",
             "--index-url",
         ),
-        (RUN, "", "returned a non-zero code: 137", "want of memory", "--jobs 1"),
+        (RUN, "", "did not complete successfully: exit code: 137", "want of memory", "--jobs 1"),
         (
             RUN,
             "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
@@ -681,7 +643,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
         (
             RUN,
             "",
-            "('Connection aborted.', RemoteDisconnected('...'))",
+            "failed to receive status: rpc error: code = Unavailable desc = EOF",
             "engine went away",
             "systemctl start docker",
         ),
@@ -737,11 +699,11 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tools'}"},
         check=False,
     )
-    assert "this needs the docker SDK" in done.stderr
-    assert "pip install './tools[images]'" in done.stderr
+    assert "the docker SDK for Python is missing" in done.stderr
+    assert "pip install ./tools" in done.stderr
 
 
-# ---- a build on a fake engine --------------------------------------------------------------------
+# ---- a build by a stand-in for docker -----------------------------------------------------------
 
 
 class FakeImage:
@@ -775,36 +737,18 @@ class FakeContainer:
 
 
 class FakeClient:
-    """An engine that tells a story."""
+    """An engine that has every image, and makes one with labels."""
 
-    def __init__(self, events: list[Any]) -> None:
-        self.events, self.image, self.closed, self.options = events, FakeImage(), False, {}
-        self.kept: list[tuple[str, str]] = []
-        self.labelled = ""
-        self.containers = SimpleNamespace(
-            create=lambda *_, **__: FakeContainer(json.dumps(facts(CUDA).as_dict()))
-        )
-        self.api, self.images = (
-            SimpleNamespace(build=self.build),
-            SimpleNamespace(get=lambda _: self.image),
-        )
+    def __init__(self) -> None:
+        self.image, self.labelled = FakeImage(), ""
+        said = json.dumps(facts(CUDA).as_dict())
+        self.containers = SimpleNamespace(create=lambda *_, **__: FakeContainer(said))
+        self.images = SimpleNamespace(get=lambda _: self.image)
+        self.api = SimpleNamespace(build=self.build)
 
-    def build(self, **options: Any) -> Iterator[dict[str, Any]]:
-        if "tag" in options:
-            self.kept.append((options["tag"], options["fileobj"].read().decode()))
-            return
-        if "custom_context" not in options:
-            self.labelled = options["fileobj"].read().decode()
-            yield {"aux": {"ID": "sha256:3"}}
-            return
-        self.options = options
-        for event in self.events:
-            if isinstance(event, BaseException):
-                raise event
-            yield event
-
-    def close(self) -> None:
-        self.closed = True
+    def build(self, fileobj: io.BytesIO, **_: Any) -> Iterator[dict[str, Any]]:
+        self.labelled = fileobj.read().decode()
+        yield {"aux": {"ID": "sha256:3"}}
 
     def info(self) -> dict[str, str]:
         return {"DockerRootDir": "/"}
@@ -813,43 +757,58 @@ class FakeClient:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("docker.errors")
-    monkeypatch.setattr(context, "pack", lambda *_: None)
+    monkeypatch.setattr(context, "write", lambda *_: None)
     (tmp_path / "docker").mkdir()
     for path in DOCKERFILES:
         shutil.copy(path, tmp_path / "docker")
+    (tmp_path / "bin").mkdir()
     return tmp_path
 
 
-STORY: list[Any] = [
-    {"stream": "Step 1/3 : FROM a AS toolchain\n"},
-    {"stream": " ---> Using cache\n"},
-    {"stream": "Step 2/3 : RUN sh x\n"},
-    {"stream": "\x1b[91mworking\x1b[0m\n"},
-]
+STORY = """\
+#4 [toolchain 1/3] FROM docker.io/library/a:1
+#4 CACHED
+#5 [kernels 2/3] RUN A=1 python -m flexops.build cpu
+#5 0.512 \x1b[91mworking\x1b[0m
+"""
 
 
-def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
-    client, told = FakeClient([*STORY, {"aux": {"ID": "sha256:1"}}]), []
+def build(project: Path, client: FakeClient, wish: building.Wish) -> tuple[building.Built, str]:
+    """What was built, and the commands of the program docker."""
+    (project / "bin/called").unlink(missing_ok=True)
+    built = building.build(client, wish, project)  # type: ignore[arg-type]
+    return built, (project / "bin/called").read_text()
+
+
+def test_a_build_is_tagged_logged_and_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker(project / "bin", STORY, monkeypatch)
+    client, told = FakeClient(), []
     wish = building.Wish(
         CUDA, "runtime", "team/flexops:x", build_base="mirror/cuda:1", network="host", jobs=3
     )
     built = building.build(
-        client, wish, project, lambda step, line: told.append((step.number, line))
-    )  # type: ignore[arg-type]
+        client,  # type: ignore[arg-type]
+        wish,
+        project,
+        lambda step, line: told.append((step.number, line)),
+    )
     assert client.image.tagged == [("team/flexops", "x")]
-    assert (built.cached, built.steps) == (1, 3)
+    assert (built.cached, built.steps) == (1, 2)
     assert "working" in built.log.read_text()
     assert "\x1b" not in built.log.read_text()
     assert (2, "working") in told
-    args = client.options["buildargs"]
-    assert (args["BUILD_BASE"], args["RUNTIME_BASE"], args["JOBS"], args["ARCH_LIST"]) == (
-        "mirror/cuda:1",
-        CUDA.runtime_base,
-        "3",
-        "9.0",
-    )
-    assert client.options["network_mode"] == "host"
-    assert client.labelled.startswith("FROM sha256:1\nLABEL ")
+    called = (project / "bin/called").read_text()
+    for argument in (
+        "--build-arg BUILD_BASE=mirror/cuda:1",
+        f"--build-arg RUNTIME_BASE={CUDA.runtime_base}",
+        "--build-arg JOBS=3",
+        "--build-arg ARCH_LIST=9.0",
+        "--network host",
+        "--target runtime",
+    ):
+        assert argument in called
+    assert "--secret" not in called
+    assert client.labelled.startswith("FROM sha256:9\nLABEL ")
     for label in (
         'dev.flexops.python="3.12.3"',
         f'dev.flexops.torch="{CUDA.torch}"',
@@ -860,57 +819,37 @@ def test_a_build_is_tagged_logged_and_told(project: Path) -> None:
     assert 'org.opencontainers.image.base.digest="sha256:2"' in client.labelled
 
 
-COMPILING: list[Any] = [{"stream": "Step 2/3 : RUN A=1 python -m flexops.build cpu\n"}]
+def test_what_was_compiled_is_kept_for_the_next_build(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish, keeps = building.Wish(CPU, "runtime", "x:y"), "--target kept-kernels --tag"
+    docker(project / "bin", STORY, monkeypatch)
+    _, called = build(project, FakeClient(), wish)
+    assert f"{keeps} flexops-kernels:cpu" in called
+    assert "SEED=flexops-kernels:cpu" in called
+    _, called = build(project, FakeClient(), replace(wish, no_cache=True))
+    assert "SEED=" not in called
+    docker(project / "bin", f"{STORY}#5 CACHED\n", monkeypatch)
+    assert keeps not in build(project, FakeClient(), wish)[1]
 
 
-def test_what_was_compiled_is_kept_for_the_next_build(project: Path) -> None:
-    ended = [
-        {"stream": " ---> 0123456789ab\n"},
-        {"stream": "Step 3/3 : CMD x\n"},
-        {"stream": " ---> ba9876543210\n"},
-        {"aux": {"ID": "sha256:1"}},
-    ]
-    wish = building.Wish(CPU, "runtime", "x:y")
-    client = FakeClient([*COMPILING, {"stream": " ---> Running in 9999999999ff\n"}, *ended])
-    building.build(client, wish, project)  # type: ignore[arg-type]
-    assert client.kept == [
-        (
-            "flexops-kernels:cpu",
-            "FROM scratch\nCOPY --from=0123456789ab /opt/kernels /opt/kernels\n",
-        )
-    ]
-    assert client.options["buildargs"]["SEED"] == "flexops-kernels:cpu"
-    client = FakeClient([*COMPILING, {"stream": " ---> Using cache\n"}, *ended])
-    building.build(client, wish, project)  # type: ignore[arg-type]
-    assert client.kept == []
-    client = FakeClient([*COMPILING, *ended])
-    building.build(client, replace(wish, no_cache=True), project)  # type: ignore[arg-type]
-    assert "SEED" not in client.options["buildargs"]
-
-
-def test_a_failed_build_is_explained_and_not_tagged(project: Path) -> None:
-    client = FakeClient([*STORY, {"error": "returned a non-zero code: 137"}])
-    with pytest.raises(ImageError, match="killed") as caught:
-        building.build(client, building.Wish(CPU, "runtime", "x:y"), project)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("#5 ERROR: process did not complete successfully: exit code: 137", "killed"),
+        ("ERROR: failed to receive status: rpc error: code = Unavailable", "engine went away"),
+    ],
+)
+def test_a_failed_build_is_explained_and_not_tagged(
+    project: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str
+) -> None:
+    docker(project / "bin", f"{STORY}{said}\n", monkeypatch)
+    client = FakeClient()
+    with pytest.raises(ImageError, match=what) as caught:
+        build(project, client, building.Wish(CPU, "runtime", "x:y"))
     assert client.image.tagged == []
     assert caught.value.log
     assert caught.value.log.is_file()
-
-
-def test_an_engine_that_goes_away(project: Path) -> None:
-    from requests.exceptions import ConnectionError as Lost
-
-    client = FakeClient([*STORY, Lost("Connection aborted.")])
-    with pytest.raises(ImageError, match="engine went away"):
-        building.build(client, building.Wish(CPU, "runtime", "x:y"), project)  # type: ignore[arg-type]
-
-
-def test_an_interrupt_closes_the_connection(project: Path) -> None:
-    client = FakeClient([*STORY, KeyboardInterrupt()])
-    with pytest.raises(KeyboardInterrupt):
-        building.build(client, building.Wish(CPU, "runtime", "x:y"), project)  # type: ignore[arg-type]
-    assert client.closed
-    assert client.image.tagged == []
 
 
 def test_the_origin(tmp_path: Path) -> None:
@@ -1178,37 +1117,6 @@ def test_every_row_is_listed_with_its_images() -> None:
     found = listing.listing([LOCAL], MATRIX)
     assert [one.target for one in found] == list(MATRIX.ids)
     assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
-
-
-@pytest.mark.parametrize("program", [True, False], ids=["docker", "nothing"])
-def test_images_are_listed_without_the_sdk(tmp_path: Path, program: bool) -> None:
-    (tmp_path / "bin").mkdir()
-    if program:
-        (tmp_path / "inspected.json").write_text(json.dumps([LOCAL]))
-        docker = tmp_path / "bin" / "docker"
-        docker.write_text(
-            '#!/bin/sh\ncase "$2" in ls) echo sha256:1; echo sha256:1;; inspect) exec /bin/cat'
-            f" {tmp_path}/inspected.json;; esac\n"
-        )
-        docker.chmod(0o755)
-    script = (
-        "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n      "
-        "  if name.startswith('docker'): raise ModuleNotFoundError(name)\nsys.meta_path.insert(0,"
-        " Nothing())\nsys.argv[1:] = ['image', 'list']\nfrom flexops.cli import main\nmain()"
-    )
-    environment = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(MATRIX.ids)
-    assert ("flexops:cpu-dev" in done.stdout) is program
-    assert ("pip install './tools[images]'" in done.stderr) is not program
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CREDENTIALS = "someone:s3cret"
-"""What the index wants to know of whoever asks, as private ones do."""
+"""What the index requires of its clients, as private ones do."""
 
 PLATFORMS = (
     "manylinux_2_28_x86_64",

@@ -69,7 +69,7 @@ def squared(score: Any, _b: Any, _h: Any, _q: Any, _k: Any) -> Any:
 
 
 def sloped(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
-    """ALiBi, causal by itself, with blocks of keys left out."""
+    """ALiBi, causal without a mask, with blocks of keys left out."""
     return torch.where(
         (q >= k) & ((k // 16) % 3 != 1), score - 0.1 * (h + 1) * abs(q - k), -math.inf
     )

@@ -1,8 +1,6 @@
 # ruff: noqa: ARG001, ARG005 - a score_mod has five parameters, and uses what it needs
 """What FlexAttention's users write in score modifiers, and attention in float64 with them."""
 
-# ruff: noqa: ARG005
-
 from __future__ import annotations
 
 from collections.abc import Callable

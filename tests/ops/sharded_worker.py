@@ -41,12 +41,13 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Lion": functools.partial(optim.Lion, lr=0.1, weight_decay=0.1),
     "Adagrad": functools.partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     "LAMB": functools.partial(optim.LAMB, lr=0.1, weight_decay=0.1),
+    "Muon": functools.partial(optim.Muon, lr=0.1),
     "AdamW8bit": functools.partial(optim.AdamW8bit, lr=0.1, min_8bit_size=64),
     "AdamW16bit": functools.partial(
         optim.AdamW, lr=0.1, state_dtype=torch.bfloat16, stochastic_rounding=False
     ),
 }
-ROUGH = ("AdamW8bit", "AdamW16bit")
+ROUGH = ("AdamW8bit", "AdamW16bit", "Muon")
 """Those that make of gradients which differ by a rounding steps that differ by more."""
 # Even, uneven, fewer rows than ranks, and by columns.
 SHARDED = (((64, 48), 0), ((33, 20), 0), ((1, 100), 0), ((16, 70), 1))
@@ -249,7 +250,7 @@ class Classifier(torch.nn.Module):
 
 
 def check_head(mesh: DeviceMesh, device: str) -> None:
-    """A head that is sharded by itself; and what is said where its weight is used outside of it."""
+    """A head that is sharded alone; and what is said where its weight is used outside of it."""
     model, plain = Classifier().to(device), Classifier().to(device)
     for module in (model.head, model):
         fully_shard(module, mesh=mesh)
@@ -296,7 +297,7 @@ class Attention(torch.nn.Module):
 
 
 def check_attention(mesh: DeviceMesh, device: str) -> None:
-    """Two layers, each sharded by itself, under checkpointing, against the same whole; and what is
+    """Two layers, each sharded alone, under checkpointing, against the same whole; and what is
     said of DTensors."""
     from torch.utils.checkpoint import checkpoint
 

@@ -634,7 +634,7 @@ class StepContract:
             if name != "step"
         ]
         optimizer.state.clear()
-        # whoever sends states to the CPU wants their memory back at once
+        # states that are sent to the CPU free their memory at once
         assert not [ref() for ref in large if ref() is not None]
 
     def test_steps_in_several_threads(self) -> None:
@@ -999,7 +999,7 @@ class StepContract:
 
 
 class TorchStepContract(StepContract):
-    """For an optimizer that ``torch.optim`` has, too: it is that one to whoever uses it."""
+    """For an optimizer that ``torch.optim`` has, too: it is used like that one."""
 
     oracle: ClassVar[Any]
     """torch's class."""
@@ -1144,7 +1144,7 @@ class TorchStepContract(StepContract):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
     def test_torch_unfused_leaves_unscaling_to_the_scaler(self) -> None:
-        """Whoever clips gradients in between, as Lightning does, looks at torch's attribute
+        """Code that clips gradients in between, such as Lightning's, looks at torch's attribute
         first."""
         params = make_params("cpu", shapes=SHAPES[:5])
         fused, unfused = (

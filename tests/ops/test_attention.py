@@ -5,14 +5,13 @@ the formula, packed sequences, torch's arguments."""
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
 from contract import Args, Case, Contract, Make, Refusal, Shape
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -24,9 +23,6 @@ from flexops.bench.reference import OnReference
 from flexops.build.load import loader
 from flexops.errors import NativeUnavailableError
 from flexops.ops import attention as attention_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -372,7 +368,7 @@ def test_all_at_once() -> None:
 def test_a_wrong_gradient_of_sinks_is_seen(
     fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a sum that cancels, held against its terms: by as much as bfloat16 is held to, too."""
+    """It is a sum that cancels, compared with its terms: within bfloat16's tolerance, too."""
     right, sinks = (
         attention_module._gradient_of_sinks,
         torch.randn(4, generator=torch.Generator().manual_seed(4)),

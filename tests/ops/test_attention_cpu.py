@@ -7,11 +7,11 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import assert_close, distance_of, errors, exact
 from contract import ISA_LEVELS, at_each_isa, isa_limit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,9 +20,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexops
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_cases import assert_close, distance_of, errors, exact
 
 LEVELS = first_of(*reversed(ISA_LEVELS))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,24 +4,20 @@ in place, chunks, special values."""
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from cross_entropy_cases import DTYPES, assert_near, draw, size_of
 from torch import Tensor
 
 import flexops
 from flexops.bench.reference import OnReference
 from flexops.ops import cross_entropy as cross_entropy_module
 from flexops.ops import linear_cross_entropy as linear_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cross_entropy_cases import DTYPES, assert_near, draw, size_of
 
 CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 4096, 10007, 32000, 50257)
 WIDE = 37
@@ -341,7 +337,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:
-    """The levels that this machine would not choose by itself."""
+    """The levels that this machine would not choose on its own."""
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
 

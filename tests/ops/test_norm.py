@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import ISA_LEVELS, Case, Contract, Make, Recorder, Refusal, isa_limit, tensors_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,9 +21,6 @@ from flexops.ops import norm as norm_module
 from flexops.ops import norm_backward as backward_module
 from flexops.ops import norm_quantized as quantized_module
 from flexops.ops._register import operator_of, references
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import ISA_LEVELS, Case, Contract, Make, Recorder, Refusal, isa_limit, tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

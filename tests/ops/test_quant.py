@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -14,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contract import ISA_LEVELS, isa_limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 import flexops
 from flexops import QuantizedTensor
 from flexops.ops import quant as quant_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import ISA_LEVELS, isa_limit
-from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}

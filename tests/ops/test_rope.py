@@ -3,20 +3,16 @@ strides that are not copied, in place."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, isa_limit
 from torch import Tensor
 
 import flexops
 from flexops.ops import rope as rope_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, isa_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROTARY = {"whole": lambda head_dim: head_dim, "part": lambda head_dim: head_dim // 4 * 2}

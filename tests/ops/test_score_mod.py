@@ -1,24 +1,14 @@
 # ruff: noqa: ARG001, ARG005 - a score_mod has five parameters, and uses what it needs
 """Score modifiers: what FlexAttention's users write in them, against FlexAttention and float64."""
 
-# ruff: noqa: ARG005
-
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-import flexops
-from flexops.build.load import provider_texts
-from flexops.ops import _score_mod
-
-sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import distance_of
 from score_mod_cases import (
     BATCH,
@@ -38,6 +28,10 @@ from score_mod_cases import (
     inputs,
     wide,
 )  # fmt: skip
+
+import flexops
+from flexops.build.load import provider_texts
+from flexops.ops import _score_mod
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::flexops.FallbackWarning", "ignore:flex_attention called"

@@ -7,22 +7,18 @@ import contextlib
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
 from torch import Tensor
 
 import flexops
 from flexops.bench.reference import OnReference
 from flexops.ops import softmax as softmax_module
-
-sys.path.insert(0, str(Path(__file__).parent))
-from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
 
 LOWEST = -torch.inf
 
@@ -188,7 +184,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
 def test_other_instruction_sets(level: str) -> None:
-    """The levels that this machine would not choose by itself."""
+    """The levels that this machine would not choose on its own."""
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
 

@@ -4,7 +4,7 @@ to follow each other.
 Its first layer is of one kind (rms_norm, causal softmax, swiglu), its second of another
 (layer_norm, softmax with a mask, bias_gelu), so that every operator for training takes part; the
 loss alternates between linear_cross_entropy and cross_entropy over the logits. A third model has
-attention in place of the softmaxes: causal by itself, and by a mask.
+attention in place of the softmaxes: causal by its option, and by a mask.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
         "The conda packages: build them into a channel, index it, check that it works.",
     ),
     "image": _command(
-        "image:app", "Images of the targets. Needs a container engine and the docker SDK."
+        "image:app", "Images of the targets. Requires a container engine and docker with BuildKit."
     ),
     "bench build": _command("bench:build", "The build-time ladder on one op."),
     "bench ops": _command("bench:ops", "Every op against torch's own ways to do the same."),

@@ -103,7 +103,7 @@ def obtain(
 def _make(
     plans: list[BuildPlan], cache: BuildCache, progress: Progress | None, debug: bool
 ) -> list[Result]:
-    """What this machine has not got: from the remote cache, from another one that makes it now, or
+    """What this machine lacks: from the remote cache, from another one that makes it now, or
     built here."""
     results = [Result(plan, entry, cached=True) for plan in plans if (entry := cache.fetch(plan))]
     there = {result.plan.name for result in results}

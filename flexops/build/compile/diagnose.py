@@ -36,7 +36,7 @@ class Rule:
     fix: str
 
 
-# docs/troubleshooting.md is rendered from these (scripts/build_docs.py).
+# docs/troubleshooting.md is rendered from these (flexops_tools.docs).
 RULES: tuple[Rule, ...] = (
     Rule(
         r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large",

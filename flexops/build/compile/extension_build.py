@@ -75,7 +75,7 @@ def _build_before(
     progress: Progress | None,
     chosen: Settings,
 ) -> Result:
-    """Build without the header, which is not there yet, and have it made for the next one."""
+    """Build without the header, which is missing, and have it made for the next one."""
     compiles = sum(step.kind != "link" for step in plan.steps)
     room = resources.memory_bytes > plan.memory_bytes + pch.PEAK_BYTES
     beside = room and resources.cpus >= min(plan.jobs, compiles) + _SPARE_CPUS

@@ -29,7 +29,7 @@ _RESOURCES = {
     "shared": r"(\d+) bytes smem",
     "barriers": r"used (\d+) barriers",
 }
-"""What ptxas tells of a kernel: registers of a thread; bytes of its stack and of what it spills
+"""What ptxas reports of a kernel: registers of a thread; bytes of its stack and of what it spills
 there; bytes of a block's static shared memory."""
 
 

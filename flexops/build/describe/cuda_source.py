@@ -3,7 +3,7 @@ code for NVRTC.
 
 On the host a kernel's body is a call that launches it, as nvcc makes it, and `k<<<grid,
 block>>>(x)` is `(Configured(grid, block), k(x))`. The device code is what is left without host
-functions and torch's headers. Lines stay where they are, or ``#line`` tells where they were, so
+functions and torch's headers. Lines stay where they are, or ``#line`` says where they were, so
 that errors name the user's.
 
 Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.

@@ -74,7 +74,7 @@ class Declared(NamedTuple):
 
     Attributes:
         schema: as torch gets it.
-        said: what ``schema.declare`` is told beside it; None if the binding is hand-written.
+        said: further arguments of ``schema.declare``; None if the binding is hand-written.
         by_hand_plain: ``plain``, of an operator whose binding is hand-written.
     """
 

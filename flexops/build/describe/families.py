@@ -83,6 +83,11 @@ _ADAM_NUMBERS = (
 _ADAM_ROWS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _LAMB_ROWS = Rows(("params", "grads", "exp_avgs", "exp_avg_sqs"), "state_steps", (), _SCALED)
 
+# ---- 4-bit weights -------------------------------------------------------------------------------
+
+_INT4, _INT4_SIZES = "Tensor packed, Tensor scales, Tensor? zeros", "int n, int k, int group_size"
+_INT4_DTYPES: dict[str, Any] = {"packed": ("uint8",), "scales": _FLOATS, "zeros": _FLOATS}
+
 # ---- softmax and losses --------------------------------------------------------------------------
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
@@ -94,6 +99,50 @@ _LOSSES: dict[str, Any] = {
         Output("[]", "float32", when="reduction", otherwise="logits[0]"),
         Output("logits[0] * 3 + 1", "float32", when="reduction", otherwise="logits[0] * 2"),
     ),
+}
+
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+_HALVES = ("bfloat16", "float16")
+_GROUPED: dict[str, Any] = {
+    "dtypes": {"x": _HALVES, "weight": "x", "offsets": "int32"},
+    "shapes": {"offsets": "weight[0]"},
+    "strided": {"x": "aligned", "weight": "aligned"},
+}
+_GATHERED = _GROUPED | {"dtypes": _GROUPED["dtypes"] | {"order": "int32"}}
+_MOVED: dict[str, Any] = {
+    "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
+    "shapes": {"weights": "inverse"},
+    "strided": {"rows": "aligned"},
+}
+
+# ---- convolution and log-probabilities -----------------------------------------------------------
+
+_CONVOLUTION: dict[str, Any] = {
+    "dtypes": {"weight": "float32", "bias": "float32"},
+    "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
+}
+_OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
+_LOGPROBS = (
+    "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
+    " softcap"
+)
+_LOGPROB_GRADIENTS: dict[str, Any] = {
+    "dtypes": {
+        "grad": "float32",
+        "grad_entropy": "float32",
+        "logits": _FLOATS,
+        "target": "int64",
+        "stats": "float32",
+        "entropy": "float32",
+    },
+    "shapes": {
+        "grad": "logits[0]",
+        "grad_entropy": "logits[0]",
+        "target": "logits[0]",
+        "stats": "logits[0] * 2",
+        "entropy": "logits[0]",
+    },
 }
 
 # ---- families with a binding of their own --------------------------------------------------------
@@ -254,6 +303,81 @@ CATALOG: tuple[OpSpec, ...] = (
         ),
     ),
     _family(
+        "experts",
+        _op(
+            "expert_order(Tensor experts, int count) -> (Tensor order, Tensor inverse, Tensor"
+            " offsets)",
+            dtypes={"experts": ("int64", "int32")},
+            split="host",
+            outputs=(
+                Output("experts", "int32"),
+                Output("experts", "int32"),
+                Output("count", "int32"),
+            ),
+        ),
+        _op(
+            "expert_routes(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float"
+            " scale) -> (Tensor weights, Tensor choices)",
+            dtypes={"bias": "float32"},
+            shapes={"bias": "logits[1]"},
+            split="whole",
+            outputs=(Output("logits[0], k", "float32"), Output("logits[0], k", "int64")),
+        ),
+        _op(
+            "expert_routes_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices,"
+            " bool sigmoid, bool normalize, float scale) -> Tensor",
+            dtypes={
+                "grad": "float32",
+                "logits": _FLOATS,
+                "weights": "float32",
+                "choices": "int64",
+            },
+            shapes={"weights": "grad", "choices": "grad"},
+            split="whole",
+            outputs=(Output("logits", "logits"),),
+        ),
+        _op(
+            "spread_rows(Tensor x, Tensor inverse, Tensor offsets, int slots) -> Tensor",
+            dtypes={"x": _FLOATS, "inverse": "int32", "offsets": "int32"},
+            strided={"x": "aligned rows"},
+            split="whole",
+            outputs=(Output("slots, x[1]", "x"),),
+        ),
+        _op(
+            "combine_rows(Tensor rows, Tensor inverse, Tensor offsets, Tensor? weights) -> Tensor",
+            **_MOVED,
+            split="whole",
+            outputs=(Output("inverse[0], rows[1]", "rows"),),
+        ),
+        _op(
+            "combine_rows_backward(Tensor grad, Tensor rows, Tensor inverse, Tensor offsets, Tensor"
+            f" weights) {_PAIR}",
+            **_MOVED
+            | {
+                "dtypes": _MOVED["dtypes"] | {"grad": _FLOATS, "rows": "grad"},
+                "strided": {"grad": "aligned", "rows": "aligned"},
+                "split": "whole",
+                "outputs": (Output("rows", "rows"), Output("weights", "weights")),
+            },
+        ),
+        _op(
+            "expert_gate_backward_(Tensor(a!) grad, Tensor packed, Tensor weights, Tensor order,"
+            f" Tensor offsets, int activation) {_PAIR}",
+            dtypes={
+                "grad": _FLOATS,
+                "packed": "grad",
+                "weights": "float32",
+                "order": "int32",
+                "offsets": "int32",
+            },
+            strided={"packed": "aligned"},
+            split="whole",
+            outputs=(Output("packed", "packed"), Output("weights", "weights")),
+        ),
+        hip=False,
+        least_capability=(7, 0),
+    ),
+    _family(
         "grad_norm",
         _op(
             "grad_norm(Tensor[] grads, float norm_type) -> Tensor",
@@ -266,6 +390,63 @@ CATALOG: tuple[OpSpec, ...] = (
             numbers=("total_norm",),
         ),
         least_capability=_LISTS,
+    ),
+    _family(
+        "grouped_linear",
+        _op(
+            "grouped_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+            **_GROUPED,
+            split="whole",
+            outputs=(Output("x[0], weight[1]", "x"),),
+        ),
+        _op(
+            "grouped_columns(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots) ->"
+            " Tensor",
+            **_GATHERED,
+            split="whole",
+            outputs=(Output("slots, weight[2]", "x"),),
+        ),
+        _op(
+            "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, Tensor? order,"
+            " int column) -> ()",
+            dtypes={
+                "out": _HALVES,
+                "grad": "out",
+                "x": "out",
+                "offsets": "int32",
+                "order": "int32",
+            },
+            strided={"grad": "aligned", "x": "aligned"},
+            split="whole",
+        ),
+        _op(
+            "grouped_gated(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots, int"
+            f" activation, bool keep) {_PAIR}",
+            **_GATHERED,
+            split="whole",
+            outputs=(
+                Output("slots, weight[1] // 2", "x"),
+                Output("slots, weight[1]", "x", when="keep"),
+            ),
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
+        "int4_linear",
+        _op(
+            f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
+            dtypes={**_INT4_DTYPES, "bias": "x"},
+            strided={"x": "aligned"},
+            outputs=(Output("x[:-1], n", "x"),),
+        ),
+        _op(
+            f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype) -> Tensor",
+            dtypes=_INT4_DTYPES,
+            outputs=(Output("n, k", "dtype"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
     ),
     _family(
         "lamb",
@@ -380,6 +561,57 @@ CATALOG: tuple[OpSpec, ...] = (
             "scale_rows_(Tensor(a!) values, Tensor factors) -> ()",
             dtypes={"factors": "float32"},
             strided={"values": "any"},
+        ),
+    ),
+    _family(
+        "causal_conv1d",
+        _op(
+            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+            **_CONVOLUTION,
+        ),
+        _op(
+            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
+            f" {_PAIR}",
+            dtypes={"grad": "x", "x": _FLOATS, "weight": "float32", "bias": "float32"},
+            shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
+            outputs=(
+                Output("x", "x"),
+                Output("x[0], x[1] // 128 + 1, 5, x[2]", "float32"),
+            ),
+        ),
+        _op(
+            "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
+            " silu) -> Tensor",
+            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            shapes={"bias": "x[1]"},
+            strided={"x": "any"},
+            outputs=(Output("x", "x"),),
+        ),
+    ),
+    _family(
+        "logprobs",
+        _op(
+            "logprobs(Tensor logits, Tensor target, int ignore_index, float temperature, float"
+            " softcap) -> (Tensor, Tensor, Tensor)",
+            dtypes={"target": "int64"},
+            shapes={"target": "logits[0]"},
+            strided={"logits": "rows"},
+            outputs=(
+                Output("logits[0]", "float32"),
+                Output("logits[0]", "float32"),
+                Output("logits[0] * 2", "float32"),
+            ),
+        ),
+        _op(
+            f"logprobs_backward({_OF_LOGPROBS}, Tensor logits, {_LOGPROBS}) -> Tensor",
+            strided={"logits": "aligned rows"},
+            outputs=(Output("logits", "logits"),),
+            **_LOGPROB_GRADIENTS,
+        ),
+        _op(
+            f"logprobs_backward_({_OF_LOGPROBS}, Tensor(a!) logits, {_LOGPROBS}) -> ()",
+            strided={"logits": "any"},
+            **_LOGPROB_GRADIENTS,
         ),
     ),
     _family(

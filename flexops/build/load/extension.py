@@ -49,7 +49,7 @@ class ExtensionBuildError(CompileError, RuntimeError):
 
 
 class SourceNotFoundError(FlexopsError, FileNotFoundError):
-    """A source that ``load`` was given is not there."""
+    """A source that ``load`` was given is missing."""
 
 
 class ExtensionImportError(FlexopsError, ImportError):
@@ -162,8 +162,8 @@ def load(
         ExtensionBuildError: it does not compile; says the first real error, its cause, what to do
             and where the log is.
         ExtensionImportError, ExtensionOpenError: it compiles, but needs a symbol (named as it was
-            written) or a library that is not there.
-        SourceNotFoundError: a source is not there.
+            written) or a library that is missing.
+        SourceNotFoundError: a source is missing.
         ToolchainError: a compiler or toolkit is missing.
     """
     check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
@@ -313,7 +313,7 @@ def _loaded(
 
 
 def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ...]]:
-    """The cache entry of an extension, built if it is not there; and the device code that its
+    """The cache entry of an extension, built if it is missing; and the device code that its
     library asks for, if NVRTC compiles that."""
     cache = open_cache(chosen)
     tools = toolchain.discover(chosen, device="cuda" if request.with_cuda else "cpu")
@@ -362,7 +362,7 @@ def _by_either(
 
 
 def _require_nvrtc(chosen: Settings) -> None:
-    """Raises ``ToolchainError`` where NVRTC is not there, or not for the architectures that are
+    """Raises ``ToolchainError`` where NVRTC is missing, or not for the architectures that are
     asked for."""
     if re.search(r"\d[af]\b", chosen.arch_list or ""):
         raise ToolchainError(

@@ -405,7 +405,7 @@ def _open(entry: Entry, spec: OpSpec) -> Rejection | None:
     except (
         OSError,
         RuntimeError,
-    ) as error:  # RuntimeError: torch refuses what the library registers
+    ) as error:  # RuntimeError: torch rejects what the library registers
         from ..compile.diagnose import load_trouble, with_cause
 
         trouble = load_trouble(with_cause(error))
@@ -451,7 +451,7 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Rejection | None:
     """Why a library's kernels can be had for the GPUs here neither by compiling them when they are
     launched nor compiled already."""
     capabilities = toolchain.local_capabilities()
-    # nobody will call it: a build for another machine, or a look at what was built
+    # it will not be called: a build for another machine, or a look at what was built
     if not capabilities:
         return None
     from . import provider

@@ -243,7 +243,7 @@ def _refused(
     """
     if too_new := _too_new(entry):
         return too_new
-    reason = f"{entry.library}: the driver refuses it: {error}"
+    reason = f"{entry.library}: the driver rejects it: {error}"
     useless = isinstance(error, DriverError) and error.status in NOT_CODE
     if not useless or compiled or entry.directory.is_relative_to(kernel.spec.project.aot):
         return Rejection(reason, "flexops doctor")
@@ -313,7 +313,7 @@ def _ready(
 def _compiled(
     kernel: AnyKernel, capability: ComputeCapability, refusals: list[Rejection]
 ) -> Iterator[tuple[Entry, bool]]:
-    """Code of the caches or another process; if the driver refuses that, code compiled here."""
+    """Code of the caches or another process; if the driver rejects that, code compiled here."""
     from ..compile import device_code  # a start that compiles nothing does without
 
     chosen = settings.current()

@@ -1,9 +1,9 @@
 """The key that names an artifact: a digest of everything that decides what a build produces, and of
 nothing else.
 
-It has two parts, because a compiler tells which headers a source reaches only by compiling it. The
-*base key* covers the commands, the compilers, torch's ABI and the sources. Under it, the last build
-left the list of headers it saw; the *key* covers their contents too.
+It has two parts, because a compiler reports which headers a source reaches only by compiling it.
+The *base key* covers the commands, the compilers, torch's ABI and the sources. Under it, the last
+build left the list of headers it saw; the *key* covers their contents too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYSTEM_ROOTS = ("/usr/include/", "/usr/lib/", "/lib/")
 on there."""
 
 ABSENT = ""
-"""In the place of a digest: a file that is not there, and must not be."""
+"""In the place of a digest: a file that is missing, and must be."""
 
 SHARED_HEADERS = "shared-headers"
 """Beside the build directories of a run: what ``shared_headers.py`` has precompiled."""
@@ -57,7 +57,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def file_state(path: str | Path) -> str:
-    """The digest of a file, ``ABSENT`` for one that is not there."""
+    """The digest of a file, ``ABSENT`` for one that is missing."""
     try:
         return file_digest(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -122,8 +122,8 @@ def _names_in(folder: str) -> frozenset[str] | None:
 
 
 def library_state(path: str | Path) -> str:
-    """What tells a library from another of its name: its digest, or for one too large to be read at
-    every start its size and its date."""
+    """What distinguishes a library from another of its name: its digest, or for one too large to be
+    read at every start its size and its date."""
     seen = os.stat(path)
     return (
         file_digest(path)

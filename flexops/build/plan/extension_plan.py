@@ -98,7 +98,7 @@ class Request(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Every source as a compiler is told of it: absolute, or a name in the build directory."""
+        """Every source as a compiler gets it: absolute, or a name in the build directory."""
         return (*map(str, self.sources), *(name for name, _ in self.texts))
 
 
@@ -175,7 +175,7 @@ def base_plan(
     """The plan with those steps, for the CPU; ``identity`` is added to what every extension's key
     covers."""
     host = toolchain.host
-    assert host is not None  # whoever made the steps has looked
+    assert host is not None  # the caller that made the steps has looked
     places = _anchors(request, toolchain, python)
     facts = [
         ("host compiler", host.identity),
@@ -329,7 +329,7 @@ def _anchors(
 
 
 def defines(request: Request, *, with_name: bool = True) -> tuple[str, ...]:
-    """What tells a source that it is an extension, and which."""
+    """The macros by which a source knows that it is an extension, and which."""
     if request.is_standalone:
         return ()
     return (*((f"-DTORCH_EXTENSION_NAME={request.name}",) if with_name else ()), _EXTENSION_DEFINE)

@@ -482,7 +482,7 @@ def _link_step(spec: OpSpec, device: DeviceType, toolchain: Toolchain, objects: 
         command += [*stubs, rest]
     else:
         command += [f"-L{torch.library_dir}", "-ltorch_cpu", "-lc10"]
-    # A launcher that is not there is found here, and not when the library is opened. (-ldl: a
+    # A missing launcher is found here, and not when the library is opened. (-ldl: a
     # library of its own in glibc before 2.34.)
     command += [
         "-Wl,--gc-sections",

@@ -140,7 +140,7 @@ def _places_of(plan: BuildPlan, step: Step, directory: Path, search: SearchPath)
 
 
 def _up_to(name: str, directories: Iterable[str]) -> set[str]:
-    """The file that a name means, and what is not there and would be found before it."""
+    """The file that a name means, and the missing files that would be found before it."""
     passed: list[str] = []
     for directory in directories:
         path = os.path.join(directory, name)
@@ -185,7 +185,7 @@ def _under(header: str, places: list[str]) -> tuple[int, str] | None:
 
 
 def _first_missing(path: str) -> str:
-    """The uppermost part of a path that is not there: many names in one directory that does not
+    """The uppermost missing part of a path: many names in one directory that does not
     exist are one thing to look for."""
     parent = os.path.dirname(path)
     return path if parent == path or os.path.isdir(parent) else _first_missing(parent)

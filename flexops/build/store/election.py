@@ -49,7 +49,7 @@ class Election(Protocol):
         ...
 
     def deliver(self, name: str, digest: str, entry: Entry | None) -> None:
-        """Tell the others what came of it; None: nothing."""
+        """Report the result to the others; None: nothing."""
         ...
 
     def receive(self, name: str, digest: str, local: Look, remote: Look) -> Entry | None:

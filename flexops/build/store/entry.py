@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     @property
     def last_used(self) -> float:
-        """Seconds since the epoch, as the file system tells it (to the day, where it is mounted
+        """Seconds since the epoch, as the file system records it (to the day, where it is mounted
         with relatime); 0 if the entry is gone.
 
         Of the library: manifests are also read by those who only look around.

@@ -1,7 +1,7 @@
 """Advisory locks that die with their holder.
 
 ``flock`` and nothing else: a lock *file* would outlive a killed process and hang the next build for
-ever. Where the file system refuses locks (some NFS mounts), a build goes on without one: locks only
+ever. Where the file system rejects locks (some NFS mounts), a build goes on without one: locks only
 save duplicate work.
 """
 

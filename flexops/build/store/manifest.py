@@ -201,7 +201,7 @@ def judge(manifest: Manifest, torch: TorchBuild) -> Rejection | None:
 
 
 def _judge_symbols(manifest: Manifest, cxx11_abi: bool) -> Rejection | None:
-    """Where this process's own libraries cannot be looked at, opening the library will tell."""
+    """Where this process's own libraries cannot be looked at, opening the library will show it."""
     fix = "build on this system: flexops build"
     glibc = _glibc() if manifest.glibc else ""
     if glibc and Version.parse(manifest.glibc) > Version.parse(glibc):

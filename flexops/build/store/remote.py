@@ -232,7 +232,7 @@ class Remote:
     def hint(
         self, cache: BuildCache, name: str, digest: str, kind: str
     ) -> tuple[dict[str, Any], str] | None:
-        """A document and what tells it from its successors; None if there is none."""
+        """A document and what distinguishes it from its successors; None if there is none."""
         if self.problem:
             return None
         self._root = cache.root

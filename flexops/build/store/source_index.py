@@ -27,7 +27,7 @@ _KIND = "entry"
 
 
 def digest(spec: OpSpec, device: DeviceType, torch: TorchBuild) -> str:
-    """What tells whether a library made elsewhere would serve here: sources, torch's ABI, machine
+    """What decides whether a library made elsewhere would serve here: sources, torch's ABI, machine
     and C library."""
     roots = spec.project.roots(layout.csrc_root())
     sources = (

@@ -139,7 +139,7 @@ def architectures(
     Args:
         builds: sources for GPUs may be built here, flexops' or anybody's: torch is built for CUDA,
             and there is a C++ compiler.
-        suggested: the architectures to propose where no GPU tells them.
+        suggested: the architectures to propose where there is no GPU.
     """
     from ...compute_capability import ComputeCapability, runs_on
     from ...errors import FlexopsError

@@ -90,7 +90,7 @@ def _libraries(torch: Any) -> Iterable[Library]:
 
 
 def _leftovers() -> Iterable[str]:
-    """What the build used and nobody else should see: its places, and settings of package
+    """What the build used and no user should see: its places, and settings of package
     indexes."""
     yield from (
         place

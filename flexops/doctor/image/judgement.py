@@ -92,7 +92,7 @@ def _libraries(row: Target, facts: ImageFacts, rebuild: str) -> Iterator[Finding
     for spec in CATALOG:
         for device in (device for device in devices if device in spec.devices):
             library = there.pop(f"{spec.name}-{device}", None) or Library(
-                f"{spec.name}-{device}", refusal="is not there"
+                f"{spec.name}-{device}", refusal="is missing"
             )
             yield _library(row, library, device, rebuild)
     for other in there.values():

@@ -175,7 +175,7 @@ def _lock_files(directory: str, depth: int) -> Iterator[str]:
 
 
 def _open_files() -> frozenset[str] | None:
-    """Every file that a process of this user has open; None where /proc does not tell."""
+    """Every file that a process of this user has open; None where /proc does not show them."""
     if not os.path.isdir("/proc/self/fd"):
         return None
     found: set[str] = set()

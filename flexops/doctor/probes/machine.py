@@ -197,7 +197,7 @@ def _installer() -> str:
 
 
 def _declared(environ: str) -> str:
-    """systemd-nspawn, LXC and podman tell their first process which of them it is."""
+    """systemd-nspawn, LXC and podman name themselves in their first process's environment."""
     return next(
         (
             entry.partition("=")[2]

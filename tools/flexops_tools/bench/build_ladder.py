@@ -107,7 +107,7 @@ cached."""
 @dataclass(frozen=True)
 class Measurement:
     """One rung's time in seconds; None if it was left out, and ``note`` says why. Of an edit,
-    ``note`` tells what it took by the clock, and the first build."""
+    ``note`` says what it took by the clock, and the first build."""
 
     rung: Rung
     seconds: float | None

@@ -25,7 +25,7 @@ SOURCES = (_HERE / "data" / "adam_conventional.cpp", _HERE / "data" / "adam_conv
 
 
 class Spent(NamedTuple):
-    """What a build took: of processors, and of whoever waits."""
+    """What a build took: of processors, and by the clock."""
 
     processor: float
     clock: float
@@ -227,7 +227,7 @@ class Runner:
 
     def edit(self, side: str, kind: str) -> tuple[float, str]:
         """Processor time of building anew after an edit, of both by turns: the machine may have
-        other work, so the clock on the wall says less, and is told."""
+        other work, so the clock on the wall says less, and is reported."""
         if kind not in self._edited:
             sides = [
                 one

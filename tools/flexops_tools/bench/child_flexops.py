@@ -2,7 +2,7 @@
 
 Run as a file. The one argument is a JSON object: ``op`` and ``device`` to load as a first call
 would, with ``kernel``, an architecture, also one of its kernels; ``family`` to build with all of
-its kernels; ``sources`` for ``flexops.load``, under ``name``, whose processor time is told; or
+its kernels; ``sources`` for ``flexops.load``, under ``name``, whose processor time is reported; or
 ``aot``: true to build everything ahead of time.
 """
 

@@ -15,7 +15,7 @@ from flexops.toolchain.model import Tool, Toolchain
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine, the versions and the time of a measurement; "" for what is not there."""
+    """The machine, the versions and the time of a measurement; "" for what is missing."""
 
     date: str
     cpu: str

@@ -24,7 +24,7 @@ def run(
 
     Raises:
         FlexopsError: an op has no cases, there is no such device or mode of torch.compile here, or
-            an op's native library is not there (a reference timed as flexops would mislead).
+            an op's native library is missing (a reference timed as flexops would mislead).
     """
     chosen = sources(ops)
     _check(setup)

@@ -73,7 +73,7 @@ def _table(groups: Sequence[tuple[Timing, ...]]) -> str:
 def _behind(results: Results) -> str:
     behind = results.behind()
     if not behind:
-        return "Nobody is ahead of flexops in any of these."
+        return "flexops is fastest in all of these."
     lines = [
         _line(["not ahead", "part", "faster", "flexops", "theirs", "by"]),
         _line(["---", "---", "---", "---:", "---:", "---:"]),

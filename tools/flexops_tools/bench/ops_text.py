@@ -27,7 +27,7 @@ def title(results: Results, device: str) -> str:
         f" and {len(others) - _MANY} more" if len(others) > _MANY else ""
     )
     return (
-        f"{what}: {FLEXOPS} against {whom or 'nobody'}\non {device}, whose copy reaches"
+        f"{what}: {FLEXOPS} against {whom or 'nothing'}\non {device}, whose copy reaches"
         f" {results.copy / 1e9:.0f} GB/s"
     )
 
@@ -71,7 +71,7 @@ def _row(item: Timing, ours: Timing) -> tuple[str, ...]:
 def _behind(results: Results) -> Iterator[str]:
     behind = results.behind()
     if not behind:
-        yield f"Nobody is ahead of {FLEXOPS} in any of these."
+        yield f"{FLEXOPS} is fastest in all of these."
         return
     yield f"Not ahead (up to {(LEVEL - 1) * 100:.0f} % is called level):"
     by = [

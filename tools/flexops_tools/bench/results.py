@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Behind:
-    """A case in which somebody else is faster."""
+    """A case in which another library is faster."""
 
     op: str
     case: str
@@ -114,7 +114,7 @@ class Results:
             yield tuple(sorted(group, key=lambda item: item.contender != FLEXOPS))
 
     def behind(self) -> tuple[Behind, ...]:
-        """Where somebody is faster than flexops, worst first."""
+        """Where another library is faster than flexops, worst first."""
         found = []
         for group in self.groups():
             ours, others = group[0], group[1:]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,10 @@ from flexops.errors import ChannelError
 from flexops.targets.conda import Variant
 
 from ..targets import render
-from . import engine
-from .engine import Engine, Job
-from .explain import explain
+from .engine import Engine, Job, Wish, choose
 from .indexing import index
 from .place import Place
-from .run import child
+from .run import child, last_lines
 from .sealing import source_date
 
 OnPhase = Callable[[str], None]
@@ -37,6 +37,8 @@ _PHASES = (
     ("TEST START", "testing"),
 )
 """What a line of output says about how far a build is."""
+
+_OWN_ERROR = re.compile(r"^( *)flexops: .*(?:\n\1 +\S.*)*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def build(
     upstream: Sequence[str] = ("conda-forge",),
     recipe: Path | None = None,
     overrides: Sequence[Path] = (),
-    wish: engine.Wish = "auto",
+    wish: Wish = "auto",
     test: bool = True,
     on_phase: Callable[[Variant, str], None] = lambda *_: None,
 ) -> list[Built]:
@@ -77,12 +79,12 @@ def build(
         test: run the recipe's tests, in environments of their own.
 
     Raises:
-        ChannelError: with the cause, the mend and the log's path.
+        ChannelError: with the cause, the fix and the log's path.
         TargetError: this is no checkout, so there is no recipe.
     """
     place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
-    program = engine.choose(wish)
+    program = choose(wish)
     return [
         _build_one(
             variant,
@@ -120,7 +122,7 @@ def _build_one(
         if not made:
             raise ChannelError("the build made no package", log=log)
     except ChannelError as error:
-        raise _explained(variant, error, log) from error
+        raise _failed(variant, error, log) from error
     except OSError as error:
         raise ChannelError(
             f"variant {variant.id} cannot be built", found=str(error), log=log
@@ -133,7 +135,7 @@ def _build_one(
 
 
 def _environment(variant: Variant) -> dict[str, str]:
-    """A machine that only builds has no driver: the solver is told of one that runs the variant,
+    """A machine that only builds has no driver: the solver gets one that runs the variant,
     unless the user has told it already."""
     return (
         {"CONDA_OVERRIDE_CUDA": os.environ.get("CONDA_OVERRIDE_CUDA") or variant.cuda}
@@ -148,17 +150,23 @@ def _tell(line: str, on_phase: OnPhase) -> None:
             on_phase(phase)
 
 
-def _explained(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
+def _failed(variant: Variant, error: ChannelError, log: Path) -> ChannelError:
     if error.fix:
         return error  # it says all there is to say: a tool is missing, say
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    told = explain(f"{text}\n{error.found}")
     return ChannelError(
-        f"variant {variant.id} cannot be built: {told.what}",
-        found=told.found,
-        fix=told.fix,
+        f"variant {variant.id} cannot be built",
+        found=_said(log, error.found),
+        fix="see the log; --from names further channels",
         log=log,
     )
+
+
+def _said(log: Path, error: str) -> str:
+    """flexops' own error in the log, such as a compile that failed; else the end of what was
+    said."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    own = _OWN_ERROR.search(text)
+    return textwrap.dedent(own[0]).replace("\n", "\n  ") if own else last_lines(error or text)
 
 
 def _made(output: Path) -> list[Path]:
@@ -171,7 +179,7 @@ def _made(output: Path) -> list[Path]:
 
 
 def _publish(path: Path, place: Place, recipe: Path) -> Path:
-    """Into the channel, whole or not at all. What is there already stays as it is.
+    """Into the channel, whole or not at all. A package that is there is never replaced.
 
     Raises:
         ChannelError: another package of that very name is there. The build number is the recipe's:

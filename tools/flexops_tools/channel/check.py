@@ -15,9 +15,8 @@ from typing import Any
 from flexops.errors import ChannelError
 from flexops.targets.conda import Variant
 
-from .explain import explain, last_lines
 from .place import Place, distribution
-from .run import child
+from .run import child, last_lines
 
 PACKAGE = "flexops"
 _DOCTOR_SECONDS = 900.0
@@ -118,7 +117,7 @@ def solve(
             "solve", request, log=log, environment={"CONDA_OVERRIDE_CUDA": machine.cuda}
         )["records"]
     except ChannelError as error:
-        raise _explained(error, specs, f"on a machine with {machine.name}", log) from error
+        raise _failed(error, specs, f"on a machine with {machine.name}", log) from error
     build, torch = _find(records, PACKAGE)[1], " ".join(_find(records, "pytorch"))
     there = sorted(
         {
@@ -153,7 +152,7 @@ def install(
     try:
         records: list[list[str]] = child("install", request, log=log)["records"]
     except ChannelError as error:
-        raise _explained(error, specs, f"into {prefix}", log) from error
+        raise _failed(error, specs, f"into {prefix}", log) from error
     return records
 
 
@@ -248,13 +247,12 @@ def _find(records: Sequence[Sequence[str]], name: str) -> tuple[str, str]:
     )
 
 
-def _explained(error: ChannelError, specs: Sequence[str], where: str, log: Path) -> ChannelError:
+def _failed(error: ChannelError, specs: Sequence[str], where: str, log: Path) -> ChannelError:
     if error.fix:
         return error
-    told = explain(error.found, specs)
     return ChannelError(
-        f"{', '.join(specs) or 'nothing'} cannot be installed {where}: {told.what}",
-        found=told.found,
-        fix=told.fix,
+        f"{', '.join(specs) or 'nothing'} cannot be installed {where}",
+        found=last_lines(error.found),
+        fix="see the log; --from names further channels, CONDA_OVERRIDE_CUDA a driver",
         log=log,
     )

@@ -95,7 +95,7 @@ def choose(wish: Wish) -> Engine:
     """conda-build if it is there and new enough, else rattler-build; or the one that was asked for.
 
     Raises:
-        ChannelError: the one asked for is not there, or too old.
+        ChannelError: the one asked for is missing, or too old.
     """
     if wish == "rattler-build":
         return Engine("rattler-build")

@@ -164,5 +164,5 @@ def _listed(place: Place) -> dict[str, str]:
             entries = [*data.get("packages", {}).items(), *data.get("packages.conda", {}).items()]
             digests |= {f"{path.parent.name}/{name}": entry["sha256"] for name, entry in entries}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            continue  # whatever this is, writing the index anew mends it
+            continue  # whatever this is, writing the index anew fixes it
     return digests

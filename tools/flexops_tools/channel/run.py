@@ -116,6 +116,11 @@ def child(
     return told
 
 
+def last_lines(output: str, count: int = 12) -> str:
+    """The end of ``output``, blank lines left out."""
+    return "\n    ".join([line.strip() for line in output.splitlines() if line.strip()][-count:])
+
+
 def _import_path() -> dict[str, str]:
     """The child imports this very flexops, also from a checkout that is not installed."""
     home = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from flexops.errors import SettingsError
 
 INPUTS = ("csrc", "flexops", "recipe", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
-"""The first moment that a zip archive can tell of."""
+"""The first moment that a zip archive can record."""
 _LEVEL = 19
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Images of the targets. Requires a container engine and the docker SDK, the extra"
-        " `images` of flexops-tools."
+        "Images of the targets. Requires a container engine and the program docker with BuildKit."
     ),
 )
 
@@ -49,7 +48,7 @@ Network = Annotated[
     typer.Option(metavar="MODE", help="The engine's network for the containers: host, none, ..."),
 ]
 _INTERRUPTED = 130
-_INDEX = "Package index to download from; not kept. With user:password it takes BuildKit."
+_INDEX = "Package index to download from; not kept. May have user:password."
 _ACCEPT = "A row for the CPU takes a torch for CUDA, too (5 GB), where its own index is silent."
 
 
@@ -236,11 +235,8 @@ def check(
 
 @app.command("list")
 def list_images(as_json: Json = False) -> None:
-    """The images that the engine has, and the targets without one. Needs no docker SDK."""
-    images, note = listing.inspected()
-    if note:
-        typer.echo(f"flexops: {note}", err=True)
-    found = listing.listing(images, targets.load())
+    """The images that the engine has, and the targets without one."""
+    found = listing.listing(listing.inspected(), targets.load())
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
         return

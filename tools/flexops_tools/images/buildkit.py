@@ -1,4 +1,4 @@
-"""A build by BuildKit, through the program ``docker``: the SDK has no secrets.
+"""A build by BuildKit, through the program ``docker``: the SDK has only the classic builder.
 
 ``build`` starts ``docker build``, reads its plain progress line by line, and returns what it came
 to. The credentials go through the environment of that process, and nowhere else.
@@ -11,16 +11,14 @@ import re
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from flexops.errors import ImageError
-
-from . import context
+from .context import DOCKERFILE
+from .engine import environment, no_program
 from .failure import Step
 
 KEPT_STAGE = "kept-kernels"
@@ -29,9 +27,11 @@ KEPT = f"\nFROM scratch AS {KEPT_STAGE}\nCOPY --from=kernels /opt/kernels /opt/k
 SECRET = "index_credentials"
 _VARIABLE = "FLEXOPS_INDEX_CREDENTIALS"
 _BEGINS = re.compile(r"^#(\d+) \[(\S+) +\d+/\d+\] (.*)")
+_LOADS = re.compile(r"^#(\d+) \[internal\] load metadata for (?:docker\.io/(?:library/)?)?(\S+)")
 _SAYS = re.compile(r"^#(\d+) (?:\d+\.\d+ (?P<output>.*)|(?P<cached>CACHED)|ERROR:? (?P<error>.*))$")
 _ENDS = re.compile(r"^(?:ERROR: )?(?:failed to solve|executor failed|process )")
-_NO_BUILDKIT = re.compile(r"buildx component|buildkit not supported|requires BuildKit|--secret")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NO_BUILDKIT = re.compile(r"buildx component|buildkit not supported|requires BuildKit")
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Job:
         options = {"--network": self.network, "--tag": self.tag}
         return [
             *("docker", "build", "--progress", "plain", "--iidfile", image_file),
-            *("--file", os.path.join(root, context.DOCKERFILE), "--target", self.target),
-            *("--secret", f"id={SECRET},env={_VARIABLE}"),
+            *("--file", os.path.join(root, DOCKERFILE), "--target", self.target),
+            *(("--secret", f"id={SECRET},env={_VARIABLE}") if self.credentials else ()),
             *(word for name, value in options.items() if value for word in (name, value)),
             *(["--no-cache"] if self.no_cache else []),
             *(w for name, value in self.args.items() for w in ("--build-arg", f"{name}={value}")),
@@ -59,11 +59,7 @@ class Job:
         ]
 
     def environment(self) -> dict[str, str]:
-        """The engine that the SDK talks to, and a builder whose images that engine has."""
-        chosen = {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default", _VARIABLE: self.credentials}
-        if not os.environ.get("DOCKER_HOST"):
-            chosen["DOCKER_CONTEXT"] = "default"
-        return {**os.environ, **chosen}
+        return {**environment(), _VARIABLE: self.credentials}
 
 
 @dataclass
@@ -74,12 +70,15 @@ class Done:
         image: its id; empty if the build failed.
         step: the step that failed, or the last that began.
         error: what docker said last.
+        runtime_base: the base image of the stage that runs; the other stages have another.
     """
 
     image: str = ""
     step: Step | None = None
     error: str = ""
     failed: bool = False
+    runtime_base: str = ""
+    _bases: dict[str, str] = field(default_factory=dict)
     _steps: dict[str, Step] = field(default_factory=dict)
     _cached: set[str] = field(default_factory=set)
 
@@ -102,7 +101,12 @@ class Done:
             number, instruction = begins[1], begins[3]
             if instruction.startswith("FROM "):
                 instruction = f"{instruction} AS {begins[2]}"
-            self.step = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            begun = self._steps.setdefault(number, Step(self.steps + 1, 0, instruction))
+            if not self.error:  # what ran beside a step that failed is cancelled, and shown then
+                self.step = begun
+        elif base := _LOADS.match(line):
+            stage = "installed" if base[2] == self.runtime_base else "toolchain"
+            self._bases[base[1]] = f"FROM {base[2]} AS {stage}"
         elif says := _SAYS.match(line):
             known = self._steps.get(says[1])
             if known and says["output"] is not None:
@@ -111,32 +115,29 @@ class Done:
                 return str(says["output"])
             if known and says["cached"]:
                 self._cached.add(says[1])
-            if says["error"] is not None:
-                self.step, self.error = self._steps.get(says[1]), says["error"]
+            if says["error"] is not None and not self.error:
+                self.step, self.error = known, says["error"]
+                if says[1] in self._bases:
+                    self.step = Step(1, self.steps, self._bases[says[1]])
         elif _ENDS.match(line) or (not self.error and "ERROR" in line):
             self.error = self.error or line
         return ""
 
 
-def build(
-    job: Job, packed: IO[bytes], log: IO[str], report: Callable[[Step, str], None] | None
-) -> Done:
-    """Build the packed context, which is read from its start.
+def build(job: Job, context: str, log: IO[str], report: Callable[[Step, str], None] | None) -> Done:
+    """Build the context, a folder.
 
     Raises:
-        ImageError: there is no BuildKit, which alone keeps credentials out of images.
+        ImageError: there is no BuildKit.
         KeyboardInterrupt: as it came, after the build was stopped.
     """
     if not shutil.which("docker"):
-        raise _refused("the program docker is missing")
-    packed.seek(0)
-    done, last = Done(), ""
+        raise no_program("no docker on PATH")
+    done, last = Done(runtime_base=job.args.get("RUNTIME_BASE", "")), ""
     with tempfile.TemporaryDirectory() as folder:
-        root, image_file = Path(folder, "context"), Path(folder, "image")
-        with tarfile.open(fileobj=packed) as archive:  # docker does not take every tar for one
-            archive.extractall(root)
+        image_file = Path(folder, "image")
         process = subprocess.Popen(
-            job.command(str(root), str(image_file)),
+            job.command(context, str(image_file)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -148,7 +149,7 @@ def build(
         )
         assert process.stdout is not None
         try:
-            for line in process.stdout:
+            for line in (_COLOUR.sub("", text) for text in process.stdout):
                 log.write(line)
                 log.flush()
                 last = line.strip() or last
@@ -164,16 +165,7 @@ def build(
         if done.step:
             done.step = replace(done.step, total=done.steps)
         if done.failed and not done.steps and _NO_BUILDKIT.search(done.error):
-            raise _refused(done.error)
+            raise no_program(done.error)
         if not done.failed:
             done.image = image_file.read_text(encoding="utf-8").strip()
     return done
-
-
-def _refused(found: str) -> ImageError:
-    return ImageError(
-        "credentials for a package index need BuildKit: the classic builder keeps them in images",
-        found=found,
-        required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
-        fix="sudo apt-get install docker-buildx   # or --index-url without user:password",
-    )

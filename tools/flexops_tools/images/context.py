@@ -3,8 +3,9 @@ Dockerfile, and the certificates of one build."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from flexops.errors import ImageError
 
@@ -15,15 +16,18 @@ DOCKERFILE = "Dockerfile.this-build"
 _CERTIFICATES = "docker/ca-certificates/this-build.crt"
 
 
-def pack(root: Path, dockerfile: str, ca_bundle: Path | None, out: IO[bytes]) -> None:
-    """Write the build context of the checkout ``root`` to ``out``, as a tar. Raises ``ImageError``
-    if the CA bundle cannot be read."""
-    from docker.utils.build import create_archive
-
-    extra = [(DOCKERFILE, dockerfile)]
+def write(root: Path, dockerfile: str, ca_bundle: Path | None, folder: Path) -> None:
+    """Copy the build context of the checkout ``root`` into ``folder``. Raises ``ImageError`` if the
+    CA bundle cannot be read."""
+    texts = {DOCKERFILE: dockerfile}
     if ca_bundle is not None:
-        extra.append((_CERTIFICATES, _certificates(ca_bundle)))
-    create_archive(str(root), sorted(_files(root)), fileobj=out, extra_files=extra)
+        texts[_CERTIFICATES] = _certificates(ca_bundle)
+    for name in _files(root):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, folder / name, follow_symlinks=False)
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _files(root: Path) -> Iterable[str]:

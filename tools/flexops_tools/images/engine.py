@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from flexops.errors import ImageError
-
-from .. import with_extra
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -18,15 +17,11 @@ GET_ONE = (
 _TIMEOUT = 600
 
 
-class NoSdk(ImageError):
-    """The docker SDK for Python is not installed."""
-
-
 def connect() -> DockerClient:
     """A client of the engine that the environment names (``DOCKER_HOST``), which answers.
 
     Raises:
-        ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the mend.
+        ImageError: the SDK is missing, nothing answers, or this user may not ask it; with the fix.
     """
     try:
         # Not `import docker`: in a checkout without the SDK that succeeds, and is the folder
@@ -34,10 +29,10 @@ def connect() -> DockerClient:
         from docker import DockerClient
         from docker.errors import DockerException
     except ImportError as error:
-        raise NoSdk(
-            "this needs the docker SDK for Python",
+        raise ImageError(
+            "the docker SDK for Python is missing",
             found=str(error),
-            fix=with_extra("images"),
+            fix="pip install ./tools   # in the clone",
         ) from error
     try:
         client = DockerClient.from_env(timeout=_TIMEOUT)
@@ -58,6 +53,25 @@ def unreachable(message: str) -> ImageError:
         )
     return ImageError(
         "no container engine answers", found=message, required="a running engine", fix=GET_ONE
+    )
+
+
+def environment() -> dict[str, str]:
+    """For the program docker: the engine that the SDK talks to, and a builder whose images that
+    engine has."""
+    chosen = {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"}
+    if not os.environ.get("DOCKER_HOST"):
+        chosen["DOCKER_CONTEXT"] = "default"
+    return {**os.environ, **chosen}
+
+
+def no_program(found: str) -> ImageError:
+    """The program docker is missing, or has no BuildKit."""
+    return ImageError(
+        "images are built by BuildKit, and run by the program docker",
+        found=found,
+        required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
+        fix="sudo apt-get install docker-buildx",
     )
 
 

@@ -35,8 +35,7 @@ _FULL = _Rule(
     "docker system prune   # or move the engine's data-root to a larger disk",
 )
 _GONE = _Rule(
-    r"Cannot connect to the Docker daemon|Connection aborted|Connection"
-    r" refused|RemoteDisconnected|IncompleteRead|Read timed out",
+    r"Cannot connect to the Docker daemon|code = Unavailable|Connection refused|unexpected EOF",
     "the engine went away during the build",
     "an engine that stays up",
     "sudo systemctl start docker   # finished steps are kept",
@@ -79,13 +78,12 @@ _STEP_RULES = (
         " row's",
     ),
     _Rule(
-        r"returned a non-zero code: 137|exit code: 137",
+        r"exit code: 137",
         "the step was killed, as a rule for want of memory",
         "more memory for the engine",
         "--jobs 1",
     ),
 )
-_RESULT = re.compile(r"returned a non-zero code: (\d+)")
 
 
 def explain(
@@ -166,7 +164,7 @@ def _base(target_id: str, step: Step | None, message: str, log: Path | None) -> 
 
 def _own_words(output: str) -> tuple[str, str] | None:
     """What a script or module of flexops said failed: its first `flexops:` message with the details
-    below it, and the mend named there."""
+    below it, and the fix named there."""
     lines = output.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("flexops: ")), None)
     if start is None:

@@ -78,7 +78,7 @@ def judge_report(
                 identifier,
                 found,
                 "; ".join(one["required"] for one in faults),
-                f"{command}   # shows each with its mend",
+                f"{command}   # shows each with its fix",
             )
     if code:
         return fail(identifier, f"exit code {code}", "exit code 0", command)

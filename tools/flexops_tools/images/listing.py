@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flexops.targets import Matrix
 
-from .engine import NoSdk, connect, unreachable
+from .engine import connect
 from .naming import STAGE_LABEL, TARGET_LABEL
 
 
@@ -30,38 +27,10 @@ class Local:
         return asdict(self)
 
 
-def inspected() -> tuple[list[dict[str, Any]], str]:
-    """What the engine says about each image that carries a target's label, as ``docker inspect``
-    prints it; and why there is nothing, if it cannot be asked.
-
-    Without the docker SDK the program ``docker`` asks. Raises ``ImageError`` if the engine does not
-    answer.
-    """
-    try:
-        return [image.attrs for image in connect().images.list(filters={"label": TARGET_LABEL})], ""
-    except NoSdk as error:
-        if not shutil.which("docker"):
-            return (
-                [],
-                (
-                    f"{error.what} or the program docker, to know which images there are\n  fix:"
-                    f" {error.fix}"
-                ),
-            )
-    names = _docker(
-        "image", "ls", "--quiet", "--no-trunc", "--filter", f"label={TARGET_LABEL}"
-    ).split()
-    found: list[dict[str, Any]] = (
-        json.loads(_docker("image", "inspect", *dict.fromkeys(names))) if names else []
-    )
-    return found, ""
-
-
-def _docker(*arguments: str) -> str:
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise unreachable(done.stderr.strip())
-    return done.stdout
+def inspected() -> list[dict[str, Any]]:
+    """What the engine says about each image that carries a target's label. Raises ``ImageError`` if
+    it does not answer."""
+    return [image.attrs for image in connect().images.list(filters={"label": TARGET_LABEL})]
 
 
 def listing(images: Iterable[Mapping[str, Any]], matrix: Matrix) -> tuple[Local, ...]:

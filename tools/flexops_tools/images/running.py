@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flexops.errors import ImageError
 from flexops.targets import Target
 
-from .engine import information
+from .engine import environment, information, no_program
 from .naming import build_command
 
 if TYPE_CHECKING:
@@ -142,20 +143,36 @@ def comfort(engine: Mapping[str, Any], uid: int, gid: int, *, mounts: bool) -> d
 def run(
     client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
 ) -> int:
-    """Run a command (empty: the image's own) in a new container and return its exit code. Signals
-    are passed on; the container is removed.
+    """Run a command (empty: the image's own) in a new container and return its exit code. The
+    program docker attaches it to this terminal, and passes signals on; the container is removed.
 
     Raises:
-        ImageError: the image is not there, or the engine refuses to start it.
+        ImageError: the image is missing, or the engine rejects or cannot start it.
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    created = create(
-        client, row, name, command, {"tty": interactive, "stdin_open": interactive, **options}
-    )
+    terminal = {"tty": interactive, "stdin_open": interactive}
+    container = create(client, row, name, command, {**terminal, **options})
+    attach = ["docker", "start", "--attach", *(["--interactive"] if interactive else [])]
     try:
-        return _interactive(client, created) if interactive else _attached(created)
+        # a terminal sends its signals to the whole group, and docker is to get each once
+        process = subprocess.Popen(
+            [*attach, str(container.id)], env=environment(), start_new_session=not interactive
+        )
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _: process.send_signal(number))
+        code = process.wait()
+        container.reload()
+        if problem := container.attrs["State"].get("Error"):
+            raise ImageError(
+                "the container cannot be started",
+                found=problem,
+                fix="docker info   # GPUs need the container toolkit",
+            )
+        return code
+    except FileNotFoundError as error:
+        raise no_program(str(error)) from error
     finally:
-        created.remove(force=True)
+        container.remove(force=True)
 
 
 def create(
@@ -177,7 +194,7 @@ def create(
         raise ImageError(
             f"{name} cannot be run", found=str(error.explanation), fix="docker info"
         ) from error
-    except DockerException as error:  # the SDK itself refuses an option
+    except DockerException as error:  # the SDK itself rejects an option
         raise ImageError(
             f"{name} cannot be run", found=str(error), fix="flexops image run --help"
         ) from error
@@ -207,84 +224,6 @@ def run_quietly(
         ) from error
     finally:
         container.remove(force=True)
-
-
-def _attached(container: Container) -> int:
-    output = container.attach(stream=True, logs=True, demux=True, stdout=True, stderr=True)
-    _start(container)
-    with _signals_to(container):
-        for out, err in output:
-            for data, stream in ((out, sys.stdout), (err, sys.stderr)):
-                if data:
-                    stream.buffer.write(data)
-                    stream.buffer.flush()
-        return int(container.wait()["StatusCode"])
-
-
-def _start(container: Container) -> None:
-    from docker.errors import APIError
-
-    try:
-        container.start()
-    except APIError as error:
-        raise ImageError(
-            "the container cannot be started",
-            found=str(error.explanation),
-            fix="docker info   # GPUs need the container toolkit",
-        ) from error
-
-
-@contextlib.contextmanager
-def _signals_to(container: Container) -> Iterator[None]:
-    from docker.errors import APIError
-
-    def forward(number: int, _frame: object) -> None:
-        with contextlib.suppress(APIError):  # it may have ended meanwhile
-            container.kill(signal=number)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interactive(client: DockerClient, container: Container) -> int:
-    """A terminal of the container's own: keys go in as they are typed, its output comes out as it
-    is."""
-    import select
-    import termios
-    import tty
-
-    connection = client.api.attach_socket(
-        str(container.id), {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-    )
-    raw = getattr(connection, "_sock", connection)
-    _start(container)
-    keyboard, before = sys.stdin.fileno(), termios.tcgetattr(sys.stdin)
-    watched: list[Any] = [keyboard, raw]
-    try:
-        tty.setraw(keyboard)
-        size = shutil.get_terminal_size()
-        container.resize(size.lines, size.columns)
-        while True:
-            ready, _, _ = select.select(watched, [], [])
-            if raw in ready:
-                data = raw.recv(65536)
-                if not data:
-                    break
-                os.write(sys.stdout.fileno(), data)
-            if keyboard in ready:
-                typed = os.read(keyboard, 4096)
-                if typed:
-                    raw.sendall(typed)
-                else:
-                    watched.remove(keyboard)
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        raw.close()
-    return int(container.wait()["StatusCode"])
 
 
 def engine_gpus(client: DockerClient, row: Target) -> GpuOptions:

@@ -73,7 +73,10 @@ def dev_container(rows: list[Target], header: str) -> str:
                 else []
             ),
         ],
-        "postCreateCommand": "git config --global --add safe.directory /workspace",
+        "containerEnv": {"PYTHONPATH": "/workspace:/workspace/tools"},
+        # The environment is not the user's to write: the checkout itself registers its commands.
+        "postCreateCommand": "git config --global --add safe.directory /workspace"
+        " && cd tools && python setup.py --quiet egg_info",
         "customizations": {"vscode": {"extensions": list(_EXTENSIONS)}},
     }
     return f"// {header}\n{json.dumps(document, indent=2)}\n"

@@ -55,6 +55,10 @@ SOURCES: tuple[Source, ...] = (
         "cross_entropy", "cross_entropy", "cross_entropy", ("cross_entropy", "linear_cross_entropy")
     ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
+    Source("grouped_linear", "experts", "grouped_linear", ("grouped_linear",)),
+    Source("experts", "experts", "experts", ("gated_experts",)),
+    Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
+    Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
@@ -62,6 +66,7 @@ SOURCES: tuple[Source, ...] = (
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
     Source("quant", "quant", "quant", ("quantize", "dequantize")),
+    Source("int4_linear", "int4_linear", "int4_linear", ("int4_linear",)),
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),

@@ -91,7 +91,7 @@ PACKED = {
 
 
 def _packed(setup: Setup) -> Iterator[Case]:
-    """As many tokens as four sequences of 4096, packed: to be held against the first shape, whose
+    """As many tokens as four sequences of 4096, packed: to be compared with the first shape, whose
     rows are as long."""
     mean = 4096 if setup.device == "cuda" else 256
     for what, parts in PACKED.items():

@@ -88,13 +88,13 @@ def _both(
     size: int,
     count: str,
 ) -> Case:
-    calls = {label: _with_gradient(call, args, differentiable) for label, call in functions.items()}
+    calls = {label: with_gradient(call, args, differentiable) for label, call in functions.items()}
     return Case(
         FAMILY, function, name, "forward + backward", size, calls, count, "queued", memory=True
     )
 
 
-def _with_gradient(
+def with_gradient(
     function: Function, args: Sequence[Tensor], differentiable: Sequence[int]
 ) -> Callable[[], object]:
     def call() -> object:
@@ -102,9 +102,9 @@ def _with_gradient(
             arg.detach().requires_grad_(position in differentiable)
             for position, arg in enumerate(args)
         ]
-        return torch.autograd.grad(
-            function(*given), [given[position] for position in differentiable]
-        )
+        result: Any = function(*given)
+        inputs = [given[position] for position in differentiable]
+        return torch.autograd.grad(result, inputs, torch.ones_like(result))
 
     return call
 

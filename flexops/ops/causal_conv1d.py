@@ -1,0 +1,272 @@
+"""The causal depthwise convolution of linear-attention and state-space models (Mamba: Gu and Dao,
+arXiv 2312.00752).
+
+Each channel ``d`` of ``x`` has a filter of ``W`` taps::
+
+    out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for each k < W))
+
+where ``x`` is 0 before its first step, or what ``initial_states`` says. Everything is computed in
+float32, whatever the dtype of ``x``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._declared import define
+from ._difference import difference
+from ._register import caller, check_places, is_dense
+from .cross_entropy import FLOAT_DTYPES
+
+_TAPS = 4
+_RUN = 128  # of csrc/causal_conv1d/causal_conv1d.h
+_ACTIVATIONS = {None: False, "silu": True, "swish": True}
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The causal depthwise convolution, with the activation, in one pass. Formula: see the module.
+
+    Args:
+        x: ``[B, D, L]``, float32, float16 or bfloat16. It is read where it lies if the channels
+            are neighbours in memory (``[B, L, D]`` transposed, as models have it), else copied.
+        weight: ``[D, W]``, W from 1 to 4, of these dtypes.
+        bias: ``[D]`` or None.
+        activation: "silu" (or "swish"), or None.
+        initial_states: ``[B, D, W - 1]``: the steps before ``x``; None for zeros.
+        return_final_states: also return the last ``W - 1`` steps of ``initial_states`` and ``x``.
+
+    Returns:
+        ``[B, D, L]`` of the dtype of ``x``, with neighbouring channels in memory; with
+        ``return_final_states`` a tuple ``(out, final_states)``.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes or the activation are not as above.
+
+    Differentiable once, with respect to ``x``, ``weight``, ``bias`` and ``initial_states``.
+    """
+    where = "flexops.causal_conv1d:"
+    silu = _check(where, x, weight, bias, activation)
+    width = weight.shape[1]
+    if width > _TAPS:
+        raise ValueError(f"{where} weight must have 1 to {_TAPS} taps, got shape {_shape(weight)}")
+    rows, before = x.transpose(1, 2), 0
+    if initial_states is not None:
+        if initial_states.shape != (*x.shape[:2], width - 1):
+            raise ValueError(
+                f"{where} initial_states must have shape {[*x.shape[:2], width - 1]}, got"
+                f" {_shape(initial_states)}"
+            )
+        rows = torch.cat([initial_states.transpose(1, 2).to(x.dtype), rows], 1)
+        before = width - 1
+    taps = F.pad(_wide(weight).t(), (0, 0, _TAPS - width, 0)).contiguous()
+    offset = None if bias is None else _wide(bias)
+    out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
+    if not return_final_states:
+        return out
+    final = F.pad(rows, (0, 0, max(width - 1 - rows.shape[1], 0), 0))
+    return out, final[:, final.shape[1] - width + 1 :].transpose(1, 2)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The convolution of the next steps, for decoding: **writes the state in place**.
+
+    Args:
+        x: ``[B, D, L]``, or ``[B, D]`` for one step; float32, float16 or bfloat16, any strides.
+        conv_state: ``[B, D, S]`` of the dtype of ``x``, ``S`` at least ``W - 1``: the last steps
+            before ``x``, the newest last. It becomes the last ``S`` of these and of ``x``.
+        weight: ``[D, W]``.
+        bias: ``[D]`` or None.
+        activation: "silu" (or "swish"), or None.
+
+    Returns:
+        the shape and dtype of ``x``, contiguous. Not differentiable.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes or the activation are not as above.
+    """
+    where = "flexops.causal_conv1d_update:"
+    steps = x.unsqueeze(-1) if isinstance(x, Tensor) and x.dim() == 2 else x
+    silu = _check(where, steps, weight, bias, activation)
+    if conv_state.dim() != 3 or conv_state.shape[:2] != steps.shape[:2]:
+        raise ValueError(
+            f"{where} conv_state must have shape {[*steps.shape[:2], 'S']}, got"
+            f" {_shape(conv_state)}"
+        )
+    if conv_state.shape[2] + 1 < weight.shape[1]:
+        raise ValueError(
+            f"{where} conv_state must hold at least {weight.shape[1] - 1} steps, got shape"
+            f" {_shape(conv_state)}"
+        )
+    with torch.no_grad():
+        offset = None if bias is None else _wide(bias)
+        out: Tensor = torch.ops.flexops.causal_conv1d_update_.default(
+            conv_state, steps, _wide(weight).contiguous(), offset, silu
+        )
+    return out.squeeze(-1) if x.dim() == 2 else out
+
+
+def _check(
+    where: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> bool:
+    """Whether the activation is silu."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in (*FLOAT_DTYPES, torch.float64):
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}"
+            )
+        if not is_dense(tensor):
+            check_places(where[:-1], {name: tensor})
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{where} activation must be None or 'silu', got {activation!r}")
+    if x.dim() != 3:
+        raise ValueError(f"{where} x must have shape [B, D, L], got {_shape(x)}")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
+        raise ValueError(
+            f"{where} weight must have shape [{x.shape[1]}, W] with at least one tap, got"
+            f" {_shape(weight)}"
+        )
+    if bias is not None and bias.shape != x.shape[1:2]:
+        raise ValueError(f"{where} bias must have shape [{x.shape[1]}], got {_shape(bias)}")
+    return _ACTIVATIONS[activation]
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+# ---- the ops: x, [B, L, D]; weight, [4, D] -------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x`` is wide."""
+    padded = F.pad(x, (0, 0, _TAPS - 1, 0))
+    length = x.shape[1]
+    out = sum(padded[:, k : k + length] * weight[k] for k in range(_TAPS))
+    assert isinstance(out, Tensor)
+    return out if bias is None else out + bias
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    out = _filtered(_wide(x), weight, bias)
+    return (F.silu(out) if silu else out).to(x.dtype).contiguous()
+
+
+def _backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of ``x``, and of each run of 128 steps those of weight and bias."""
+    wide, inner = _wide(x), _wide(grad)
+    if silu:
+        y = _filtered(wide, weight, bias)
+        sigmoid = torch.sigmoid(y)
+        inner = inner * (sigmoid * (1 + y * (1 - sigmoid)))
+    batch, length, channels = x.shape
+    behind = F.pad(inner, (0, 0, 0, _TAPS - 1))
+    of_x = sum(behind[:, _TAPS - 1 - k :][:, :length] * weight[k] for k in range(_TAPS))
+    before = F.pad(wide, (0, 0, _TAPS - 1, 0))
+    parts = torch.stack([*(before[:, k : k + length] * inner for k in range(_TAPS)), inner], 2)
+    runs = length // _RUN + 1
+    parts = F.pad(parts, (0, 0, 0, 0, 0, runs * _RUN - length))
+    partial = parts.view(batch, runs, _RUN, _TAPS + 1, channels).sum(2)
+    assert isinstance(of_x, Tensor)
+    return of_x.to(x.dtype).contiguous(), partial
+
+
+def _update_reference(
+    state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
+    both = torch.cat([state, x], 2)
+    width, length = weight.shape[1], x.shape[2]
+    recent = _wide(both[:, :, both.shape[2] - length - width + 1 :])
+    out = (recent.unfold(2, width, 1) * weight.unsqueeze(1)).sum(3)
+    out = out if bias is None else out + bias.unsqueeze(1)
+    state.copy_(both[:, :, both.shape[2] - state.shape[2] :])
+    return (F.silu(out) if silu else out).to(x.dtype).contiguous()
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+    of_x, partial = torch.ops.flexops.causal_conv1d_backward.default(
+        grad,
+        x,
+        weight,
+        bias,
+        ctx.silu,  # type: ignore[attr-defined]
+    )
+    sums = partial.sum((0, 1))
+    return of_x, sums[:_TAPS], None if bias is None else sums[_TAPS]
+
+
+define("causal_conv1d", _reference, saves=("x", "weight", "bias"), backward=_backward)
+define("causal_conv1d_backward", _backward_reference)
+define("causal_conv1d_update_", _update_reference)
+_CALL = caller(torch.ops.flexops.causal_conv1d.default)
+
+
+def self_check(device: str) -> float:
+    """The largest difference between what calls on ``device`` reach and the references."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(2, 150, 24, generator=generator).to(device) for _ in range(2))
+    weight, bias = (torch.randn(4, 24, generator=generator).to(device) for _ in range(2))
+    state = torch.randn(2, 24, 4, generator=generator).to(device)
+    ops, other = torch.ops.flexops, state.clone()
+    known = (weight, bias[0].contiguous(), True)
+    step = (x[:, :3].transpose(1, 2), weight.t().contiguous(), *known[1:])
+    actual = (
+        ops.causal_conv1d(x, *known),
+        *ops.causal_conv1d_backward(grad, x, *known),
+        ops.causal_conv1d_update_(state, *step),
+    )
+    expected = (
+        _reference(x, *known),
+        *_backward_reference(grad, x, *known),
+        _update_reference(other, *step),
+    )
+    return difference((*actual, state), (*expected, other))

@@ -1,0 +1,321 @@
+"""Products of rows with the matrix of each row's group: the linear layers of a mixture of experts.
+
+With the rows sorted by group, and ``offsets[e]`` where those of group ``e`` end::
+
+    out[t] = weight[e] x[t]           for offsets[e - 1] <= t < offsets[e]
+    dx[t] = weight[e]^T dout[t]       dweight[e] = sum_t dout[t] x[t]^T
+
+Groups have any number of rows, also none. ``offsets`` is read on the device only, so that nothing
+waits for the GPU, and a CUDA graph serves every distribution of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import product_dtype
+from ._declared import define
+from ._difference import difference
+from ._register import caller, check_places, has_native
+from .activation import FLOAT_DTYPES
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``x[t] @ weight[e].T`` for the rows ``t`` of each group ``e``, in one launch.
+
+    Args:
+        x: ``[rows, k]``, float32, bfloat16 or float16; the rows are sorted by group.
+        weight: ``[groups, n, k]`` of x's dtype. Contiguous, or the transpose of a contiguous
+            ``[groups, k, n]``; another layout is copied.
+        offsets: ``[groups]``, int32: where the rows of each group end, ascending. Rows from
+            ``offsets[-1]`` on belong to no group; their results are zeros. (This is ``offs`` of
+            ``torch.nn.functional.grouped_mm``.)
+
+    Returns:
+        ``[rows, n]`` of x's dtype, or of autocast's. Differentiable, once, with respect to ``x``
+        and ``weight``.
+
+    Raises:
+        TypeError: a tensor is not of these dtypes.
+        ValueError: shapes or devices are not as above; on the CPU, ``offsets`` descends or is
+            outside of 0 to rows. On a GPU such offsets are clamped: results are undefined, and no
+            access is out of bounds.
+
+    On GPUs of 8.0 and newer bfloat16 and float16 run kernels of flexops, if ``k`` and ``n`` are
+    multiples of 8. Everything else is a product of torch's for each group, which waits for the GPU.
+    """
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype != torch.float64:
+        dtype = product_dtype(x)
+        if dtype != x.dtype:
+            x, weight = x.to(dtype), weight.to(dtype)
+    result: Tensor = _CALL(x, weight, offsets)
+    return result
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    op = "flexops.grouped_linear"
+    check_matrix(op, "x", x, 2)
+    check_matrix(op, "weight", weight, 3)
+    check_offsets(op, offsets, weight.shape[0])
+    if weight.dtype != x.dtype:
+        raise TypeError(f"{op}: weight must be {x.dtype}, as x, got {weight.dtype}")
+    check_places(op, {"x": x, "weight": weight, "offsets": offsets})
+    if weight.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"{op}: weight must have shape [groups, n, {x.shape[1]}], since x has {x.shape[1]}"
+            f" columns, got {list(weight.shape)}"
+        )
+
+
+def check_matrix(op: str, name: str, tensor: Tensor, dims: int) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (*FLOAT_DTYPES, torch.float64):
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{op}: {name} must be a float32, bfloat16 or float16 tensor, got {found}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{op}: {name} must have {dims} dimensions, got {list(tensor.shape)}")
+
+
+def check_offsets(op: str, offsets: Tensor, groups: int) -> None:
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32:
+        found = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise TypeError(f"{op}: offsets must be an int32 tensor, got {found}")
+    if groups < 1 or offsets.shape != (groups,):
+        raise ValueError(
+            f"{op}: offsets must have shape [{max(groups, 1)}], one end for each matrix of weight,"
+            f" got {list(offsets.shape)}"
+        )
+
+
+def _ends(offsets: Tensor, rows: int) -> list[int]:
+    """The values, which are checked; waits for a GPU."""
+    ends: list[int] = offsets.tolist()
+    if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
+        if offsets.is_cuda:
+            last, clamped = 0, []
+            for end in ends:
+                last = max(last, min(end, rows))
+                clamped.append(last)
+            return clamped
+        raise ValueError(
+            f"flexops.grouped_linear: offsets must ascend from 0 or more to {rows} or less, the"
+            f" number of rows, got {ends[:16]}{'...' if len(ends) > 16 else ''}"
+        )
+    return ends
+
+
+# ---- the products --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _has_products(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def takes_kernels(x: Tensor, *sizes: int) -> bool:
+    """Whether flexops' kernels compute products of ``x``'s rows, with matrices of these sizes."""
+    return (
+        x.is_cuda
+        and x.dtype in HALVES
+        and x.shape[0] > 0
+        and all(size > 0 and size % 8 == 0 for size in (x.shape[1], *sizes))
+        and _has_products(x.device)
+        and has_native("grouped_linear", "cuda")
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+_GATHERS = False
+"""Whether Hopper's kernels gather rows, or a sorted copy of them is made."""
+
+
+def gathers_rows(x: Tensor, *sizes: int) -> bool:
+    """Whether the kernels take rows by an order of choices, so that no sorted copy of them is
+    needed."""
+    return _GATHERS and takes_kernels(x, *sizes) and _is_hopper(x.device)
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    return not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+
+
+def product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``x[t] @ weight[e].T``, by the best means there are."""
+    if takes_kernels(x, weight.shape[1]):
+        if _is_transposed(weight):
+            return product_of_columns(x, weight.transpose(1, 2), offsets)
+        result: Tensor = torch.ops.flexops.grouped_rows.default(x, weight, offsets)
+        return result
+    return _rows_reference(x, weight, offsets)
+
+
+def product_of_columns(
+    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """``x[t] @ weight[e]``, by kernels; with ``order`` x has a row for each token."""
+    slots = x.shape[0] if order is None else order.numel()
+    result: Tensor = torch.ops.flexops.grouped_columns.default(x, weight, offsets, order, slots)
+    return result
+
+
+def outer(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """``sum_t grad[t] x[t].T`` of each group."""
+    out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+    outer_to(out, grad, x, offsets)
+    return out
+
+
+def outer_to(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    column: int = 0,
+) -> None:
+    """The same into the columns of ``out`` from ``column`` on. With ``order``, which needs
+    :func:`gathers_rows`, the shorter of the two has a row for each token."""
+    if takes_kernels(x, grad.shape[1], column or 8):
+        torch.ops.flexops.grouped_outer_.default(out, grad, x, offsets, order, column)
+    else:
+        _outer_reference(out, grad, x, offsets, order, column)
+
+
+def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    out, begin = x.new_zeros(x.shape[0], weight.shape[1]), 0
+    for matrix, end in zip(weight, _ends(offsets, x.shape[0]), strict=True):
+        if end > begin:
+            torch.mm(x[begin:end], matrix.t(), out=out[begin:end])
+        begin = end
+    return out
+
+
+def _gathered(x: Tensor, order: Tensor | None, slots: int) -> Tensor:
+    """The rows of the choices' tokens."""
+    if order is None:
+        return x
+    return x[order.reshape(-1).long() // (slots // x.shape[0])]
+
+
+def _outer_reference(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None = None,
+    column: int = 0,
+) -> None:
+    if order is not None and grad.shape[0] < x.shape[0]:
+        grad = _gathered(grad, order, x.shape[0])
+    elif order is not None:
+        x = _gathered(x, order, grad.shape[0])
+    begin = 0
+    for matrix, end in zip(out, _ends(offsets, x.shape[0]), strict=True):
+        matrix[:, column : column + x.shape[1]] = grad[begin:end].t() @ x[begin:end]
+        begin = end
+
+
+def _fake(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    of_x = of_weight = None
+    if ctx.needs_input_grad[0]:
+        of_x = torch.ops.flexops.grouped_linear.default(grad, weight.transpose(1, 2), offsets)
+    if ctx.needs_input_grad[1]:
+        outer_of = torch.ops.flexops.grouped_linear_outer.default
+        of_weight = (
+            outer_of(x, grad, offsets).transpose(1, 2)
+            if _is_transposed(weight)
+            else outer_of(grad, x, offsets)
+        )
+    return of_x, of_weight, None
+
+
+def _columns_reference(
+    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None, slots: int
+) -> Tensor:
+    return _rows_reference(_gathered(x, order, slots), weight.transpose(1, 2), offsets)
+
+
+def gated_reference(packed: Tensor, activation: int) -> Tensor:
+    from .activation import gated_reference
+
+    return gated_reference(packed, None, ("silu", "none", "tanh")[activation], False)
+
+
+def _gated_reference(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    slots: int,
+    activation: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    packed = _rows_reference(_gathered(x, order, slots), weight, offsets)
+    return gated_reference(packed, activation), packed if keep else x.new_empty(0)
+
+
+define("grouped_rows", _rows_reference, hidden=True)
+define("grouped_columns", _columns_reference, hidden=True)
+define("grouped_outer_", _outer_reference, hidden=True)
+define("grouped_gated", _gated_reference, hidden=True)
+define(
+    "grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    product,
+    _fake,
+    check=_check,
+    setup_context=lambda ctx, args, _: ctx.save_for_backward(*args),
+    backward=_backward,
+)
+define(
+    "grouped_linear_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
+    outer,
+    lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
+    hidden=True,
+)
+_CALL = caller(torch.ops.flexops.grouped_linear.default)
+
+
+def self_check(device: str) -> float:
+    """The largest difference between the operators' results on ``device`` and their references in
+    float32, divided by 32: bfloat16 rounds results of this size by 2^-8."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad, weight = (
+        (torch.randn(*shape, generator=generator) / 8).to(device, torch.bfloat16)
+        for shape in ((200, 64), (200, 96), (3, 96, 64))
+    )
+    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=device)
+    ops, made, exact = torch.ops.flexops, torch.empty_like(weight), torch.empty_like(weight).float()
+    wide = [one.float() for one in (x, grad, weight)]
+    with torch.no_grad():
+        ops.grouped_outer_.default(made, grad, x, offsets, None, 0)
+        actual = (
+            ops.grouped_rows.default(x, weight, offsets),
+            ops.grouped_columns.default(grad, weight, offsets, None, 200),
+            *ops.grouped_gated.default(x, weight, offsets, None, 200, 0, True),
+            made,
+        )
+        _outer_reference(exact, wide[1], wide[0], offsets)
+        expected = (
+            _rows_reference(wide[0], wide[2], offsets),
+            _columns_reference(wide[1], wide[2], offsets, None, 200),
+            *_gated_reference(wide[0], wide[2], offsets, None, 200, 0, True),
+            exact,
+        )
+    return difference([one.float() for one in actual], expected) / 32

@@ -1,0 +1,551 @@
+"""Products with weights of 4 bits, in groups along the reduced dimension.
+
+A weight ``[N, K]`` is stored as codes from 0 to 15, with one scale and one zero point for each
+group of 32, 64 or 128 consecutive elements of a row::
+
+    value[n, k] = (code[n, k] - zero[n, k // group_size]) * scale[n, k // group_size]
+
+This is the form of GPTQ, AWQ and compressed-tensors. Zero points are floats in units of codes;
+without them (symmetric) each is 8. :class:`Int4Weight` describes how kernels store it.
+
+The kernels multiply codes, which are exact in bfloat16 and float16, and apply zero point and scale
+to the sum of each group in float32::
+
+    out[m, n] = sum over groups: scale * (sum(code * x) - zero * sum(x))
+
+so a result is at least as accurate as that of a product with the dequantized weight. From some
+number of rows on, it is faster to dequantize the weight and to call torch's product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._declared import define
+from ._difference import difference
+from ._register import caller, check_places
+from .quant import QuantizedTensor
+
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GROUP_SIZES = (32, 64, 128)
+TILE_N, TILE_K = 16, 64
+"""A tile of the packed weight: rows and columns."""
+_COLUMNS = [
+    32 * (word // 2) + 8 * thread + 4 * (word % 2) + column
+    for thread in range(4)
+    for word in range(4)
+    for column in (0, 2, 1, 3)
+]
+"""The column of a tile that each of 64 bytes holds. A thread of a kernel has 16 of them: 8
+neighbouring columns of each 32, and gets two neighbours from the low and the high half of a
+word."""
+_POSITIONS = sorted(range(TILE_K), key=_COLUMNS.__getitem__)
+
+
+class Int4Weight(NamedTuple):
+    """A weight ``[N, K]`` of 4-bit codes, in the layout of the kernels; made by :func:`pack_int4`
+    and :func:`quantize_int4`.
+
+    Rows are padded to a multiple of 16 and columns to a multiple of 64 (only with groups of 32).
+
+    Attributes:
+        packed: uint8 ``[ceil(N / 16), ceil(K / 64), 512]``, contiguous: tiles of 16 rows and 64
+            columns. Byte ``64 r + 16 t + 4 w + b`` of a tile has the codes of rows ``r`` (low half)
+            and ``r + 8`` (high half) in the tile's column ``32 (w // 2) + 8 t + 4 (w % 2) +
+            (0, 2, 1, 3)[b]``. So 16 bytes are a thread's operands of four ``mma.m16n8k16``.
+        scales: float32, float16 or bfloat16 ``[ceil(N / 16), groups, 16]``; position ``2 r + h``
+            belongs to the tile's row ``r + 8 h``.
+        zeros: zero points in the same order, float32 if the scales are, else float16; None: all
+            are 8.
+        n: rows.
+        k: columns.
+        group_size: 32, 64 or 128 columns.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    n: int
+    k: int
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, K]``."""
+        return torch.Size([self.n, self.k])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales."""
+        return self.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points together."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.packed.nbytes + self.scales.nbytes + zeros
+
+    def to(self, device: torch.device | str) -> Int4Weight:
+        """The same weight on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return self._replace(
+            packed=self.packed.to(device), scales=self.scales.to(device), zeros=zeros
+        )
+
+
+def pack_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group_size: int
+) -> Int4Weight:
+    """Store codes in the layout of the kernels. Formula: see the module.
+
+    Args:
+        codes: uint8 ``[N, K]``, from 0 to 15; other bits are ignored. ``K`` is a multiple of
+            ``group_size``.
+        scales: float32, float16 or bfloat16 ``[N, K / group_size]``.
+        zeros: zero points in units of codes, of any of these dtypes and of the scales' shape.
+            Stored as float32 if the scales are, else as float16. None: all are 8.
+        group_size: 32, 64 or 128 columns.
+
+    Returns:
+        an :class:`Int4Weight` on the device of ``codes``.
+
+    Raises:
+        TypeError: a dtype is not as above.
+        ValueError: a shape, a device or ``group_size`` is not as above.
+    """
+    where = "flexops.pack_int4"
+    _check_tensor(where, "codes", codes, (torch.uint8,))
+    _check_tensor(where, "scales", scales, _FLOAT_DTYPES)
+    if zeros is not None:
+        _check_tensor(where, "zeros", zeros, _FLOAT_DTYPES)
+    check_places(where, {"codes": codes, "scales": scales, "zeros": zeros})
+    if codes.dim() != 2:
+        raise ValueError(f"{where}: codes must have shape [N, K], got {list(codes.shape)}")
+    n, k = codes.shape
+    _check_group(where, "codes", k, group_size)
+    for name, tensor in (("scales", scales), ("zeros", zeros)):
+        if tensor is not None and tensor.shape != (n, k // group_size):
+            raise ValueError(
+                f"{where}: {name} must have shape {[n, k // group_size]} for codes of shape"
+                f" {[n, k]} and group_size={group_size}, got {list(tensor.shape)}"
+            )
+    rows, columns = _padding(n, TILE_N), _padding(k, TILE_K)
+    tiles = F.pad(codes, (0, columns, 0, rows)).view(-1, 2, 8, (k + columns) // TILE_K, TILE_K)
+    tiles = tiles[..., _COLUMNS]
+    packed = (tiles[:, 0] & 15) | (tiles[:, 1] << 4)
+    groups = -(-(k + columns) // group_size)
+    zero_dtype = torch.float32 if scales.dtype == torch.float32 else torch.float16
+    return Int4Weight(
+        packed.transpose(1, 2).reshape(-1, (k + columns) // TILE_K, 8 * TILE_K).contiguous(),
+        _pack_groups(scales, groups),
+        None if zeros is None else _pack_groups(zeros.to(zero_dtype), groups),
+        n,
+        k,
+        group_size,
+    )
+
+
+def unpack_int4(weight: Int4Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight that the codes stand for.
+
+    Args:
+        weight: from :func:`pack_int4` or :func:`quantize_int4`.
+        dtype: float32, float16 or bfloat16; that of the scales if None. Values are computed in
+            float32 and rounded once.
+
+    Returns:
+        a contiguous tensor ``[N, K]``. Not differentiable.
+
+    Raises:
+        TypeError: ``weight`` or ``dtype`` is not as above.
+        ValueError: the shapes in ``weight`` do not fit each other.
+    """
+    _check_weight("flexops.unpack_int4", weight)
+    result: Tensor = _UNPACK(*weight, weight.scales.dtype if dtype is None else dtype)
+    return result
+
+
+def quantize_int4(weight: Tensor, group_size: int = 64, symmetric: bool = False) -> Int4Weight:
+    """Quantize a weight to 4 bits, each element to the nearest code.
+
+    The arithmetic, in float32, with ``scale`` rounded to weight's dtype before codes are found::
+
+        asymmetric                                   symmetric
+        lowest, highest: of the group and 0          largest = max(|x|)
+        scale = (highest - lowest) / 15              scale = largest / 7
+        zero  = -lowest / scale                      zero  = 8
+        code  = clamp(round(x / scale + zero), 0, 15)
+
+    Zero points are not rounded to whole numbers. The scale of a group of zeros is 1. A group that
+    holds a NaN or an infinity has the scale NaN and the codes 0.
+
+    Args:
+        weight: float32, float16 or bfloat16 ``[N, K]``; ``K`` is a multiple of ``group_size``.
+        group_size: 32, 64 or 128 columns.
+        symmetric: without zero points.
+
+    Returns:
+        an :class:`Int4Weight` on the device of ``weight``, with scales of its dtype.
+
+    Raises:
+        TypeError: ``weight`` is no tensor of these dtypes.
+        ValueError: a shape or ``group_size`` is not as above.
+    """
+    where = "flexops.quantize_int4"
+    _check_tensor(where, "weight", weight, _FLOAT_DTYPES)
+    if weight.dim() != 2:
+        raise ValueError(f"{where}: weight must have shape [N, K], got {list(weight.shape)}")
+    _check_group(where, "weight", weight.shape[1], group_size)
+    data = weight.detach().unflatten(1, (weight.shape[1] // group_size, group_size)).float()
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        lowest = highest = data.new_zeros(data.shape[:2])
+    else:
+        lowest, highest = data.amin(-1).clamp(max=0), data.amax(-1).clamp(min=0)
+    if symmetric:
+        span, steps = torch.maximum(-lowest, highest), 7
+    else:
+        span, steps = highest - lowest, 15
+    broken = ~span.isfinite()
+    # a scale that rounds to 0 would divide by 0
+    scales = (span / steps).to(weight.dtype)
+    scales = scales.masked_fill(scales == 0, 1).masked_fill(broken, torch.nan)
+    zeros = None if symmetric else (-lowest / scales.float())
+    if zeros is not None and weight.dtype != torch.float32:
+        zeros = zeros.half()  # as it is stored: codes are the nearest to what is stored
+    codes = data / scales.float().unsqueeze(-1)
+    codes = (codes + (8 if zeros is None else zeros.float().unsqueeze(-1))).round_().clamp_(0, 15)
+    codes = codes.masked_fill_(broken.unsqueeze(-1), 0).to(torch.uint8).flatten(1)
+    return pack_int4(codes, scales, zeros, group_size=group_size)
+
+
+def from_quantized(quantized: QuantizedTensor) -> Int4Weight:
+    """The weight of a :func:`flexops.quantize` result (FlexGen's format), with the same codes.
+
+    The scales become their reciprocals, the minima zero points ``-minimum * scale``; both are
+    rounded to the dtype in which an :class:`Int4Weight` stores them.
+
+    Args:
+        quantized: 4 bits, of a weight ``[N, K]``, grouped along its last dimension by 32, 64 or
+            128 columns that divide ``K``.
+
+    Raises:
+        ValueError: ``quantized`` is not as above.
+    """
+    where = "flexops.ops.int4_linear.from_quantized"
+    if quantized.bits != 4 or len(quantized.shape) != 2 or quantized.dim % 2 != 1:
+        raise ValueError(
+            f"{where}: quantized must have 4 bits and two dimensions, grouped along the last one,"
+            f" got {quantized.bits} bits, shape {list(quantized.shape)}, dim={quantized.dim}; fix:"
+            " flexops.quantize(weight, bits=4, dim=-1)"
+        )
+    _check_group(where, "quantized", quantized.length, quantized.group_size)
+    packed, scale = quantized.packed, quantized.scale.float()
+    codes = torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+    minimum = quantized.minimum
+    if minimum is None:
+        codes, zeros = codes ^ 8, None  # two's complement
+    else:
+        zeros = -minimum.float() * scale
+    return pack_int4(
+        codes,
+        scale.reciprocal().to(quantized.scales.dtype),
+        zeros,
+        group_size=quantized.group_size,
+    )
+
+
+def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """``linear(x, weight, bias)`` with a weight of 4 bits.
+
+    On a GPU, few rows of ``x`` are multiplied by kernels that read the packed weight; for many, the
+    weight is dequantized and torch's product is called. The choice depends on shapes only; nothing
+    waits for the device, and calls can be captured in a CUDA graph.
+
+    Args:
+        x: float32, bfloat16 or float16 ``[..., K]``, any strides.
+        weight: from :func:`pack_int4` or :func:`quantize_int4`, on x's device. Its scales may be of
+            another dtype than ``x``.
+        bias: ``[N]`` of x's dtype, or None.
+
+    Returns:
+        ``[..., N]`` of x's dtype, contiguous. Differentiable, once, with respect to ``x`` only.
+
+    Raises:
+        TypeError: a tensor is not of these dtypes, or ``weight`` no :class:`Int4Weight`.
+        ValueError: shapes or devices do not fit each other.
+    """
+    _check_tensor("flexops.int4_linear", "x", x, _FLOAT_DTYPES)
+    _check_weight("flexops.int4_linear", weight)
+    packed, scales, zeros, n, k, group_size = weight
+    result: Tensor = _CALL(x, packed, scales, zeros, bias, n, k, group_size)
+    return result
+
+
+def _check_tensor(where: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        names = [str(dtype)[6:] for dtype in dtypes]
+        wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+        raise TypeError(f"{where}: {name} must be a {wanted} tensor, got {found}")
+
+
+def _check_group(where: str, name: str, k: int, group_size: int) -> None:
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"{where}: group_size must be 32, 64 or 128, got {group_size}")
+    if k % group_size:
+        raise ValueError(
+            f"{where}: group_size must divide K, the columns of {name}: {k} is no multiple of"
+            f" {group_size}"
+        )
+
+
+def _check_weight(where: str, weight: object) -> None:
+    if not isinstance(weight, Int4Weight):
+        raise TypeError(
+            f"{where}: weight must be an Int4Weight, got {type(weight).__name__}; fix:"
+            " flexops.quantize_int4(weight) or flexops.pack_int4(codes, scales, zeros,"
+            " group_size=...)"
+        )
+
+
+def _check_packed(
+    where: str,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> None:
+    _check_tensor(where, "weight.packed", packed, (torch.uint8,))
+    _check_tensor(where, "weight.scales", scales, _FLOAT_DTYPES)
+    _check_group(where, "weight", k, group_size)
+    tiles_n, tiles_k = -(-n // TILE_N), -(-k // TILE_K)
+    groups = -(-tiles_k * TILE_K // group_size)
+    wanted = [("packed", packed, [tiles_n, tiles_k, TILE_N * TILE_K // 2])]
+    wanted.append(("scales", scales, [tiles_n, groups, TILE_N]))
+    if zeros is not None:
+        zero_dtype = torch.float32 if scales.dtype == torch.float32 else torch.float16
+        _check_tensor(where, "weight.zeros", zeros, (zero_dtype,))
+        wanted.append(("zeros", zeros, [tiles_n, groups, TILE_N]))
+    for name, tensor, shape in wanted:
+        if list(tensor.shape) != shape:
+            raise ValueError(
+                f"{where}: weight.{name} must have shape {shape} for N={n}, K={k} and"
+                f" group_size={group_size}, got {list(tensor.shape)}"
+            )
+
+
+def _check_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> None:
+    where = "flexops.int4_linear"
+    _check_tensor(where, "x", x, _FLOAT_DTYPES)
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(
+            f"{where}: x must have shape [..., {k}] for a weight of shape {[n, k]}, got"
+            f" {list(x.shape)}"
+        )
+    if bias is not None:
+        _check_tensor(where, "bias", bias, (x.dtype,))
+        if bias.shape != (n,):
+            raise ValueError(f"{where}: bias must have shape {[n]}, got {list(bias.shape)}")
+    _check_packed(where, packed, scales, zeros, n, k, group_size)
+
+
+def _check_unpack(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> None:
+    where = "flexops.unpack_int4"
+    if dtype not in _FLOAT_DTYPES:
+        raise TypeError(f"{where}: dtype must be float32, float16 or bfloat16, got {dtype}")
+    _check_packed(where, packed, scales, zeros, n, k, group_size)
+
+
+def _padding(size: int, multiple: int) -> int:
+    return -size % multiple
+
+
+def _pack_groups(values: Tensor, groups: int) -> Tensor:
+    """``[N, K / group_size]`` -> ``[ceil(N / 16), groups, 16]``."""
+    n, before = values.shape
+    padded = F.pad(values.detach(), (0, groups - before, 0, _padding(n, TILE_N)))
+    return padded.view(-1, 2, 8, groups).permute(0, 3, 2, 1).reshape(-1, groups, 16).contiguous()
+
+
+def _unpack_groups(values: Tensor, n: int, count: int) -> Tensor:
+    """The reverse, as float32 ``[N, count]``."""
+    rows: Tensor = values.float().unflatten(-1, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)
+    return rows[:n, :count]
+
+
+def _unpack_reference(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    tiles = packed.unflatten(-1, (8, TILE_K))[..., _POSITIONS]
+    halves = torch.stack([tiles & 15, tiles >> 4], 1)  # [N / 16, 2, K / 64, 8, 64]
+    codes = halves.permute(0, 1, 3, 2, 4).reshape(packed.shape[0] * TILE_N, -1)[:n, :k]
+    groups = k // group_size
+    data = codes.float().unflatten(1, (groups, group_size))
+    zero = 8.0 if zeros is None else _unpack_groups(zeros, n, groups).unsqueeze(-1)
+    values: Tensor = (data - zero) * _unpack_groups(scales, n, groups).unsqueeze(-1)
+    return values.flatten(1).to(dtype).contiguous()
+
+
+def _product_reference(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    _plan: int = 0,
+) -> Tensor:
+    weight = _unpack_reference(packed, scales, zeros, n, k, group_size, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        product = F.linear(x.float(), weight, None if bias is None else bias.float())
+    result: Tensor = product.to(x.dtype).contiguous()
+    return result
+
+
+def _linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> Tensor:
+    ops = torch.ops.flexops
+    if x.numel() <= few_rows(x, scales) * k:
+        result: Tensor = ops.int4_product.default(
+            x, packed, scales, zeros, bias, n, k, group_size, 0
+        )
+        return result
+    weight = ops.int4_unpack.default(packed, scales, zeros, n, k, group_size, x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        result = F.linear(x, weight, bias)
+    return result.contiguous()
+
+
+def few_rows(x: Tensor, scales: Tensor) -> int:
+    """The most rows of ``x`` for which kernels read the packed weight."""
+    if x.device.type == "cuda":
+        return 0 if torch.float32 in (x.dtype, scales.dtype) else 64
+    return 16
+
+
+def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
+    n, k, _, dtype = rest[2:]
+    return packed.new_empty([n, k], dtype=dtype)
+
+
+def _product_fake(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty([*x.shape[:-1], rest[4]])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    packed, scales, zeros = ctx.saved_tensors
+    return (
+        torch.ops.flexops.int4_linear_backward.default(grad, packed, scales, zeros, *ctx.numbers),
+        *(None,) * 7,
+    )
+
+
+def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+    ctx.save_for_backward(*args[1:4])
+    ctx.numbers = args[5:]
+
+
+def _backward_reference(
+    grad: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> Tensor:
+    weight = torch.ops.flexops.int4_unpack.default(
+        packed, scales, zeros, n, k, group_size, grad.dtype
+    )
+    with torch.autocast(grad.device.type, enabled=False):
+        return torch.matmul(grad, weight)
+
+
+_WEIGHT = "Tensor packed, Tensor scales, Tensor? zeros"
+_NUMBERS = "int n, int k, int group_size"
+define(
+    "int4_unpack",
+    _unpack_reference,
+    _unpack_fake,
+    check=_check_unpack,
+    function="unpack_int4",
+)
+define(
+    "int4_product",
+    _product_reference,
+    _product_fake,
+    check=lambda *args: _check_linear(*args[:8]),
+    hidden=True,
+    function="int4_linear",
+)
+define(
+    f"int4_linear_backward(Tensor grad, {_WEIGHT}, {_NUMBERS}) -> Tensor",
+    _backward_reference,
+    lambda grad, *rest: grad.new_empty([*grad.shape[:-1], rest[4]]),
+    hidden=True,
+)
+define(
+    f"int4_linear(Tensor x, {_WEIGHT}, Tensor? bias, {_NUMBERS}) -> Tensor",
+    _linear,
+    _product_fake,
+    check=_check_linear,
+    setup_context=_setup,
+    backward=_backward,
+)
+_CALL = caller(torch.ops.flexops.int4_linear.default)
+_UNPACK = caller(torch.ops.flexops.int4_unpack.default)
+
+
+def self_check(device: str) -> float:
+    """The largest difference between what calls on ``device`` reach and the references, relative
+    to the largest element."""
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize_int4(torch.randn(40, 192, generator=generator)).to(device)
+    pairs = [(unpack_int4(weight), _unpack_reference(*weight, torch.float32))]
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, 192, generator=generator).to(device)
+        pairs.append((int4_linear(x, weight), _product_reference(x, *_arguments(weight))))
+    return difference(*zip(*pairs, strict=True))
+
+
+def _arguments(weight: Int4Weight) -> tuple[Any, ...]:
+    return (*weight[:3], None, *weight[3:])

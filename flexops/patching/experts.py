@@ -1,0 +1,174 @@
+"""Mixtures of experts for transformers, registered as ``experts_implementation="flexops"``: grouped
+products, and nothing of tokens x k x hidden written twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.experts import (
+    add_bias,
+    check_choices,
+    combine_rows,
+    expert_order,
+    gated_experts,
+    spread_rows,
+)
+from ..ops.grouped_linear import grouped_linear
+from .probe import INNER, LENGTH, WIDTH, Swap, bare, parameter, unheard
+
+NAME = "flexops"
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""What transformers' decorator ``use_experts_implementation`` gives a class."""
+_REPLACEABLE = (None, "eager", "grouped_mm", "batched_mm", NAME)
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+
+
+def register_experts() -> None:
+    """Make transformers know ``experts_implementation="flexops"``; more than once does no harm."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(NAME, experts)
+
+
+def experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+) -> Tensor:
+    """transformers' experts function.
+
+    Args:
+        module: the experts' module: its 3-D weights, flags and activation.
+        hidden_states: ``[tokens, hidden]``.
+        top_k_index: ``[tokens, k]``, the numbers of each token's experts; ``num_experts`` leaves
+            a choice out.
+        top_k_weights: ``[tokens, k]``.
+
+    Returns:
+        ``[tokens, hidden]``, hidden_states' dtype.
+
+    Weights may be the results of parametrizations, such as PEFT's LoRA of parameters: gradients
+    reach them.
+    """
+    down = module.down_proj
+    x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(down.dtype)
+    top_k_index = top_k_index.reshape(x.shape[0], -1)
+    top_k_weights = top_k_weights.reshape(top_k_index.shape)
+    activation = _standard_activation(module)
+    if activation:
+        out = gated_experts(
+            x, top_k_index, top_k_weights, module.gate_up_proj, down, activation=activation
+        )
+    else:
+        out = _by_steps(module, x, top_k_index, top_k_weights)
+    return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+def _has_norm(module: Any) -> bool:
+    """Whether a norm follows each expert; transformers older than 5.23 have none."""
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
+def _standard_activation(module: Any) -> Any:
+    """The activation of experts that are act(gate) * up and nothing else; "" for others."""
+    from transformers.integrations import moe
+
+    standard = (
+        module.has_gate
+        and not module.has_bias
+        and not module.is_transposed
+        and module.is_concatenated
+        and not _has_norm(module)
+        and type(module)._apply_gate is moe._default_apply_gate
+    )
+    return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
+
+
+def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Experts with biases, with weights stored transposed, without a gate or with one of their
+    own, with a norm behind them."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    count = getattr(module, first).shape[0]
+    if not torch.compiler.is_compiling():
+        check_choices(choices, count)
+    order = expert_order(choices, count)
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        out, bias = grouped_linear(rows, weight, order.offsets), f"{name}_bias"
+        return add_bias(out, getattr(module, bias), order) if module.has_bias else out
+
+    packed = linear(spread_rows(x, order), first)
+    inner = module._apply_gate(packed) if module.has_gate else module.act_fn(packed)
+    out = linear(inner, "down_proj")
+    out = module.post_expert_norm(out) if _has_norm(module) else out
+    return combine_rows(out, weights, order)
+
+
+# ---- patching ------------------------------------------------------------------------------------
+
+
+def concerns(module: Any) -> bool:
+    """Whether it is experts whose class goes through transformers' interface."""
+    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and hasattr(
+        module, "down_proj"
+    )
+
+
+def refuse(module: Any) -> str:
+    """Why experts stay as they are; "" if they need not."""
+    chosen = getattr(module.config, "_experts_implementation", None)
+    if chosen not in _REPLACEABLE:
+        return f"the model was told to use {chosen}"
+    if module.down_proj.dim() != 3:
+        return "its weights are not one 3-D tensor each"
+    return ""
+
+
+def variant(module: Any) -> Any:
+    flags = (getattr(module, flag) for flag in _FLAGS)
+    return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
+
+
+def candidates(module: Any) -> Iterator[tuple[str, Callable[[Any], Swap]]]:
+    yield "gated_experts" if _standard_activation(module) else "grouped_linear", swap
+
+
+def swap(module: Any) -> Swap:
+    return [(module, functools.partial(experts, module))]
+
+
+def miniature(module: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Of three experts, of which one is not chosen, with the class's own (eager) code."""
+    count, packed = 3, 2 * INNER if module.has_gate else INNER
+    shapes = {
+        "gate_up_proj" if module.has_gate else "up_proj": (packed, WIDTH),
+        "down_proj": (WIDTH, INNER),
+    }
+    children: dict[str, Any] = {"num_experts": count, "config": copy.copy(module.config)}
+    for name, shape in shapes.items():
+        children[name] = parameter(count, *(reversed(shape) if module.is_transposed else shape))
+        if module.has_bias:
+            children[f"{name}_bias"] = parameter(count, shape[0])
+    if hasattr(module, "act_fn"):
+        children["act_fn"] = unheard(module.act_fn)
+    if _has_norm(module):
+        norm = module.post_expert_norm
+        scales = {name: parameter(WIDTH) for name, _ in norm.named_parameters()}
+        children["post_expert_norm"] = bare(norm, **scales)
+    made = bare(module, **children)
+    made.config._experts_implementation_internal = "eager"
+    choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2, device="cpu")
+    hidden, weights = torch.randn(LENGTH, WIDTH), torch.rand(LENGTH, 2)
+    return made, (hidden, choices, weights), {}

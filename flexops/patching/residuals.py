@@ -1,0 +1,325 @@
+"""Layers whose residual additions go together with the norm that reads the sum next.
+
+Where a layer adds, and which norm reads the sum, is seen by running a miniature of it: its norms
+are small ones, each of its other parts a linear layer. What is found is put to use by
+:func:`.forwards.added`, around the parts whose results are added; the layer's own code runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import forwards
+from .linears import is_linear
+from .patterns import looks_like_norm, settings, tiny_norm
+from .probe import (
+    LENGTH,
+    WIDTH,
+    Miniature,
+    Swap,
+    bare,
+    class_of,
+    disagreement,
+    failure,
+    foreign,
+    linear,
+    own_class,
+    parameter,
+    unheard,
+)
+from .report import Row
+
+_OUT = ""
+_OPERATOR = "add_rms_norm / add_layer_norm"
+Structure = tuple[str, dict[str, tuple[str, int, bool]]]
+"""The norm that reads a layer's input, and of each part whose result is added: the norm that reads
+the sum ("" where it is the layer's result), how many sums there are before, and whether the norm's
+result takes the sum's place."""
+_structures: dict[Any, tuple[Structure, str]] = {}
+
+
+def is_norm(module: Any) -> bool:
+    forward: Any = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    return isinstance(forward, functools.partial) and forward.func in forwards.NORMS
+
+
+class _Part(nn.Module):
+    """Stands for a part of a layer."""
+
+    def __init__(self, real: nn.Module, gives: int) -> None:
+        super().__init__()
+        self.projection, self.gives = linear(WIDTH, WIDTH), gives
+        own = {
+            name: value
+            for name, value in vars(real).items()
+            if not name.startswith("_") and name not in ("forward", "training")
+        }
+        self.__dict__.update(own)
+
+    def forward(self, x: Any = None, *_: Any, **others: Any) -> Any:
+        x = others.get("hidden_states") if x is None else x
+        y = self.projection(x)
+        return (y, *[None] * (self.gives - 1)) if self.gives else y
+
+
+def _miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
+    """A small layer, with arguments for it.
+
+    Args:
+        gives: of each part that may give a tuple, how long it is; 0 for a tensor.
+        inputs: which arguments are tensors: only the first, all that are required, or also those
+            whose names say so.
+    """
+    parts: dict[str, Any] = {}
+    kinds = iter(gives)
+    for name, one in layer._modules.items():
+        if is_norm(one):
+            parts[name] = tiny_norm(one)
+        elif isinstance(one, (nn.Dropout, nn.Identity)) or one is None:
+            parts[name] = nn.Identity()
+        elif _is_function(one):
+            parts[name] = unheard(one)
+        else:
+            parts[name] = _Part(one, next(kinds) if _may_give_tuple(one) else 0)
+    for name, value in layer._parameters.items():
+        wide = value is not None and value.dim() == 1 and value.shape[0] > 1
+        shape = () if value is None else (WIDTH,) if wide else value.shape
+        parts[name] = None if value is None else parameter(*shape)
+    made = bare(layer, **parts)
+    for name, value in layer._buffers.items():
+        scale = value is not None and value.numel() == 1
+        made.register_buffer(name, torch.ones(value.shape) if scale else None)
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    for one in list(inspect.signature(own_class(layer).__dict__["forward"]).parameters.values())[
+        1:
+    ]:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        required = one.default is one.empty
+        tensor = not args or (inputs != "first" and required)
+        tensor = tensor or (inputs == "all" and re.search("input|states", one.name) is not None)
+        # so many that no tensor is unpacked in place of a tuple
+        value = torch.randn(7, LENGTH, WIDTH) if tensor else None
+        if not args or (required and one.kind is not one.KEYWORD_ONLY):
+            args.append(value)
+        elif required or tensor:
+            named[one.name] = value
+    return made, tuple(args) or (torch.randn(7, LENGTH, WIDTH),), named
+
+
+def _is_function(part: Any) -> bool:
+    """An activation."""
+    return not any(True for _ in part.parameters()) and len(list(part.modules())) == 1
+
+
+def _may_give_tuple(part: Any) -> bool:
+    return not is_linear(part) and not _is_function(part)
+
+
+class _Watch(TorchFunctionMode):
+    """Where results of parts are added, and what is made of the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Any] = []
+        self.origin: dict[int, tuple[str, int]] = {}
+        self.sums: dict[int, tuple[str, int]] = {}
+        self.normed: dict[int, str] = {}
+        self.found: dict[str, tuple[str, int, bool]] = {}
+        self.entry = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        self.alive += [args, result]
+        known = [self.origin[id(x)] for x in args if id(x) in self.origin]
+        if func.__name__ in forwards.SUMS and len(args) == 2:
+            for x in args:
+                self._replaces(x)
+            if known:
+                name, sums = max(known, key=lambda one: list(self.order).index(one[0]))
+                self.sums[id(result)], self.origin[id(result)] = (name, sums), (name, sums + 1)
+        elif known and func.__name__ in forwards.KEPT:
+            self.origin[id(result)] = known[0]
+        return result
+
+    order: dict[str, None] = {}  # noqa: RUF012 (set for each run)
+
+    def _replaces(self, x: Any) -> None:
+        """A norm's result that is added to is the stream."""
+        site = self.normed.get(id(x))
+        if site is not None and site in self.found:
+            self.found[site] = (*self.found[site][:2], True)
+
+    def part(self, name: str, x: Any, result: Any, norm: bool) -> None:
+        first = result[0] if isinstance(result, tuple) else result
+        self.alive += [x, first]
+        if norm and id(x) in self.sums:
+            site, skip = self.sums[id(x)]
+            self.found[site] = (name, skip, False)
+            self.normed[id(first)] = site
+        self.order[name] = None
+        self.origin[id(first)] = (name, 0)
+
+
+def _watched(layer: Any, args: Any, kwargs: Any, norms: list[str]) -> Structure:
+    watch = _Watch()
+    watch.order = {}
+    for name, one in layer._modules.items():
+        own = one.forward
+
+        def forward(*a: Any, name: str = name, own: Any = own, **k: Any) -> Any:
+            result = own(*a, **k)
+            x = a[0] if a else k.get("hidden_states")
+            if name in norms and x is args[0] and not watch.entry:
+                watch.entry = name
+            watch.part(name, x, result, name in norms)
+            return result
+
+        if not isinstance(one, nn.Identity):
+            one.forward = forward
+    with watch:
+        result = layer(*args, **kwargs)
+    result = result[0] if isinstance(result, tuple) else result
+    watch._replaces(result)
+    if id(result) in watch.sums:
+        site, skip = watch.sums[id(result)]
+        watch.found.setdefault(site, (_OUT, skip, False))
+    return watch.entry, watch.found
+
+
+def _sites(layer: Any, structure: Structure, after: Any) -> Swap:
+    swaps = []
+    for name, (norm, skip, stream) in structure[1].items():
+        part = getattr(layer, name)
+        target = getattr(layer, norm) if norm else after
+        if target is None or not is_norm(target):
+            continue
+        site = forwards.Site(target, skip, stream, None if norm else layer)
+        inner = part.__dict__.get("forward")
+        options = {"inner": inner} if inner is not None else {}
+        swaps.append((part, functools.partial(forwards.added, part, site=site, **options)))
+    return swaps
+
+
+def _structure(layer: Any) -> tuple[Structure, str]:
+    """What a layer adds, and why nothing of it is fused."""
+    reason = foreign(own_class(layer)) or foreign(own_class(layer).__dict__["forward"])
+    if reason:
+        return ("", {}), reason
+    norms = {name: part for name, part in layer._modules.items() if is_norm(part)}
+    others = [
+        name
+        for name, part in layer._modules.items()
+        if name not in norms
+        and part is not None
+        and not isinstance(part, (nn.Dropout, nn.Identity))
+        and _may_give_tuple(part)
+    ]
+    if len(others) > 4:
+        return ("", {}), "it has more parts than a layer with a residual"
+
+    def swapped(tiny: Any) -> Swap:
+        swaps: Swap = []
+        for name, one in norms.items():
+            ours: Any = one.__dict__["forward"]
+            options = {key: ours.keywords[key] for key in ("eps", "offset") if key in ours.keywords}
+            part = getattr(tiny, name)
+            part.__dict__["forward"] = functools.partial(ours.func, part, **options)
+        return [*swaps, *_sites(tiny, found, None)]
+
+    ran: Structure | None = None
+    for gives in itertools.product((0, 2, 3), repeat=len(others)):
+        for inputs in ("first", "required", "all"):
+            make = functools.partial(_miniature, layer, gives, inputs)
+            try:
+                with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
+                    tiny, args, kwargs = make()
+                    found = _watched(tiny, args, kwargs, list(norms))
+            except Exception as error:
+                if not reason or "unpack" in reason:  # a tensor in place of a tuple
+                    reason = failure(error)
+                continue
+            if found[1]:
+                return found, disagreement(make, swapped)
+            ran = ran or found
+    if ran is not None:
+        return ran, "no norm reads a sum that it makes"
+    return ("", {}), reason
+
+
+def _key(layer: Any) -> Any:
+    norms = tuple(map(is_norm, layer.children()))
+    return type(layer), own_class(layer).__dict__["forward"], settings(layer), norms
+
+
+def _looks(module: Any, norm: Callable[[Any], Any] = is_norm) -> bool:
+    """A layer: norms beside other parts, and no model."""
+    parts = [part for part in module._modules.values() if part is not None]
+    norms = sum(bool(norm(part)) for part in parts)
+    return (
+        0 < norms < len(parts)
+        and not hasattr(module, "config_class")
+        and not isinstance(module, (nn.Sequential, nn.ModuleList))
+        and not any(isinstance(part, nn.ModuleList) for part in parts)
+    )
+
+
+def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
+    if in_graphs:
+        return
+    if not wanted:
+        for layer in model.modules():
+            if _looks(layer, looks_like_norm):
+                yield Row(class_of(layer).__name__, 1, _OPERATOR, False, "residuals=False")
+        return
+    following = dict(_following(model))
+    for layer in model.modules():
+        if not _looks(layer):
+            continue
+        key = _key(layer)
+        if key not in _structures:
+            _structures[key] = _structure(layer)
+        structure, reason = _structures[key]
+        if not reason:
+            after = following.get(id(layer))
+            entry = getattr(after, _entry(after), None) if after is not None else None
+            sites = _sites(layer, structure, after if is_norm(after) else entry)
+            reason = "" if sites else "no norm reads a sum that it makes"
+            for part, forward in () if reason else sites:
+                part.__dict__["forward"] = forward
+        elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
+            continue
+        yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)
+
+
+def _entry(layer: Any) -> str:
+    key = _key(layer)
+    if key not in _structures and _looks(layer):
+        _structures[key] = _structure(layer)
+    return _structures[key][0][0] or " " if key in _structures else " "
+
+
+def _following(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """What reads each layer's result: the next layer, or the norm behind the last."""
+    for parent in model.modules():
+        parts = list(parent._modules.items())
+        for at, (_, stack) in enumerate(parts):
+            if isinstance(stack, nn.ModuleList) and len(stack):
+                norms = [part for _, part in parts[at + 1 :] if is_norm(part)]
+                layers = list(stack)
+                yield from ((id(a), b) for a, b in itertools.pairwise(layers))
+                yield id(layers[-1]), norms[0] if norms else None

@@ -1,0 +1,397 @@
+"""flexops.load with real compilers, on sources that need no torch header or a light one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from extension_tools import AUDIT, MODULE, environment, run, start, write_module
+
+import flexops
+from flexops import settings
+from flexops.build.load import extension
+from flexops.build.store.cache import BuildCache
+from flexops.errors import CompileError, FlexopsError, ToolchainError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in {
+        "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
+        "FLEXOPS_PCH": "0",
+        "FLEXOPS_LOG": "quiet",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "cache"
+
+
+def entries(cache: Path, name: str) -> list[Path]:
+    return [path.parent for path in (cache / name).glob("*/manifest.json")]
+
+
+def test_an_edit_gives_the_new_code_in_the_same_process(tmp_path: Path, cache: Path) -> None:
+    source = write_module(tmp_path, "41")
+    first = flexops.load("edited", [str(source)])
+    assert first.value() == 41
+    assert flexops.load("edited", [str(source)]) is first
+    assert len(entries(cache, "edited")) == 1
+    write_module(tmp_path, "42")
+    second = flexops.load("edited", str(source))
+    assert (second.value(), first.value()) == (42, 41)
+    write_module(tmp_path, "41")
+    assert flexops.load("edited", [source]).value() == 41
+    assert len(entries(cache, "edited")) == 2
+
+
+def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
+    beside, included = tmp_path / "beside.h", tmp_path / "include" / "deep" / "included.h"
+    included.parent.mkdir(parents=True)
+    beside.write_text('#include "deep/included.h"\n')
+    source = tmp_path / "module.cpp"
+    source.write_text(f'#include "beside.h"\n#define VALUE (A + B + C)\n{MODULE}')
+
+    def value(c: int = 0) -> int:
+        time.sleep(0.01)  # a header is rejected if it is newer than the start of the build
+        return int(
+            flexops.load(
+                "headers",
+                [source],
+                extra_cflags=["-O1 -DZ=1", f"-DC={c}"],
+                extra_include_paths=[tmp_path / "include"],
+            ).value()
+        )
+
+    included.write_text("#define A 1\n#define B 10\n")
+    assert value() == 11
+    included.write_text("#define A 1\n#define B 20\n")
+    assert value() == 21
+    beside.write_text('#include "deep/included.h"\n#undef A\n#define A 2\n')
+    assert value() == 22
+    assert value(c=100) == 122
+
+
+def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(
+    tmp_path: Path, cache: Path
+) -> None:
+    source = write_module(tmp_path, "7")
+    env = environment(cache)
+    code = f"import torch, flexops\nassert flexops.load('warm', [{str(source)!r}]).value() == 7"
+    run(code, env)
+    for path in sorted(cache.rglob("*"), reverse=True):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    cache.chmod(0o555)
+    try:
+        watched = code.replace("assert", f"\nexec({AUDIT!r})\nsys.addaudithook(hook)\nassert")
+        assert run(watched, env).stderr == ""
+    finally:
+        for path in (cache, *(path for path in cache.rglob("*") if path.is_dir())):
+            path.chmod(0o755)
+
+
+@pytest.mark.extra
+def test_processes_at_once_build_once(tmp_path: Path, cache: Path) -> None:
+    source = write_module(tmp_path, "8")
+    code = f"import torch, flexops\nprint(flexops.load('together', [{str(source)!r}]).value())"
+    processes = [start(code, environment(cache, FLEXOPS_LOG="info")) for _ in range(3)]
+    said = [process.communicate(timeout=200) for process in processes]
+    assert [out.strip() for out, _ in said] == ["8", "8", "8"], said
+    assert len(entries(cache, "together")) == 1
+    assert not list((cache / ".tmp").iterdir())
+
+
+def test_a_killed_build_harms_nothing(tmp_path: Path, cache: Path) -> None:
+    source = tmp_path / "module.cpp"
+    source.write_text(f"#include <regex>\n#define VALUE 9\n{MODULE}\nstd::regex pattern;\n")
+    code = (
+        "import torch, flexops\nprint('go', flush=True)\nprint(flexops.load('killed',"
+        f" [{str(source)!r}]).value())"
+    )
+    process = start(code, environment(cache, CCACHE_DISABLE="1"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    deadline = time.monotonic() + 60
+    while not list(cache.glob(".tmp/*/killed/*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert not entries(cache, "killed")
+    assert flexops.load("killed", [source]).value() == 9
+
+
+def test_only_the_edited_source_is_compiled_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXOPS_COMPILER_LAUNCHER", "none")
+    one, two = write_module(tmp_path, "other()", "one.cpp"), tmp_path / "two.cpp"
+    one.write_text('#include "other.h"\n' + one.read_text())
+    (tmp_path / "other.h").write_text("int other();\n")
+    two.write_text("int other() { return 1; }\n")
+    assert flexops.load("partly", [one, two]).value() == 1
+    time.sleep(0.01)
+    two.write_text("int other() { return 2; }\n")
+    assert flexops.load("partly", [one, two]).value() == 2
+    logs = [
+        (entry / "build.log").read_text()
+        for entry in sorted(entries(cache, "partly"), key=lambda path: path.stat().st_mtime)
+    ]
+    assert ["one.o" in log for log in logs] == [True, False]
+    time.sleep(0.01)
+    (tmp_path / "other.h").write_text("int other();\nint another();\n")
+    assert flexops.load("partly", [one, two]).value() == 2
+    assert len(entries(cache, "partly")) == 3
+    two.write_text("int other() { return 2 }\n")
+    with pytest.raises(CompileError, match=r"two\.cpp:1"):
+        flexops.load("partly", [one, two])
+
+
+def test_an_error_names_the_line_and_the_log(tmp_path: Path) -> None:
+    source = write_module(tmp_path, "1")
+    source.write_text(source.read_text() + "\nint broken( { return 0; }\n")
+    line = len(source.read_text().splitlines())
+    with pytest.raises(CompileError, match=rf"{source}:{line}:.*error") as caught:
+        flexops.load("broken", [source])
+    assert isinstance(caught.value, RuntimeError)  # as torch raises
+    assert caught.value.fix
+    assert caught.value.log is not None
+    assert f"{source}:{line}" in caught.value.log.read_text()
+    write_module(tmp_path, "1")
+    assert flexops.load("broken", [source]).value() == 1
+
+
+def test_what_cannot_be_asked_for(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_module(tmp_path, "1")
+    with pytest.raises(FileNotFoundError, match=r"absent\.cpp") as caught:
+        flexops.load("absent", [tmp_path / "absent.cpp"])
+    assert isinstance(caught.value, FlexopsError)
+    with pytest.raises(ValueError, match="exclude"):
+        flexops.load("both", [source], is_standalone=True)
+    with pytest.raises(ValueError, match="name"):
+        flexops.load("../escape", [source], is_python_module=False)
+    with pytest.raises(ValueError, match="source"):
+        flexops.load("nothing", [])
+    with pytest.raises(ToolchainError, match="SYCL"):
+        flexops.load("sycl", [source], with_sycl=True)
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    with pytest.raises(FlexopsError, match="FLEXOPS_JIT"):
+        flexops.load("never_built", [source])
+    assert not cache.exists() or not list(cache.glob("*/*/manifest.json"))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA")
+def test_cuda_sources_need_a_torch_with_cuda(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void kernel() {}\n")
+    with pytest.raises(ToolchainError, match="built without CUDA"):
+        flexops.load("kernel", [source])
+
+
+def test_a_library_of_operators(tmp_path: Path) -> None:
+    source = tmp_path / "ops.cpp"
+    source.write_text("""#include <torch/library.h>
+        at::Tensor negative(const at::Tensor& x) { return x.neg(); }
+        TORCH_LIBRARY(flexops_test_extension, m) { m.def("negative(Tensor x) -> Tensor", &negative); }
+        """)
+    path = flexops.load("ops", [source], is_python_module=False)
+    assert Path(path).is_file()
+    assert torch.ops.flexops_test_extension.negative(torch.ones(2)).tolist() == [-1.0, -1.0]
+    assert flexops.load("ops", [source], is_python_module=False) == path
+
+
+def test_a_standalone_executable(tmp_path: Path) -> None:
+    source = tmp_path / "main.cpp"
+    source.write_text(
+        "#include <cstdio>\n#ifdef TORCH_EXTENSION_NAME\n#error\n#endif\nint main() {"
+        ' std::puts("alone"); }\n'
+    )
+    path = flexops.load(
+        "alone",
+        [source],
+        is_python_module=False,
+        is_standalone=True,
+        build_directory=tmp_path / "build",
+    )
+    assert path == str(tmp_path / "build" / "alone")
+    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout == "alone\n"
+
+
+def test_build_directory_gets_the_result(tmp_path: Path) -> None:
+    source, build = write_module(tmp_path, "1"), tmp_path / "build"
+    first = flexops.load("placed", [source], build_directory=build)
+    library = build / "placed.so"
+    assert first.__file__ == str(library)
+    assert (build / "build.ninja").exists()
+    seen = library.stat()
+    assert flexops.load("placed", [source], build_directory=build) is first
+    assert library.stat() == seen
+    write_module(tmp_path, "2")
+    assert flexops.load("placed", [source], build_directory=build).value() == 2
+    assert library.stat().st_ino != seen.st_ino
+    code = (
+        f"import torch, flexops\nprint(flexops.load('placed', [{str(source)!r}],"
+        f" build_directory={str(build)!r}).__file__)"
+    )
+    assert run(code, environment(tmp_path / "cache")).stdout.strip() == str(library)
+
+
+def test_verbose_shows_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flexops.load("shown", [write_module(tmp_path, "1")], verbose=True)
+    said = capfd.readouterr()
+    assert "-DTORCH_EXTENSION_NAME=shown" in said.err
+    assert said.out == ""
+
+
+def test_text_sources(tmp_path: Path, cache: Path) -> None:
+    def value(number: int) -> int:
+        return int(
+            flexops.load_inline(
+                "inline", [f"#define VALUE {number}", MODULE], no_implicit_headers=True
+            ).value()
+        )
+
+    assert (value(1), value(2), value(1)) == (1, 2, 1)
+    assert sorted(
+        (entry / "main.cpp").read_text()[14:15] for entry in entries(cache, "inline")
+    ) == ["1", "2"]
+    (tmp_path / "number.h").write_text("#define VALUE 3\n")
+    placed = flexops.load_inline(
+        "inline",
+        ['#include "number.h"', MODULE],
+        no_implicit_headers=True,
+        build_directory=tmp_path,
+    )
+    assert placed.value() == 3
+    assert (tmp_path / "main.cpp").exists()
+    with pytest.raises(CompileError, match=r"main\.cpp:1"):
+        flexops.load_inline("inline", "not C++", no_implicit_headers=True)
+
+
+def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "it's $HOME #1: 100%"
+    folder.mkdir()
+    for number, name in enumerate(
+        ["a$b.cpp", "-x.cpp", "a#b.cpp", "a b.cpp", "a'q\".cpp", "\u3000\u00e9.cpp"]
+    ):
+        source = write_module(folder, str(number), name)
+        time.sleep(0.01)
+        assert flexops.load("awkward", [source]).value() == number
+    for name in ("a\nb.cpp", "a\tb.cpp", os.fsdecode(b"\xff.cpp")):
+        source = write_module(folder, "1", name)
+        with pytest.raises(FlexopsError, match="cannot be used in a build"):
+            flexops.load("awkward", [source])
+        with pytest.raises(FlexopsError, match="cannot be used in a build"):
+            flexops.load("awkward", [folder / "a b.cpp"], extra_include_paths=[folder / name])
+    with pytest.raises(ValueError, match="newline"):
+        flexops.load("awkward", [folder / "a b.cpp"], extra_cflags=["'-DTEXT=a\nb'"])
+    with pytest.raises(ValueError, match="cannot name"):
+        flexops.load("-Wl", [folder / "a b.cpp"], is_python_module=False)
+
+
+def test_names_and_arguments_that_no_file_can_have(tmp_path: Path) -> None:
+    source = write_module(tmp_path, "1")
+    for module in (True, False):
+        with pytest.raises(ValueError, match="it has 250 characters"):
+            flexops.load("a" * 250, [source], is_python_module=module)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        flexops.load("odd", [source], extra_cflags=["-DX=\udcff"])
+    with pytest.raises(ValueError, match="not UTF-8"):
+        flexops.load("odd", [source], extra_ldflags=["-L/\ud800"])
+    with pytest.raises(ValueError, match=r"main.cpp has '\\udcff', which is not UTF-8"):
+        flexops.load_inline("odd", "int x; // \udcff")
+
+
+def test_a_source_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_module(tmp_path, "1")
+    known = extension.open_cache
+
+    def deleting(chosen: settings.Settings) -> BuildCache:
+        source.unlink()
+        return known(chosen)
+
+    monkeypatch.setattr(extension, "open_cache", deleting)
+    with pytest.raises(extension.SourceNotFoundError, match="was deleted while it was loaded"):
+        flexops.load("deleted", [source])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_process_that_may_open_no_file(tmp_path: Path, before: bool) -> None:
+    source = write_module(tmp_path, "1")
+    code = f"""
+import resource, flexops
+flexops.load
+if {before}: flexops.load("full", [{str(source)!r}])
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+try:
+    flexops.load("full", [{str(source)!r}])
+except Exception as error:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    print(type(error).__name__, error)
+"""
+    said = run(code, environment(tmp_path / "cache")).stdout
+    assert "FlexopsError no file can be opened: Too many open files" in said
+    assert "fix: ulimit -n" in said
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path: Path, module: bool) -> None:
+    source = write_module(tmp_path, "nowhere::defined({1, 2})")
+    source.write_text(
+        "#include <vector>\nnamespace nowhere { int defined(const std::vector<int>&); }\n"
+        + source.read_text()
+    )
+    with pytest.raises(
+        ImportError if module else OSError,
+        match=r"nowhere::defined\(std::vector<int, std::allocator<int> > const&\)",
+    ) as caught:
+        flexops.load("undefined", [source], is_python_module=module)
+    assert isinstance(caught.value, FlexopsError)
+    assert "extra_ldflags" in caught.value.fix
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, cache: Path) -> None:
+    source = write_module(tmp_path, "6")
+    code = f"""
+import os, torch, flexops
+os.mkdir({str(tmp_path / "gone")!r}); os.chdir({str(tmp_path / "gone")!r}); os.rmdir({str(tmp_path / "gone")!r})
+print(flexops.load("gone", {str(source)!r}).value())
+try:
+    flexops.load("gone", "module.cpp")
+except flexops.errors.FlexopsError as error:
+    print(error)
+"""
+    said = run(code, environment(cache)).stdout
+    assert said.startswith("6\n")
+    assert "an absolute path" in said
+
+
+def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
+    sources = [tmp_path / name for name in ("one.cpp", "two.cpp")]
+    for source in sources:
+        source.write_text("int broken( { return 0; }\nint more( {\n")
+    with pytest.raises(CompileError) as caught:
+        flexops.load("both", sources)
+    assert all(f"{source}:1" in caught.value.found for source in sources)
+    assert ":2" not in caught.value.found
+
+
+def test_a_cxx_that_is_too_old_is_replaced_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old-compiler"
+    old.write_text("#!/bin/sh\necho 'gcc version 4.9.2'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.setenv("FLEXOPS_LOG", "info")
+    with pytest.warns(UserWarning, match=f"CXX={old} is not used .gcc 4.9.2 is too old"):
+        assert flexops.load("replaced", [write_module(tmp_path, "1")]).value() == 1
+    monkeypatch.setenv("CXX", str(tmp_path / "absent-g++"))
+    with pytest.raises(ToolchainError, match="CXX names a C\\+\\+ compiler that cannot be used"):
+        flexops.load("refused", [write_module(tmp_path, "1")])

@@ -1,0 +1,604 @@
+"""The remote cache: each artifact is compiled once, whatever the store; and a store that fails
+costs little, and never a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import builds
+import pytest
+import remote_stores as stores
+from builds import answer, child_environment, runs, tiny_plan
+from remote_machines import Machines, Open, claim
+
+from flexops.build.compile import building
+from flexops.build.store import cache_archive, counters, remote
+from flexops.build.store.cache import BuildCache
+
+
+@pytest.fixture(scope="module")
+def google_address() -> Iterator[str]:
+    with stores.served(stores.BadStore()) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("azurite")
+    program = stores.find_azurite(folder)
+    require(program, "Azurite, Microsoft's own emulator", "npm install -g azurite")
+    with stores.azurite(str(program)) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("registry")
+    program = stores.find_registry(folder)
+    require(program, "docker-registry", "apt-get install docker-registry")
+    with stores.oci(str(program), folder) as place:
+        yield place
+
+
+AZURE = pytest.param("az", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["s3", "gs", AZURE, "oci", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store that can be written to."""
+    name = f"b{abs(hash(str(tmp_path))) % 10**9}"
+    if request.param == "s3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address := request.getfixturevalue("s3_address"))
+        stores.bucket(address, name)
+    elif request.param == "gs":
+        monkeypatch.setenv("GOOGLE_BASE_URL", request.getfixturevalue("google_address"))
+        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "tests-own-token")
+    elif request.param == "az":
+        for variable, value in request.getfixturevalue("azure").items():
+            monkeypatch.setenv(variable, value)
+        stores.azure_container(os.environ["AZURE_STORAGE_ENDPOINT"], name)
+    elif request.param == "oci":
+        return f"oci://{request.getfixturevalue('registry')}/team/{name}"
+    elif request.param == "file":
+        return f"file://{tmp_path}/store"
+    return f"{request.param}://{name}/some/prefix"
+
+
+# ---- what it is for ------------------------------------------------------------------------------
+
+
+def test_what_one_machine_compiled_the_others_fetch(
+    url: str, machines: Machines, opened: Open, wait: Any
+) -> None:
+    assert wait
+    assert answer(machines.obtain("first", opened(url)).library) == 42
+    names = {item.name for item in opened(url).list()}
+    second = opened(url, write=False)
+    entry = machines.obtain("second", second)
+    assert machines.compiled == 1
+    assert (answer(entry.library), second.problem) == (42, "")
+    assert entry.directory.is_relative_to(machines.folder / "caches" / "second")
+    assert remote.entry_name(entry.manifest.name, entry.manifest.key) in names
+    assert {item.name for item in opened(url).list()} == names
+
+
+def test_over_http_from_a_server_that_knows_files_only(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
+    machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
+    server = stores.WebServer(tmp_path / "www")
+    with stores.served(server) as address:
+        second = opened(f"{address}/kernels")
+        assert answer(machines.obtain("second", second).library) == 42
+    assert machines.compiled == 1
+    assert any(path.endswith(".tar.gz") for path in server.asked)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_over_https_from_a_server_whose_certificate_is_known(
+    known: bool,
+    tmp_path: Path,
+    machines: Machines,
+    opened: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    require: Any,
+) -> None:
+    require(shutil.which("openssl"), "openssl", "apt-get install openssl")
+    certificate = stores.certificate(tmp_path)
+    machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
+    server = stores.WebServer(tmp_path / "www")
+    server.socket = stores.encrypted(certificate).wrap_socket(server.socket, server_side=True)
+    if known:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with stores.served(server) as address:
+        second = opened(
+            f"{address.replace('http://127.0.0.1', 'https://localhost')}/kernels", limit=5.0
+        )
+        assert answer(machines.obtain("second", second).library) == 42
+    assert machines.compiled == (1 if known else 2)
+    assert bool(second.problem) is not known
+
+
+def test_an_edited_header_is_another_artifact_and_the_old_one_stays(
+    url: str, machines: Machines, opened: Open
+) -> None:
+    plan = machines.plan()
+    machines.obtain("first", opened(url), plan)
+    header = plan.sources[0].with_name("tiny.h")
+    header.write_text("inline int answer_of_header() { return 43; }\n")
+    os.utime(header, (1, 1))
+    assert answer(machines.obtain("second", opened(url), plan).library) == 43
+    assert answer(machines.obtain("third", opened(url), plan).library) == 43
+    assert machines.compiled == 2
+    assert len([item for item in opened(url).list() if item.name.endswith(".tar.gz")]) == 2
+
+
+def test_what_is_there_is_never_overwritten(url: str, machines: Machines, opened: Open) -> None:
+    entry = machines.obtain("first", opened(url))
+    before = opened(url).list()
+    other = opened(url)
+    changed = BuildCache(machines.folder / "changed")
+    shutil.copytree(machines.folder / "caches" / "first", changed.root)
+    (changed.root / entry.manifest.name / entry.manifest.key / "build.log").write_text(
+        "another log\n"
+    )
+    assert other.publish(changed, next(iter(changed.entries())))
+    assert [item for item in other.list() if item.name.endswith(".tar.gz")] == [
+        item for item in before if item.name.endswith(".tar.gz")
+    ]
+
+
+def test_without_permission_to_write_nothing_is_written(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
+    machines.obtain("first", opened(f"file://{tmp_path}/store", write=False))
+    assert opened(f"file://{tmp_path}/store").list() == []
+
+
+def test_a_warm_start_does_not_touch_it(
+    machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    cold, bad.requests[:] = len(bad.requests), []
+    warm = opened("s3://bucket")
+    machines.obtain("first", warm)
+    assert cold > 0
+    assert bad.requests == []
+    assert warm._worker is None
+
+
+def test_signatures_travel_and_count(
+    tmp_path: Path, machines: Machines, opened: Open, require: Any
+) -> None:
+    require(
+        shutil.which("ssh-keygen"),
+        "ssh-keygen",
+        "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does",
+    )
+    for name in ("ours", "theirs"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True
+        )
+    (tmp_path / "trusted").write_text(f"builder@team {(tmp_path / 'ours.pub').read_text()}")
+    url = f"file://{tmp_path}/store"
+    signed = {"trusted_keys": tmp_path / "trusted", "signing_key": tmp_path / "ours"}
+    machines.obtain("theirs", opened(url), signing_key=tmp_path / "theirs")
+    reader = opened(url)
+    machines.obtain("ours", reader, **signed)
+    assert machines.compiled == 2, "what others signed is not taken"
+    assert not reader.problem
+    shutil.rmtree(tmp_path / "store")
+    machines.obtain("again", opened(url), machines.plan("other-cpu"), **signed)
+    machines.obtain(
+        "reader", opened(url), machines.plan("other-cpu"), trusted_keys=tmp_path / "trusted"
+    )
+    assert machines.compiled == 3
+
+
+# ---- bad days ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (stores.hangs, "no answer within"),
+        (stores.fails, "500"),
+        (stores.forbids, "403"),
+        (stores.closes, ""),
+    ],
+)
+def test_a_store_that_fails_is_not_asked_again_at_once(
+    fault: stores.Fault, why: str, machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
+    bad.fault = fault
+    there = opened("s3://bucket", limit=1.0)
+    assert answer(machines.obtain("first", there).library) == 42
+    assert why in there.problem
+    assert there.problem
+    asked = len(bad.requests)
+    assert answer(machines.obtain("first", there, machines.plan("other-cpu")).library) == 42
+    assert len(bad.requests) == asked, "it is not asked any more"
+    assert asked <= 6, "the client's own retries"
+
+
+@pytest.mark.parametrize(
+    "fault", [stores.truncates, stores.breaks_off, stores.garbles, stores.lies]
+)
+def test_what_a_store_says_is_not_believed(
+    fault: stores.Fault, machines: Machines, opened: Open, bad: stores.BadStore
+) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    machines.obtain("first", opened("s3://bucket"), machines.plan("other-cpu"))
+    bad.fault = fault
+    cache = machines.cache("second", opened("s3://bucket", limit=1.0))
+    entry = building.obtain([machines.plan()], cache)[0].require()
+    assert answer(entry.library) == 42
+    assert machines.compiled == 3
+    assert [one.manifest.name for one in cache.entries()] == ["tiny-cpu"], (
+        "nothing of what was sent is in the cache"
+    )
+
+
+def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+    machines.obtain("first", opened("s3://bucket"))
+    bad.fault = stores.is_full
+    there = opened("s3://bucket", limit=1.0)
+    machines.obtain("second", there, machines.plan("other-cpu"))
+    assert "507" in there.unwritten
+    assert not there.problem
+    machines.obtain("second", there)
+    assert machines.compiled == 2
+
+
+def test_a_bucket_that_vanishes(
+    s3_address: str, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
+    there = opened("s3://was-never-there/x")
+    assert answer(machines.obtain("first", there).library) == 42
+    assert there.unwritten
+
+
+def test_a_store_that_is_stopped_in_the_middle(
+    machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = stores.BadStore()
+    with stores.served(server) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        there = opened("s3://bucket", limit=1.0)
+        machines.obtain("first", there)
+    server.fault = stores.closes  # what is still connected
+    assert answer(machines.obtain("first", there, machines.plan("other-cpu")).library) == 42
+    assert there.problem
+
+
+def test_a_client_that_is_not_installed_is_named(
+    machines: Machines,
+    opened: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    there = opened("s3://bucket")
+    assert answer(machines.obtain("first", there).library) == 42
+    assert 'pip install "flexops-torch[remote]"' in there.problem
+    assert caplog.text.count("flexops-torch[remote]") == 1
+
+
+# ---- one compile in a cluster --------------------------------------------------------------------
+
+RANK = """
+import os, sys
+sys.path[:0] = [{support!r}]
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from builds import answer, tiny_plan
+from flexops.build.compile import building as builder
+from flexops.build.store import counters
+from flexops.build.store.cache import BuildCache
+plan = tiny_plan(Path({sources!r}), compiler={compiler!r})
+cache = BuildCache(Path({caches!r}) / str(dist.get_rank()))
+assert answer(builder.obtain([plan], cache)[0].require().library) == 42
+made = counters.cache_stats()
+Path({caches!r}, f"said-{{dist.get_rank()}}").write_text(f"{{made['compiler']['hits']}} {{made['ranks']['hits']}}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) -> None:
+    """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is
+    there."""
+    machines.plan()
+    support = str(Path(builds.__file__).parent)
+    (tmp_path / "caches").mkdir()
+    script = tmp_path / "rank.py"
+    script.write_text(
+        RANK.format(
+            support=support,
+            sources=str(tmp_path / "sources-tiny-cpu"),
+            caches=str(tmp_path / "caches"),
+            compiler=machines.compiler,
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        str(script),
+    ]
+    done = subprocess.run(
+        command,
+        env=child_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert machines.compiled == 1
+    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == [
+        "0 1",
+        "0 1",
+        "1 0",
+    ]
+
+
+@pytest.mark.parametrize("url", ["s3", "gs", AZURE, "file"], indirect=True)
+def test_of_processes_without_a_job_one_compiles(
+    url: str, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
+    """Four machines that know of each other only through the store: threads here, each with a cache
+    and a client of its own."""
+    wait(30)
+    plan, answers = machines.plan(), []
+
+    def run(name: str) -> None:
+        answers.append(machines.obtain(name, opened(url), plan).library)
+
+    threads = [threading.Thread(target=run, args=(f"machine{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answer(library) for library in answers] == [42] * 4
+    assert machines.compiled == 1
+
+
+@pytest.mark.parametrize("url", ["s3", "gs", AZURE], indirect=True)
+def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open) -> None:
+    there, plan = opened(url), machines.plan()
+    cache, name, digest = machines.cache("other", there), plan.name, building._digest(plan)
+    claim(there, machines, until=0, by="who is late")
+    found = there.hint(cache, name, digest, "claim")
+    assert found
+    assert [
+        there.leave(cache, name, digest, "claim", {"until": 9e12, "by": who}, replace=found[1])
+        for who in ("first", "second")
+    ] == [True, False]
+    assert (again := there.hint(cache, name, digest, "claim"))
+    assert again[0]["by"] == "first"
+    assert not there.problem + there.unwritten
+
+
+def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(
+    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
+    wait(1)
+    there = opened(f"file://{tmp_path}/store")
+    claim(there, machines, until=9e12)
+    assert answer(machines.obtain("first", there).library) == 42
+    assert machines.compiled == 1
+
+
+@pytest.mark.parametrize(
+    "value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}]
+)
+def test_a_claim_that_has_expired_or_failed_holds_nobody_up(
+    value: dict[str, Any],
+    machines: Machines,
+    opened: Open,
+    bad: stores.BadStore,
+    wait: Callable[[int], None],
+) -> None:
+    wait(1000)
+    assert bad
+    there = opened("s3://bucket")
+    claim(there, machines, **value)
+    assert answer(machines.obtain("first", there).library) == 42
+
+
+def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(
+    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
+) -> None:
+    wait(1000)
+    plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="this is no C++\n")
+    there = opened(f"file://{tmp_path}/store")
+    for name in ("first", "second"):
+        assert building.obtain([plan], machines.cache(name, there))[0].error
+    assert len([kind for kind in runs(tmp_path / "compiler") if kind == "compile"]) == 2
+
+
+# ---- the real thing ------------------------------------------------------------------------------
+
+CALL = """
+import json, sys, torch, flexops
+from flexops.build.store import counters
+from flexops.build.load import loader
+x, cos, sin = torch.randn(2, 5, 4, 8), torch.randn(5, 4), torch.randn(5, 4)
+got = flexops.rotary_embedding(x, x, cos, sin)[0]
+loader.ensure("rope", "cpu")
+status = next(one for one in flexops.status() if (one.op, one.device) == ("rope", "cpu"))
+print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": float(got.sum().isfinite()), "counters": counters.cache_stats(),
+    "clients": [name for name in ("obstore", "oras", "requests") if name in sys.modules]}))
+"""
+
+
+def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
+    environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / name), **variables)
+    done = subprocess.run(
+        [sys.executable, "-c", CALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compiler: Any) -> None:
+    assert host_compiler
+    there = {
+        "FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store",
+        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20",
+    }
+    first = call(tmp_path, "first", FLEXOPS_CACHE_REMOTE_WRITE="1", **there)
+    assert first["reason"].startswith("compiled in")
+    nothing = {"FLEXOPS_JIT": "0", "FLEXOPS_FALLBACK": "forbid", "PATH": "/nonexistent"}
+    second = call(tmp_path, "second", **there, **nothing)
+    assert (second["backend"], second["reason"]) == ("jit", "found in the remote cache")
+    assert (second["counters"]["remote"]["hits"], second["counters"]["compiler"]["hits"]) == (1, 0)
+    warm = call(tmp_path, "second", **there, **nothing)
+    assert warm["reason"] == "found in the cache"
+    assert warm["counters"]["remote"] == {"hits": 0, "misses": 0, "bytes": 0, "seconds": 0}
+    assert first["clients"] == second["clients"] == [], "the client library stays in the worker"
+
+
+def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
+    from flexops.build.compile import device_code
+    from flexops.build.describe import catalog, layout
+    from flexops.build.plan import kernel_plan
+    from flexops.compute_capability import parse_arch_list
+    from flexops.toolchain import nvrtc
+    from flexops.toolchain.context import SearchContext
+    from flexops.toolchain.installed_torch import package_dirs
+
+    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    require(
+        usable,
+        "NVRTC",
+        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
+    )
+    rope = catalog.find("rope")
+    architecture, sources = parse_arch_list("9.0")[0], rope.cuda_sources
+    plan = kernel_plan.plan_kernel(
+        "rope",
+        sources,
+        "flexops::rope::rotate<float>",
+        architecture,
+        usable[0].value,
+        layout.csrc_root(),
+    )
+    url = f"file://{tmp_path}/store"
+    made = [
+        device_code.obtain([plan], BuildCache(tmp_path / name, remote=opened(url)))[0]
+        for name in ("first", "second")
+    ]
+    assert [result.cached for result in made] == [False, True]
+    codes = [result.require().library.read_bytes() for result in made]
+    assert codes[0] == codes[1]
+    assert codes[0].startswith(b"\x7fELF")
+
+
+def test_an_extension_of_somebody_s_own(
+    tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flexops
+    from flexops.errors import FlexopsError
+
+    assert host_compiler
+    (tmp_path / "own.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    load = {"name": "own", "sources": [str(tmp_path / "own.cpp")], "is_python_module": False}
+    url = f"file://{tmp_path}/store"
+    for name, value in {
+        "REMOTE": url,
+        "REMOTE_WRITE": "1",
+        "REMOTE_TIMEOUT": "20",
+        "DIR": str(tmp_path / "first"),
+    }.items():
+        monkeypatch.setenv(f"FLEXOPS_CACHE_{name}", value)
+    flexops.load(**load)
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "second"))
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    flexops.load(**load)
+    assert [entry.manifest.name for entry in BuildCache(tmp_path / "second").entries()] == ["own"]
+    monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"file://{tmp_path}/empty")
+    monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "third"))
+    with pytest.raises(FlexopsError, match="FLEXOPS_JIT=0"):
+        flexops.load(**load)
+    for one in (url, f"file://{tmp_path}/empty"):
+        if worker := remote._of(one, True, 20.0, False)._worker:
+            worker.stop()
+
+
+# ---- secrets, counters, and the rest -------------------------------------------------------------
+
+
+def test_errors_tell_no_secrets(
+    machines: Machines, opened: Open, bad: stores.BadStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad.fault = stores.forbids
+    port = bad.server_port
+    there = opened(f"http://user:hunter2@127.0.0.1:{port}/store?sig=topsecret", limit=1.0)
+    machines.obtain("first", there)
+    said = f"{there.problem} {there.name} {caplog.text}"
+    assert there.problem
+    assert not [secret for secret in ("hunter2", "topsecret", "tests-own-secret") if secret in said]
+
+
+def test_counters_are_of_all_processes_that_used_a_cache(
+    tmp_path: Path, machines: Machines, opened: Open
+) -> None:
+    url = f"file://{tmp_path}/store"
+    machines.obtain("first", opened(url))
+    machines.obtain("second", opened(url))
+    first, second = (
+        counters.of_cache(machines.folder / "caches" / name) for name in ("first", "second")
+    )
+    assert (first["compiler"]["hits"], first["published"]["hits"], first["remote"]["hits"]) == (
+        1,
+        1,
+        0,
+    )
+    assert (second["compiler"]["hits"], second["remote"]["hits"]) == (0, 1)
+    assert second["remote"]["bytes"] == first["published"]["bytes"] > 0
+    text = counters.prometheus(second)
+    assert 'flexops_cache_hits_total{tier="remote"} 1' in text.splitlines()
+
+
+def test_a_fork_gets_a_client_of_its_own(tmp_path: Path, machines: Machines, opened: Open) -> None:
+    there = opened(f"file://{tmp_path}/store")
+    machines.obtain("first", there)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(0 if there.list() else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert there.list(), "the parent's goes on"
+
+
+def test_an_archive_must_be_what_was_asked_for(tmp_path: Path, machines: Machines) -> None:
+    cache = machines.cache("first", None)
+    building.obtain([machines.plan(), machines.plan("other-cpu")], cache)
+    cache_archive.export(cache, tmp_path / "both.tar.gz")
+    entry = cache.entries()[0].manifest
+    other = BuildCache(tmp_path / "empty")
+    with pytest.raises(Exception, match="not the archive"):
+        cache_archive.import_archive(other, tmp_path / "both.tar.gz", only=(entry.name, entry.key))
+    assert other.entries() == []

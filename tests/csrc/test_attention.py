@@ -1,0 +1,302 @@
+"""Attention's kernels that are compiled at their first launch only: a sample of them through both
+NVRTCs, and which architecture each kernel needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import score_mod_cases
+import torch
+from marks import first_of
+
+from flexops import settings, toolchain
+from flexops.build.compile import building, device_code
+from flexops.build.describe import catalog, layout
+from flexops.build.load import loader, provider, provider_texts
+from flexops.build.plan import kernel_names, kernel_plan
+from flexops.build.store.cache import BuildCache
+from flexops.compute_capability import parse_arch_list
+from flexops.ops._score_mod import ScoreMod
+from flexops.toolchain import nvrtc
+from flexops.toolchain.context import SearchContext
+from flexops.toolchain.installed_torch import package_dirs
+
+SPEC = catalog.find("attention")
+
+
+@pytest.fixture(scope="module")
+def library(host_compiler: Any) -> Path:  # noqa: ARG001
+    chosen = settings.current()
+    return (
+        building.obtain([loader.local_plan(SPEC, "cuda", chosen)], loader.open_cache(chosen))[0]
+        .require()
+        .library
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "start"), first_of(((13, 0), "9.0", 11), ((12, 1), "8.9", 5))
+)
+def test_a_sample_of_the_rare_ones_compiles(
+    library: Path,
+    version: tuple[int, int],
+    architecture: str,
+    start: int,
+    tmp_path: Path,
+    require: Any,
+) -> None:
+    found = {
+        (one.value.version.major, one.value.version.minor): one.value
+        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    }
+    require(
+        version in found,
+        f"NVRTC {version[0]}.{version[1]}",
+        "run scripts/run_tests.sh, which installs it",
+    )
+    one = parse_arch_list(architecture)[0]
+    names = [
+        name
+        for name in kernel_names.rare_names_in(library)[start::25]
+        if kernel_names.fitted(name, one)
+    ]
+    assert len(names) > 3
+    plans = [provider.plan_kernel(SPEC, name, one, found[version]) for name in names]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    for result in device_code.obtain(
+        plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120
+    ):
+        entry = result.require()
+        assert f".text.{entry.manifest.symbol}\0".encode() in entry.library.read_bytes()
+
+
+LOOKED_UP = (
+    "max(score + bias[h, q - k + 39], -9) if document[q] == document[k] and keep[k] else -inf"
+)
+LONG = (
+    "sin(exp(tanh(sqrt(abs(score)) / 9))) * sigmoid(log(score * score + 1)) * cos(score) +"
+    f" ({LOOKED_UP})"
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "text", "at_once"),
+    first_of(((13, 0), "9.0", LOOKED_UP, 0), ((13, 0), "9.0", LONG, 8), ((12, 1), "8.0", LONG, 8)),
+)
+def test_score_modifiers_compile(
+    library: Path,
+    version: tuple[int, int],
+    architecture: str,
+    text: str,
+    at_once: int,
+    tmp_path: Path,
+    require: Any,
+) -> None:
+    """Some that look things up, in the kernels of every direction: forward, backward and for few
+    queries."""
+    found = {
+        (one.value.version.major, one.value.version.minor): one.value
+        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    }
+    require(
+        version in found,
+        f"NVRTC {version[0]}.{version[1]}",
+        "run scripts/run_tests.sh, which installs it",
+    )
+    tables = {
+        "bias": torch.ones(4, 79),
+        "document": torch.arange(40),
+        "keep": torch.ones(40, dtype=torch.bool),
+    }
+    score_mod = ScoreMod(text, **tables)
+    assert f"FLEXOPS_SCORES_AT_ONCE {at_once}\n" in provider_texts.of(score_mod.number)
+    one = parse_arch_list(architecture)[0]
+    kernels = {
+        name.partition("<")[0]: name
+        for name in kernel_names.rare_names_in(library)
+        if name.endswith("Defined>") and kernel_names.fitted(name, one)
+    }
+    if architecture == "8.0":
+        kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
+    assert len(kernels) == (3 if architecture == "8.0" else 6)
+    plans = [
+        provider.plan_kernel(SPEC, name, one, found[version], provider_texts.of(score_mod.number))
+        for name in kernels.values()
+    ]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    for result in device_code.obtain(
+        plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120
+    ):
+        result.require()
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "kernel"),
+    [((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")],
+)
+def test_functions_of_flex_attention_compile(
+    library: Path,
+    version: tuple[int, int],
+    architecture: str,
+    kernel: str,
+    tmp_path: Path,
+    require: Any,
+) -> None:
+    """The backward kernel for 8.0 has the derivative, the forward one for 9.0a has not."""
+    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    found = {(one.value.version.major, one.value.version.minor): one.value for one in usable}
+    require(
+        version in found,
+        f"NVRTC {version[0]}.{version[1]}",
+        "run scripts/run_tests.sh, which installs it",
+    )
+    one = parse_arch_list(architecture)[0]
+    names = [
+        name
+        for name in kernel_names.rare_names_in(library)
+        if f"::{kernel}<" in name and name.endswith("Defined>")
+    ]
+    numbers = {ScoreMod(function).number for function in score_mod_cases.FUNCTIONS.values()}
+    assert len(numbers) > 50
+    plans = [
+        provider.plan_kernel(SPEC, names[0], one, found[version], provider_texts.of(number))
+        for number in numbers
+    ]
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    cache = BuildCache(tmp_path / "cache")
+    for result in device_code.obtain(plans, cache, jobs=jobs, time_limit=120):
+        result.require()
+
+
+LOOP = """
+#include "attention/attention_softmax.cuh"
+#include <cstdio>
+namespace flexops::attention {
+template <int kAtOnce> struct Numbered {
+  static constexpr bool kPlain = false;
+  float operator()(float score, int row, int key, float& slope) const { return slope = score + 100 * row + key / 128.0f, slope; }
+  float value(float score, int row, int key) const { float slope; return (*this)(score, row, key, slope); }
+};
+template <> inline constexpr int kScoresAtOnce<Numbered<8>> = 8;
+template <int kAtOnce, int N> void run(float (&scores)[N], float (&gradient)[N], float (&both)[N]) {
+  const float delta[2] = {3, 5};
+  for (int i = 0; i < N; ++i) scores[i] = i, gradient[i] = 2 * i, both[i] = i;
+  modify(scores, Numbered<kAtOnce>(), 7, 11);
+  modify(both, gradient, delta, Numbered<kAtOnce>(), 7, 11);
+}
+template <int N> int differences() {
+  float all[3][N], looped[3][N];
+  run<0>(all[0], all[1], all[2]), run<8>(looped[0], looped[1], looped[2]);
+  int found = 0;
+  for (int i = 0; i < 3 * N; ++i) found += all[i / N][i % N] != looped[i / N][i % N];
+  return found;
+}
+}  // namespace flexops::attention
+int main() { printf("%d %d %d", flexops::attention::differences<8>(), flexops::attention::differences<40>(), flexops::attention::differences<88>()); }
+"""
+
+
+def test_a_loop_over_scores_gives_each_its_place(tmp_path: Path, host_compiler: Any) -> None:
+    """Of a long modifier, code for eight scores is gone through again with the registers moved: run
+    on the CPU, it does what code for all of them does."""
+    (tmp_path / "loop.cpp").write_text(LOOP)
+    command = [
+        str(host_compiler.path),
+        "-std=c++17",
+        "-O1",
+        f"-I{layout.csrc_root()}",
+        str(tmp_path / "loop.cpp"),
+        "-o",
+        str(tmp_path / "loop"),
+    ]
+    subprocess.run(command, check=True)
+    assert (
+        subprocess.run([str(tmp_path / "loop")], check=True, capture_output=True, text=True).stdout
+        == "0 0 0"
+    )
+
+
+def test_builds_ahead_of_time_have_all_tilings_but_no_modifiers_and_no_backward_of_float16(
+    library: Path,
+) -> None:
+    ahead, rare = kernel_names.names_in(library), kernel_names.rare_names_in(library)
+    assert not set(ahead) & set(rare)
+    assert all(
+        name.endswith("Plain>")
+        for name in ahead
+        if not re.search("_before|_after|_combine|_sums", name)
+    )
+    modified = [name for name in rare if re.search("Modified|Defined", name)]
+    of_float16 = {name.replace("bf16", "f16") for name in ahead}
+    assert (
+        of_float16 - set(ahead)
+        == {name for name in of_float16 if "::backward" in name}
+        == set(rare) - set(modified)
+    )
+    tilings = {name for name in (*ahead, *rare) if name.endswith("Plain>")}
+    assert len(modified) == 5 * len(tilings)
+    assert {
+        re.sub(r"(Modified<[^>]*> ?|Defined)>$", "Plain>", name) for name in modified
+    } == tilings
+
+
+def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
+    ampere, hopper, ptx = (
+        parse_arch_list("8.9")[0],
+        parse_arch_list("9.0")[0],
+        parse_arch_list("9.0+PTX")[0]._replace(sass=False),
+    )
+    for name in (*kernel_names.names_in(library), *kernel_names.rare_names_in(library)):
+        kernel = name.partition("<")[0].rpartition("::")[2]
+        header = kernel_plan.defining_header(
+            tuple(SPEC.cuda_sources), kernel, (("<csrc>", layout.csrc_root()),)
+        )
+        own = "common/wgmma.cuh" in (layout.csrc_root() / header.partition(">/")[2]).read_text()
+        assert [kernel_names.fitted(name, one) is None for one in (ampere, hopper, ptx)] == [
+            own,
+            False,
+            own,
+        ]
+        assert str(kernel_names.fitted(name, hopper)) == ("9.0a" if own else "9.0")
+
+
+def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library: Path) -> None:
+    names = kernel_names.names_in(library)
+    ampere, hopper, ptx = (
+        parse_arch_list("8.9")[0],
+        parse_arch_list("9.0")[0],
+        parse_arch_list("9.0+PTX")[0]._replace(sass=False),
+    )
+    for one in (ampere, ptx):
+        assert kernel_names.ahead(names, one) == [name for name in names if "_hopper<" not in name]
+    kept = kernel_names.ahead(names, hopper)
+    assert {name for name in names if "_hopper<" in name} < set(kept) < set(names)
+    assert not any(re.search(r"::(forward|backward)<", name) for name in kept), (
+        "all of their tilings are Hopper's own there"
+    )
+
+
+def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a() -> None:
+    def entry(kernel: str, architecture: str) -> Any:
+        return SimpleNamespace(
+            manifest=SimpleNamespace(
+                kernel=kernel, cuda_version="13.0", architectures=(architecture,)
+            )
+        )
+
+    names = ["a::forward<f>", "a::forward_hopper<f>", "a::before<f>"]
+    elsewhere = [entry(name, one) for name in (names[0], names[2]) for one in ("8.0", "compute_90")]
+    for entries, expected in (
+        (
+            [*elsewhere, entry(names[1], "9.0a"), entry(names[2], "9.0")],
+            ["8.0", "9.0", "compute_90"],
+        ),
+        ([entry(names[0], "9.0"), entry(names[2], "9.0")], []),
+    ):
+        cache = SimpleNamespace(entries=lambda _, entries=entries: entries)
+        assert device_code.kept_for(cache, "attention", names).get("13.0", []) == expected  # type: ignore[arg-type]

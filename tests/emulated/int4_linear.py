@@ -1,0 +1,62 @@
+"""Products with 4-bit weights for compute_80 (mma.sync, cp.async): pytest is told of this file, and
+does not find it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexops
+from flexops.ops import int4_linear as reference
+
+FEW, MANY = (1 << 24 | 8 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
+
+
+def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4Weight:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(n, k // group_size, generator=generator).bfloat16()
+    zeros = None if symmetric else torch.rand(n, k // group_size, generator=generator) * 15
+    return flexops.pack_int4(codes, scales, zeros, group_size=group_size)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group_size", "symmetric", "plan"),
+    [
+        (1, 40, 1024, 64, False, FEW),
+        (3, 33, 96, 32, False, FEW),
+        (8, 70, 256, 128, True, 2 << 24 | 2 << 8 | 1),
+        (16, 100, 192, 64, False, 2 << 24 | 8 << 8 | 1),
+        (13, 100, 160, 32, True, 2 << 24 | 4 << 8 | 1),
+        (20, 100, 640, 64, False, MANY),
+        (70, 70, 224, 32, False, MANY),
+        (33, 130, 256, 128, True, 2 << 24 | 8 << 16 | 8 << 8 | 1),
+        (5, 40, 192, 64, False, 0),
+        (20, 40, 192, 64, False, 0),
+    ],
+)
+def test_a_product_is_the_references(
+    m: int, n: int, k: int, group_size: int, symmetric: bool, plan: int, dtype: torch.dtype
+) -> None:
+    weight = weight_of(n, k, group_size, symmetric)
+    generator = torch.Generator().manual_seed(m)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype)
+    arguments = (x, *weight[:3], bias, *weight[3:])
+    out = torch.ops.flexops.int4_product(*arguments, plan).double()
+    exact = reference._unpack_reference(*weight, torch.float32).double()
+    wanted = x.double() @ exact.t() + bias.double()
+    torch.testing.assert_close(
+        out, wanted, rtol=2 * torch.finfo(dtype).eps, atol=wanted.abs().max() * 2e-3
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_weight_is_unpacked_exactly(dtype: torch.dtype) -> None:
+    for n, k, group_size, symmetric in ((40, 96, 32, False), (17, 256, 128, True)):
+        weight = weight_of(n, k, group_size, symmetric)
+        wanted = reference._unpack_reference(*weight, dtype)
+        assert torch.equal(flexops.unpack_int4(weight, dtype), wanted)

@@ -1,0 +1,52 @@
+"""The causal convolution on a GPU: the kernels against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flexops.ops import causal_conv1d as module
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("causal_conv1d", "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 127, 8), (2, 128, 3), (3, 129, 1032), (1, 1000, 515), (2, 300, 4096)]
+)
+def test_cuda_gives_what_the_reference_gives(
+    shape: tuple[int, int, int], silu: bool, dtype: torch.dtype
+) -> None:
+    ops, channels = torch.ops.flexops, shape[2]
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device="cuda")
+
+    x, grad, weight, bias = draw(*shape).to(dtype), draw(*shape).to(dtype), draw(4, channels), None
+    for bias in (None, draw(channels)):
+        known = (weight, bias, silu)
+        near = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {}
+        torch.testing.assert_close(
+            ops.causal_conv1d(x, *known), module._reference(x, *known), **near
+        )
+        of_x, partial = ops.causal_conv1d_backward(grad, x, *known)
+        expected, sums = module._backward_reference(grad, x, *known)
+        torch.testing.assert_close(of_x, expected, **near)
+        torch.testing.assert_close(partial, sums, rtol=1e-4, atol=1e-3)
+        state = draw(shape[0], channels, 4).to(dtype)
+        other, steps = state.clone(), x[:, :3].transpose(1, 2)
+        step = (steps, weight.t().contiguous(), bias, silu)
+        torch.testing.assert_close(
+            ops.causal_conv1d_update_(state, *step), module._update_reference(other, *step), **near
+        )
+        assert torch.equal(state, other)

@@ -1,0 +1,66 @@
+"""Log-probabilities on a GPU: the kernels against the reference; the memory that chunks save."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexops
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+from logprobs_cases import CLASSES, check_draw
+
+pytestmark = pytest.mark.gpu
+MANY = (16384, 16391, 32000, 50257, 65537, 128256, 151936, 200001, 262144)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    native_kernels("logprobs", "cuda")
+
+
+@pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("block", range(4))
+def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...]) -> None:
+    for seed in range(block * 60, block * 60 + 60):
+        check_draw(seed, "cuda", classes)
+
+
+def test_the_peak_is_two_chunks_of_logits() -> None:
+    x = torch.randn(8192, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(50000, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(0, 50000, (8192,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result, entropy = flexops.linear_logprobs(
+        x, weight, target, return_entropy=True, chunk_size=1024
+    )
+    gradients = torch.autograd.grad((result * entropy).sum(), (x, weight))
+    chunk, made = 1024 * 50000 * 2, sum(each.nbytes for each in gradients)
+    # besides the gradients: the weight's float32 sum, of eight chunks
+    assert torch.cuda.max_memory_allocated() - before < 2.2 * chunk + made + 4 * weight.numel()
+
+
+def test_a_cuda_graph_of_forward_and_backward_pass() -> None:
+    x = torch.randn(512, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(1000, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(0, 1000, (512,), device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        result, entropy = flexops.linear_logprobs(
+            x, weight, target, return_entropy=True, chunk_size=200
+        )
+        return (result, *torch.autograd.grad((result * entropy).sum(), (x, weight)))
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    graph.replay()
+    for actual, wanted in zip(results, expected, strict=True):
+        assert torch.equal(actual, wanted)

@@ -1,0 +1,53 @@
+"""The command line that the tests of images run, and what it runs on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASE = "flexops-test-base:1"
+_NETWORK = "host"  # an engine in a container or a small virtual machine may have no other
+
+
+class Image:
+    """The command line on a checkout, with the base, index and network of these tests."""
+
+    def __init__(self, index_url: str) -> None:
+        bases = ["--build-base", BASE, "--runtime-base", BASE]
+        index = ["--index-url", index_url, "--accept-other-torch"]  # whose CPU index may be silent
+        self.build_options = [*bases, *index, "--network", _NETWORK]
+
+    def __call__(
+        self,
+        *arguments: str,
+        checkout: Path = REPOSITORY,
+        environment: dict[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        variables = self.environment(checkout, environment)
+        # In the checkout, because `python -m` looks for flexops in the working directory first.
+        return subprocess.run(
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            cwd=checkout,
+            env=variables,
+            timeout=1800,
+            check=False,
+        )
+
+    def build(
+        self, *arguments: str, checkout: Path = REPOSITORY
+    ) -> subprocess.CompletedProcess[str]:
+        return self("build", *arguments, *self.build_options, checkout=checkout)
+
+    @staticmethod
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "flexops", "image", *arguments]
+
+    @staticmethod
+    def environment(checkout: Path, extra: dict[str, str] | None = None) -> dict[str, str]:
+        path = f"{checkout}{os.pathsep}{checkout / 'tools'}"
+        return {**os.environ, "PYTHONPATH": path, **(extra or {})}

@@ -1,0 +1,132 @@
+"""flexops.causal_conv1d and its update step: the contract, torch's function, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import Case, Contract, Make, Refusal, Shape
+from torch import Tensor
+
+import flexops
+
+
+def inputs(make: Make, shape: Shape, width: int = 4) -> tuple[Tensor, ...]:
+    channels = shape[1]
+    return make(*shape), make(channels, width, scale=0.5), make(channels)
+
+
+def ours(**options: Any) -> Callable[..., Tensor]:
+    return lambda x, weight, bias: flexops.causal_conv1d(x, weight, bias, **options)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = True) -> Tensor:
+    """In the dtype of x, as transformers computes it."""
+    width = weight.shape[1]
+    out = F.conv1d(x, weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])
+    out = out[..., : x.shape[2]]
+    return F.silu(out) if silu else out
+
+
+def wrong_calls() -> tuple[Refusal, ...]:
+    x, w = torch.zeros(2, 3, 5), torch.zeros(3, 4)
+
+    def wrong(
+        message: str, *args: Any, error: type[Exception] = ValueError, **options: Any
+    ) -> Refusal:
+        return Refusal(lambda: flexops.causal_conv1d(*args, **options), error, message)
+
+    return (
+        wrong(r"x must have shape \[B, D, L\], got \[3, 5\]", x[0], w),
+        wrong(r"weight must have shape \[3, W\] with at least one tap, got \[2, 4\]", x, w[:2]),
+        wrong("weight must have 1 to 4 taps, got shape", x, torch.zeros(3, 5)),
+        wrong(r"bias must have shape \[3\], got \[4\]", x, w, w[0]),
+        wrong("activation must be None or 'silu', got 'gelu'", x, w, activation="gelu"),
+        wrong("x must be a float32, float16 or bfloat16 tensor", x.int(), w, error=TypeError),
+        wrong(r"initial_states must have shape \[2, 3, 3\]", x, w, initial_states=x),
+    )
+
+
+class TestContract(Contract):
+    cases = (
+        Case(
+            "causal_conv1d",
+            "causal_conv1d",
+            ours(activation="silu"),
+            inputs,
+            plain,
+            names=("x", "weight", "bias"),
+            differentiable=(0, 1, 2),
+            parameters=(1, 2),
+            shapes=((2, 3, 5), (2, 8, 130), (2, 33, 70)),
+            empty=(),
+            broadcasts=False,
+            rounding=2.0**-22,  # sums of a gradient over many steps
+            slack=(4.0, 1.6),  # torch adds the weight's gradient up in another order
+            inductor=False,
+            refusals=wrong_calls(),
+        ),
+    )
+
+
+@pytest.mark.parametrize("layout", ["channels last", "contiguous"])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 3, 1), (2, 5, 3), (2, 16, 128), (3, 7, 300)])
+@pytest.mark.parametrize("silu", [False, True])
+def test_torchs_convolution(shape: tuple[int, ...], width: int, layout: str, silu: bool) -> None:
+    make = torch.Generator().manual_seed(0)
+    batch, channels, _ = shape
+    x = torch.randn(shape, generator=make)
+    if layout == "channels last":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    weight = torch.randn(channels, width, generator=make)
+    bias = torch.randn(channels, generator=make)
+    before = torch.randn(batch, channels, width - 1, generator=make)
+    arguments = [each.requires_grad_() for each in (x, weight, bias, before)]
+    out, final = flexops.causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation="silu" if silu else None,
+        initial_states=before,
+        return_final_states=True,
+    )
+    both = torch.cat([before, x], 2)
+    expected = plain(both, weight, bias, silu)[..., width - 1 :]
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(final, both[..., both.shape[2] - width + 1 :])
+    upstream = torch.randn(out.shape, generator=make)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, arguments, upstream),
+        torch.autograd.grad(expected, arguments, upstream),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_steps_one_by_one_are_the_whole(size: int, dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 9, generator=make).to(dtype)
+    weight, bias = torch.randn(5, 4, generator=make), torch.randn(5, generator=make)
+    state = torch.zeros(2, 5, size, dtype=dtype)
+    steps = [
+        flexops.causal_conv1d_update(x[:, :, 0], state, weight, bias, "silu").unsqueeze(2),
+        flexops.causal_conv1d_update(x[:, :, 1:6], state, weight, bias, "silu"),
+        flexops.causal_conv1d_update(x[:, :, 6:], state, weight, bias, "silu"),
+    ]
+    whole = flexops.causal_conv1d(x, weight, bias, activation="silu")
+    torch.testing.assert_close(torch.cat(steps, 2), whole)
+    assert torch.equal(state, x[:, :, -size:])
+
+
+def test_wrong_states() -> None:
+    x, weight = torch.zeros(2, 3, 1), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"conv_state must hold at least 3 steps, got shape"):
+        flexops.causal_conv1d_update(x, torch.zeros(2, 3, 2), weight)
+    with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, 'S'\], got"):
+        flexops.causal_conv1d_update(x, torch.zeros(2, 4, 3), weight)

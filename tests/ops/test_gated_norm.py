@@ -1,0 +1,59 @@
+"""flexops.gated_rms_norm: transformers' classes of both orders, groups, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+import flexops
+
+WIDTH = 48
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: Qwen3NextRMSNormGated(WIDTH), {}),
+        (lambda: BambaRMSNormGated(WIDTH), {"norm_first": False}),
+        (lambda: FalconH1RMSNormGated(WIDTH, n_groups=3), {"groups": 3}),
+        (
+            lambda: FalconH1RMSNormGated(WIDTH, n_groups=3, norm_before_gate=False),
+            {"groups": 3, "norm_first": False},
+        ),
+    ],
+    ids=["qwen3_next", "bamba", "falcon_h1", "falcon_h1, gate first"],
+)
+def test_transformers_classes(make: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = make().to(dtype)
+    with torch.no_grad():
+        layer.weight.uniform_(0.5, 2.0)
+    x, gate, upstream = (torch.randn(2, 5, WIDTH, dtype=dtype) for _ in range(3))
+    inputs = [x.requires_grad_(), gate.requires_grad_(), layer.weight]
+    expected = layer(x, gate)
+    actual = flexops.gated_rms_norm(x, gate, layer.weight, layer.variance_epsilon, **options)
+    near = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {}
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected.to(dtype), **near)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream.to(expected.dtype)),
+        **({"rtol": 5e-2, "atol": 1e-1} if near else {}),
+    )
+
+
+def test_wrong_calls() -> None:
+    x = torch.zeros(2, 6)
+    for options, message in (
+        ({"gate": x[:1]}, r"gate must have x's shape \[2, 6\], got \[1, 6\]"),
+        ({"gate": x, "groups": 4}, "groups must divide the last dimension of x, got 4"),
+        ({"gate": x, "weight": x[0, :4]}, r"weight must have shape \[6\], got \[4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flexops.gated_rms_norm(x, **options)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""``experts_implementation="flexops"``, and experts in ``flexops.patch``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+import flexops.patching
+from flexops.patching import experts
+from flexops.patching.probe import disagreement
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5}, "gated_experts"),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 6, "mlp_only_layers": []}, "gated_experts"),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4}, "grouped_linear"),
+}
+LENGTH = 9
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    short, more, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{short}Config")(**SIZES, **more)
+    model = getattr(transformers, f"{short}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    return model.to(dtype).eval()
+
+
+def results(model: Any) -> list[Tensor]:
+    tokens = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    logits = model(tokens).logits
+    logits.float().square().sum().backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    return [logits.detach(), *(one.clone() for one in gradients)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], limit: float = 1e-4) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).float().norm() <= limit * other.float().norm() + 1e-6
+
+
+def decorated() -> Iterator[tuple[str, str]]:
+    """Modules and names of the classes that go through transformers' experts interface."""
+    folder = Path(transformers.__path__[0]) / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for found in re.finditer(r"@use_experts_implementation(?:\(.*\))?\nclass (\w+)", text):
+            yield f"transformers.models.{path.parent.name}.{path.stem}", found[1]
+
+
+def built(module: Any, cls: type) -> Any:
+    """By the first of the module's configs that it can be made of; None if there is none."""
+    for config in vars(module).values():
+        if isinstance(config, type) and issubclass(config, transformers.PretrainedConfig):
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return cls(config())
+    return None
+
+
+@pytest.mark.slow
+def test_every_class() -> None:
+    made, skipped = 0, {}
+    for path, name in decorated():
+        module = importlib.import_module(path)
+        one = built(module, getattr(module, name))
+        if one is not None:
+            made += 1
+            why = experts.refuse(one) or disagreement(
+                functools.partial(experts.miniature, one), experts.swap
+            )
+            skipped |= {name: why} if why else {}
+    assert not skipped
+    assert made > 45
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [one for one in model.modules() if hasattr(one, "is_transposed")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_implementation(name: str) -> None:
+    flexops.patching.register_experts()
+    model = make(name)
+    model.set_experts_implementation("eager")
+    expected = results(model)
+    model.set_experts_implementation("flexops")
+    assert_same(results(model), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_patch(name: str) -> None:
+    model = make(name)
+    expected = results(model)
+    report = flexops.patch(model)
+    rows = [row for row in report.rows if row.module == type(experts_of(model)[0]).__name__]
+    assert [(row.count, row.operator, row.swapped) for row in rows] == [(2, MODELS[name][2], True)]
+    assert_same(results(model), expected)
+    assert_same(results(copy.deepcopy(model)), expected)
+    flexops.unpatch(model)
+    assert all(torch.equal(a, b) for a, b in zip(results(model), expected, strict=True))
+
+
+def test_patch_without_experts() -> None:
+    model = make("mixtral")
+    report = flexops.patch(model, experts=False)
+    (row,) = (row for row in report.rows if row.module == "MixtralExperts")
+    assert not row.swapped
+    assert row.reason == "experts=False"
+    assert "forward" not in experts_of(model)[0].__dict__
+
+
+def test_experts_that_were_chosen_stay() -> None:
+    model = make("mixtral")
+    model.config._experts_implementation = "sonicmoe"
+    assert "the model was told to use sonicmoe" in str(flexops.patch(model))
+
+
+@pytest.mark.parametrize("first", ["lora", "patch"])
+def test_lora_of_the_weights(first: str) -> None:
+    """PEFT's LoRA of 3-D parameters, before and after patching."""
+    peft = pytest.importorskip("peft")
+    if "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this PEFT has no LoRA of parameters")
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["gate_up_proj", "down_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+
+    def build(patched: bool) -> Any:
+        model = make("mixtral")
+        if patched and first == "patch":
+            flexops.patch(model)
+        torch.manual_seed(2)
+        model = peft.get_peft_model(model, config).eval()
+        if patched and first == "lora":
+            flexops.patch(model)
+        return model
+
+    expected, found = results(build(False)), results(build(True))
+    assert_same(found, expected)
+
+
+def test_checkpointing_and_compile() -> None:
+    model = make("qwen3_moe")
+    expected = results(model)
+    flexops.patch(model)
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert_same(results(model), expected)
+    module = experts_of(model)[0]
+    args = (
+        torch.randn(7, 32),
+        torch.randint(0, 6, (7, 2)),
+        torch.rand(7, 2),
+    )
+    compiled = torch.compile(lambda *args: module(*args), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*args), module(*args))

@@ -1,0 +1,401 @@
+"""Generation with our cache: the tokens of plain transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.errors import GenerationError
+from flexops.generation import decoder, step
+from flexops.generation.cache import Store
+from flexops.generation.sampling import Sampling
+
+NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss"]
+NEW = 14  # beyond the windows of tiny models
+
+
+def prompts(padding: str = "", length: int = 9) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    found = {"input_ids": torch.randint(3, 97, (3, length), generator=generator)}
+    if padding:
+        mask = torch.ones_like(found["input_ids"])
+        mask[1, :4] = 0
+        mask[2, :1] = 0
+        found["input_ids"][mask == 0] = 0
+        found["attention_mask"] = mask
+    return found
+
+
+def plain(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    chosen: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW} | options
+    with tiny.eagerly(model):
+        return model.generate(**inputs, **chosen)
+
+
+@pytest.mark.parametrize("padding", ["", "left"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_are_those_of_transformers(name: str, padding: str) -> None:
+    model, inputs = tiny.model(name).eval(), prompts(padding)
+    expected = plain(model, inputs, eos_token_id=None)
+    flexops.patch(model)
+    assert step.refusal(model) == ""
+    found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_goes_into_transformers_generate(name: str, patched: bool, beams: int) -> None:
+    model, inputs = tiny.model(name).eval(), prompts("left")
+    options: dict[str, Any] = {"num_beams": beams, "eos_token_id": None}
+    expected = plain(model, inputs, **options)
+    if patched:
+        flexops.patch(model)
+    cache = flexops.KVCache(model.config, max_length=9 + NEW)
+    assert torch.equal(plain(model, inputs, past_key_values=cache, **options), expected)
+    assert cache.length == 8 + NEW
+
+
+class Eager:
+    """In the place of a graph: each replay computes."""
+
+    made = 0
+    function: Any = None
+
+    def __init__(self, function: Any, state: Any, *, generator: Any, **_: Any) -> None:
+        Eager.made += 1
+        drawn = None if generator is None else generator.get_state()
+        before = [one.clone() for one in state]
+        function()
+        for one, kept in zip(state, before, strict=True):
+            one.copy_(kept)
+        if drawn is not None:
+            generator.set_state(drawn)
+
+    def replay(self) -> Any:
+        function, self.function = self.function, None
+        return function()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Eager]:
+    """Steps are "captured" on the CPU, too."""
+    captured = decoder.Decoder.captured
+
+    def current(self: Any, store: Any, key: Any, function: Any, *more: Any) -> Any:
+        graph = captured(self, store, key, function, *more)
+        if isinstance(graph, Eager):
+            graph.function = function
+        return graph
+
+    monkeypatch.setattr(step, "Graph", Eager)
+    monkeypatch.setattr(decoder.Decoder, "captured", current)
+    monkeypatch.setattr(decoder, "captures", lambda _: True)
+    monkeypatch.setattr(Store, "pool", lambda _: None)
+    Eager.made = 0
+    return Eager
+
+
+CAPTURED = [name for name in NAMES if name != "gpt_oss"]
+
+
+@pytest.mark.parametrize("padding", ["", "left"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_transformers_own_loop_replays_steps(name: str, padding: str, graphs: type[Eager]) -> None:
+    model, inputs = tiny.model(name).eval(), prompts(padding)
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}):
+        torch.manual_seed(5)
+        expected = plain(model, inputs, eos_token_id=None, **options)
+        graphs.made = 0
+        report = flexops.patch(model)
+        assert [row for row in report.swapped if row.operator.startswith("generation")], report
+        torch.manual_seed(5)
+        found = plain(model, inputs, eos_token_id=None, **options)
+        assert torch.equal(found, expected)
+        assert graphs.made == 1
+        flexops.unpatch(model)
+
+
+def test_memory_and_graphs_serve_the_next_call(graphs: type[Eager]) -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    first = plain(model, inputs, eos_token_id=None)
+    assert torch.equal(plain(model, inputs, eos_token_id=None), first)
+    assert graphs.made == 1
+    flexops.generate(model, **inputs, max_new_tokens=NEW)
+    flexops.generate(model, **inputs, max_new_tokens=NEW - 3)
+    assert graphs.made == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.randn(97, 64))),
+        lambda model: flexops.patch(model, activations=False),
+        lambda model: model.train(),
+    ],
+    ids=["moved", "weights replaced", "patched otherwise", "training"],
+)
+def test_a_changed_model_is_captured_again(graphs: type[Eager], change: Any) -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    plain(model, inputs, eos_token_id=None)
+    flexops.unpatch(model)
+    flexops.patch(model)
+    change(model)
+    graphs.made = 0
+    plain(model, inputs, eos_token_id=None)
+    assert graphs.made == 1
+
+
+def test_hooks_are_called(graphs: type[Eager]) -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    calls: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    plain(model, inputs, eos_token_id=None)
+    assert (graphs.made, len(calls)) == (0, NEW)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_cannot_be_captured_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, inputs = tiny.model("llama").eval(), prompts("left")
+    expected = plain(model, inputs, eos_token_id=None)
+    flexops.patch(model)
+    monkeypatch.setattr(step, "Graph", fail)
+    with pytest.warns(flexops.FallbackWarning, match="capture failed: RuntimeError: operation"):
+        assert torch.equal(plain(model, inputs, eos_token_id=None), expected)
+    found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_graphs_do_not_travel() -> None:
+    # not Llama: where HF's kernels are installed, its attention cannot be pickled
+    model, inputs = tiny.model("phi3").eval(), prompts()
+    flexops.patch(model)
+    expected = plain(model, inputs, eos_token_id=None)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied not in decoder._decoders
+        Eager.made = 0
+        assert torch.equal(plain(copied, inputs, eos_token_id=None), expected)
+        assert Eager.made == 1
+    flexops.unpatch(model)
+    assert model not in decoder._decoders
+    assert "_prepare_cache_for_generation" not in model.__dict__
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("padding", ["", "left"])
+def test_the_rest_of_generate_stays_outside(padding: str) -> None:
+    model, inputs = tiny.model("llama").eval(), prompts(padding)
+    one = {name: x[:1] for name, x in inputs.items()}
+    cases: list[tuple[dict[str, Tensor], dict[str, Any]]] = [
+        (inputs, {"eos_token_id": 37, "pad_token_id": 0}),
+        (inputs, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}),
+        (inputs, {"num_beams": 4, "num_return_sequences": 2}),
+        (one, {"prompt_lookup_num_tokens": 3}),
+        (inputs, {"prefill_chunk_size": 4}),
+        (inputs, {"output_hidden_states": True, "return_dict_in_generate": True}),
+    ]
+    for given, options in cases:
+        expected = plain(model, given, **options)
+        flexops.patch(model)
+        found = plain(model, given, **options)
+        flexops.unpatch(model)
+        if "return_dict_in_generate" in options:
+            assert len(found.hidden_states) == NEW
+            expected, found = expected.sequences, found.sequences
+        assert torch.equal(found, expected), options
+
+
+def test_the_cache_implementation_has_a_name() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    expected = plain(model, inputs, eos_token_id=None)
+    flexops.patch(model)
+    options = {"cache_implementation": "flexops", "return_dict_in_generate": True}
+    found = plain(model, inputs, eos_token_id=None, **options)
+    assert torch.equal(found.sequences, expected)
+    assert isinstance(found.past_key_values, flexops.KVCache)
+
+
+# ---- flexops.generate ----------------------------------------------------------------------------
+
+
+class Heard:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, part: Tensor) -> None:
+        self.parts.append(part if part.dim() == 2 else part[:, None])
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_stop_tokens_and_a_streamer(captured: bool, request: pytest.FixtureRequest) -> None:
+    if captured:
+        request.getfixturevalue("graphs")
+    model, inputs = tiny.model("llama").eval(), prompts("left")
+    flexops.patch(model)
+    free = flexops.generate(model, **inputs, max_new_tokens=30, eos_token_id=())
+    ends = [int(free[0, 14]), int(free[1, 20]), int(free[2, 11])]
+    heard = Heard()
+    found = flexops.generate(
+        model, **inputs, max_new_tokens=30, eos_token_id=ends, pad_token_id=96, streamer=heard
+    )
+    for row, (whole, cut) in enumerate(zip(free, found, strict=True)):
+        first = next(i for i in range(9, 39) if int(whole[i]) in ends)
+        assert torch.equal(cut[: first + 1], whole[: first + 1]), row
+        assert (cut[first + 1 :] == 96).all()
+    assert found.shape[1] <= 21
+    assert torch.equal(torch.cat(heard.parts, 1), found)
+    assert heard.ended
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_seed_gives_the_same_tokens() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 30, "temperature": 1.5}
+    one, again, other = (
+        flexops.generate(model, **inputs, max_new_tokens=NEW, seed=seed, **options)
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.5}],
+    ids=str,
+)
+def test_draws_are_distributed_as_transformers_warpers_say(options: dict[str, Any]) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)) * 4
+    kinds = {
+        "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
+    }  # fmt: skip
+    scores = logits
+    for name, value in options.items():
+        scores = kinds[name](value)(None, scores)
+    expected = scores.softmax(-1)[0]
+    draws = Sampling(True, **options)(logits.expand(20000, -1), torch.Generator().manual_seed(1))
+    found = torch.bincount(draws, minlength=1024) / 20000
+    assert (found[expected == 0] == 0).all()
+    assert (found - expected).abs().max() < 0.015
+
+
+def test_the_largest_is_the_first_of_those_that_are_alike() -> None:
+    scores = torch.randint(0, 50, (5, 2048), generator=torch.Generator().manual_seed(0)).float()
+    expected = [int((row == row.max()).nonzero()[0]) for row in scores]
+    assert Sampling()(scores).tolist() == expected
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def keys(batch: int = 2, length: int = 3, heads: int = 2, width: int = 16) -> Tensor:
+    return torch.randn(batch, heads, length, width)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (keys(length=6), "the KV cache is full.*3 tokens in it and 6 new.*at most 8"),
+        (keys(batch=3), "of 3 sequences, for a cache of 2"),
+        (keys(heads=1), "keys of 1 heads of 16.*2 heads of 16"),
+        (keys().double(), "float64.*float32"),
+        (keys().to("meta"), "meta.*moved or changed"),
+    ],
+    ids=["full", "batch", "heads", "dtype", "device"],
+)
+def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) -> None:
+    cache = flexops.KVCache(tiny.config("llama"), max_length=8)
+    first = keys()
+    cache.update(first, first, 0)
+    with pytest.raises(GenerationError, match=f"(?s){message}"):
+        cache.update(changed, changed, 0)
+    kept, _ = cache.update(first, first, 0)
+    assert torch.equal(kept, torch.cat([first, first], 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"top_p": 0.0, "do_sample": True}, "top_p=0.0"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature=0.0"),
+        ({"top_k": -1, "do_sample": True}, "top_k=-1"),
+        ({"input_ids": torch.zeros(3)}, r"input_ids.*Tensor torch.Size\(\[3\]\)"),
+        ({"input_ids": torch.zeros(3, 9)}, "float32.*int64"),
+        ({"attention_mask": torch.ones(3, 8)}, r"attention_mask.*\[3, 9\]"),
+        ({"attention_mask": torch.eye(9)[:3]}, "hides tokens behind others"),
+        ({"seed": 1, "generator": torch.Generator()}, "exclude"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+    model = tiny.model("llama").eval()
+    flexops.patch(model)
+    with pytest.raises(GenerationError, match=f"(?s){message}"):
+        flexops.generate(model, **(prompts() | changes))
+
+
+def test_a_cache_must_be_empty_and_long_enough() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    cache = flexops.KVCache(model.config, max_length=12)
+    with pytest.raises(GenerationError, match=r"(?s)0 tokens in a cache of 12.*max_length=29"):
+        flexops.generate(model, **inputs, cache=cache)
+    found = flexops.generate(model, **inputs, cache=cache, max_new_tokens=3, eos_token_id=())
+    assert (found.shape[1], cache.length) == (12, 11)
+    with pytest.raises(GenerationError, match="11 tokens in a cache of 12"):
+        flexops.generate(model, **inputs, cache=cache, max_new_tokens=3)
+
+
+def test_other_caches_are_named() -> None:
+    with pytest.raises(GenerationError, match="bits=3"):
+        flexops.KVCache(tiny.config("llama"), max_length=8, bits=3)
+    with pytest.raises(GenerationError, match="max_length=0"):
+        flexops.KVCache(tiny.config("llama"), max_length=0)
+    config = tiny.config("llama")
+    config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(GenerationError, match="linear_attention"):
+        flexops.KVCache(config, max_length=8)
+
+
+def test_a_cache_is_copied_cropped_and_selected_from() -> None:
+    cache = flexops.KVCache(tiny.config("llama"), max_length=8)
+    first, more = keys(), keys()
+    for layer in range(2):
+        cache.update(first, more, layer)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(copied.layers[1].values, more)
+        copied.update(first, first, 0)
+        assert (copied.length, cache.length) == (6, 3)
+    cache.crop(-1)
+    assert torch.equal(cache.layers[0].keys, first[:, :, :2])
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(cache.layers[0].keys, first[[1, 1, 1], :, :2])
+    assert cache.batch_size == 3
+    cache.reset()
+    assert cache.get_seq_length() == 0

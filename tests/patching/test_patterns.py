@@ -1,0 +1,258 @@
+"""Modules are recognised by structure; what only looks like one of ours is left alone, with the
+reason in the report."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import zoo
+from test_apply import distance, results
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama import modeling_llama as llama
+
+import flexops
+from flexops.patching import classes
+
+OTHER = "on a small input it computes something else than the replacement"
+
+
+class Scale(nn.Module):
+    """An RMS norm under no known name, with a factor of its own."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.tiny_eps = nn.Parameter(torch.rand(16) + 0.5), 1e-4
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.tiny_eps)
+        return y * self.weight * self.factor
+
+
+class NearScale(Scale):
+    factor = 1.0004
+
+
+class Block(nn.Module):
+    """A gated block with names of its own."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * nn.functional.silu(self.b(x))) * self.factor
+
+
+class NearBlock(Block):
+    factor = 1.0004
+
+
+def row_of(module: nn.Module) -> Any:
+    (row,) = flexops.patch(module).rows
+    return row
+
+
+@pytest.mark.parametrize(("kind", "operator"), [(Scale, "rms_norm"), (Block, "swiglu_linear")])
+def test_a_name_says_nothing(kind: type[nn.Module], operator: str) -> None:
+    module, x = kind(), torch.randn(3, 16)
+    expected = module(x)
+    row = row_of(module)
+    assert (row.operator, row.swapped) == (operator, True)
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("kind", [NearScale, NearBlock])
+def test_a_difference_in_the_fourth_digit_is_seen(kind: type[nn.Module]) -> None:
+    row = row_of(kind())
+    assert not row.swapped
+    assert row.reason == OTHER
+
+
+def test_another_epsilon_is_seen() -> None:
+    """One that is no attribute."""
+
+    class Fixed(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4) * self.weight
+
+    assert row_of(Fixed()).reason == OTHER
+
+
+def test_a_subclass_that_overrides_half_is_left_alone() -> None:
+    """A method that the forward pass calls, a forward pass around the inherited one, and a method
+    of one instance, beside others of its class that are replaced."""
+
+    class Half(Gemma2RMSNorm):
+        def _norm(self, x: Tensor) -> Tensor:
+            return super()._norm(x) * 1.5
+
+    class Around(llama.LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states).abs()
+
+    class Attributes(llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x
+
+    for module in (Half(16), Around(16), Attributes(tiny.config("llama"))):
+        report = flexops.patch(module)
+        assert [row.reason for row in report.rows if row.module == type(module).__name__] == [OTHER]
+    plain, own = Gemma2RMSNorm(16), Gemma2RMSNorm(16)
+    own._norm = types.MethodType(Half._norm, own)
+    report = flexops.patch(nn.ModuleList([plain, own]))
+    assert [(row.count, row.swapped) for row in report.rows] == [(1, True), (1, False)]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_function_for_dropout_is_seen(rate: float) -> None:
+    """Its rate may be the module's, or the config's."""
+
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.rate, self.training)
+
+    class Shared(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), self.config.rate, self.training)
+
+    own, shared = Own(), Shared()
+    own.rate, shared.config = rate, types.SimpleNamespace(rate=rate)  # type: ignore[assignment]
+    for module in (own, shared):
+        row = row_of(module)
+        assert row.swapped == (not rate)
+        assert bool(row.reason) == bool(rate)
+
+
+def test_code_that_the_probe_cannot_run_is_named() -> None:
+    class Needs(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError(f"a group of {x.dim()} processes is required")
+
+    assert row_of(Needs()).reason == (
+        "its code did not run on a small input: ValueError: a group of 3 processes is required"
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        ("transformers_modules.owner.modeling", "its code came with the model (trust_remote_code)"),
+        ("liger_kernel.transformers", "Liger has replaced it before"),
+    ],
+)
+def test_remote_code_and_ligers_are_left_alone(
+    package: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes of theirs; and a class of transformers whose forward Liger has replaced."""
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    expected = results(model, inputs)
+    classes = (llama.LlamaRMSNorm, llama.LlamaMLP, llama.LlamaAttention, llama.LlamaDecoderLayer)
+    for cls in (*classes, llama.LlamaModel, llama.LlamaForCausalLM):
+        monkeypatch.setattr(cls, "__module__", package)
+    report = flexops.patch(model)
+    assert report.swapped == ()
+    assert {row.reason for row in report.not_swapped} == {reason}
+    assert {row.module for row in report.rows} >= {cls.__name__ for cls in classes[:3]}
+    actual = results(model, inputs)
+    assert all(actual[key].equal(one) for key, one in expected.items())
+    monkeypatch.undo()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    forward.__module__ = package
+    monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
+    report = flexops.patch(model)
+    assert [row.reason for row in report.not_swapped] == [reason]
+
+
+def test_a_module_that_liger_patched_is_left_alone() -> None:
+    """It binds methods to modules."""
+    model = tiny.model("llama")
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
+    report = flexops.patch(model)
+    assert [(row.module, row.count, row.reason) for row in report.not_swapped] == [
+        ("LlamaMLP", 2, "its forward was replaced before, by something else")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "swapped"),
+    [
+        ("gpt2", "GPT2LMHeadModel", True),
+        ("roberta", "RobertaForMaskedLM", True),
+        ("llava", "LlavaForConditionalGeneration", True),
+        ("t5", "T5ForConditionalGeneration", True),
+        ("mixtral", "MixtralExperts", False),
+        ("fsmt", "FSMTForConditionalGeneration", False),
+    ],
+)
+def test_models_and_experts_have_a_row(name: str, module: str, swapped: bool) -> None:
+    report = flexops.patch(zoo.on_meta(name))
+    (row,) = [one for one in report.rows if one.module == module]
+    assert row.swapped == swapped
+    assert swapped or row.reason
+
+
+@pytest.mark.parametrize("name", zoo.TYPES)
+def test_every_type_is_a_name(name: str) -> None:
+    assert classes.is_architecture(name)
+
+
+def test_a_name_patches_models_as_they_are_made() -> None:
+    """Of any type of transformers."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    flexops.patch("mixtral")
+    try:
+        config = zoo.tiny_config(MixtralConfig, "mixtral")
+        model = AutoModelForCausalLM.from_config(config).train()
+    finally:
+        assert flexops.unpatch("mixtral") > 0
+    inputs = zoo.batch(model, False)
+    actual = results(model, inputs)
+    assert "logits" not in actual
+    flexops.unpatch(model)
+    expected = results(model, inputs)
+    del expected["logits"]
+    assert max(distance(actual, expected).values()) < 2e-5
+
+
+def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
+    """What is done to logits that have not been computed is what is done to tensors."""
+    from flexops.patching.loss import Logits, head
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 5), torch.randn(2, 3, 8)
+    layer.__dict__["forward"] = functools.partial(head, layer)
+    logits, plain = Logits(layer, x, torch.float32), layer(x)
+    assert len(logits) == 2
+    for call in (
+        lambda y: y - 1.0,
+        lambda y: 1.0 - y,
+        lambda y: 2.0 + y,
+        lambda y: -y,
+        lambda y: y**2,
+        lambda y: 1.0 / y,
+        lambda y: (y > 0).float(),
+        lambda y: y.softmax(-1),
+        lambda y: torch.stack(list(y)),
+        lambda y: y.to(torch.float64),
+        lambda y: y[..., :3],
+        lambda y: y.reshape(-1),
+    ):
+        torch.testing.assert_close(call(logits), call(plain))
+    for cast in (lambda y: y.bfloat16(), lambda y: y.to(torch.bfloat16), lambda y: y.half()):
+        assert cast(logits).dtype == cast(plain).dtype
+        torch.testing.assert_close(cast(logits) - 0, cast(plain))

@@ -1,0 +1,220 @@
+"""Every type of transformers' text and vision-language models: patched, it computes what it did.
+
+The default tests take one type of each structure, the slow ones all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_apply import distance
+from torch import Tensor
+
+import flexops
+
+STRUCTURES = (
+    "bart", "bert", "cohere", "deepseek_v3", "distilbert", "exaone4", "falcon", "gemma3", "glm4",
+    "gpt2", "gpt_oss", "granite", "llama4_text", "mixtral", "modernbert", "mpt", "olmo2", "opt",
+    "paligemma", "phi", "qwen2_vl", "qwen3_5_text", "roberta", "starcoder2", "t5",
+)  # fmt: skip
+"""One type of each structure: of norms, blocks, rotary embedding, layers, wrappers, losses."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def reference(model: Any) -> Iterator[None]:
+    """torch's attention omits soft caps; transformers' eager one has them."""
+    capped = [
+        one
+        for one in zoo.configs(model.config)
+        if getattr(one, "attn_logit_softcapping", None) and one._attn_implementation == "sdpa"
+    ]
+    for one in capped:
+        one._attn_implementation_internal = "eager"
+    yield
+    for one in capped:
+        one._attn_implementation_internal = "sdpa"
+
+
+def results(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """Loss, logits or hidden states where there is no padding, and all gradients."""
+    model.zero_grad()
+    torch.manual_seed(0)  # routers of some experts sample
+    output = model(**inputs, **options)
+    seen = inputs.get("attention_mask", torch.ones(3, 12)).bool()
+    logits = output.get("logits") if "labels" in inputs else output.last_hidden_state
+    if logits is not None and logits.shape[:2] == seen.shape:
+        logits = logits[seen]
+    loss = output.loss if "labels" in inputs else logits.float().square().mean()
+    loss.backward()
+    named = model.named_parameters()
+    found = {name: one.grad.float() for name, one in named if one.grad is not None}
+    found["loss"] = loss.detach()
+    return found if logits is None else {**found, "logits": logits.detach().float()}
+
+
+def works(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except Exception:
+        return False
+    return True
+
+
+def tokens(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    asked = {key: one for key, one in inputs.items() if key != "labels"}
+    asked |= {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}  # type: ignore[dict-item]
+    made = model.generate(**asked, output_scores=True, return_dict_in_generate=True)
+    return made.sequences, torch.stack(made.scores)
+
+
+def rounding(model: Any, inputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """How far results move if weights move by a rounding: the gradients of small softmaxes are
+    differences of almost equal numbers."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in other.parameters():
+            one.mul_(1 + 1e-7)
+    return max(distance(results(other, inputs), expected).values())
+
+
+def check(name: str) -> None:
+    model = zoo.tiny(name)
+    flexops.patch(model)  # what is probed is probed once
+    flexops.unpatch(model)
+    for padded in (False, True):
+        inputs = zoo.batch(model, padded)
+        with reference(model):
+            expected = results(model, inputs)
+        before = results(model, inputs)
+        report = flexops.patch(model)
+        fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
+        actual = results(model, inputs, **({"skip_logits": False} if fused else {}))
+        far = distance(actual, expected)
+        if fused:
+            actual = results(model, inputs)
+            assert "logits" not in actual
+            far |= {
+                f"fused {key}": one
+                for key, one in distance(
+                    actual, {key: one for key, one in expected.items() if key != "logits"}
+                ).items()
+            }
+        flexops.unpatch(model)
+        worst = max(far, key=far.get)  # type: ignore[arg-type]
+        assert far[worst] < max(1e-4, 3 * rounding(model, inputs, before)), (padded, worst)
+        after = results(model, inputs)
+        assert all(after[key].equal(one) for key, one in before.items())
+    if not model.can_generate():
+        return
+    model.eval()
+    with reference(model):
+        sequences, scores = tokens(model, inputs)
+    flexops.patch(model)
+    made, ours = tokens(model, inputs)
+    assert made.equal(sequences)
+    torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["exaone4", "gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mistral", "modernbert"]
+)
+def test_windows_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels skip what lies outside of a window: more tokens than its size."""
+    monkeypatch.setattr("flexops.patching.attention._windows_are_cheap", lambda _: True)
+    check(name)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
+    """But for what is exact in the plain model, and rounding that is as large as gradients are."""
+    inputs = zoo.batch(zoo.tiny(name), False)
+    model = zoo.tiny(name)
+    with reference(model):
+        truth = results(model, inputs)
+        model = zoo.tiny(name).bfloat16()
+    with reference(model):
+        plain = distance(results(model, inputs), truth, 0.1)
+    report = flexops.patch(model)
+    fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
+    patched = distance(
+        results(model, inputs, **({"skip_logits": False} if fused else {})), truth, 0.1
+    )
+    assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_copies_checkpoints_and_new_embeddings(name: str) -> None:
+    """A copy and a pickle are patched, layers may be checkpointed, the state dict is the plain
+    one, and a model whose embeddings were resized has its fused loss."""
+    model = zoo.tiny(name)
+    inputs, keys = zoo.batch(model, False), [*model.state_dict()]
+    expected, pickles = results(model, inputs), works(lambda: pickle.dumps(model))
+    expected.pop("logits")
+    flexops.patch(model)
+    assert [*model.state_dict()] == keys
+    others = [copy.deepcopy(model)]
+    if pickles:  # functions that HF's kernels make of transformers' do not
+        others.append(pickle.loads(pickle.dumps(model)))
+    if model.supports_gradient_checkpointing:
+        others[0].gradient_checkpointing_enable()
+    for other in others:
+        far = distance(results(other, inputs), expected)
+        assert max(far.values()) < 1e-4, max(far, key=far.get)  # type: ignore[arg-type]
+    model.resize_token_embeddings(103, mean_resizing=False)
+    assert "logits" not in results(model, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_each_structure_compiles_to_one_graph(name: str, in_graphs: bool) -> None:
+    """Where the plain model does."""
+    model = zoo.tiny(name)
+    inputs = zoo.batch(model, False)
+
+    def compiled() -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = results(call, inputs)
+        return {name.removeprefix("_orig_mod."): one for name, one in found.items()}
+
+    if not works(compiled):
+        return
+    expected = results(model, inputs)
+    expected.pop("logits")
+    flexops.patch(model, in_graphs=in_graphs)
+    actual = compiled()
+    actual.pop("logits", None)
+    far = distance(actual, expected)
+    assert max(far.values()) < 1e-4, max(far, key=far.get)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(zoo.TYPES) - zoo.UNTESTED.keys() - set(STRUCTURES)))
+def test_every_type_computes_the_same(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_this_transformers() -> None:
+    """``python tests/models/zoo.py`` writes it."""
+    assert zoo.table() in zoo.PAGE.read_text()

@@ -1,0 +1,261 @@
+"""What ``flexops.patch`` replaces in each text and vision-language type of transformers:
+``python tests/patching/zoo.py`` writes the table of docs/models.md, ``--why TYPE`` reports on one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+
+import flexops
+
+_GROUPED = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(_GROUPED, 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("vocab_size", "n_positions"), 97),
+    "head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "sliding_window": 6,
+}
+"""What is set of a config, where it has it."""
+LIGER = frozenset(
+    (
+        "deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma", "gemma2", "gemma3_text", "gemma3",
+        "gemma4_text", "gemma4", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl", "llama",
+        "llama4_text", "llama4", "llava", "granite", "mllama", "mllama_text_model", "ministral",
+        "mistral", "mixtral", "muse_glimmer", "nemotron", "olmo2", "pixtral", "olmo3", "qwen2",
+        "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl",
+        "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma",
+        "falcon_h1", "smolvlm", "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4"
+    )
+)  # fmt: skip
+"""The types of Liger's table."""
+_AUTO = (
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+TYPES = sorted({*LIGER, *(name for mapping in _AUTO for name in mapping)})
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PARTS = ("norms", "residuals", "activations", "rope", "attention", "loss")
+_OPERATORS = {
+    "norms": r"\b(rms|layer)_norm",
+    "rope": "rotary",
+    "activations": "glu_linear|bias_",
+    "attention": "^attention",
+    "loss": "cross_entropy",
+    "residuals": "^add_",
+}
+
+
+MROPE = re.compile(
+    "qwen2_vl|qwen2_5_vl|qwen2_5_omni|paddleocr_vl|glm4v|glm46v|glm_ocr|glmga|ernie4_5_vl"
+)
+_START = {"decoder_start_token_id": 0}
+_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+CHANGES: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "t5": _START,
+    "longt5": _START,
+    "switch_transformers": _START,
+    "smolvlm": {"pad_token_id": 0},
+    "idefics3": {"pad_token_id": 0},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "falcon_h1": _MAMBA,
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "marian": {"decoder_vocab_size": 97, **_START},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "esmc": {"num_key_value_heads": 4},
+}
+"""What a type's config requires besides."""
+_REASONS = {
+    "it requires pictures or sound": (
+        "blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0",
+        "pix2struct", "pixtral", "pp_formulanet", "udop", "voxtral_realtime",
+    ),
+    "it requires another package": (
+        "fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm",
+    ),
+    "it is no model of its own": (
+        "encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "musicgen",
+        "musicgen_melody", "vision-encoder-decoder",
+    ),
+    "its config's defaults make no model, or no small one": (
+        "bamba", "blt", "chameleon", "cohere_compass", "cohere_compass_text", "cosmos3_edge",
+        "dbrx", "deepseek_ocr2", "diffusion_gemma", "dots1", "emu3", "ernie4_5_vl_moe", "esm",
+        "gemma3n_text", "glm5_next", "granite4_vision", "granitemoehybrid", "hunyuan_vl", "jamba",
+        "kimi_linear", "lfm2_moe", "mamba2", "mobilebert", "nemotron_h", "perceiver",
+        "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen4_exp", "qwen4_exp_text",
+        "recurrent_gemma", "reformer", "squeezebert", "step3p7", "xlstm", "xmod", "zamba", "zamba2",
+        "zaya",
+    ),
+}  # fmt: skip
+UNTESTED = {name: reason for reason, names in _REASONS.items() for name in names}
+"""Types whose models the tests do not run, with the reason."""
+
+
+def tiny_config(cls: Any, name: str) -> Any:
+    """A config made with small numbers where it has any."""
+    default = cls()
+    own = vars(default) | {key: getattr(default, key) for key in default.attribute_map}
+    given = {key: value for key, value in SMALL.items() if isinstance(own.get(key), int)}
+    parts = {key: one for key, one in own.items() if isinstance(one, transformers.PreTrainedConfig)}
+    given |= {key: tiny_config(type(one), name) for key, one in parts.items()}
+    kinds = own.get("layer_types")
+    if kinds and "layer_types" not in default.attribute_map:
+        given["layer_types"] = [kinds[0], kinds[-1]]
+    if "qk_rope_head_dim" in own:
+        given = {key: one for key, one in given.items() if key not in ("head_dim", *_GROUPED)}
+    if MROPE.match(name) and "rope_parameters" in own:
+        few = [1, 1, 2] if "moe" in name else [2, 3, 3]
+        given["rope_parameters"] = {**default.rope_parameters, "mrope_section": few}
+    given |= CHANGES.get(name, {})
+    return cls(**given)
+
+
+def large_config(name: str) -> Any:
+    """A config of the type's own sizes, with few layers."""
+
+    def shorten(config: Any) -> Any:
+        for value in list(vars(config).values()):
+            if isinstance(value, transformers.PreTrainedConfig):
+                shorten(value)
+        for key in SMALL:
+            many = vars(config).get(key)
+            if re.search("layer|depth", key) and isinstance(many, int):
+                kinds = vars(config).get("layer_types")
+                setattr(config, key, min(many, 8))
+                if kinds and len(kinds) > 8:
+                    config.layer_types = kinds[:8]
+        return config
+
+    config = shorten(transformers.CONFIG_MAPPING[name]())
+    for key, value in CHANGES.get(name, {}).items():
+        for part in configs(config):
+            if part is config or hasattr(part, key):
+                setattr(part, key, value)
+    return config
+
+
+def class_of(config: Any) -> Any:
+    if config.model_type == "mllama_text_model":
+        return transformers.MllamaForCausalLM
+    for mapping in _AUTO:
+        kind = mapping.get(config.model_type)
+        if kind:
+            return getattr(transformers, kind if isinstance(kind, str) else kind[0])
+    return transformers.AutoModel._model_mapping[type(config)]
+
+
+def tiny(name: str) -> Any:
+    """A small random model of a type."""
+    torch.manual_seed(0)
+    config = tiny_config(transformers.CONFIG_MAPPING[name], name)
+    return shaken(class_of(config)(config))
+
+
+def shaken(model: Any) -> Any:
+    """With other weights than those of its initialization, without dropout, in training mode."""
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if not torch.isfinite(value).all() or value.abs().max() > 100:
+                value.normal_(0, 0.1)  # not initialized
+            if value.dim() == 1:
+                value.add_(torch.randn_like(value) * 0.2)
+            elif "embed" not in key:
+                value.mul_(1.5)  # so that layers do something
+    for part in [*model.modules(), *configs(model.config)]:
+        for key, value in list(vars(part).items()):
+            if re.search("drop|^p$", key) and isinstance(value, float):
+                setattr(part, key, 0.0)
+    return model.train()
+
+
+def configs(config: Any) -> list[Any]:
+    """A config with those inside of it."""
+    parts = [x for x in vars(config).values() if isinstance(x, transformers.PreTrainedConfig)]
+    return [config, *(one for part in parts for one in configs(part))]
+
+
+def batch(model: Any, padded: bool) -> dict[str, torch.Tensor]:
+    """Tokens with labels, some of them -100; one row may be padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 90, (3, 12), generator=generator)
+    labels = tokens.clone()
+    labels[0, 3:5] = -100
+    inputs = {"input_ids": tokens, "labels": labels}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][1, :4] = 0
+        labels[1, :5] = -100
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        del inputs["labels"]
+    return inputs
+
+
+def on_meta(name: str) -> Any:
+    """The model of the type's own sizes, with few layers."""
+    config = large_config(name)
+    with torch.device("meta"):
+        return class_of(config)(config)
+
+
+def table() -> str:
+    lines = [f"| type | {' | '.join(PARTS)} |", "|" + " --- |" * (len(PARTS) + 1)]
+    for name in TYPES:
+        try:
+            report = flexops.patch(on_meta(name))
+        except Exception as error:
+            print(name, type(error).__name__, str(error)[:90].replace("\n", " "), file=sys.stderr)
+            continue
+        cells = [cell(report, part) for part in PARTS]
+        lines.append(f"| {name}{' *' if name in LIGER else ''} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(report: Any, part: str) -> str:
+    """How much of a part is replaced; "-" where there is none of it, or nothing to gain."""
+    rows = [
+        row
+        for row in report.rows
+        if re.search(_OPERATORS[part], row.operator)
+        and not re.search("no norm reads|nothing to fuse", row.reason)
+    ]
+    swapped = [row.swapped for row in rows]
+    return "-" if not rows else "all" if all(swapped) else "some" if any(swapped) else "none"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    if sys.argv[1:2] == ["--why"]:
+        for kind in sys.argv[2:]:
+            print(flexops.patch(on_meta(kind)))
+    else:
+        before, mark, _ = PAGE.read_text().partition("<!-- table -->\n")
+        PAGE.write_text(f"{before}{mark}\n{table()}\n")

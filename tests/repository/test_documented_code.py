@@ -1,0 +1,244 @@
+"""The Python in the documentation runs as it stands, page by page, on small tensors of the names
+that it uses; what does not says where its like is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flexops
+from flexops.bench.reference import OnReference
+
+ROOT = Path(__file__).parents[2]
+
+ELSEWHERE = {
+    ("README.md", "flexops.patch(model)"): "tests/patching/test_apply.py",
+    ("README.md", "flexops.kernel("): "tests/repository/test_front_page.py",
+    ("docs/builder.md", "builder.Library("): "examples/scale_lib, by tests/test_builder.py",
+    ("docs/builder.md", "builder.Rows("): "tests/test_builder.py",
+    ("docs/builder.md", "builder.Output("): "tests/test_builder.py",
+    ("docs/builder.md", "relu2_backward("): "tests/test_builder.py",
+    (
+        "docs/builder.md",
+        "builder.extensions(",
+    ): "examples/scale_lib, by tests/test_builder.py",
+    (
+        "docs/builder.md",
+        "TestScale(Contract)",
+    ): "examples/scale_lib, by tests/test_builder.py",
+    (
+        "docs/clusters.md",
+        "ray.init(",
+    ): "nowhere: it needs Ray; the settings are those of tests/build/store/test_remote.py",
+    (
+        "docs/kernels.md",
+        "mask_rows",
+    ): (
+        "an ellipsis; templates: tests/kernels/test_definition.py and tests/gpu/test_kernel_gpu.py"
+    ),
+    ("docs/models.md", "register_attention()"): "tests/patching/test_attention.py",
+    ("docs/models.md", "from_pretrained(...)"): "tests/patching/test_apply.py",
+    ("docs/models.md", "kernels.kernelize("): "tests/patching/test_libraries.py",
+    ("docs/operators.md", "flexops.load("): "tests/build/load/test_extension.py",
+    ("docs/splitting.md", "flexops.load("): "tests/build/load/test_extension.py",
+    (
+        "docs/training.md",
+        "def configure_optimizers",
+    ): "examples/with_lightning.py, by tests/scenarios/test_examples.py",
+    (
+        "docs/training.md",
+        "def configure_gradient_clipping",
+    ): "examples/with_lightning.py, by tests/scenarios/test_examples.py",
+    ("docs/training.md", "fully_shard(module)"): "tests/ops/test_sharded.py",
+    ("docs/training.md", "swiglu_linear("): "tests/ops/test_activation.py",
+}
+"""By page and by what only this block has."""
+
+
+def blocks() -> dict[tuple[str, int], str]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = {
+        str(page.relative_to(ROOT)): re.findall(
+            r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+        )
+        for page in pages
+    }
+    return {
+        (page, index): code for page, codes in found.items() for index, code in enumerate(codes)
+    }
+
+
+BLOCKS = blocks()
+RUN = sorted(
+    key
+    for key, code in BLOCKS.items()
+    if not any(page == key[0] and part in code for page, part in ELSEWHERE)
+)
+
+
+def test_what_the_pages_call_is_there_after_import_flexops() -> None:
+    """Whatever has been imported before: a module that is no public name is an attribute only once
+    somebody has imported it."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    inline = [
+        code for page in pages for code in re.findall(r"`(flexops\.[^`\n]*\()", page.read_text())
+    ]
+    called = re.findall(r"\bflexops\.(\w+)[\w.]*\(", "\n".join([*inline, *BLOCKS.values()]))
+    assert "patching" in called
+    assert set(called) <= set(flexops.__all__)
+
+
+def world() -> dict[str, Any]:
+    """Small tensors of the names that the pages use; heads come before positions, as in torch."""
+    torch.manual_seed(0)
+    model = nn.Linear(128, 64)
+    model(torch.randn(4, 128)).sum().backward()
+    rotary = torch.randn(16, 32)
+    return {
+        "torch": torch,
+        "flexops": flexops,
+        "model": model,
+        "head": nn.Linear(128, 97),
+        "x": torch.randn(2, 16, 128),
+        "residual": torch.randn(2, 16, 128),
+        "weight": torch.randn(128),
+        "bias": torch.randn(128),
+        "eps": 1e-6,
+        "q": torch.randn(2, 4, 16, 64),
+        "k": torch.randn(2, 4, 16, 64),
+        "v": torch.randn(2, 4, 16, 64),
+        "cos": rotary.cos(),
+        "sin": rotary.sin(),
+        "gate": torch.randn(2, 16, 128),
+        "up": torch.randn(2, 16, 128),
+        "both": torch.randn(2, 16, 256),
+        "hidden": torch.randn(32, 128),
+        "target": torch.randint(97, (32,)),
+        "logits": torch.randn(32, 97),
+        "mask": torch.zeros(16, 128, dtype=torch.bool),
+        "scale": 0.5,
+    }
+
+
+def attention() -> dict[str, Any]:
+    """Positions come before heads."""
+    q, k, v = (torch.randn(2, 16, heads, 64) for heads in (4, 2, 2))
+    turned = {
+        name: tensor.transpose(1, 2)
+        for name, tensor in (
+            ("query", q),
+            ("key", k.repeat_interleave(2, 2)),
+            ("value", v.repeat_interleave(2, 2)),
+        )
+    }
+    rows = {f"rows_{name}": tensor.flatten(0, 1) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    ends = torch.tensor([0, 10, 32], dtype=torch.int32)
+    return (
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "ends": ends,
+            "n": 22,
+            "document": torch.arange(16) // 5,
+            "bias": torch.randn(4, 1025),
+            "longest": 16,
+        }
+        | turned
+        | rows
+    )
+
+
+def inference() -> dict[str, Any]:
+    from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0))
+    tokens = torch.randint(3, 512, (2, 8))
+    inputs = BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    return {"model": model.eval(), "inputs": inputs}
+
+
+PAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/attention.md": attention,
+    "docs/inference.md": inference,
+    "docs/quantization.md": lambda: {"weight": torch.randn(128, 64)},
+}
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in RUN}))
+def test_the_code_of_a_page_runs(page: str) -> None:
+    names = world() | PAGES.get(page, dict)() | {"__name__": "a_page"}
+    for block in (BLOCKS[key] for key in RUN if key[0] == page):
+        code = block.replace('device="cuda"', 'device="cpu"').replace(
+            '"scale(Tensor', '"documented::scale(Tensor'
+        )
+        with OnReference():
+            exec(compile(code, page, "exec"), names)
+
+
+def test_what_is_not_run_is_there() -> None:
+    for (page, part), where in ELSEWHERE.items():
+        assert sum(part in code for key, code in BLOCKS.items() if key[0] == page) == 1, (
+            page,
+            part,
+        )
+        assert all(
+            (ROOT / path).exists() for path in re.findall(r"(?:tests|examples)/[\w/.]+\w", where)
+        ), where
+
+
+def migrations() -> list[tuple[str, str]]:
+    """Each call in the column "flexops" of the guide's tables, with the library that it stands
+    for."""
+    sections = [
+        section.partition("\n")
+        for section in (ROOT / "docs/migrating.md").read_text().split("## From ")[1:]
+    ]
+    rows = [
+        (library, row.split(" | ")[1])
+        for library, _, text in sections
+        for row in re.findall(r"^\| .* \|$", text, re.MULTILINE)
+    ]
+    return [
+        (library, call)
+        for library, cell in rows
+        for call in re.findall(r"`(flexops\.[\w.]+\(.*?\))`(?=[, ;]|$)", cell)
+    ]
+
+
+def test_every_call_in_the_migration_guide_is_one() -> None:
+    found = migrations()
+    assert len(found) > 15
+    for library, call in found:
+        names = world() | {
+            "params": [nn.Parameter(torch.ones(3))],
+            "model": nn.Sequential(nn.Linear(4, 4), nn.GELU()),
+        }
+        if library == "flash-attn":
+            more = attention()
+            names |= more | {
+                "qkv": torch.randn(2, 16, 3, 4, 64),
+                "keys": more["k"],
+                "values": more["v"],
+                "used": 16,
+                "bias": torch.randn(128),
+            }
+        # "..." stands for what the operator takes anyway; the weight of the hidden states is the
+        # head's
+        code = (
+            call.replace("(...,", "(logits, target,")
+            .replace("=...", "=0.1")
+            .replace("(hidden, weight", "(hidden, head.weight")
+        )
+        if '"llama"' in code:
+            continue  # patches transformers itself: tests/patching/test_apply.py
+        with OnReference():
+            eval(code, names)

@@ -1,0 +1,137 @@
+"""The README's first screen: its picture follows from the data, its code is today's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import flexops
+from flexops.cli._app import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "docs/benchmarks"
+DATA = RESULTS / "training-step.json"
+CHARTS = ("attention-h200", "operators-h200")
+
+
+def test_the_picture_is_of_the_data(tmp_path: Path, require: Callable[..., None]) -> None:
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    chart = tmp_path / f"{DATA.stem}.svg"
+    run = ["bench", "model", "--from", str(DATA), "--plot", str(chart)]
+    CliRunner().invoke(app, run, catch_exceptions=False)
+    assert chart.read_text() == (RESULTS / chart.name).read_text()
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_chart_of_operators_is_of_its_data(
+    name: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    run = ["bench", "ops", "--from", str(RESULTS / f"{name}.json"), "--plot"]
+    CliRunner().invoke(app, [*run, str(tmp_path / "chart.svg")], catch_exceptions=False)
+    assert (tmp_path / "chart.svg").read_text() == (RESULTS / f"{name}.svg").read_text()
+
+
+def test_the_picture_shown_is_the_newest_measurement() -> None:
+    shown = re.findall(r"!\[[^]]*\]\((docs/benchmarks/[^)]*\.svg)\)", README)
+    assert shown == [str(DATA.with_suffix(".svg").relative_to(ROOT))]
+
+
+def test_every_bar_has_its_line_in_the_report() -> None:
+    report = (RESULTS / "README.md").read_text()
+    for one in json.loads(DATA.read_text())["results"]:
+        assert f"| {one['milliseconds']} | {one['gibibytes']} |" in report, one["name"]
+
+
+def test_the_table_of_attention_is_of_its_data() -> None:
+    report = (RESULTS / "README.md").read_text()
+    rates: dict[str, dict[tuple[str, str], int]] = {}
+    for one in json.loads((RESULTS / "attention-h200.json").read_text())["timings"]:
+        case = rates.setdefault(one["case"].removeprefix("attention bf16 "), {})
+        case[one["contender"], one["part"]] = round(one.get("rate", 0.0) / 1e12)
+    rows = re.findall(r"^\| (\d+x\d\S+ \w+) \| (.*) \|$", report, re.MULTILINE)
+    assert len(rows) == 7
+    for case, cells in rows:
+        ours, cudnn, flash = (
+            f"{rates[case][who, 'forward']} / {rates[case][who, 'backward']}"
+            for who in ("flexops", "cuDNN", "torch's flash")
+        )
+        assert cells == f"{ours} | {cudnn} | {flash}", case
+
+
+def test_the_page_of_results_is_one_and_its_data_are_short() -> None:
+    assert [path.name for path in RESULTS.glob("*.md")] == ["README.md"]
+    for path in RESULTS.glob("*.json"):
+        assert len(path.read_text().splitlines()) <= 300, path.name
+
+
+def test_documentation_stays_small() -> None:
+    """In KB, as they were when raw data and run logs were removed; pictures apart from the rest."""
+    files = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
+    pictures = [path for path in files if path.suffix in (".svg", ".png")]
+    text = [path for path in files if path not in pictures and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in text) <= 450_000
+    assert sum(path.stat().st_size for path in pictures) <= 250_000
+
+
+def test_it_fits_the_column_of_github() -> None:
+    """Prose wraps in any column; code does not, and 88 columns of it are shown."""
+    work = "## Work on it"  # its two commands are to be one: its comments may be cut off till then
+    code = README.partition(work)[0] + README.partition(work)[2].partition("\n## ")[2]
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", code, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 6
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+    table = README.partition("<!-- tested-with:begin -->")[2].partition("<!-- tested-with:end")[0]
+    prose = README.replace(table, "")
+    assert [line for line in prose.splitlines() if len(line) > 100] == []
+
+
+def test_the_first_screen_has_a_line_for_each_way_in() -> None:
+    first = README.partition("\n## ")[0]
+    for command in ("dist/flexops_torch", "flexops image build", "conda install", "flexops.patch("):
+        assert command in first
+    assert len(first.splitlines()) < 60
+
+
+def test_the_code_calls_what_there_is() -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    names = set(re.findall(r"flexops\.((?:optim\.)?\w+)", code))
+    assert {"patch", "kernel", "optim.AdamW", "linear_cross_entropy"} <= names
+    for name in names:
+        value: object = flexops
+        for part in name.split("."):
+            value = getattr(value, part)
+        assert callable(value), name
+
+
+def test_its_kernel_works_as_it_stands(tmp_path: Path) -> None:
+    """In a process of its own: the operator's name is taken afterwards."""
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if "flexops.kernel" in block
+    )
+    program = (
+        f"import torch, flexops\nx = torch.arange(5.0)\n{code}\nassert torch.equal(y, 2 * x)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

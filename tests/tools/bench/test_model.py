@@ -1,0 +1,90 @@
+"""``flexops bench model`` on a small one: the contenders, the report, and the charts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flexops.cli._app import app
+from flexops.errors import FlexopsError
+from flexops_tools.bench import model
+
+pytestmark = pytest.mark.usefixtures("transformers_models")
+
+
+def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:
+    names = ["transformers", "flexops.patch", "Liger"]
+    options = [
+        "--device",
+        "cpu",
+        "--batch",
+        "2",
+        "--length",
+        "16",
+        "--budget",
+        "0.2",
+        "--curve",
+        "25",
+        "--json",
+    ]
+    done = CliRunner().invoke(
+        app,
+        ["bench", "model", *options, *(part for name in names for part in ("--contender", name))],
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [one["name"] for one in found["results"]] == ["transformers", "flexops.patch"]
+    assert all(one["milliseconds"] > 0 for one in found["results"])
+    assert [one["flexops"] for one in found["results"]] == [False, True]
+    assert found["absent"] == {"Liger": "its kernels need a GPU"}
+    losses = found["losses"]
+    assert set(losses) == {"transformers", "flexops.patch", model.OTHER_SEED}
+    assert all(len(values) == 25 and values[-1] < values[0] for values in losses.values())
+    assert model.mean_distance(losses, "flexops.patch", "transformers") < 0.1 * model.mean_distance(
+        losses, model.OTHER_SEED, "transformers"
+    )
+    (tmp_path / "run.json").write_text(done.stdout)
+
+    again = ["bench", "model", "--from", str(tmp_path / "run.json")]
+    table = CliRunner().invoke(app, [*again, "--markdown"]).stdout
+    assert f"| flexops.patch | {found['results'][1]['milliseconds']} | 0.0 |" in table
+    assert re.search(r"\| transformers, another seed \| \d+\.\d{3} \| 0\.\d{4} \|", table)
+    shown = CliRunner().invoke(app, again).stdout
+    assert "Liger takes no part: its kernels need a GPU" in shown
+    assert CliRunner().invoke(app, [*again, "--plot", str(tmp_path / "run.svg")]).exit_code == 0
+    assert "flexops.patch" in (tmp_path / "run.svg").read_text()
+    assert (tmp_path / "run-losses.svg").stat().st_size > 0
+
+
+def test_batches_are_the_same_for_all_and_real_text() -> None:
+    shape = model.SHAPES["tiny"]
+    tokens = model.text_tokens(1000, shape.vocabulary)
+    assert len(tokens) >= 1000
+    assert int(tokens.max()) == shape.vocabulary - 1  # rare words
+    one, other = (model.batches(tokens, shape, 3, "cpu") for _ in range(2))
+    assert all(map(torch.equal, one, other))
+    assert one[0].shape == (shape.batch, shape.length)
+    assert not torch.equal(one[0], one[1])
+
+
+def test_what_there_is_not_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FlexopsError, match="there is no such contender"):
+        model.run(model.SHAPES["tiny"], "cpu", ["apex"])
+    for options, text in (
+        (["--size", "70b"], "there is no such model"),
+        (["--from", str(tmp_path / "none.json")], "the results cannot be read"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "model", *options])
+        assert text in str(done.exception)
+
+
+def test_names_that_are_changed_for_a_while() -> None:
+    names = {"one": 1, "two": 2}
+    with model._Swapped(names, {"two": 3}, {"two": 2}):
+        assert names == {"one": 1, "two": 3}
+    assert names == {"one": 1, "two": 2}

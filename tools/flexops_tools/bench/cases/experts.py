@@ -1,0 +1,103 @@
+"""grouped_linear and gated_experts: the block of Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.ops.experts import expert_order
+
+from .case import FLEXOPS, Case, Function, Setup, forward_and_backward, library
+
+EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768
+_GROUPED_MM = "torch grouped_mm"
+
+
+def _routes(setup: Setup, tokens: int) -> tuple[Tensor, Tensor]:
+    weights, choices = setup.randn(tokens, EXPERTS).float().softmax(-1).topk(CHOICES, -1)
+    return weights / weights.sum(-1, keepdim=True), choices
+
+
+def _matrices(setup: Setup, rows: int, columns: int) -> Tensor:
+    made = setup.randn(EXPERTS, rows, columns).mul_(columns**-0.5)
+    return made.requires_grad_()
+
+
+def grouped_linear(setup: Setup) -> Iterator[Case]:
+    tokens = setup.rows(32768)
+    offsets = expert_order(_routes(setup, tokens)[1], EXPERTS).offsets
+    x = setup.randn(tokens * CHOICES, HIDDEN, grad=True)
+    weight = _matrices(setup, 2 * INNER, HIDDEN)
+    functions = {FLEXOPS: flexops.grouped_linear}
+    functions |= library(_GROUPED_MM, "torch.nn.functional", "grouped_mm", _by_grouped_mm)
+    operations = 2 * x.shape[0] * 2 * INNER * HIDDEN
+    yield from forward_and_backward(
+        "grouped_linear",
+        "grouped_linear",
+        f"grouped_linear bf16 {x.shape[0]}x{HIDDEN} -> {2 * INNER}, {EXPERTS} groups",
+        functions,
+        (x, weight, offsets),
+        (0, ""),
+        (0, ""),
+        (operations, 2 * operations),
+    )
+
+
+def _by_grouped_mm(function: Function) -> Function:
+    return lambda x, weight, offsets: function(x, weight.transpose(1, 2), offs=offsets)
+
+
+def experts(setup: Setup) -> Iterator[Case]:
+    tokens = setup.rows(32768)
+    weights, choices = _routes(setup, tokens)
+    args = (
+        setup.randn(tokens, HIDDEN, grad=True),
+        choices,
+        weights.requires_grad_(),
+        _matrices(setup, 2 * INNER, HIDDEN),
+        _matrices(setup, HIDDEN, INNER),
+    )
+    functions = {FLEXOPS: flexops.gated_experts}
+    functions |= library(
+        "transformers grouped_mm",
+        "transformers.integrations.moe",
+        "grouped_mm_experts_forward",
+        _by_transformers,
+    )
+    operations = 2 * tokens * CHOICES * 3 * INNER * HIDDEN
+    yield from forward_and_backward(
+        "experts",
+        "gated_experts",
+        f"gated_experts bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}",
+        functions,
+        args,
+        (0, ""),
+        (0, ""),
+        (operations, 2 * operations),
+    )
+
+
+class _Experts(torch.nn.Module):
+    """What transformers' function needs of a module."""
+
+    has_gate, has_bias, is_transposed, num_experts = True, False, False, EXPERTS
+    gate_up_proj: Any
+    down_proj: Any
+
+    def _apply_gate(self, packed: Tensor) -> Tensor:
+        gate, up = packed.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def _by_transformers(function: Function) -> Function:
+    module = _Experts()
+
+    def call(x: Tensor, choices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        module.__dict__.update(gate_up_proj=gate_up, down_proj=down)
+        return function(module, x, choices, weights)
+
+    return call
