@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import convolution, int4, torch_modules, trl
+from . import convolution, int4, stepping, torch_modules, trl
 from . import generation as generating
 from . import projections as projecting
 from . import residuals as adding
@@ -140,6 +140,7 @@ def patch(
             outcomes += [] if row is None else [row]
             if row is not None and row.swapped:
                 _tabulate(module)
+                stepping.prepare(module)
         made, rows = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
             from .int4_loading import adopt

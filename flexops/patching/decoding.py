@@ -39,7 +39,9 @@ def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
     ours = norm.__dict__.get("forward")
     known = isinstance(ours, functools.partial) and ours.func.__name__ == "rms_norm"
     # a product of float16 numbers and a norm's weights might overflow
-    right = x.dtype != torch.float16 and norm.weight.dtype == x.dtype and is_unheard(norm)
+    weight = getattr(norm, "weight", None)
+    right = x.dtype != torch.float16 and weight is not None and weight.dtype == x.dtype
+    right = right and is_unheard(norm)
     if not (wanted and known and right):
         normed: Tensor = norm(x)
         return normed

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, tree_map
-from ..generation.state import state
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.norm import add_layer_norm, add_rms_norm
@@ -226,63 +225,11 @@ def added(module: Any, *args: Any, inner: Any = None, site: Site, **kwargs: Any)
     result = plain(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
     if torch.compiler.is_compiling() or is_transforming() or not is_unheard(module):
         return result
-    if state.active:  # a decode step adds within its products
-        return result
     first = result[0] if type(result) is tuple else result
     if type(first) is not Tensor or first.dtype not in _DTYPES:
         return result
     made = addend(first, site)
     return (made, *result[1:]) if type(result) is tuple else made
-
-
-@replacement
-def decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer of Llama's structure: in a decode step fewer launches, else its own code."""
-    if state.active and not args:
-        return decode_layer(module, hidden_states, **kwargs)
-    return plain(module, hidden_states, *args, **kwargs)
-
-
-def decode_layer(module: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
-    """The same in a decode step: products normalize what they read, and add the residual."""
-    attention: Any = module.self_attn
-    block: Any = module.mlp
-    linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    known = _runs(attention, "attention") and all(_runs(one, "projection") for one in linears)
-    known = known and decoding.takes(x, *linears)
-    ends = _runs(getattr(attention, "o_proj", None), "output")
-    normed = decoding.without_norm(x, module.input_layernorm, known)
-    with decoding.leaving(x, ends) as add:
-        x = add(attention(hidden_states=normed, **kwargs)[0])
-    ours = _keywords(block)
-    gated = (
-        _runs(block, "gated_mlp")
-        and _is_as_it_was(block, ours["act"])
-        and decoding.takes(x, *(getattr(block, name) for name in ours["names"][:2]))
-    )
-    ends = gated and is_bare(getattr(block, ours["names"][2]))
-    normed = decoding.without_norm(x, module.post_attention_layernorm, gated)
-    with decoding.leaving(x, ends) as add:
-        return add(block(normed))
-
-
-def _runs(module: Any, name: str) -> bool:
-    """Whether that function of ours takes the place of the module's code."""
-    ours = _inner(module)
-    return ours is not None and ours.func.__name__ == name and is_unheard(module)
-
-
-def _inner(module: Any) -> functools.partial[Any] | None:
-    """Our function in the place of the module's code, below the one that adds its result."""
-    ours = None if module is None else module.__dict__.get("forward")
-    if isinstance(ours, functools.partial) and ours.func is added:
-        ours = ours.keywords.get("inner")
-    return ours if isinstance(ours, functools.partial) else None
-
-
-def _keywords(module: Any) -> dict[str, Any]:
-    ours = _inner(module)
-    return {} if ours is None else ours.keywords
 
 
 # ---- feed-forward blocks -------------------------------------------------------------------------
@@ -327,16 +274,16 @@ def gated_mlp(
     """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
     if not _takes(x, others, more) or not _is_as_it_was(module, act):
         return plain(module, *(() if x is None else (x, *others)), **more)
-    first, second, last = (getattr(module, name) for name in names)
-    if decoding.takes(x, first, second):
-        inner = decoding.product(x, (first, second), activation=kind)
-        if decoding.takes(inner, last):
-            return decoding.product(inner, (last,), ends=True)
-        return last(inner)
-    gate, up = pair(x, first, second)
+    parts = [getattr(module, name) for name in names]
+    if decoding.takes(x, *parts[:2]):
+        inner = decoding.product(x, (parts[0], parts[1]), activation=kind)
+        if decoding.takes(inner, parts[2]):
+            return decoding.product(inner, (parts[2],), ends=True)
+        return parts[2](inner)
+    gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
-    return _down(last, kind, gate, up)
+    return _down(parts[2], kind, gate, up)
 
 
 @replacement

@@ -71,7 +71,7 @@ class _Part(nn.Module):
         return (y, *[None] * (self.gives - 1)) if self.gives else y
 
 
-def _miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
+def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
     """A small layer, with arguments for it.
 
     Args:
@@ -244,7 +244,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
     ran: Structure | None = None
     for gives in itertools.product((0, 2, 3), repeat=len(others)):
         for inputs in ("first", "required", "all"):
-            make = functools.partial(_miniature, layer, gives, inputs)
+            make = functools.partial(miniature, layer, gives, inputs)
             try:
                 with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
                     tiny, args, kwargs = make()
@@ -261,34 +261,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
     return ("", {}), reason
 
 
-_LLAMA = (
-    "input_layernorm",
-    {"self_attn": ("post_attention_layernorm", 0, False), "mlp": (_OUT, 0, False)},
-)
-_decoders: dict[Any, str] = {}
-"""Why layers of that structure do not compute what a step's layer does; "" where they do."""
-
-
-def _decodes(layer: Any, key: Any, structure: Structure) -> bool:
-    """Whether a layer may be computed by ``forwards.decode_layer`` in a decode step."""
-    if structure != _LLAMA or (layer.__dict__.get("forward") is not None):
-        return False
-    if key not in _decoders:
-        reasons = []
-        for gives in (2, 3):
-            make = functools.partial(_miniature, layer, (gives, 0), "first")
-            reasons.append(disagreement(make, _decoding))
-            if not reasons[-1]:
-                break
-        _decoders[key] = reasons[-1]
-    return not _decoders[key]
-
-
-def _decoding(tiny: Any) -> Swap:
-    return [(tiny, functools.partial(forwards.decode_layer, tiny))]
-
-
-def _key(layer: Any) -> Any:
+def key(layer: Any) -> Any:
     norms = tuple(map(is_norm, layer.children()))
     return type(layer), own_class(layer).__dict__["forward"], settings(layer), norms
 
@@ -317,10 +290,10 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
     for layer in model.modules():
         if not _looks(layer):
             continue
-        key = _key(layer)
-        if key not in _structures:
-            _structures[key] = _structure(layer)
-        structure, reason = _structures[key]
+        known = key(layer)
+        if known not in _structures:
+            _structures[known] = _structure(layer)
+        structure, reason = _structures[known]
         if not reason:
             after = following.get(id(layer))
             entry = getattr(after, _entry(after), None) if after is not None else None
@@ -328,18 +301,16 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
             reason = "" if sites else "no norm reads a sum that it makes"
             for part, forward in () if reason else sites:
                 part.__dict__["forward"] = forward
-            if _decodes(layer, key, structure):
-                layer.__dict__["forward"] = functools.partial(forwards.decoder_layer, layer)
         elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
             continue
         yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)
 
 
 def _entry(layer: Any) -> str:
-    key = _key(layer)
-    if key not in _structures and _looks(layer):
-        _structures[key] = _structure(layer)
-    return _structures[key][0][0] or " " if key in _structures else " "
+    known = key(layer)
+    if known not in _structures and _looks(layer):
+        _structures[known] = _structure(layer)
+    return _structures[known][0][0] or " " if known in _structures else " "
 
 
 def _following(model: nn.Module) -> Iterator[tuple[int, Any]]:

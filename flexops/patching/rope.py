@@ -28,10 +28,6 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length,
     rotary_dim]``, each number twice."""
-    later = getattr(cos, _TABLES, None)
-    if later is not None:  # a decode step: attention rotates what it appends
-        state.rotate_later(*later)
-        return q, k
     if unsqueeze_dim == 2:
         q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -43,6 +39,10 @@ def apply_rotary_pos_emb(
 
 
 def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    later = getattr(cos, _TABLES, None)
+    if later is not None:  # a decode step: attention rotates what it appends
+        state.rotate_later(*later)
+        return q, k
     return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 

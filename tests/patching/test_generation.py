@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 from torch import Tensor
 
 import flexops
@@ -399,3 +400,17 @@ def test_a_cache_is_copied_cropped_and_selected_from() -> None:
     assert cache.batch_size == 3
     cache.reset()
     assert cache.get_seq_length() == 0
+
+
+def test_a_layer_that_scales_what_it_adds_computes_its_own_code_in_steps() -> None:
+    config = transformers.GraniteConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(config).eval()
+    inputs = prompts("")
+    expected = plain(model, inputs, eos_token_id=None)
+    flexops.patch(model)
+    found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert torch.equal(found, expected)

@@ -107,8 +107,8 @@ NOT_OF_TORCH = {
     "_getframe", "_exit",  # of sys and os
     "_sock",  # of what the docker package connects by
     "_attn_implementation", "_model_mapping", "_supports_sdpa",  # of transformers
+    "_supports_logits_to_keep", "_prepare_cache_for_generation", "_MAPPING_NAMES",
     "_apply_gate", "_default_apply_gate", "_experts_implementation",
-    "_supports_logits_to_keep", "_prepare_cache_for_generation",
 }  # fmt: skip
 DOCUMENTED = ("_version", "_foreach_")
 """Torch's manual has them, for all their underscore."""
