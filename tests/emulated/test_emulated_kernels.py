@@ -306,7 +306,7 @@ def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_attention_over_codes(machine: dict[str, str]) -> None:
-    selection = "attend_as and plain and (4-64-64 or 8-64-128)"
+    selection = "attend_as and (4-64-64-plain or 8-64-128-plain)"
     assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 2
 
 
