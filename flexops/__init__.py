@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .ops.linear_logprobs import linear_logprobs as linear_logprobs
     from .ops.lion import lion_ as lion_
+    from .ops.logprobs import logprobs as logprobs
     from .ops.norm import add_layer_norm as add_layer_norm
     from .ops.norm import add_rms_norm as add_rms_norm
     from .ops.norm import layer_norm as layer_norm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..ops import kvcache_codes as ops
-from .cache import KVCacheLayer, Store
+from .layers import KVCacheLayer, Store
 
 
 class Settings(NamedTuple):

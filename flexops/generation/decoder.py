@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..build.load import loader
 from . import step
-from .cache import KVCache, Store
+from .cache import KVCache
+from .layers import Store
 
 _decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
 """Beside the models, whose copies and pickles must not have graphs."""

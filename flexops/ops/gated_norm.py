@@ -41,6 +41,9 @@ def gated_rms_norm(
     Differentiable once, with respect to ``x``, ``gate`` and ``weight``.
     """
     where = "flexops.gated_rms_norm:"
+    for name, one in (("x", x), ("gate", gate)):
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{where} {name} must be a tensor, got {type(one).__name__}")
     if gate.shape != x.shape:
         raise ValueError(
             f"{where} gate must have x's shape {list(x.shape)}, got {list(gate.shape)}"

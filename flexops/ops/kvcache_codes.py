@@ -240,7 +240,8 @@ def _quantized(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, and steps and minima, of whole groups along ``dim``."""
     lowest, highest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     most = 2**bits - 1
-    step = ((highest - lowest) / most).half()
+    # dividing by a plain number, torch multiplies by its reciprocal on a GPU
+    step = ((highest - lowest) / torch.full_like(lowest, most)).half()
     minimum = lowest.half()
     wide = step.float()
     inverse = torch.where(wide > 0, 1 / wide, 0.0)

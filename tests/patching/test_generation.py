@@ -15,7 +15,7 @@ from torch import Tensor
 import flexops
 from flexops.errors import GenerationError
 from flexops.generation import decoder, step
-from flexops.generation.cache import Store
+from flexops.generation.layers import Store
 from flexops.generation.sampling import Sampling
 
 NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss"]
@@ -352,7 +352,7 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
         ({"attention_mask": torch.eye(9)[:3]}, "hides tokens behind others"),
         ({"seed": 1, "generator": torch.Generator()}, "exclude"),
     ],
-    ids=str,
+    ids=["tokens", "top_p", "temperature", "top_k", "flat", "dtype", "mask", "inside", "seed"],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     model = tiny.model("llama").eval()

@@ -48,6 +48,7 @@ ELSEWHERE = {
     ("docs/inference.md", "model.save_pretrained("): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", "get_peft_model(model"): "tests/patching/test_int4_checkpoints.py",
     ("docs/models.md", "register_attention()"): "tests/patching/test_attention.py",
+    ("docs/models.md", "register_experts()"): "tests/patching/test_experts.py",
     ("docs/models.md", "from_pretrained(...)"): "tests/patching/test_apply.py",
     ("docs/models.md", "kernels.kernelize("): "tests/patching/test_libraries.py",
     ("docs/operators.md", "flexops.load("): "tests/build/load/test_extension.py",

@@ -1,0 +1,322 @@
+"""The layers of ``flexops.KVCache``, and their memory: 16 bits, of static shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GenerationError
+from ..ops.kvcache_attention import attention_with_kvcache
+from .state import CACHE_LAYER, Tables
+
+try:
+    from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import CacheLayerMixin
+except ImportError as error:
+    raise GenerationError(
+        "flexops.KVCache is a cache of transformers, which cannot be imported",
+        found=str(error),
+        required="transformers 5",
+        fix="pip install 'transformers>=5'",
+    ) from error
+
+
+class Store:
+    """The memory of a cache, which outlives it where CUDA graphs point into it.
+
+    Attributes:
+        keys, values: of each layer ``[batch, max_length, kv_heads, head_dim]``.
+        lengths: int32 ``[batch]``, on the device: where a decode step appends.
+        padding: int32 ``[batch]``, on the device: how many tokens at the left take no part.
+        bucket: how many tokens a decode step looks at; 0 outside of a step.
+        known: how many tokens the device counts; -1: it was not told.
+        graphs: captured steps.
+        inputs: what they read, by the kind of step.
+        tables: of rotary embeddings.
+    """
+
+    def __init__(self, layers: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.lengths: Tensor | None = None
+        self.padding: Tensor | None = None
+        self.bucket, self.known = 0, -1
+        self.graphs: dict[Any, Any] = {}
+        self.inputs: dict[str, Any] = {}
+        self.tables = Tables(max_length)
+        self._pool: Any = None
+
+    @torch.inference_mode(False)
+    def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Make a layer's memory for such keys and values, ``[batch, kv_heads, length, head_dim]``.
+        It has no garbage: a NaN would pass through a mask."""
+        self.keys[layer], self.values[layer] = (
+            torch.zeros(
+                (x.shape[0], self.max_length, x.shape[1], x.shape[3]),
+                dtype=x.dtype,
+                device=x.device,
+            )
+            for x in (key, value)
+        )
+        self._count(key.shape[0], key.device)
+
+    def _count(self, batch: int, device: torch.device) -> None:
+        if self.lengths is None:
+            self.lengths, self.padding = torch.zeros((2, batch), dtype=torch.int32, device=device)
+
+    def alike(self) -> Store:
+        """Another one, for tensors of another batch; the layers' memory is this one's until they
+        have replaced it."""
+        made = Store(len(self.keys), self.max_length)
+        made.keys, made.values = self.keys, self.values
+        return made
+
+    @property
+    def batch(self) -> int:
+        """-1 before the first tokens."""
+        return -1 if self.padding is None else self.padding.shape[0]
+
+    def place(self, length: int, mask: Tensor | None) -> None:
+        """Tell the device how many tokens there are, and how many zeros each row of a mask has."""
+        assert self.lengths is not None
+        assert self.padding is not None
+        self.lengths.fill_(length)
+        self.padding.copy_((mask == 0).sum(-1)) if mask is not None else self.padding.zero_()
+        self.known = length
+
+    def clear(self) -> None:
+        """For other tokens: what is there might hold a NaN."""
+        for kept in (*self.keys, *self.values):
+            if kept is not None:
+                kept.zero_()
+        self.known = -1
+
+    def pool(self) -> Any:
+        """Of the memory of all its graphs: they run one after another."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @contextlib.contextmanager
+    def stepping(self, bucket: int) -> Iterator[None]:
+        """Inside, layers append at ``lengths`` and attend to at most ``bucket`` tokens."""
+        self.bucket = bucket
+        try:
+            yield
+        finally:
+            self.bucket = 0
+
+
+class KVCacheLayer(CacheLayerMixin):
+    """One layer of a :class:`KVCache`."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, store: Store, index: int) -> None:
+        self.store, self.index, self.length = store, index, 0
+        self.pending = False
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.store.keys[self.index] is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """``[batch, kv_heads, length, head_dim]``, a view."""
+        return self._seen(self.store.keys[self.index])
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self._seen(self.store.values[self.index])
+
+    def _seen(self, kept: Tensor | None) -> Tensor | None:
+        return None if kept is None else kept[:, : self.length].transpose(1, 2)
+
+    @property
+    def batch_size(self) -> int:
+        kept = self.store.keys[self.index]
+        return -1 if kept is None else kept.shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.store.allocate(self.index, key_states, value_states)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[batch, kv_heads, new, head_dim]``; returns what the layer attends to, as views
+        of that layout.
+
+        Raises:
+            GenerationError: the cache is full, or has another batch, shape, dtype or device.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.store.keys[self.index], self.store.values[self.index]
+        assert keys is not None
+        assert values is not None
+        self._check(keys, key_states, "keys")
+        self._check(values, value_states, "values")
+        if self.store.bucket:  # `attend` does the rest
+            self.pending = True
+            setattr(key_states, CACHE_LAYER, self)
+            return key_states, value_states
+        end = self.length + key_states.shape[2]
+        if end > self.store.max_length:
+            raise GenerationError(
+                "the KV cache is full",
+                found=f"{self.length} tokens in it and {key_states.shape[2]} new ones",
+                required=f"at most {self.store.max_length}, its max_length",
+                fix=f"flexops.KVCache(config, max_length={end}), or fewer new tokens",
+            )
+        return self._append(key_states, value_states, end)
+
+    def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        for kept, new in zip(self._kept(), (key, value), strict=True):
+            kept[:, self.length : end].copy_(new.transpose(1, 2))
+        self.length = end
+        keys, values = (kept[:, :end].transpose(1, 2) for kept in self._kept())
+        return keys, values
+
+    def _check(self, kept: Tensor, new: Tensor, name: str) -> None:
+        if kept.shape[0] != new.shape[0]:
+            raise GenerationError(
+                "the batch of a KV cache is that of its first tokens",
+                found=f"{name} of {new.shape[0]} sequences, for a cache of {kept.shape[0]}",
+                required="the same number of sequences in every call",
+                fix="a new flexops.KVCache, or cache.batch_select_indices(...) or"
+                " cache.batch_repeat_interleave(...) before the call",
+            )
+        if (kept.device, kept.dtype, kept.shape[2::]) != (
+            new.device,
+            new.dtype,
+            (new.shape[1], new.shape[3]),
+        ):
+            raise GenerationError(
+                "these tokens do not belong to this KV cache",
+                found=f"{name} of {new.shape[1]} heads of {new.shape[3]}, {new.dtype}, on"
+                f" {new.device}",
+                required=f"{kept.shape[2]} heads of {kept.shape[3]}, {kept.dtype}, on"
+                f" {kept.device}, as of its first tokens",
+                fix="a new flexops.KVCache after a model was moved or changed",
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Append one token and attend, without knowing on the host how many there are.
+
+        Args:
+            query: ``[batch, heads, 1, head_dim]``; ``key`` and ``value`` of the new token, with
+                ``kv_heads``.
+            window: how many tokens it sees, with itself; None: all.
+            rotary: tables of cosines and sines, ``[positions, rotary_dim / 2]``, where query and
+                key are not rotated yet.
+
+        Returns:
+            ``[batch, 1, heads, head_dim]``.
+        """
+        self.pending = False
+        cos, sin = rotary if rotary is not None else (None, None)
+        return self._attend(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cos,
+            sin,
+            softmax_scale=scale,
+            window_size=(-1 if window is None else window - 1, -1),
+            softcap=softcap,
+            rotary_interleaved=False,
+            sinks=sinks,
+        )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
+    ) -> Tensor:
+        keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
+        result = attention_with_kvcache(
+            query,
+            keys,
+            values,
+            key,
+            value,
+            cos,
+            sin,
+            cache_seqlens=self.store.lengths,
+            cache_leftpad=self.store.padding,
+            **options,
+        )
+        assert isinstance(result, Tensor)
+        return result
+
+    # ---- what transformers asks of a layer -------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.store.max_length
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many tokens (transformers counts them below 0), or all behind that many
+        (above 0)."""
+        if tokens_to_remove > 0:
+            self.cut(min(self.length, tokens_to_remove))
+        else:
+            self.cut(max(self.length + tokens_to_remove, 0))
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens behind the first ``length``."""
+        self.length = length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for kept in self._kept():
+            seen = kept[:, : self.length]
+            seen.copy_(seen.index_select(0, beam_idx.to(kept.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._replace(lambda kept: kept.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._replace(lambda kept: kept[indices.to(kept.device)])
+
+    def _kept(self) -> list[Tensor]:
+        kept = self.store.keys[self.index], self.store.values[self.index]
+        return [one for one in kept if one is not None]
+
+    @torch.inference_mode(False)
+    def _replace(self, change: Any) -> None:
+        """Of another batch: graphs point to the memory before."""
+        if not self.is_initialized:
+            return
+        self.store.keys[self.index], self.store.values[self.index] = map(change, self._kept())
+
+    def clone(self) -> Any:
+        """A copy of the tokens; None if there is no memory for any."""
+        return (self.keys.clone(), self.values.clone()) if self.is_initialized else None  # type: ignore[union-attr]
+
+    def restore(self, kept: Any) -> None:
+        """Take over a copy."""
+        self.update(*kept)
