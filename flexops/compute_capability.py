@@ -191,11 +191,13 @@ def runs_on(compiled: Iterable[Architecture | str], device: ComputeCapability) -
 
     Machine code runs on the same major and an equal or higher minor; with ``f`` likewise (that is
     its family), with ``a`` on exactly its capability. PTX runs on anything equal or newer; PTX with
-    a suffix where machine code with that suffix would.
+    a suffix where machine code with that suffix would. What is for AMD's GPUs (``gfx90a``) runs on
+    none of these.
     """
     architectures = (
         part
         for one in compiled
+        if not (isinstance(one, str) and one.startswith("gfx"))
         for part in (parse_arch_list(one) if isinstance(one, str) else (one,))
     )
     return any(_runs(one, device) for one in architectures)

@@ -193,3 +193,8 @@ def test_what_runs_on_what(compiled: list[str], device: str, runs: bool) -> None
         )
         is runs
     )
+
+
+def test_code_for_amds_gpus_runs_on_none_of_these() -> None:
+    assert runs_on(["gfx90a", "9.0"], ComputeCapability.parse("9.0"))
+    assert not runs_on(["gfx90a"], ComputeCapability.parse("9.0"))

@@ -1,8 +1,9 @@
 // torch's view of attention over a cache: checks, shapes and registration (schemas:
 // flexops/ops/kvcache_*.py, which repeat the checks in more words).
 
-#include "common/arithmetic.h"
 #include "common/binding.h"
+
+#include "common/arithmetic.h"
 #include "kvcache_attention/kvcache_attention.h"
 
 namespace flexops {

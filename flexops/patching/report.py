@@ -18,6 +18,9 @@ FAMILIES = {
     "linear_cross_entropy": ("cross_entropy",),
     "generation": ("few_rows", "kvcache_attention"),
     "int4_linear": ("int4_linear",),
+    "gated_experts": ("experts", "grouped_linear"),
+    "grouped_linear": ("experts", "grouped_linear"),
+    "causal_conv1d": ("causal_conv1d",),
 }
 """What has the kernels of the operators that rows name."""
 

@@ -161,6 +161,9 @@ def test_gpus_that_newer_toolkits_have_forgotten(
             compile_all(family, kernel_names.names_in(libraries[family]), wanted, compilers[OLDEST])
 
 
+AMPERE = {"attention", "few_rows", "grouped_linear", "int4_linear", "kvcache_attention"}
+
+
 def test_which_families_older_gpus_run() -> None:
     """Of the others plain PyTorch runs, and the loader says why."""
     refused = {
@@ -168,8 +171,8 @@ def test_which_families_older_gpus_run() -> None:
         for one in (ComputeCapability(6, 1), ComputeCapability(7, 0))
     }
     assert refused == {
-        "6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion", "attention"},
-        "7.0": {"attention"},
+        "6.1": {"adagrad", "adam", "adam8bit", "grad_norm", "lamb", "lion"} | AMPERE,
+        "7.0": AMPERE,
     }
 
 

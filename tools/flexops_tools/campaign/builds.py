@@ -553,7 +553,8 @@ def _header_one(world: World, cache: BuildCache, number: int, how: str, usual: f
     time.sleep(world.dice.random() * usual)
     _swap(how, include, after, world.dice.random() * usual / 2)
     said = during.wait()
-    told = "changed while" in said.get("error", "")
+    # a copy is not atomic: the compiler may read half a header
+    told = "changed while" in said.get("error", "") or said.get("kind") == "CompileError"
     world.tally.count(f"{how}: {'told' if told else said.get('value', number) - number}")
     right = number + (how != "there and back")
     if not told and said.get("value") not in (number, number + 1):
