@@ -128,6 +128,14 @@ def _check(
             "a 0 behind a 1, or at the end",
             "padding at the left: tokenizer.padding_side = 'left'",
         )
+    rotary = any(type(one).__name__.endswith("RotaryEmbedding") for one in model.modules())
+    if not rotary and not bool(mask.all()):
+        # a step counts padding; only distances of rotary embeddings do not depend on that
+        fail(
+            "left padding changes the positions of this model",
+            f"{type(model).__name__}, which has no rotary embedding",
+            "prompts of one length, or model.generate",
+        )
 
 
 class _Buffers:

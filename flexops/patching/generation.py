@@ -4,6 +4,7 @@ step of it."""
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,19 @@ _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "past_key_va
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
 
 
+class _Forward(functools.partial[Any]):
+    """With the signature of what it replaces: by it ``generate`` decides whether positions are
+    passed, and trainers which columns of their data are."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        inner = self.keywords.get("inner")
+        if inner is not None:
+            return inspect.signature(inner)
+        own = inspect.signature(type(self.args[0]).forward)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+
 def switch(model: Any, reason: str) -> Row | None:
     """Have a model of transformers that generates use our cache; None if it is none."""
     if not hasattr(model, step.HOOK) or not hasattr(model, "base_model"):
@@ -30,7 +44,7 @@ def switch(model: Any, reason: str) -> Row | None:
     if not reason:
         inner = model.__dict__.get("forward")
         if not is_switched(model):
-            model.__dict__["forward"] = functools.partial(forward, model, inner=inner)
+            model.__dict__["forward"] = _Forward(forward, model, inner=inner)
         model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refusal_now)
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
 

@@ -392,6 +392,10 @@ with OnGpu():
         if spec.name == "attention":
             q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, requires_grad=True)
             flexops.attention(q, q, q).backward(torch.empty_like(q))
+        elif spec.name == "int4_linear":  # its function chooses between operators
+            weight = flexops.quantize_int4(torch.randn(40, 192).bfloat16())
+            x, given = torch.randn(5, 192).bfloat16(), ops.int4_linear._arguments(weight)
+            torch.ops.flexops.int4_product(x, *given, 0)
         else:
             getattr(ops, spec.name).self_check("cpu")
         said[spec.name] = launched() - before
