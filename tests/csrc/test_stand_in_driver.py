@@ -389,6 +389,8 @@ def launched():
 with OnGpu():
     for spec in catalog.CATALOG:
         before = launched()
+        if spec.name == "kvcache_attention":  # on what says it is a CPU, its function calls attention
+            continue
         if spec.name == "attention":
             q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, requires_grad=True)
             flexops.attention(q, q, q).backward(torch.empty_like(q))

@@ -174,7 +174,7 @@ def test_what_cannot_be_captured_runs_as_before(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    model, inputs = tiny.model("llama").eval(), prompts("left")
+    model, inputs = tiny.model("llama").eval(), prompts()
     expected = plain(model, inputs, eos_token_id=None)
     flexops.patch(model)
     monkeypatch.setattr(step, "Graph", fail)

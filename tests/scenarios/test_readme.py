@@ -1,10 +1,10 @@
 """README's shell blocks, found by parsing and run in order, in a copy of the checkout.
 
 Real: ``scripts/build_wheel.sh`` (for one family, to save time), pip, and the installed ``flexops``.
-Stand-ins, for what a test cannot have: the container engine (a server on a socket, which keeps the
-build contexts that it gets); ``docker``, ``conda`` and ``conda-build`` (programs that record their
-arguments; the last one packs a file); torch and other packages (links to this environment's).
-Scripts that make an environment, or run all tests, have tests of their own (test_setup_script.py);
+Stand-ins, for what a test cannot have: the container engine (a server on a socket); ``docker``,
+``conda`` and ``conda-build`` (programs that record their arguments; the first one also looks into
+the context of a build, the last one packs a file); torch and other packages (links to this environment's).
+Scripts that make an environment, or run all tests, have tests of their own (tests/scripts/test_setup.py);
 here only their presence is checked.
 """
 
@@ -94,7 +94,9 @@ class _Api(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._body()
         path = urlsplit(self.path).path
-        if path.endswith("/wait"):
+        if path.endswith("/build"):  # adds labels
+            self._stream(json.dumps({"aux": {"ID": "sha256:1"}}).encode() + b"\r\n")
+        elif path.endswith("/wait"):
             self._send({"StatusCode": 0})
         else:
             self._send({"Id": "c"}, 201)
@@ -111,6 +113,12 @@ class _Api(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return b"".join(parts)
+
+    def _stream(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
 
     def _send(self, what: dict[str, Any] | bytes, status: int = 200) -> None:
         data = what if isinstance(what, bytes) else json.dumps(what).encode()
