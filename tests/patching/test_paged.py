@@ -14,6 +14,7 @@ from flexops.errors import PatchError
 from flexops.patching import paged
 
 transformers = pytest.importorskip("transformers")
+ContinuousBatchingConfig = transformers.generation.configuration_utils.ContinuousBatchingConfig
 
 PROMPTS = [[3, 4, 5, 6], list(range(7, 40)), [1, 2]]
 SIZES = {
@@ -40,7 +41,11 @@ def generate(model: Any) -> list[list[int]]:
     config = transformers.GenerationConfig(
         max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    results = model.generate_batch(PROMPTS, generation_config=config, progress_bar=False)
+    # by default the cache takes most of the machine's free memory
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
+    results = model.generate_batch(
+        PROMPTS, generation_config=config, continuous_batching_config=sizes, progress_bar=False
+    )
     return [results[name].generated_tokens for name in sorted(results)]
 
 
