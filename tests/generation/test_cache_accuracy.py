@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import flexops
 
-transformers = pytest.importorskip("transformers")
 CONTEXT, CHUNK = 2048, 64
 BOUNDS = {8: 1.005, 4: 1.02}
 

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import flexops
 import flexops.patching
 from flexops.patching import experts
 from flexops.patching.probe import disagreement
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("transformers.integrations.moe")
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -141,9 +139,8 @@ def test_experts_that_were_chosen_stay() -> None:
 @pytest.mark.parametrize("first", ["lora", "patch"])
 def test_lora_of_the_weights(first: str) -> None:
     """PEFT's LoRA of 3-D parameters, before and after patching."""
-    peft = pytest.importorskip("peft")
-    if "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
-        pytest.skip("this PEFT has no LoRA of parameters")
+    import peft
+
     config = peft.LoraConfig(
         r=2, target_modules=[], target_parameters=["gate_up_proj", "down_proj"],
         init_lora_weights=False,

@@ -559,7 +559,8 @@ def test_a_layout_of_a_kernel_is_left_with_the_reason() -> None:
 
 @pytest.mark.parametrize("order", ["patch", "adapt"])
 def test_lora_on_a_4_bit_model_has_the_gradients_of_its_dequantized_weights(order: str) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = llama()
     flexops.patch(model, weights="int4")
     plain = dequantized(model, torch.float32)
@@ -588,7 +589,8 @@ def test_lora_on_a_4_bit_model_has_the_gradients_of_its_dequantized_weights(orde
 
 
 def test_weights_below_adapters_are_quantized_and_adapters_are_not() -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     flexops.patch(model, weights="int4")
     assert len(layers(model)) == 14
@@ -772,7 +774,6 @@ def test_casting_keeps_the_scales() -> None:
 
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
     """The blocks of its section, in order, on each kind of checkpoint."""
-    pytest.importorskip("peft")
     text = (Path(__file__).parents[2] / "docs/inference.md").read_text()
     section = text.partition("\n## 4-bit weights\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import flexops
 from flexops.errors import PatchError
 from flexops.patching import paged
 
-transformers = pytest.importorskip("transformers")
 ContinuousBatchingConfig = transformers.generation.configuration_utils.ContinuousBatchingConfig
 
 PROMPTS = [[3, 4, 5, 6], list(range(7, 40)), [1, 2]]
