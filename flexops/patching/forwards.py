@@ -10,6 +10,7 @@ not take (float64, DTensors) goes to the class's own code.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,24 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What the module's class does."""
     return type(module).forward(module, *args, **kwargs)
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether it is the replacement of a module's ``forward``."""
+    return isinstance(forward, functools.partial) and str(
+        getattr(forward.func, "__module__", "")
+    ).startswith(__package__ or "")
+
+
+def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    """A function with the same code, which sees other functions under these names."""
+    seen = {**forward.__globals__, **names}
+    del seen["__name__"]  # by which torch.compile would look the names up in the module
+    made = types.FunctionType(
+        forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 # ---- norms ---------------------------------------------------------------------------------------

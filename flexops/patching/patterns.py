@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import experts, forwards, loss, rope, torch_modules
+from . import convolution, experts, forwards, loss, projections, rope, torch_modules
 from .linears import is_linear
 from .probe import (
     CLASSES,
@@ -50,7 +50,7 @@ class Pattern:
         operator: what the report names where nothing is replaced.
         concerns: whether a module is of this kind, by its structure.
         candidates: the replacements that may be meant, in the order in which they are tried.
-        miniature: a small one of its kind, with arguments.
+        miniature: a small one of its kind, with arguments; None: every part computes what it did.
         refuse: why this very module is not replaced; "" if it may be.
         differs: what, beside class and settings, decides what its code does: each is probed.
     """
@@ -59,7 +59,7 @@ class Pattern:
     operator: str
     concerns: Callable[[Any], bool]
     candidates: Callable[[Any], Iterator[Candidate]]
-    miniature: Callable[[Any], Miniature]
+    miniature: Callable[[Any], Miniature] | None
     refuse: Callable[[Any], str] = lambda _: ""
     differs: Callable[[Any], Any] = lambda _: None
 
@@ -493,6 +493,22 @@ PATTERNS: tuple[Pattern, ...] = (
         _tiny_block,
         _no_block,
         lambda module: _kind(_activation(module)[1]),
+    ),
+    Pattern(
+        "activations",
+        "causal_conv1d",
+        convolution.is_called,
+        lambda _: iter([("causal_conv1d", convolution.swap)]),
+        convolution.miniature,
+        differs=lambda module: tuple(convolution.original(module).values()),
+    ),
+    Pattern(
+        "projections",
+        "one product for q, k, v",
+        projections.concerns,
+        lambda _: iter([("one product for q, k, v", projections.swap)]),
+        None,
+        projections.refuse,
     ),
     Pattern(
         "attention",
