@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .._torch import is_transforming, is_unheard, tree_map
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
+from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
@@ -47,7 +48,7 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = frozenset(
-    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first")
+    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first", "groups")
 )
 
 
@@ -124,15 +125,13 @@ def layer_norm(
 @replacement
 def gated_rms_norm(
     module: Any, x: Any = None, gate: Any = None, *others: Any,
-    eps: float, offset: float = 0.0, gate_first: bool = False, **more: Any,
+    eps: float, gate_first: bool = False, groups: int = 1, **more: Any,
 ) -> Any:  # fmt: skip
     """``norm(x) * silu(gate)``, or with ``gate_first`` ``norm(x * silu(gate))``."""
     usual = x is not None and x.dtype in _DTYPES and not others and not more
     if not usual or gate is None or gate.dtype != x.dtype or not is_plain(module.weight):
         return plain(module, x, *(() if gate is None else (gate,)), *others, **more)
-    if gate_first:
-        return _rms_norm(swiglu(gate, x), _gain(module, offset), eps)
-    return swiglu(gate, _rms_norm(x, _gain(module, offset), eps))
+    return _gated_rms_norm(x, gate, module.weight, eps, norm_first=not gate_first, groups=groups)
 
 
 def fuses(norm: Any, x: Tensor) -> bool:

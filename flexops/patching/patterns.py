@@ -155,6 +155,15 @@ def _no_norm(module: Any) -> str:
     return ""
 
 
+def _groups(module: Any) -> list[int]:
+    """Into how many parts a gated norm may cut a row."""
+    weight, own = module._parameters.get("weight"), vars(module)
+    found = [own["n_groups"]] if isinstance(own.get("n_groups"), int) else []
+    if isinstance(own.get("group_size"), int) and weight is not None:
+        found.append(weight.shape[0] // own["group_size"])
+    return [1, *(one for one in found if one > 1)]
+
+
 def _norm_candidates(module: Any) -> Iterator[Candidate]:
     gated = len(inspect.signature(own_class(module).__dict__["forward"]).parameters) > 2
     for eps in _epsilons(module):
@@ -166,8 +175,8 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
         ]
         if gated:
             makes = [
-                ("rms_norm, swiglu", forwards.gated_rms_norm, {"gate_first": first})
-                for first in (False, True)
+                ("gated_rms_norm", forwards.gated_rms_norm, {"gate_first": first, "groups": groups})
+                for first, groups in itertools.product((False, True), _groups(module))
             ]
         for name, forward, options in makes:
             yield name, functools.partial(_one, forward=forward, eps=eps, **options)
