@@ -55,7 +55,9 @@ def gated_rms_norm(
     Differentiable once, with respect to ``x``, ``gate`` and ``weight``.
     """
     where = "flexops.gated_rms_norm:"
-    for name, one in (("x", x), ("gate", gate)):
+    for name, one in (("x", x), ("gate", gate), ("weight", weight)):
+        if one is None and name == "weight":
+            continue
         if not isinstance(one, Tensor):
             raise TypeError(f"{where} {name} must be a tensor, got {type(one).__name__}")
         if not is_dense(one):
