@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, tree_map
-from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.activation import bias_gelu, bias_relu2, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
@@ -321,6 +321,9 @@ def packed_mlp(
     return _down(getattr(module, names[1]), kind, gate.contiguous(), up.contiguous())
 
 
+_BIASED = {"silu": bias_silu, "relu2": bias_relu2}
+
+
 @replacement
 def mlp(
     module: Any, x: Any = None, *others: Any,
@@ -330,8 +333,11 @@ def mlp(
     ``names`` are those of the two layers, or of the first."""
     usual = _takes(x, others, more) and x.dtype in _DTYPES and _is_as_it_was(module, act)
     first = getattr(module, names[0])
-    if not usual or not is_bare(first, LINEARS) or first.bias is None:
+    if not usual or not is_bare(first, LINEARS) or (first.bias is None and kind != "relu2"):
         return plain(module, *(() if x is None else (x, *others)), **more)
     y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
-    y = bias_silu(y, first.bias) if kind == "silu" else bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
+    if kind in _BIASED:
+        y = _BIASED[kind](y, first.bias)
+    else:
+        y = bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
     return y if len(names) == 1 else getattr(module, names[1])(y)

@@ -208,8 +208,8 @@ def _tiny_norm(module: Any) -> Miniature:
 
 
 def _kind(act: Any) -> str:
-    """Which activation it is, by what it computes: "silu", "none" or "tanh" (gelus), or "" for
-    another."""
+    """Which activation it is, by what it computes: "silu", "relu2", "none", "tanh" or "quick"
+    (gelus), or "" for another."""
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
         return ""
     x = torch.linspace(-6.0, 6.0, 61, dtype=torch.float32, device="cpu")
@@ -218,7 +218,13 @@ def _kind(act: Any) -> str:
             y = unheard(act)(x)
     except Exception:  # it may require anything
         return ""
-    known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
+    known = {
+        "silu": F.silu(x),
+        "none": F.gelu(x),
+        "tanh": F.gelu(x, approximate="tanh"),
+        "quick": x * torch.sigmoid(1.702 * x),
+        "relu2": x.relu().square(),
+    }
     return next(
         (
             name
@@ -276,7 +282,7 @@ def _is_block(module: Any) -> bool:
 def _no_block(module: Any) -> str:
     name, act = _activation(module)
     if name and not _kind(act):
-        return f"its activation, {type(act).__name__}, is neither silu nor gelu"
+        return f"its activation, {type(act).__name__}, is not one of silu, gelu and relu2"
     if not list(_block_candidates(module)):
         first = next(iter(_linears(module).values()))
         if first.bias is None:
@@ -287,19 +293,25 @@ def _no_block(module: Any) -> str:
 
 def _block_candidates(module: Any) -> Iterator[Candidate]:
     linears, (name, act) = _linears(module), _activation(module)
-    for kind in [_kind(act)] if name else ["silu", "none", "tanh"]:
+    for kind in [_kind(act)] if name else ["silu", "none", "tanh", "quick", "relu2"]:
         options = {"kind": kind, "act": (name, type(act))}
         gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
-        biased = "bias_silu" if kind == "silu" else "bias_gelu"
+        biased = f"bias_{kind}" if kind in ("silu", "relu2") else "bias_gelu"
         for names in itertools.permutations(linears):
             shapes = [_sizes(linears[one]) for one in names]
             (inputs, inner), (last, outputs) = shapes[0], shapes[-1]
-            if len(names) == 3 and shapes[0] == shapes[1] and (last, outputs) == (inner, inputs):
+            glu = kind not in ("quick", "relu2")
+            if (
+                glu
+                and len(names) == 3
+                and shapes[0] == shapes[1]
+                and (last, outputs) == (inner, inputs)
+            ):
                 yield (
                     gated,
                     functools.partial(_one, forward=forwards.gated_mlp, names=names, **options),
                 )
-            if len(names) == 2 and inner == 2 * last:
+            if glu and len(names) == 2 and inner == 2 * last:
                 for first in (True, False):
                     yield (
                         gated,
@@ -312,7 +324,7 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
                         ),
                     )
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
-            if fits and linears[names[0]].bias is not None:
+            if fits and (kind == "relu2" or linears[names[0]].bias is not None):
                 yield biased, functools.partial(_one, forward=forwards.mlp, names=names, **options)
 
 
@@ -496,7 +508,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "activations",
-        "swiglu_linear / geglu_linear / bias_gelu / bias_silu",
+        "swiglu_linear / geglu_linear / bias_gelu / bias_silu / bias_relu2",
         _is_block,
         _block_candidates,
         _tiny_block,

@@ -191,15 +191,20 @@ KVCACHE_CODES = (
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
-        _op("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", **_BIASED),
+        _op("bias_gelu(Tensor x, Tensor? bias, int approximate) -> Tensor", **_BIASED),
         _op(
-            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient)"
-            f" {_PAIR}",
+            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, int approximate, bool"
+            f" bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("bias_silu(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
         _op(
             f"bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
+            **_BIASED_BACKWARD,
+        ),
+        _op("bias_relu2(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
+        _op(
+            f"bias_relu2_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor", **_GATED),
