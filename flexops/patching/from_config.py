@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from ..errors import PatchError
 from .apply import patch
-from .classes import is_architecture
+from .classes import is_architecture, require_transformers
 from .report import Report
 
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -27,11 +26,7 @@ def report(name: str) -> Report:
     Raises:
         PatchError: there is no such thing, or transformers cannot make a model of it.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise PatchError(
-            "a model's config is read by transformers, which is not installed",
-            fix="pip install transformers",
-        )
+    require_transformers("a model's config is read by transformers, which is not installed")
     import transformers
 
     given = Path(name)
