@@ -378,6 +378,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(
 # ---- every family --------------------------------------------------------------------------------
 
 
+@pytest.mark.extra
 def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
     """Of doctor's calls of each, and of some of enormous tensors, whose memory is not touched."""
     answer = run("""
@@ -416,6 +417,7 @@ with OnGpu():
     assert any(one.shared > 48 * 1024 for one in answer.launches)
 
 
+@pytest.mark.extra
 def test_a_rare_kernel_that_cannot_be_had_gives_way_to_the_next_best(
     run: Run, tmp_path: Path
 ) -> None:

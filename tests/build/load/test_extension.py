@@ -321,7 +321,7 @@ def test_a_source_that_is_deleted_meanwhile(
 
 
 @pytest.mark.parametrize(
-    "limit, before",
+    ("limit", "before"),
     [
         (3, False),
         (3, True),
