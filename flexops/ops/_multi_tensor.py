@@ -77,7 +77,7 @@ def call_lists(op: Any, args: Sequence[Any], written: list[Tensor]) -> Any:
     in it there is nothing to do.
 
     Checking thousands of tensors in Python at every call would cost more than the step. The native
-    kernels check, too: only when they have refused is it found out here, by the op's check,
+    kernels check, too: only when they have rejected is it found out here, by the op's check,
     what to tell, in the same words and with the same type for every backend.
     """
     if not args[0]:

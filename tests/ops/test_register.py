@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import completed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -139,13 +140,8 @@ flexops.swiglu(torch.ones(2))
 print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | without,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
+    process = completed(
+        [sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent
     )
     found, backends = json.loads(process.stdout)
     assert set(backends) == {"reference", "unasked"}

@@ -46,7 +46,7 @@ def declarations(namespace: str, signatures: Sequence[Signature]) -> str:
     """The header that is included before each launcher's source: the launchers as the binding calls
     them."""
     lines = [
-        "// Written by flexops: the launchers as the schemas want them.",
+        "// Written by flexops: the launchers as the schemas require them.",
         "#pragma once",
         '#include "common/tensor_view.h"',
     ]

@@ -293,7 +293,7 @@ def declare(
             fix=fix,
         )
     made = tuple(outputs) or (Output(),) * len(read.results)
-    # nothing is copied in their stead
+    # no copy replaces them
     lists = {
         argument.name: "any" for argument in read.arguments if argument.many and argument.written
     }
