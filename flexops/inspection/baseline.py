@@ -19,7 +19,9 @@ _WITHIN_REGISTERS = 8
 """ptxas gives registers out by eight: fewer than that more are noise of its allocator."""
 
 Baseline = dict[str, dict[str, list[int]]]
-"""``<compiler> <architecture>`` -> ``<family> <kernel>`` -> numbers in the order of ``NAMES``."""
+"""``<compiler> <architecture>`` -> ``<family> <kernel>``, without flexops' own namespace -> numbers
+in the order of ``NAMES``."""
+_OWN = "flexops::"
 
 
 class Change(NamedTuple):
@@ -70,7 +72,7 @@ def of(measured: Iterable[Measured]) -> Baseline:
 
 
 def _key(one: Measured) -> str:
-    return f"{one.family} {one.kernel}"
+    return f"{one.family} {one.kernel.replace(_OWN, '')}"
 
 
 def where(one: Measured) -> str:
