@@ -608,7 +608,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             "lacks a package",
             "--index-url",
         ),
-        (RUN, "", "did not complete successfully: exit code: 137", "want of memory", "--jobs 1"),
+        (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
         (
             RUN,
             "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
