@@ -390,7 +390,7 @@ class StepContract:
             with pytest.raises((TypeError, ValueError), match=text):
                 call([*before[:at], [wrong], *before[at + 1 :]])
 
-    # -- refusals
+    # -- rejections
 
     def test_wrong_dtypes_are_named(self) -> None:
         for position, (name, dtype) in enumerate(self.step.lists.items()):

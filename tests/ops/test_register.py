@@ -378,7 +378,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(
     monkeypatch.setitem(_register.references, op.func.name(), lambda x, by: x * by + 100)
     _register._stand_in("standing", "CPU")
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
-    # before torch 2.9 the kernel whose place another takes cannot be had: what is lacking is said
+    # before torch 2.9 the kernel whose place another takes is not available: what is lacking is said
     if not hasattr(torch.library, "get_kernel"):
         with pytest.raises(RuntimeError, match="twice<odd>"):
             op(torch.ones(3))
