@@ -148,6 +148,24 @@ def check_rates(
         raise ValueError(f"flexops.{name}: lr must not be negative, got {lr}")
 
 
+_NOT_NEGATIVE = ("lr_decay", "weight_decay", "eps")
+
+
+def step_lists(
+    op: str, lists: dict[str, Iterable[Tensor]], lr: float | Tensor, **options: Any
+) -> None:
+    """Make a step of an operator on lists of tensors, by position, with its other arguments by
+    name. The parameters, and copies of them, count as written."""
+    betas = tuple(options[name] for name in ("beta1", "beta2") if name in options)
+    check_rates(op, lr, betas, **{name: options[name] for name in _NOT_NEGATIVE if name in options})
+    made = dict(zip(lists, listed(op, **lists), strict=True))
+    number, tensor = split_lr(lr, on_cpu(made["params"]))
+    call = functools.partial(
+        getattr(torch.ops.flexops, op).default, lr=number, lr_tensor=tensor, **options
+    )
+    write_lists(call, [*made.values()], made["params"] + made.get("copies", []))
+
+
 def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:
     """Whether one tensor holds all parameters' step counts."""
     return (

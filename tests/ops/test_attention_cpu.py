@@ -236,7 +236,7 @@ def test_what_is_packed_together_is_not_copied() -> None:
             actual = with_gradients(call, tensors, given_grad)
             assert torch.equal(actual[0], expected[0])
             if given_grad.shape == grad.shape and torch.equal(given_grad, grad):
-                assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+                assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("window", [None, (100, 0), (0, 5), (None, -1), (500, 500)])
