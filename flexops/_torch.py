@@ -185,7 +185,7 @@ def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
                 register_flop_formula(op, get_raw=True)(formula)
                 # torch 2.4 registers an op's overloads, and looks for the op
                 flop_registry.setdefault(op, formula)
-        except (ImportError, TypeError):  # an older torch, whose counter cannot be told
+        except (ImportError, TypeError):  # an older torch, whose counter cannot be read
             return
 
     if "torch.utils.flop_counter" in sys.modules:

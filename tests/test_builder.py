@@ -461,7 +461,7 @@ def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: Hos
         " error:\n    print(error)",
         tmp_path,
     )
-    words = ("gated_cpu", "gated: strided", "'columns'", "or as and")
+    words = ("gated_cpu", "gated: strided", "'even rows'", "or as and")
     quoted = [
         line.strip()
         for line in page.splitlines()

@@ -477,7 +477,7 @@ def test_signatures_travel_in_archives(tmp_path: Path, keys: Path) -> None:
     made_up_entry(BuildCache(tmp_path / "second"), plan)
     cache_archive.export(BuildCache(tmp_path / "second"), tmp_path / "unsigned.tar.gz")
     there = reader(tmp_path / "there", keys)
-    with pytest.raises(CacheError, match="no intact build") as caught:
+    with pytest.raises(CacheError, match="this build is not intact") as caught:
         cache_archive.import_archive(there, tmp_path / "unsigned.tar.gz")
     assert "is not signed" in str(caught.value)
     assert len(cache_archive.import_archive(there, tmp_path / "signed.tar.gz")) == 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import settings, targets
@@ -145,9 +146,7 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
 
     def typed(*arguments: str) -> str:
         command = [sys.executable, "-c", "from flexops.cli import main; main()", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = completed(command, cwd=tmp_path, env=environment, code=None)
         return done.stdout + done.stderr
 
     assert "mylib::scale_kernel<float>" in typed("inspect", "mylib.scale", "--arch", "9.0")

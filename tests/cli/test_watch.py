@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builds import child_environment
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import watching
@@ -173,13 +174,8 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: i
             str(Path(watching.__file__).with_name("watching_child.py")),
             str(modules.fileno()),
         ]
-        done = subprocess.run(
-            child,
-            input=line,
-            capture_output=True,
-            text=True,
-            env=environment,
-            pass_fds=(modules.fileno(),),
+        done = completed(
+            child, input=line, env=environment, pass_fds=(modules.fileno(),), code=None
         )
     assert done.stdout == "the program a thread\nat the end\n", done.stderr
     assert done.returncode == code, done.stderr

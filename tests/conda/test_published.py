@@ -225,7 +225,7 @@ def stale(form: str) -> Callable[[Place], None]:
 FAULTS = {
     "a wrong digest": (wrong_digest, "is not the file that the index lists"),
     "wrong requirements": (wrong_requirements, "is listed with another depends"),
-    "deleted": (deleted, "is listed, and cannot be had"),
+    "deleted": (deleted, "is listed, but cannot be downloaded"),
     "replaced": (replaced, "is not the file that the index lists"),
     "misnamed": (misnamed, "is misnamed: it holds flexops-"),
     "misnamed as another": (
@@ -361,7 +361,7 @@ def test_where_no_folder_can_be_is_said_before_the_build(
     ],
 )
 def test_addresses_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(ChannelError, match="this is no channel that can be read"):
+    with pytest.raises(ChannelError, match="this is not a channel that can be read"):
         Place.parse(text)
 
 

@@ -13,6 +13,7 @@ import pytest
 import score_mod_cases
 import torch
 from marks import first_of
+from processes import completed
 
 from flexops import settings, toolchain
 from flexops.build.compile import building, device_code
@@ -215,10 +216,7 @@ def test_a_loop_over_scores_gives_each_its_place(tmp_path: Path, host_compiler: 
         str(tmp_path / "loop"),
     ]
     subprocess.run(command, check=True)
-    assert (
-        subprocess.run([str(tmp_path / "loop")], check=True, capture_output=True, text=True).stdout
-        == "0 0 0"
-    )
+    assert completed([str(tmp_path / "loop")]).stdout == "0 0 0"
 
 
 def test_builds_ahead_of_time_have_all_tilings_but_no_modifiers_and_no_backward_of_float16(

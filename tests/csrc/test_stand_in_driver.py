@@ -263,7 +263,7 @@ attempt("another kernel", torch.bfloat16)
         assert "spawn" in child[name]
 
 
-# ---- code that cannot be had ---------------------------------------------------------------------
+# ---- code that is not available ------------------------------------------------------------------
 
 
 def copy_of_cache(cache: Path, *patterns: str) -> None:
@@ -282,7 +282,7 @@ def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(
     run: Run, tmp_path: Path, obedient: tuple[str, ...]
 ) -> None:
     """In the middle of a run: it goes on, or says what is wrong, and goes on once that is
-    mended."""
+    fixed."""
     cache = tmp_path / "cache"
     copy_of_cache(cache, "norm-cuda", "norm-sm_90-*", "norm-sm_80-*")
     there = {

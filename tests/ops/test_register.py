@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import completed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -139,13 +140,8 @@ flexops.swiglu(torch.ones(2))
 print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | without,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
+    process = completed(
+        [sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent
     )
     found, backends = json.loads(process.stdout)
     assert set(backends) == {"reference", "unasked"}
@@ -382,7 +378,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(
     monkeypatch.setitem(_register.references, op.func.name(), lambda x, by: x * by + 100)
     _register._stand_in("standing", "CPU")
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
-    # before torch 2.9 the kernel whose place another takes cannot be had: what is lacking is said
+    # before torch 2.9 the kernel whose place another takes is not available: what is lacking is said
     if not hasattr(torch.library, "get_kernel"):
         with pytest.raises(RuntimeError, match="twice<odd>"):
             op(torch.ones(3))

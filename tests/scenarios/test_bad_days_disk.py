@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from builds import answer, child_environment, copy_csrc, run_child, tiny_plan
+from processes import completed
 
 from flexops import settings
 from flexops.build.compile import device_code
@@ -187,12 +188,8 @@ def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path
     source = tmp_path / "answer.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     code = f"import flexops; flexops.load('answer', [{str(source)!r}], is_python_module=False)"
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "FLEXOPS_PCH": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
+    said = completed(
+        [sys.executable, "-c", code], env={**environment, "FLEXOPS_PCH": "0"}, code=None
     ).stderr
     assert "CacheError: extension answer cannot be loaded" in said
     assert "mounted noexec" in said

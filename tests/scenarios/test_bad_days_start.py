@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from builds import CHILDREN, REPOSITORY, child_environment, copy_csrc, run_child
+from processes import completed
 
 from flexops.toolchain.model import HostCompiler
 
@@ -233,14 +234,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return completed([sys.executable, *arguments], env=environment, code=None)
 
 
 def test_flexops_imports_and_says_what_is_wrong_when_it_is_used(broken: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from builds import REPOSITORY, child_environment
 from marks import first_of
+from processes import completed
 
 from flexops.build.plan import kernel_names
 from flexops.build.store import manifest as manifests
@@ -59,9 +60,7 @@ def wheel(source: Path, out: Path, *options: str, **variables: str) -> Done[str]
         str(source),
     ]
     environment = child_environment(PIP_DISABLE_PIP_VERSION_CHECK="1", **variables)
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    return completed(command, env=environment, code=None)
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +151,7 @@ print(json.dumps({"backend": status.backend, "path": str(status.path), "reason":
         PYTHONPATH=str(site), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", FLEXOPS_AOT_DIR=None,
         FLEXOPS_CACHE_DIR=str(tmp_path / "no-cache"),
     )  # fmt: skip
-    used = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert used.returncode == 0, used.stderr
+    used = completed([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     told = json.loads(used.stdout)
     assert told["backend"] == "aot", told
     assert told["path"].startswith(str(site))
@@ -379,9 +370,7 @@ def test_build_says_which_op_failed_and_builds_the_others(
         PYTHONPATH=str(broken), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_LOG="info"
     )
     command = [sys.executable, "-m", "flexops", "build", "--device", "cpu"]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = completed(command, env=environment, cwd=tmp_path, code=None)
     assert done.returncode == CompileError.exit_code, done.stdout + done.stderr
     assert "baseline, avx2, avx512" in done.stdout
     assert "quant-cpu could not be built" in done.stdout
@@ -408,12 +397,8 @@ def test_build_errors_are_said_in_one_piece(
     arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit
 ) -> None:
     assert nvcc_toolkit
-    done = subprocess.run(
-        [sys.executable, "-m", "flexops", "build", *arguments],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        [sys.executable, "-m", "flexops", "build", *arguments], env=child_environment(), code=None
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stderr

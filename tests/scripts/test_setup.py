@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from marks import first_of
+from processes import completed
 
 from scripts.setup import indexes
 
@@ -137,14 +138,13 @@ class Checkout:
             if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA", "PIP_", "UV_"))
         } | {"PIP_CONFIG_FILE": os.devnull}
         command = ["bash", SCRIPT, *arguments, *python]
-        return subprocess.run(
+        return completed(
             command,
             cwd=self.root,
             env={**clean, "PATH": self.path, **environ},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=1200,
+            code=None,
         )
 
     @property
@@ -452,13 +452,7 @@ def test_any_shell_runs_the_script(
         program,
         f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does",
     )
-    done = subprocess.run(
-        [program, *options, script, "--help"],
-        cwd=checkout.root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([program, *options, script, "--help"], cwd=checkout.root, code=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
@@ -493,9 +487,7 @@ def test_fish_is_told_how_to_use_the_environment(
     file = checkout.root / ".flexops" / "env.sh"
     command = f"""bash -c "source '{file}'; exec fish\""""
     assert command in done.stdout
-    told = subprocess.run(
-        ["fish", "-c", f"source {_quoted(file)}"], capture_output=True, text=True, check=False
-    )
+    told = completed(["fish", "-c", f"source {_quoted(file)}"], code=None)
     assert (told.stderr, told.stdout) == (
         "",
         (
@@ -503,13 +495,7 @@ def test_fish_is_told_how_to_use_the_environment(
             f" {command}\n"
         ),
     )
-    within = subprocess.run(
-        ["bash", "-c", command],
-        input="echo $VIRTUAL_ENV",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    within = completed(["bash", "-c", command], input="echo $VIRTUAL_ENV", code=None)
     assert within.stdout.strip() == str(checkout.root / ".venv"), within.stderr
 
 
@@ -728,9 +714,7 @@ def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
     }
     settings = indexes.pip_settings(environ, str(tmp_path))
     command = [sys.executable, "-m", "pip", "config", "list"]
-    told = subprocess.run(
-        command, env={**environ, "PATH": os.defpath}, capture_output=True, text=True, check=True
-    )
+    told = completed(command, env={**environ, "PATH": os.defpath})
     for line in told.stdout.splitlines():  # pip's view: the last of a name's lines wins
         name, _, value = line.partition("=")
         name = name.rpartition(".")[2]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops import _toml
@@ -38,9 +39,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    return completed(["git", "-C", str(root), *arguments]).stdout
 
 
 def commit(root: Path) -> None:
@@ -50,7 +49,7 @@ def commit(root: Path) -> None:
 
 def release(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flexops_tools.release", "--root", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return completed(command, code=None)
 
 
 def edit(path: Path, old: str, new: str) -> None:

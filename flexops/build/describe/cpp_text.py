@@ -45,7 +45,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 class Unclear(Exception):
-    """Something that is not surely understood: what it is, and the line."""
+    """Something that is not understood with certainty: what it is, and the line."""
 
     def __init__(self, what: str, line: int) -> None:
         super().__init__(what)

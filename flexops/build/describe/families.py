@@ -144,6 +144,26 @@ _LOGPROB_GRADIENTS: dict[str, Any] = {
     },
 }
 
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+_ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
+_ROPE: dict[str, Any] = {
+    "dtypes": {
+        "key": "query",
+        "cos": _FLOATS,
+        "sin": "cos",
+        "positions": ("int64", "int32"),
+    },
+    "shapes": {"sin": "cos"},
+    "strided": {
+        "query": "any",
+        "key": "any",
+        "cos": "columns",
+        "sin": "columns",
+        "positions": "any",
+    },
+}
+
 # ---- families with a binding of their own --------------------------------------------------------
 
 
@@ -157,7 +177,6 @@ def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
 
 
 _STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
-_ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
 ATTENTION_OPTIONS = (
     "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
     " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
@@ -509,8 +528,16 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "rope",
-        *_by_hand(f"rotary_embedding(Tensor query, Tensor? key, {_ROTATED}) {_PAIR}", plain=True),
-        *_by_hand(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()"),
+        _op(
+            f"rotary_embedding(Tensor query, Tensor? key, {_ROTATED}) {_PAIR}",
+            outputs=(
+                Output("query", order="query"),
+                Output("key", order="key", when="key"),
+            ),
+            plain=True,
+            **_ROPE,
+        ),
+        _op(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()", **_ROPE),
     ),
     _family(
         "softmax",

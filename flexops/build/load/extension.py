@@ -351,7 +351,7 @@ def _by_either(
         if (
             prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)
         ) is None:
-            raise ToolchainError("torch's own headers of CUDA's runtime are not there")
+            raise ToolchainError("torch's own headers of CUDA's runtime are missing")
         _require_nvrtc(chosen)
         return _by_nvrtc(prepared, chosen, cache)
     except (ToolchainError, CompileError) as problem:

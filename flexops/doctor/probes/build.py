@@ -51,7 +51,7 @@ def resources() -> Resources:
 
 
 def launcher(found: Toolchain) -> LauncherFact:
-    """The launcher's own statistics, since it was last told to forget them."""
+    """The launcher's own statistics, since they were last reset."""
     if found.launcher is None:
         return LauncherFact()
     if found.launcher.path.name == "sccache":

@@ -55,7 +55,7 @@ def test_every_kind_of_argument_is_read() -> None:
         ("scale(Tensor contiguous) -> Tensor", "contiguous is what the binding calls"),
         ("scale(Tensor x) -> (Tensor x_view, Tensor y)", "x_view is what the binding calls"),
         ("scale(Tensor x, ScalarType? dtype) -> Tensor", "no argument that the builder knows"),
-        ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "no argument that the builder knows"),
+        ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "y: contiguous"),
     ],
 )
 def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> None:
@@ -98,11 +98,12 @@ def test_shapes() -> None:
         ({"split": "columns"}, "columns"),
         ({"numbers": ("factor",)}, "factor"),
         ({"shapes": {"x": "len(factor)"}}, "factor"),
-        ({"strided": {"x": "columns"}}, "'columns'"),
+        ({"strided": {"x": "even rows"}}, "'even rows'"),
         ({"strided": {"x": "as x"}}, "'as x'"),
         ({"strided": {"x": "as factor"}}, "'as factor'"),
         ({"outputs": (Output(when="x"),)}, "when='x'"),
         ({"outputs": (Output(otherwise="4"),)}, "which says when"),
+        ({"outputs": (Output("4", order="x"),)}, "order='x'"),
         ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
     ],
 )

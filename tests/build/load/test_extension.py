@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from extension_tools import AUDIT, MODULE, environment, run, start, write_module
+from processes import completed
 
 import flexops
 from flexops import settings
@@ -217,7 +217,7 @@ def test_a_standalone_executable(tmp_path: Path) -> None:
         build_directory=tmp_path / "build",
     )
     assert path == str(tmp_path / "build" / "alone")
-    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout == "alone\n"
+    assert completed([path]).stdout == "alone\n"
 
 
 def test_build_directory_gets_the_result(tmp_path: Path) -> None:

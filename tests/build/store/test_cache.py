@@ -515,7 +515,7 @@ def test_an_archive_that_would_fill_the_disk_is_refused_early(
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * room, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * room, resource.RLIM_INFINITY))
-        with pytest.raises(CacheError, match="no archive") as caught:
+        with pytest.raises(CacheError, match="not an archive") as caught:
             cache_archive.import_archive(cache, archive)
         return caught.value.found
 
@@ -588,7 +588,7 @@ def in_child(work: Callable[[], str]) -> str:
 def test_a_name_that_flexops_does_not_write_is_refused(
     cache: BuildCache, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(CacheError, match="no archive") as caught:
+    with pytest.raises(CacheError, match="not an archive") as caught:
         cache_archive.import_archive(cache, archive_of(tmp_path / "names.tar.gz", {name: b"x"}))
     assert "unexpected name" in caught.value.found
     assert caught.value.found.isprintable()
@@ -599,7 +599,7 @@ def test_an_archive_may_not_hold_more_than_the_cache(
 ) -> None:
     add(cache, plan, os.urandom(100_000))
     cache_archive.export(cache, tmp_path / "cache.tar.gz")
-    with pytest.raises(CacheError, match="no archive") as caught:
+    with pytest.raises(CacheError, match="not an archive") as caught:
         cache_archive.import_archive(
             BuildCache(tmp_path / "small", max_bytes=50_000), tmp_path / "cache.tar.gz"
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builds import OLD_TORCH, TORCH
+from processes import completed
 
 from flexops.build.store import manifest as module
 from flexops.build.store.manifest import Manifest, judge, needed_versions, verify
@@ -187,11 +187,8 @@ def test_this_process_knows_its_own_libraries() -> None:
         "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.build.store import"
         " manifest as m; print(m._glibc(), m._libstdcxx())"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code],
-        capture_output=True,
-        text=True,
-        check=True,
+    said = completed(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code]
     ).stdout.split()
     assert said[0].startswith("2.")
     assert "libstdc++" in said[1]

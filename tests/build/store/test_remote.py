@@ -19,6 +19,7 @@ import pytest
 import remote_stores as stores
 from builds import answer, child_environment, runs, tiny_plan
 from marks import first_of
+from processes import completed
 from remote_machines import Machines, Open, claim
 
 from flexops.build.compile import building
@@ -340,15 +341,7 @@ def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) 
         "--nproc-per-node=3",
         str(script),
     ]
-    done = subprocess.run(
-        command,
-        env=child_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    completed(command, env=child_environment(OMP_NUM_THREADS="1"))
     assert machines.compiled == 1
     assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == [
         "0 1",
@@ -449,15 +442,7 @@ print(json.dumps({"backend": status.backend, "reason": status.reason, "sum": flo
 
 def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
     environment = child_environment(FLEXOPS_CACHE_DIR=str(tmp_path / name), **variables)
-    done = subprocess.run(
-        [sys.executable, "-c", CALL],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-c", CALL], env=environment)
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 

@@ -153,7 +153,7 @@ def _step(
     """Steps in a row, as queued; of many tensors, whose lists can take the host longer than the
     device takes to step them, once more with the host ahead."""
     case = Case(family, function, name, "step", size, calls, f"{count} an element", "queued")
-    # whoever measures a case empties it
+    # measuring a case empties it
     ahead = replace(case, name=f"{name}, host ahead", measure="device", contenders=dict(calls))
     yield case
     if setup.device == "cuda" and f", {MANY} " in name:
