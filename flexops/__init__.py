@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .kernels.definition import kernel as kernel
     from .ops._score_mod import ScoreMod as ScoreMod
     from .ops.activation import bias_gelu as bias_gelu
+    from .ops.activation import bias_relu2 as bias_relu2
     from .ops.activation import bias_silu as bias_silu
     from .ops.activation import geglu as geglu
     from .ops.activation import swiglu as swiglu
@@ -93,7 +94,7 @@ _NAMES = {
     "build.load.extension": ("load",),
     "build.load.extension_inline": ("load_inline",),
     "build.load.loader": ("FallbackWarning", "OpStatus", "status"),
-    "ops.activation": ("bias_gelu", "bias_silu", "geglu", "swiglu"),
+    "ops.activation": ("bias_gelu", "bias_relu2", "bias_silu", "geglu", "swiglu"),
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),

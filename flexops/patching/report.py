@@ -12,7 +12,10 @@ FAMILIES = {
     **dict.fromkeys(
         ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")
     ),
-    **dict.fromkeys(("swiglu_linear", "geglu_linear", "bias_gelu", "bias_silu"), ("activation",)),
+    **dict.fromkeys(
+        ("swiglu_linear", "geglu_linear", "bias_gelu", "bias_relu2", "bias_silu"), ("activation",)
+    ),
+    "gated_rms_norm": ("gated_norm",),
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),

@@ -244,6 +244,7 @@ FUNCTIONS = (
     "causal_conv1d",
     "cross_entropy",
     "few_rows",
+    "gated_norm",
     "logprobs",
     "norm",
     "quant",

@@ -270,7 +270,7 @@ class TestContract(Contract):
                 Refusal(
                     lambda: flexops.bias_gelu(SMALL, approximate="erf"),
                     ValueError,
-                    'approximate must be "none" or "tanh"',
+                    'approximate must be "none", "tanh" or "quick"',
                 ),  # type: ignore[arg-type]
                 Refusal(
                     lambda: flexops.bias_gelu(torch.zeros(())),
@@ -284,6 +284,15 @@ class TestContract(Contract):
             lambda x, b: flexops.bias_gelu(x, b, "tanh"),
             lambda x, b: F.gelu(x + b, approximate="tanh"),
             inductor=False,
+        ),
+        biased(
+            "bias_gelu quick",
+            lambda x, b: flexops.bias_gelu(x, b, "quick"),
+            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
+            inductor=False,
+        ),
+        biased(
+            "bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(), inductor=False
         ),
         Case(
             "bias_gelu without a bias",
@@ -540,8 +549,8 @@ def test_the_ops_themselves_check_too() -> None:
     address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ops.bias_gelu(x.double(), None, False), "bias_gelu: x must be float32"),
-        (lambda: ops.bias_gelu(x, torch.zeros(7), False), r"bias_gelu: bias must have shape \[8\]"),
+        (lambda: ops.bias_gelu(x.double(), None, 0), "bias_gelu: x must be float32"),
+        (lambda: ops.bias_gelu(x, torch.zeros(7), 0), r"bias_gelu: bias must have shape \[8\]"),
         (
             lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
             "bias_silu: bias must be float32",

@@ -121,6 +121,7 @@ _CONVOLUTION: dict[str, Any] = {
     "dtypes": {"weight": "float32", "bias": "float32"},
     "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
 }
+_GATED_NORM = "Tensor x, Tensor gate, Tensor? weight, float eps, int groups, bool norm_first"
 _OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
 _LOGPROBS = (
     "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
@@ -209,15 +210,20 @@ KVCACHE_CODES = (
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
-        _op("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", **_BIASED),
+        _op("bias_gelu(Tensor x, Tensor? bias, int approximate) -> Tensor", **_BIASED),
         _op(
-            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient)"
-            f" {_PAIR}",
+            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, int approximate, bool"
+            f" bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("bias_silu(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
         _op(
             f"bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
+            **_BIASED_BACKWARD,
+        ),
+        _op("bias_relu2(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
+        _op(
+            f"bias_relu2_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor", **_GATED),
@@ -605,6 +611,26 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"bias": "x[1]"},
             strided={"x": "any"},
             outputs=(Output("x", "x"),),
+        ),
+    ),
+    _family(
+        "gated_norm",
+        _op(
+            f"gated_rms_norm({_GATED_NORM}) -> Tensor",
+            dtypes={"x": _FLOATS, "gate": "x", "weight": _FLOATS},
+            shapes={"gate": "x", "weight": "x[1]"},
+            split="rows",
+        ),
+        _op(
+            f"gated_rms_norm_backward(Tensor grad, {_GATED_NORM}) -> (Tensor, Tensor, Tensor)",
+            dtypes={"grad": "x", "x": _FLOATS, "gate": "x", "weight": _FLOATS},
+            shapes={"grad": "x", "gate": "x", "weight": "x[1]"},
+            outputs=(
+                Output("x[0] // 16 + 1, x[1]", "float32"),
+                Output("x", "x"),
+                Output("x", "x"),
+            ),
+            split="rows",
         ),
     ),
     _family(

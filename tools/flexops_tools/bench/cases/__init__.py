@@ -58,6 +58,7 @@ SOURCES: tuple[Source, ...] = (
     Source("experts", "experts", "experts", ("gated_experts",)),
     Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
     Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
+    Source("gated_norm", "causal_conv1d", "gated_norm", ("gated_rms_norm",)),
     Source(
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
     ),
