@@ -24,7 +24,7 @@ from ._fused import (
     plain,
 )
 from ._loading import check_floats, check_names
-from ._orthogonal import orthogonalize
+from ._orthogonal import normalize, orthogonalize
 from .adam import _FusedAdam
 
 _BUFFER = "momentum_buffer"
@@ -280,15 +280,14 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
 def _orthogonal_steps(
     params: list[Tensor], averages: list[Tensor], group: dict[str, Any]
 ) -> list[Tensor]:
-    """This rank's part of each average with its singular values near 1, in bfloat16."""
+    """This rank's part of each average with its singular values near 1."""
     rows, columns = params[0].shape[-2:]
     counts = [param.shape[0] if param.dim() == 3 else 1 for param in params]
-    x = averages[0].new_empty(sum(counts), rows, columns, dtype=torch.bfloat16)
-    wholes = x.split(counts)
-    for param, average, whole in zip(params, averages, wholes, strict=True):
+    x = averages[0].new_empty(sum(counts), rows, columns)
+    for param, average, whole in zip(params, averages, x.split(counts), strict=True):
         whole.copy_(_gathered(average, param).view(whole.shape))
     coefficients = tuple(group["ns_coefficients"])
-    x = orthogonalize(x, coefficients, int(group["ns_steps"]), group["eps"])
+    x = orthogonalize(normalize(x, group["eps"]), coefficients, int(group["ns_steps"]))
     return [
         _own_part(whole.reshape(param.shape), param)
         for param, whole in zip(params, x.split(counts), strict=True)

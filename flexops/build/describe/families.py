@@ -425,6 +425,19 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=(8, 0),
     ),
     _family(
+        "muon",
+        _op(
+            "muon_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? added, int form, bool"
+            " symmetric, float alpha, float beta, float diagonal) -> ()",
+            dtypes={"out": ("float16",), "a": "out", "b": "out", "added": "out"},
+            shapes={"added": "out"},
+            strided={"a": "aligned", "b": "aligned"},
+            split="whole",
+        ),
+        hip=False,
+        least_capability=(9, 0),
+    ),
+    _family(
         "int4_linear",
         _op(
             f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
