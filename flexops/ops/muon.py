@@ -1,19 +1,21 @@
-"""Products of matrices of one shape, as ``flexops.optim.Muon`` iterates them::
+"""The parts of a step of ``flexops.optim.Muon`` on matrices of one shape: their averages, scaled to
+one norm; the products of the iterations; and what the parameters get.
 
-    out[i] = alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I
-
-Of results that are known to be symmetric, Hopper's kernels compute the part up to the diagonal.
+Products are ``alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I``. Of those that are known to be
+symmetric, Hopper's kernels compute the part up to the diagonal.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._declared import define
 from ._difference import difference
+from ._multi_tensor import increment_versions, on_cpu, split_lr
 from ._register import has_native
 
 ROWS, MIXED, COLUMNS = range(3)
@@ -51,18 +53,79 @@ def product(
 
 def _takes_kernels(a: Tensor, n: int) -> bool:
     return (
-        a.is_cuda
+        _is_native(a)
         and a.dtype == torch.float16
         and all(size % 8 == 0 for size in (*a.shape[1:], n))
         and a.numel() > 0
         and _is_hopper(a.device)
-        and has_native("muon", "cuda")
     )
+
+
+def _is_native(tensor: Tensor) -> bool:
+    return tensor.is_cuda and has_native("muon", "cuda")
 
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def average_(
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    averages: list[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool,
+    scale: float,
+    eps: float,
+    grad_scale: Tensor | None = None,
+) -> None:
+    """``buffer <- lerp(buffer, grad, 1 - momentum)``, and ``average`` becomes that, or with
+    ``nesterov`` ``lerp(grad, buffer, momentum)``, times ``scale / max(norm, eps)``.
+
+    Args:
+        grads, buffers, averages: a matrix each, all of one shape; the last two are written.
+        grad_scale: one float32 element that gradients are divided by first.
+    """
+    means = torch.ops.flexops.muon_average_.default
+    if not _is_native(grads[0]):
+        means = _average_reference
+    means(grads, buffers, averages, momentum, nesterov, scale, eps, grad_scale)
+
+
+def apply_(
+    params: list[Tensor], steps: list[Tensor], *, lr: float | Tensor, decay: float, factor: float
+) -> None:
+    """``param <- param (1 - lr decay) - lr factor step``, in float32."""
+    number, tensor = split_lr(lr, on_cpu(params))
+    if tensor is not None:
+        tensor = tensor.to(params[0].device)
+    native = _is_native(params[0])
+    means: Any = torch.ops.flexops.muon_apply_.default if native else _apply_reference
+    means(params, steps, number, decay, factor, tensor)
+    increment_versions(params)
+
+
+def _average_reference(
+    grads: list[Tensor], buffers: list[Tensor], averages: list[Tensor], momentum: float,
+    nesterov: bool, scale: float, eps: float, grad_scale: Tensor | None,
+) -> None:  # fmt: skip
+    for given, buffer, out in zip(grads, buffers, averages, strict=True):
+        grad = given.float() if grad_scale is None else given.float() / grad_scale
+        new = torch.lerp(buffer.float(), grad, 1 - momentum)
+        buffer.copy_(new)
+        average = torch.lerp(grad, new, momentum) if nesterov else new
+        out.copy_(average * (scale / torch.linalg.vector_norm(average).clamp(min=eps)))
+
+
+def _apply_reference(
+    params: list[Tensor], steps: list[Tensor], lr: float, decay: float, factor: float,
+    lr_tensor: Tensor | None,
+) -> None:  # fmt: skip
+    rate: Any = lr if lr_tensor is None else lr_tensor.reshape(())
+    for param, step in zip(params, steps, strict=True):
+        param.copy_(param.float() * (1 - rate * decay) - rate * factor * step.float())
 
 
 def _reference(
@@ -79,6 +142,8 @@ def _reference(
 
 
 define("muon_product_", _reference, hidden=True)
+define("muon_average_", _average_reference, hidden=True)
+define("muon_apply_", _apply_reference, hidden=True)
 
 
 def self_check(device: str) -> float:

@@ -434,8 +434,20 @@ CATALOG: tuple[OpSpec, ...] = (
             strided={"a": "aligned", "b": "aligned"},
             split="whole",
         ),
+        _op(
+            "muon_average_(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] averages, float"
+            " momentum, bool nesterov, float scale, float eps, Tensor? grad_scale) -> ()",
+            rows=Rows(("grads", "buffers", "averages")),
+            numbers=("grad_scale",),
+        ),
+        _op(
+            "muon_apply_(Tensor(a!)[] params, Tensor[] steps, float lr, float decay, float factor,"
+            " Tensor? lr_tensor) -> ()",
+            rows=Rows(("params", "steps")),
+            numbers=("lr_tensor",),
+        ),
         hip=False,
-        least_capability=(9, 0),
+        least_capability=_LISTS,
     ),
     _family(
         "int4_linear",
