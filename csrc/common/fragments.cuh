@@ -1,5 +1,5 @@
-// From the registers of mma's and wgmma's accumulators, of which each lane of a quad has two of every
-// eight columns, to 16-byte accesses of memory and back.
+// From the registers of mma's and wgmma's accumulators, of which each lane of a quad has two of
+// every eight columns, to 16-byte accesses of memory and back.
 #pragma once
 
 #include "common/device.cuh"

@@ -1,10 +1,10 @@
 // Muon's passes over lists of matrices, which are rows of multi_tensor.cuh: their memory access is
 // what decides.
 //
-//   Measure   grad, buffer -> buffer <- lerp(buffer, grad); the squares' sum of the average by chunks
-//   factor    the chunks' sums -> scale / norm, a block for each matrix
-//   Scale     grad, buffer -> the average, times that factor
-//   Apply     param, step -> param <- param (1 - lr decay) - lr factor step
+//   Measure: the buffer becomes lerp(buffer, grad); the sums of the average's squares by chunks
+//   factor:  from these sums scale / norm, a block for each matrix
+//   Scale:   the average, times that factor
+//   Apply:   param (1 - lr decay) - lr factor step
 #pragma once
 
 #include "common/multi_tensor.cuh"
@@ -119,8 +119,7 @@ struct Norms {
   float scale, eps;
 };
 
-__global__ void __launch_bounds__(Norms::kThreads)
-    factor(const FLEXOPS_GRID_CONSTANT Norms p) {
+__global__ void __launch_bounds__(Norms::kThreads) factor(const FLEXOPS_GRID_CONSTANT Norms p) {
   const float* const own = p.partials + blockIdx.x * p.chunks;
   float sum = 0.0f;
   for (i64 at = threadIdx.x; at < p.chunks; at += Norms::kThreads) sum += own[at];

@@ -4,9 +4,9 @@
 //   out[i] = alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I
 //
 // A cluster of two blocks is persistent: it takes every so many-th tile of 256 x 256 results, each
-// block 128 rows of it. A block's producer thread loads its rows of A and half of the tile's columns
-// of B, which goes to both blocks, into a ring of kStages stages of 64 summands; a stage is empty
-// when the consumers of both blocks have read it. Two consumer warpgroups have 64 rows each.
+// block 128 rows of it. A block's producer thread loads its rows of A and half of the tile's
+// columns of B, which goes to both blocks, into a ring of kStages stages of 64 summands; a stage is
+// empty when the consumers of both blocks have read it. Two consumer warpgroups have 64 rows each.
 //
 //   Shared memory: kStages times A (16 KiB) and B (32 KiB); barriers "full" and "empty" of each.
 //   Registers of a consumer: the tile's 64 x 256 sums in float32, 128 registers.
@@ -211,7 +211,8 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int gro
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        const u64 left = kForm == kColumns ? A::columns(a, 64 * group, s) : A::rows(a, 64 * group, s);
+        const u64 left =
+            kForm == kColumns ? A::columns(a, 64 * group, s) : A::rows(a, 64 * group, s);
         const u64 right = kForm == kRows ? B::rows(b, 0, s) : B::columns(b, 0, s);
         wgmma<f16, kForm == kColumns, kForm != kRows>(acc, left, right, true);
       }

@@ -38,9 +38,9 @@ class Muon(_FusedAdam):
     are no matrices.
 
     A step averages the gradient, makes the average's singular values about 1 by Newton-Schulz
-    iterations in bfloat16, and subtracts the result. Matrices of one shape are iterated as one
-    batch, and wide ones by their Gram matrices, which takes about half of the products; results
-    agree with torch's to the rounding of bfloat16.
+    iterations in float16 (on the CPU in float32), and subtracts the result. Matrices of one shape
+    are iterated as one batch, and wide ones by their Gram matrices, which takes about half of the
+    products; results agree with torch's to the rounding of bfloat16, which torch iterates in.
 
     Parameters of two dimensions are matrices, those of three are batches of matrices (weights of
     experts, ``[experts, rows, columns]``). All others, and groups with ``"muon": False`` (give
