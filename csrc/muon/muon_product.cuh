@@ -27,6 +27,7 @@ enum Form : int { kRows, kMixed, kColumns };
 struct Product {
   hopper::TensorMap a, b;  // boxes of 64 columns; of 128 rows where columns are summed over, or 64
   f16* out;                // [matrices, m, n]
+  f16* low;                // as out, or null: what results were rounded off
   const f16* added;        // as out, or null
   float alpha, beta, diagonal;
   int m, n, k;
@@ -115,53 +116,14 @@ FLEXOPS_DEVICE u32 transposed(u32 word) {
   return out;
 }
 
-/// Scales a warp's 16 x 256 sums from (row, column) on, adds what is added, and stores them;
-/// `mirrored` also transposed.
-FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, int row, int column,
-                               bool mirrored) {
+/// Stores a warp's 16 x 256 sums from (row, column) on; `mirrored` also transposed.
+FLEXOPS_DEVICE void store_sums(const Product& p, f16* out, const float (&acc)[128], int row,
+                               int column, bool mirrored) {
   const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, quad = lane % 4;
-  f16* const out = p.out + static_cast<i64>(matrix) * p.m * p.n;
-  const bool diagonal = p.diagonal != 0.0f && row < column + 256 && column < row + 16;
+  // By rows.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = row + group + 8 * half, left = p.n - column;
-    const bool valid = at < p.m;
-    // Load what is added.
-    uint4 added[8] = {};
-    if (p.added) {
-      const f16* const from =
-          p.added + (static_cast<i64>(matrix) * p.m + at) * p.n + column + 8 * quad;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (valid && 32 * j + 8 * quad < left)
-          added[j] = *reinterpret_cast<const uint4*>(from + 32 * j);
-      }
-    }
-    // Combine.
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      u32 words[4] = {added[j].x, added[j].y, added[j].z, added[j].w};
-      if (p.added) transpose_quad(words);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& sum = acc[4 * (4 * j + i) + 2 * half + e];
-          sum *= p.alpha;
-          if (p.added) sum = fmaf(p.beta, half_of<f16>(words[i], e), sum);
-        }
-      }
-    }
-    if (diagonal) {
-      const int own = at - column - 2 * quad;  // 8 j + e on the diagonal
-#pragma unroll
-      for (int j = 0; j < 32; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (own == 8 * j + e) acc[4 * j + 2 * half + e] += p.diagonal;
-      }
-    }
-    // Store by rows.
+    const int at = row + group + 8 * half;
     f16* const to = out + static_cast<i64>(at) * p.n + column;
 #pragma unroll
     for (int j = 0; j < 32; j += 4) {
@@ -169,11 +131,11 @@ FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, 
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         words[i] = pack2<f16>(acc[4 * (j + i) + 2 * half], acc[4 * (j + i) + 2 * half + 1]);
-      store_columns(to + 8 * j, words, left - 8 * j, valid);
+      store_columns(to + 8 * j, words, p.n - column - 8 * j, at < p.m);
     }
   }
   if (!mirrored) return;
-  // Store by columns: two columns of eight at a time, 16 bytes of a column in a lane.
+  // By columns: two columns of eight at a time, 16 bytes of a column in a lane.
   const int first = row + 8 * (quad % 2);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
@@ -188,6 +150,65 @@ FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, 
     if (at < p.n && first < p.m)
       store<Cache::normal>(reinterpret_cast<uint4*>(out + static_cast<i64>(at) * p.n + first),
                            uint4{words[0], words[1], words[2], words[3]});
+  }
+}
+
+/// Scales a warp's 16 x 256 sums from (row, column) on, adds what is added, and stores them;
+/// `mirrored` also transposed.
+FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, int row, int column,
+                               bool mirrored) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, quad = lane % 4;
+  const bool diagonal = p.diagonal != 0.0f && row < column + 256 && column < row + 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + group + 8 * half, left = p.n - column;
+    const bool valid = at < p.m;
+    const f16* const from =
+        p.added + (static_cast<i64>(matrix) * p.m + at) * p.n + column + 8 * quad;
+#pragma unroll
+    for (int begin = 0; begin < 8; begin += 4) {
+      uint4 added[4] = {};
+      if (p.added) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (valid && 32 * (begin + j) + 8 * quad < left)
+            added[j] = *reinterpret_cast<const uint4*>(from + 32 * (begin + j));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        u32 words[4] = {added[j].x, added[j].y, added[j].z, added[j].w};
+        if (p.added) transpose_quad(words);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& sum = acc[4 * (4 * (begin + j) + i / 2) + 2 * half + i % 2];
+          sum *= p.alpha;
+          if (p.added) sum = fmaf(p.beta, half_of<f16>(words[i / 2], i % 2), sum);
+        }
+      }
+    }
+    if (diagonal) {
+      const int own = at - column - 2 * quad;  // 8 j + e on the diagonal
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (own == 8 * j + e) acc[4 * j + 2 * half + e] += p.diagonal;
+      }
+    }
+  }
+  // Store, then what the results were rounded off.
+  f16* to = p.out;
+#pragma unroll 1
+  while (true) {
+    store_sums(p, to + static_cast<i64>(matrix) * p.m * p.n, acc, row, column, mirrored);
+    if (!p.low || to == p.low) return;
+    to = p.low;
+#pragma unroll
+    for (int i = 0; i < 128; i += 2) {
+      const u32 word = pack2<f16>(acc[i], acc[i + 1]);
+      acc[i] -= half_of<f16>(word, 0), acc[i + 1] -= half_of<f16>(word, 1);
+    }
   }
 }
 

@@ -35,18 +35,20 @@ const char* muon_product__cuda(const TensorView& out, const TensorView& a, const
   const bool columns_a = form == muon::kColumns, columns_b = form != muon::kRows;
   const int64_t m = a.size(columns_a ? 2 : 1), k = a.size(columns_a ? 1 : 2),
                 n = b.size(columns_b ? 2 : 1);
+  if (out.numel == 0 || a.numel == 0) return "muon_product_: matrices must not be empty";
   if (b.size(columns_b ? 1 : 2) != k || out.size(1) != m || out.size(2) != n ||
-      a.size(0) != out.size(0) || b.size(0) != out.size(0) || (symmetric && m != n))
+      out.size(0) % a.size(0) || out.size(0) / a.size(0) > 2 || b.size(0) != a.size(0) ||
+      (symmetric && m != n))
     return "muon_product_: the matrices' sizes do not fit";
   if (m % 8 || n % 8 || k % 8) return "muon_product_: sizes must be multiples of 8";
-  if (out.numel == 0 || k == 0) return nullptr;
   muon::Product p = {};
-  p.out = out.as<f16>(), p.added = added ? added.as<f16>() : nullptr;
+  p.out = out.as<f16>(), p.low = out.size(0) > a.size(0) ? p.out + out.numel / 2 : nullptr;
+  p.added = added ? added.as<f16>() : nullptr;
   p.alpha = static_cast<float>(alpha), p.beta = static_cast<float>(beta);
   p.diagonal = static_cast<float>(diagonal);
   p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(k);
   p.tiles_m = static_cast<int>(ceil_div(m, 256)), p.tiles_n = static_cast<int>(ceil_div(n, 256));
-  p.tiles = static_cast<int>(out.size(0)) *
+  p.tiles = static_cast<int>(a.size(0)) *
             (symmetric ? p.tiles_m * (p.tiles_m + 1) / 2 : p.tiles_m * p.tiles_n);
   p.symmetric = symmetric;
   if (form == muon::kRows) return launch_product<muon::kRows>(p, a, b, stream);

@@ -32,6 +32,7 @@ def product(
     added: Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    low: bool = False,
 ) -> Tensor:
     """``alpha op(a) op(b) + beta added + diagonal I``, matrix by matrix.
 
@@ -40,12 +41,14 @@ def product(
         form: ``ROWS``, ``MIXED`` or ``COLUMNS``.
         symmetric: the result is symmetric but for rounding.
         added: of the result's shape and dtype.
+        low: also return what the results were rounded off.
 
     Returns:
-        ``[matrices, m, n]`` of a's dtype; sums are of float32.
+        ``[matrices, m, n]`` of a's dtype, or ``[2 matrices, m, n]`` with ``low``; sums are of
+        float32.
     """
     m, n = a.shape[1 if form != COLUMNS else 2], b.shape[1 if form == ROWS else 2]
-    out = a.new_empty(a.shape[0], m, n)
+    out = a.new_empty(a.shape[0] * (2 if low else 1), m, n)
     means = torch.ops.flexops.muon_product_.default if _takes_kernels(a, n) else _reference
     means(out, a, b, added, form, symmetric, alpha, beta, diagonal)
     return out
@@ -134,11 +137,17 @@ def _reference(
 ) -> None:  # fmt: skip
     del symmetric
     left, right = a.mT if form == COLUMNS else a, b.mT if form == ROWS else b
+    low = None
+    if out.shape[0] > a.shape[0]:
+        out, low = out.chunk(2)
     given = out if added is None else added
     # without an addend beta is 0, and what is in `out` does not count
     torch.baddbmm(given, left, right, beta=beta if added is not None else 0, alpha=alpha, out=out)
     if diagonal:
         out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    if low is not None:
+        exact = torch.baddbmm(out.float(), left.float(), right.float(), beta=0, alpha=alpha)
+        low.copy_(exact.sub_(out))
 
 
 define("muon_product_", _reference, hidden=True)

@@ -61,6 +61,16 @@ def test_products(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [40, pytest.param(520, marks=pytest.mark.extra)])
+def test_a_product_and_what_it_was_rounded_off(size: int, device: str) -> None:
+    x = drawn(2, size, 96, device=device, dtype=torch.float16)
+    high, low = muon.product(x, x, symmetric=True, alpha=4.0, low=True).chunk(2)
+    exact = 4 * x.double() @ x.double().mT
+    torch.testing.assert_close(high.double(), exact, rtol=2**-11, atol=2**-14)
+    torch.testing.assert_close(high.double() + low.double(), exact, rtol=2**-18, atol=2**-14)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_averages_and_steps(dtype: torch.dtype, nesterov: bool, device: str) -> None:
