@@ -450,6 +450,31 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=(8, 0),
     ),
     _family(
+        "muon",
+        _op(
+            "muon_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? added, int form, bool"
+            " symmetric, float alpha, float beta, float diagonal) -> ()",
+            dtypes={"out": ("float16",), "a": "out", "b": "out", "added": "out"},
+            shapes={"added": "out"},
+            strided={"a": "aligned", "b": "aligned"},
+            split="whole",
+        ),
+        _op(
+            "muon_average_(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] averages, float"
+            " momentum, bool nesterov, float scale, float eps, Tensor? grad_scale) -> ()",
+            rows=Rows(("grads", "buffers", "averages")),
+            numbers=("grad_scale",),
+        ),
+        _op(
+            "muon_apply_(Tensor(a!)[] params, Tensor[] steps, float lr, float decay, float factor,"
+            " Tensor? lr_tensor) -> ()",
+            rows=Rows(("params", "steps")),
+            numbers=("lr_tensor",),
+        ),
+        hip=False,
+        least_capability=_LISTS,
+    ),
+    _family(
         "int4_linear",
         _op(
             f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",

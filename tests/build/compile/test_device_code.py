@@ -176,7 +176,8 @@ def test_which_families_older_gpus_run() -> None:
         for one in (ComputeCapability(6, 1), ComputeCapability(7, 0))
     }
     assert refused == {
-        "6.1": {"adagrad", "adam", "adam8bit", "experts", "grad_norm", "lamb", "lion"} | AMPERE,
+        "6.1": {"adagrad", "adam", "adam8bit", "experts", "grad_norm", "lamb", "lion", "muon"}
+        | AMPERE,
         "7.0": AMPERE,
     }
 
