@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import convolution, int4, stepping, torch_modules, trl
+from . import fp8 as fp8_products
 from . import generation as generating
 from . import projections as projecting
 from . import residuals as adding
@@ -47,6 +48,7 @@ def patch(
     optimizer: Any = False,
     in_graphs: bool = False,
     weights: Any = None,
+    fp8: str | None = None,
 ) -> Report:
     """Put flexops' operators into a model, in place.
 
@@ -79,6 +81,9 @@ def patch(
             Embeddings and output layers keep 16 bits. :func:`unpatch` cannot bring the 16-bit
             weights back: load the checkpoint again. Layers of 4 bits that compressed-tensors,
             gptqmodel, auto-gptq or autoawq built are converted in any case, with the same values.
+        fp8: matrix products of linear layers in training, by :func:`flexops.fp8_linear`:
+            ``"rowwise"`` or ``"rowwise_with_gw_hp"``. Output layers, small layers and inputs of few
+            rows keep 16-bit products, which the report lists with the reason.
 
     Returns:
         what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
@@ -116,7 +121,9 @@ def patch(
                 found=f"flexops.patch({model!r}, weights={weights!r})",
                 fix="from_pretrained(..., quantization_config=flexops.patching.Int4Config())",
             )
-        return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
+        return classes.patch(
+            model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
+        )
     if not isinstance(model, nn.Module):
         raise PatchError(
             "flexops.patch takes a module, a class of models or an architecture's name",
@@ -135,6 +142,7 @@ def patch(
         outcomes += [row for module in model.modules() for row in _project(module, projections)]
         outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
         outcomes += adding.patch(model, wanted["residuals"], in_graphs)
+        outcomes += fp8_products.patch(model, fp8) if fp8 is not None else ()
         for module in model.modules():
             row = generating.switch(module, "" if generation else "generation=False")
             outcomes += [] if row is None else [row]
