@@ -6,13 +6,16 @@
 // products; so each has rows and columns quantized.
 #pragma once
 
+#include "activation/activation.cuh"
 #include "fp8/fp8_quantize.cuh"
 
 namespace flexops::fp8_linear {
 
 using rows::Packed;
 
-inline constexpr int kRowThreads = 1024, kRowVectors = 4;  // of a row, which a thread keeps
+inline constexpr int kRowThreads = 1024, kRowVectors = 4,
+                     kGatedVectors = 2;    // of a row, which a thread keeps
+inline constexpr int kGatedThreads = 896;  // so that each has 72 registers
 inline constexpr int kColumnThreads = 256;
 inline constexpr int kTileRows = 128, kTileColumns = 64;  // that a block transposes
 inline constexpr int kScanRows = 64, kScanColumns = 256;  // whose largest a block finds
@@ -23,6 +26,15 @@ struct RowParams {
   u8* codes;
   float* scales;
   int columns;  // a multiple of 16
+};
+
+struct GatedParams {
+  const void *packed, *grad;  // gates and ups side by side; grad: of their product, or null
+  i64 packed_stride, grad_stride;
+  u8 *codes, *grad_codes;
+  float *scales, *grad_scales;
+  int columns;  // of the product, a multiple of 16
+  activation::Function function;
 };
 
 struct ColumnParams {
@@ -50,8 +62,7 @@ FLEXOPS_DEVICE scaled::Scaling power_of_two(u32 largest) {
   return out;
 }
 
-// ---- rows
-// ----------------------------------------------------------------------------------------
+// ---- rows ----
 
 template <typename T>
 FLEXOPS_DEVICE void write_row_codes(u8* to, int at, const Packed& in,
@@ -107,8 +118,117 @@ __global__ void __launch_bounds__(kRowThreads)
                        scaling);
 }
 
-// ---- columns
-// -------------------------------------------------------------------------------------
+// ---- rows of act(gate) * up ----
+
+/// A vector of act(gate) * up; and with a gradient of it, those of gate and up. Rounded to T, as
+/// the activation's own kernels do.
+template <typename T, bool kBackward>
+struct GatedVector {
+  static constexpr int N = kPerVector<T>;
+  Packed product, gate, up;
+
+  FLEXOPS_DEVICE void load(const GatedParams& p, int vector) {
+    const i64 row = blockIdx.x;
+    const T* packed = static_cast<const T*>(p.packed) + row * p.packed_stride + vector * N;
+    gate = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(packed));
+    up = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(packed + p.columns));
+    if constexpr (kBackward)
+      product = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(
+          static_cast<const T*>(p.grad) + row * p.grad_stride + vector * N));
+  }
+  FLEXOPS_DEVICE void compute(const activation::Function& function) {
+    constexpr bool kAccurate = activation::kIsAccurate<T>;
+    float gates[N], ups[N];
+    rows::widen<T>(gates, gate);
+    rows::widen<T>(ups, up);
+    if constexpr (kBackward) {
+      float outer[N], values[N];
+      rows::widen<T>(outer, product);
+      activation::differentiate_all<kAccurate>(gates, function, values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        gates[i] *= outer[i] * ups[i];
+        ups[i] *= values[i];
+        values[i] *= outer[i];
+      }
+      gate = rows::packed<T>(gates), up = rows::packed<T>(values);
+      product = rows::packed<T>(ups);
+    } else {
+      activation::activate_all<kAccurate>(gates, function);
+#pragma unroll
+      for (int i = 0; i < N; ++i) gates[i] *= ups[i];
+      product = rows::packed<T>(gates);
+    }
+  }
+  FLEXOPS_DEVICE void find(u32& largest, u32& grad_largest) const {
+    largest = scaled::add_largest<T>(largest, product);
+    if constexpr (kBackward)
+      grad_largest = scaled::add_largest<T>(scaled::add_largest<T>(grad_largest, gate), up);
+  }
+  FLEXOPS_DEVICE void write(const GatedParams& p, int vector, const scaled::Scaling& scaling,
+                            const scaled::Scaling& grad_scaling) const {
+    const i64 row = static_cast<i64>(blockIdx.x) * p.columns;
+    write_row_codes<T>(p.codes + row, vector * N, product, scaling);
+    if constexpr (kBackward) {
+      write_row_codes<T>(p.grad_codes + 2 * row, vector * N, gate, grad_scaling);
+      write_row_codes<T>(p.grad_codes + 2 * row + p.columns, vector * N, up, grad_scaling);
+    }
+  }
+};
+
+/// A block for each row, as quantize_rows.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kGatedThreads)
+    quantize_gated(const FLEXOPS_GRID_CONSTANT GatedParams p) {
+  using Vector = GatedVector<T, kBackward>;
+  __shared__ u32 shared[2][kGatedThreads / rows::kNarrowWarp];
+  const int vectors = p.columns / Vector::N, step = static_cast<int>(blockDim.x);
+  // Compute what is kept, and find the largest magnitudes.
+  Vector kept[kGatedVectors];
+  u32 largest = 0, grad_largest = 0;
+#pragma unroll
+  for (int k = 0; k < kGatedVectors; ++k) {
+    const int vector = threadIdx.x + k * step;
+    kept[k] = {};
+    if (vector < vectors) kept[k].load(p, vector);
+  }
+#pragma unroll
+  for (int k = 0; k < kGatedVectors; ++k) {
+    kept[k].compute(p.function);
+    kept[k].find(largest, grad_largest);
+  }
+  for (int vector = threadIdx.x + kGatedVectors * step; vector < vectors; vector += step) {
+    Vector one;
+    one.load(p, vector);
+    one.compute(p.function);
+    one.find(largest, grad_largest);
+  }
+  const auto scaling_of = [&](u32 found, u32* room) {
+    return power_of_two(
+        rows::group_reduce(scaled::widen_bits<T>(scaled::one_of<T>(found)), Max(), 0u, step, room));
+  };
+  const scaled::Scaling scaling = scaling_of(largest, shared[0]);
+  scaled::Scaling grad_scaling = scaling;
+  if constexpr (kBackward) grad_scaling = scaling_of(grad_largest, shared[1]);
+  if (threadIdx.x == 0) {
+    p.scales[blockIdx.x] = scaling.scale;
+    if (kBackward) p.grad_scales[blockIdx.x] = grad_scaling.scale;
+  }
+  // Encode and write.
+#pragma unroll
+  for (int k = 0; k < kGatedVectors; ++k) {
+    const int vector = threadIdx.x + k * step;
+    if (vector < vectors) kept[k].write(p, vector, scaling, grad_scaling);
+  }
+  for (int vector = threadIdx.x + kGatedVectors * step; vector < vectors; vector += step) {
+    Vector one;
+    one.load(p, vector);
+    one.compute(p.function);
+    one.write(p, vector, scaling, grad_scaling);
+  }
+}
+
+// ---- columns ----
 
 /// Eight neighbours of a row, as they are loaded.
 template <typename T>

@@ -1,5 +1,6 @@
 // Launchers of the quantization of fp8 products' operands.
 
+#include "activation/activation_launch.h"
 #include "common/launch.h"
 #include "fp8_linear/fp8_linear.cuh"
 
@@ -7,12 +8,23 @@ namespace flexops {
 namespace {
 
 using fp8_linear::ColumnParams;
+using fp8_linear::GatedParams;
 using fp8_linear::RowParams;
 
 constexpr KernelOf<RowParams> kQuantizeRows[] = FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_rows);
 constexpr KernelOf<ColumnParams> kFindLargest[] =
     FLEXOPS_EACH_COMMON_TYPE(fp8_linear::find_largest);
 constexpr KernelOf<ColumnParams> kTranspose[] = FLEXOPS_EACH_COMMON_TYPE(fp8_linear::transpose);
+
+constexpr KernelOf<GatedParams> kGated[] =
+    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, false);
+constexpr KernelOf<GatedParams> kGatedBackward[] =
+    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, true);
+
+/// At most `most` threads that share a row of so many bytes, of which each keeps `kept` vectors.
+Dim3 threads_of(int64_t bytes, int kept, int most) {
+  return blocks(least(ceil_div(bytes / 16, 32 * kept) * 32, most));
+}
 
 /// The sizes that kernels count on. Also that every matrix in the list has as many columns.
 const char* wrong(const TensorView& x, const TensorViews& more, int64_t rows) {
@@ -40,14 +52,41 @@ const char* fp8_rows_cuda(const TensorView& x, const TensorViews& more, int64_t 
   p.codes = codes.as<u8>(), p.scales = scales.as<float>();
   for (int64_t i = 0; i <= more.count; ++i) {
     const TensorView& one = i ? more[i - 1] : x;
-    const int64_t vectors = one.columns() * dtype_size(one.dtype) / 16;
-    const int64_t threads = ceil_div(vectors, 32 * fp8_linear::kRowVectors) * 32;
     p.x = one.data, p.stride = one.row_stride();
     if (one.numel > 0)
       launch(kQuantizeRows[static_cast<int>(x.dtype)],
-             {blocks(one.size(0)), blocks(least(threads, fp8_linear::kRowThreads)), stream}, p);
+             {blocks(one.size(0)),
+              threads_of(one.columns() * dtype_size(one.dtype), fp8_linear::kRowVectors,
+                         fp8_linear::kRowThreads),
+              stream},
+             p);
     p.codes += one.numel, p.scales += one.size(0);
   }
+  return last_error();
+}
+
+const char* fp8_gated_rows_cuda(const TensorView& packed, const TensorView& grad,
+                                int64_t activation, const TensorView& codes,
+                                const TensorView& scales, const TensorView& grad_codes,
+                                const TensorView& grad_scales, void* stream) {
+  if (packed.dim != 2 || packed.columns() % 32 != 0)
+    return "packed must be a matrix whose width is a multiple of 32";
+  GatedParams p = {};
+  p.packed = packed.data, p.packed_stride = packed.row_stride();
+  p.codes = codes.as<u8>(), p.scales = scales.as<float>();
+  p.columns = static_cast<int>(packed.columns() / 2);
+  p.function = activation::function_of(activation);
+  if (grad) {
+    p.grad = grad.data, p.grad_stride = grad.row_stride();
+    p.grad_codes = grad_codes.as<u8>(), p.grad_scales = grad_scales.as<float>();
+  }
+  if (packed.numel > 0)
+    launch((grad ? kGatedBackward : kGated)[static_cast<int>(packed.dtype)],
+           {blocks(packed.size(0)),
+            threads_of(p.columns * dtype_size(packed.dtype), fp8_linear::kGatedVectors,
+                       fp8_linear::kGatedThreads),
+            stream},
+           p);
   return last_error();
 }
 

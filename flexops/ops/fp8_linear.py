@@ -35,9 +35,11 @@ from .._torch import product_dtype, scaled_product, scaled_product_refusal
 from ._declared import define
 from ._difference import difference
 from ._register import check_places
-from .activation import FLOAT_DTYPES
+from .activation import FLOAT_DTYPES, gated_backward_reference, gated_reference
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
+ACTIVATIONS = ("silu", "none", "tanh")
+"""Of gated blocks, in the order of their numbers here; gelu is named by its approximation."""
 MULTIPLE = 16
 """What both dimensions of a weight must be a multiple of."""
 _CODES = torch.float8_e4m3fn
@@ -183,6 +185,21 @@ def _columns_reference(
     return padded, scales[:, None], largest
 
 
+def _gated_rows_reference(
+    packed: Tensor, grad: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    product = gated_reference(packed, None, ACTIVATIONS[activation], False)
+    if grad is None:
+        none = packed.new_empty(0, dtype=_CODES), packed.new_empty(0, dtype=torch.float32)
+        return *_rows_reference(product, (), len(product)), *none
+    of_packed, _ = gated_backward_reference(grad, packed, None, ACTIVATIONS[activation], False)
+    return (
+        *_rows_reference(product, (), len(product)),
+        *_rows_reference(of_packed, (), len(of_packed)),
+    )
+
+
+define("fp8_gated_rows", _gated_rows_reference)
 define("fp8_rows", _rows_reference, check=_check_matrices)
 define(
     "fp8_columns",
@@ -197,6 +214,16 @@ def _rows(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return _rows_reference(*args)
     codes, scales = torch.ops.flexops.fp8_rows.default(*args)
     return codes, scales
+
+
+def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """``rows(act(gate) * up)``; and with the gradient of the product the rows of gate's and up's,
+    side by side."""
+    args = packed, grad, ACTIVATIONS.index(activation)
+    if not packed.is_cuda:
+        return _gated_rows_reference(*args)
+    results: tuple[Tensor, ...] = torch.ops.flexops.fp8_gated_rows.default(*args)
+    return results
 
 
 def _columns(matrices: Sequence[Tensor], row_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -260,7 +287,8 @@ class _Linears(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 of_x = _product(codes, _columns(weights), ctx.x_dtype).view(ctx.shape)
             if any(wanted[: ctx.count]):
-                whole = _weight_gradient(ctx.recipe, rows, codes, x, scales, ctx.dtypes[0])
+                high = None if ctx.recipe == RECIPES[0] else rows
+                whole = _weight_gradient(high, codes, x, scales, ctx.dtypes[0])
                 of_parts[: ctx.count] = whole.split([weight.shape[0] for weight in weights])
             if any(wanted[ctx.count :]):
                 sums = rows.sum(0, dtype=torch.float32)
@@ -273,15 +301,15 @@ class _Linears(torch.autograd.Function):
 
 
 def _weight_gradient(
-    recipe: str,
-    grad: Tensor,
+    grad: Tensor | None,
     codes: tuple[Tensor, Tensor],
     x: Tensor,
     scales: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of rows ``grad``, whose codes are there; x is codes if it has ``scales``."""
-    if recipe != RECIPES[0]:
+    """Of ``grad``, rows whose codes are there, as a 16-bit product; without it in fp8. ``x`` is
+    codes if it has ``scales``."""
+    if grad is not None:
         return (grad.t() @ x.to(grad.dtype)).to(dtype)
     return _product(_columns((codes[0],), codes[1]), _columns((x,), scales), dtype)
 
@@ -308,7 +336,8 @@ class _GatedMlp(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         codes = _rows((rows,))
         packed = _product(codes, _rows((gate, up)), dtype)
-        result = _product(_rows((_gated(packed, activation),)), _rows((down,)), dtype)
+        inner = _gated_rows(packed, None, activation)
+        result = _product((inner[0], inner[1]), _rows((down,)), dtype)
         ctx.x_dtype, ctx.shape, ctx.activation, ctx.recipe = x.dtype, x.shape, activation, recipe
         kept = codes if recipe == RECIPES[0] else (rows, None)
         wanted = any(ctx.needs_input_grad[4:6])
@@ -322,22 +351,24 @@ class _GatedMlp(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         rows, of_x, of_down, halves = grad.reshape(-1, grad.shape[-1]), None, None, (None, None)
         with torch.autocast(grad.device.type, enabled=False):
-            codes = _rows((rows,))
-            if wanted[6]:
-                product = _gated(packed, ctx.activation)
-                of_down = _weight_gradient(ctx.recipe, rows, codes, product, None, down.dtype)
-                del product
-            if wanted[0] or wanted[4] or wanted[5]:
-                of_product = _product(codes, _columns((down,)), packed.dtype)
+            codes, of_packed = _rows((rows,)), None
+            high = None if ctx.recipe == RECIPES[0] else rows
+            of_product = _product(codes, _columns((down,)), packed.dtype)
+            if high is None:
+                product, its_scales, *inner = _gated_rows(packed, of_product, ctx.activation)
+            else:
+                product, its_scales = _gated(packed, ctx.activation), None
                 of_packed = _gated_gradient(of_product, packed, ctx.activation)
-                del of_product
-                codes = _rows((of_packed,))
-                if wanted[0]:
-                    of_x = _product(codes, _columns((gate, up)), ctx.x_dtype).view(ctx.shape)
-                if wanted[4] or wanted[5]:
-                    halves = _weight_gradient(
-                        ctx.recipe, of_packed, codes, x, scales, gate.dtype
-                    ).chunk(2)
+                inner = list(_rows((of_packed,)))
+            del of_product
+            if wanted[6]:
+                of_down = _weight_gradient(high, codes, product, its_scales, down.dtype)
+            del product
+            codes = inner[0], inner[1]
+            if wanted[0]:
+                of_x = _product(codes, _columns((gate, up)), ctx.x_dtype).view(ctx.shape)
+            if wanted[4] or wanted[5]:
+                halves = _weight_gradient(of_packed, codes, x, scales, gate.dtype).chunk(2)
         of_gate, of_up = (
             half if asked else None for half, asked in zip(halves, wanted[4:6], strict=True)
         )
