@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from ..generation.state import state
 from . import decoding
 from .forwards import is_ours
-from .linears import together
+from .linears import shared, together
 from .probe import Swap
 
 NAMES = ("q_proj", "k_proj", "v_proj")
-_FOUND = "_flexops_projected"
 
 
 def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
@@ -27,18 +26,8 @@ def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
         return F.linear(x, module.weight, module.bias)
     if decoding.takes(x, *siblings):
         return _in_a_step(module, x, siblings)
-    found = module.__dict__.pop(_FOUND, None)
-    if found is not None and found[0] is x and found[2] == x._version:
-        made: Tensor = found[1]
-        return made
-    results = together(x, siblings) if siblings[0] is module else None
-    if results is None:
-        return F.linear(x, module.weight, module.bias)
-    # attention keeps the values, and must not keep all three with them
-    results[-1] = results[-1].contiguous()
-    for one, result in zip(siblings[1:], results[1:], strict=True):
-        one.__dict__[_FOUND] = (x, result, x._version)
-    return results[0]
+    known = shared(module, x, siblings, together)
+    return F.linear(x, module.weight, module.bias) if known is None else known
 
 
 def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tensor:
