@@ -1,155 +1,323 @@
-// Products of up to 16 rows of x: memory decides, so all that a warp reads goes to its registers,
-// several tiles ahead.
+// Products of up to 16 rows of x: memory decides. As many blocks as fit stay for the whole product.
+// Each warp streams its chunks of the weight, kChunk tiles of columns of 16 rows with their scales
+// and zero points, through a ring of stages in shared memory of its own: nothing but the sums is
+// shared with other warps, so no warp waits for another one before the end of a pass.
+//
+// Chunk number f of a block (row tile f / chunks, columns f % chunks) is warp f % warps'. The blocks
+// of a cluster share the columns of the same row tiles, chunk by chunk.
+//
+// With one or two rows of x, six of the eight columns of an mma would be empty. There column
+// 2 slot + token has the rows of x in every fourth unit (64 columns; 32 in groups of 32) only, and
+// zeros elsewhere: an accumulator then holds the sums of four groups, and scales are applied once.
 #pragma once
 
+#include "common/reduce.cuh"
 #include "int4_linear/int4_linear.cuh"
 
 namespace flexops::int4 {
 
-/// What a warp reads of one tile of columns, for kRows tiles of rows and 8 * kTokens rows of x.
-template <int kRows, int kTokens>
-struct Fetched {
-  uint4 words[kRows], x[kTokens][2];
-  u32 scales[kRows][2], zeros[kRows][2];  // the second ones with groups of 32
+inline constexpr int kFewWarps = 8, kChunk = 4;
+
+/// Bytes of a stage: words, scales, zero points.
+template <bool kSmall>
+inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
+/// Columns that are summed before a scale is applied, of a chunk.
+template <bool kSmall>
+inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
+inline constexpr int kZeroBytes = kChunk * 128;  // that lanes without a row of x read
+
+/// Where the parts of a block's shared memory begin, in bytes.
+struct FewLayout {
+  int x_stride, sums, parts, ring, barriers, bytes;
+  FLEXOPS_DEVICE FewLayout(int rows, int tokens, int chunks, int pass_rows, int stages,
+                                bool small) {
+    // 8 lanes read two rows of x from different banks.
+    x_stride = chunks * kChunk * 128 + 64;
+    sums = kZeroBytes + (rows * x_stride + 127) / 128 * 128;
+    parts = sums + chunks * kChunk * (small ? 2 : 1) * tokens * 4;
+    ring = (parts + pass_rows * kFewWarps * tokens * 64 + 127) / 128 * 128;
+    barriers = ring + stages * kFewWarps * kChunk * (512 + 64 * (small ? 2 : 1));
+    bytes = barriers + stages * kFewWarps * 8;
+  }
 };
 
-/// Lets the compiler keep an address in registers, instead of computing it again for each load.
-template <class V>
-FLEXOPS_DEVICE void keep_address(const V*& address) {
-  asm volatile("" : "+l"(address));
+/// Of two 16-bit numbers, as float16 or bfloat16.
+FLEXOPS_DEVICE float scale_of(const Params& p, u32 word, int half) {
+  return p.half_scales ? half_of<f16>(word, half) : half_of<bf16>(word, half);
 }
 
-/// Warps and blocks of a cluster share the tiles of columns in turns. `S`: of the scales;
-/// kAhead: tiles of columns that are fetched before they are multiplied.
-template <class T, class S, int kRows, int kTokens, int kAhead, int kThreads, int kBlocks,
-          bool kSmall>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+/// `kSlots`: units that an accumulator keeps apart, 4 (of at most 2 rows of x) or 1 (of 8 kTokens).
+template <class T, int kSlots, int kTokens, bool kSmall>
+__global__ void __launch_bounds__(32 * kFewWarps, 2)
     few_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int kUnits = kFewUnits<kSmall>, kPad = kSlots == 4 ? 2 : 8 * kTokens;
+  constexpr int kStage = kFewStage<kSmall>, kNumbers = kUnits * 32;
+  static_assert(kSlots == 1 || kTokens == 1, "slots share the 8 columns of one mma");
   extern __shared__ uint4 storage[];
-  const Place place(p);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
-            warps = static_cast<int>(blockDim.x) / 32;
-  const int g = lane / 4, t = lane % 4, first_tile = place.n_tile * kRows;
+  u8* const shared = reinterpret_cast<u8*>(storage);
+  const FewLayout at(p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int g = lane / 4, t = lane % 4;
+  const int blocks = static_cast<int>(gridDim.x) / p.cluster,
+            block = static_cast<int>(blockIdx.x) / p.cluster,
+            rank = static_cast<int>(blockIdx.x) - block * p.cluster;
+  const int rows = (p.tiles_n - block + blocks - 1) / blocks;  // row tiles: block, block + blocks...
+  const int count = rows * p.chunks;
   let_next_start();
-  const u32 step = warps * p.cluster, begin = place.rank * warps + warp, tiles_k = p.tiles_k;
-  const bool shifted = p.group_shift == 7;  // two tiles of columns have one group
 
-  // Where the thread's data of the first tile of columns begin.
-  const uint4* words[kRows];
-  const u32* scales[kRows];
-  const i64 to_zeros = reinterpret_cast<i64>(p.zeros) - reinterpret_cast<i64>(p.scales);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const i64 tile = min(first_tile + r, p.tiles_n - 1), group = tile * p.groups * 8 + g;
-    words[r] = reinterpret_cast<const uint4*>(p.packed) + tile * tiles_k * 32 + lane;
-    scales[r] = reinterpret_cast<const u32*>(p.scales) + group;
-    keep_address(words[r]), keep_address(scales[r]);
+  // The ring: the chunk to fetch next is `ahead`, in the row tile and columns that belong to it.
+  u8* const ring = shared + at.ring + warp * p.stages * kStage;
+  const u32 barriers = hopper::shared_address(shared + at.barriers + warp * p.stages * 8);
+#if FLEXOPS_HAS_CLUSTERS
+  if (lane == 0) {
+    for (int i = 0; i < p.stages; ++i) hopper::init(barriers + 8 * i, 1);
+    hopper::fence_init();
   }
-  const uint4* x[kTokens];
+  __syncwarp();
+#endif
+  const int group_shift = p.group_shift - 6;  // log2 of tiles to a group; -1: two groups to a tile
+  const auto groups_of = [&](int tiles) {
+    return kSmall ? 2 * tiles : tiles >> group_shift;
+  };
+  int ahead = warp, ahead_row = warp / p.chunks, ahead_chunk = warp - ahead_row * p.chunks;
+  const auto fetch = [&](int stage) {
+    if (ahead < count) {
+      const i64 row = block + static_cast<i64>(ahead_row) * blocks;
+      const int tile = (rank + ahead_chunk * p.cluster) * kChunk;
+      const int tiles = max(min(kChunk, p.tiles_k - tile), 0), groups = groups_of(tiles);
+      const u8* const words = p.packed + (row * p.tiles_k + tile) * 512;
+      const i64 number = (row * p.groups + groups_of(tile)) * 16;
+      u8* const to = ring + stage * kStage;
+#if FLEXOPS_HAS_CLUSTERS
+      if (lane == 0) {
+        const u32 there = hopper::shared_address(to), barrier = barriers + 8 * stage;
+        hopper::expect(barrier, tiles * 512 + groups * (p.zeros ? 64 : 32));
+        if (tiles > 0) {
+          hopper::load_bytes(there, words, tiles * 512, barrier);
+          hopper::load_bytes(there + kChunk * 512, p.scales + number, groups * 32, barrier);
+          if (p.zeros)
+            hopper::load_bytes(there + kChunk * 512 + kNumbers, p.zeros + number, groups * 32,
+                               barrier);
+        }
+      }
+#else
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        const bool inside = i < tiles;
+        async_copy16(to + (32 * i + lane) * 16, inside ? words + (32 * i + lane) * 16 : p.packed,
+                     inside);
+      }
+      if (lane < 2 * groups) {
+        async_copy16(to + kChunk * 512 + lane * 16, p.scales + number + lane * 8, true);
+        if (p.zeros)
+          async_copy16(to + kChunk * 512 + kNumbers + lane * 16, p.zeros + number + lane * 8, true);
+      }
+#endif
+    }
+    ahead += kFewWarps, ahead_chunk += kFewWarps;
+    while (ahead_chunk >= p.chunks) ahead_chunk -= p.chunks, ++ahead_row;
+    async_commit();
+  };
+  for (int i = 0; i < p.stages; ++i) fetch(i);
+
+  // Rows of x, as far as the block's chunks go, and the sums of their units, which offset and zero
+  // points are multiplied by.
+  for (int i = thread; i < kZeroBytes / 16; i += 32 * kFewWarps) storage[i] = uint4{0, 0, 0, 0};
+  wait_for_previous();
+  u8* const rows_of_x = shared + kZeroBytes;
+  float* const sums = reinterpret_cast<float*>(shared + at.sums);
+  for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kFewWarps) {
+    if (i % kPad >= p.m) sums[i] = 0.0f;
+  }
+  {
+    constexpr int kAhead = 4;
+    const int per_row = p.chunks * (kChunk / 4), all = p.m * per_row;  // warps' vectors
+    for (int first = warp; first < all; first += kAhead * kFewWarps) {
+      uint4 values[kAhead];
+      int row[kAhead], vector[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = first + i * kFewWarps;
+        row[i] = piece / per_row, vector[i] = (piece - row[i] * per_row) * 32 + lane;
+        const int chunk = vector[i] / (kChunk * 8);
+        const int column =
+            (rank + chunk * p.cluster) * kChunk * 64 + vector[i] % (kChunk * 8) * 8;
+        values[i] = uint4{0, 0, 0, 0};
+        if (piece < all && column < p.k)
+          values[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) +
+                                                      static_cast<i64>(row[i]) * p.k + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i * kFewWarps >= all) break;  // the whole warp's
+        *reinterpret_cast<uint4*>(rows_of_x + row[i] * at.x_stride + vector[i] * 16) = values[i];
+        const u32 words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum += half_of<T>(words[j], 0) + half_of<T>(words[j], 1);
+        constexpr int kLanes = kSmall ? 4 : 8;
+        sum = warp_reduce<kLanes>(sum, Sum());
+        if (lane % kLanes == 0) sums[vector[i] / kLanes * kPad + row[i]] = sum;
+      }
+    }
+  }
+  __syncthreads();
+
+  // A lane's part of x: the row and slot of column g of an mma.
   bool valid[kTokens];
+  const u8* x[kTokens];
 #pragma unroll
   for (int n = 0; n < kTokens; ++n) {
-    valid[n] = 8 * n + g < p.m;
-    x[n] = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) +
-                                          (valid[n] ? 8 * n + g : 0) * static_cast<i64>(p.k)) +
-           t;
+    const int token = kSlots == 4 ? g % 2 : 8 * n + g;
+    valid[n] = token < p.m;
+    x[n] = valid[n] ? rows_of_x + token * at.x_stride + 16 * t : shared + 16 * t;
   }
+  const int slot = kSlots == 4 ? g / 2 : 0;
 
-  const auto fetch_weight = [&](Fetched<kRows, kTokens>& to, u32 tile_k) {
-    // Products of 32 bits with constants, added to an address in one instruction.
-    const u64 group = kSmall ? 2 * tile_k : shifted ? tile_k / 2 : tile_k, tile = tile_k;
+  float acc[kTokens][4] = {};
+  const auto multiply = [&](const u8* stage, int chunk) {
+    const uint4* const words = reinterpret_cast<const uint4*>(stage) + lane;
+    const u32* const scales = reinterpret_cast<const u32*>(stage + kChunk * 512) + g;
+    const int left = p.tiles_k - (rank + chunk * p.cluster) * kChunk,
+              units = kSmall ? 2 * left : left;  // that the weight has from here on
+    const float* const sum = sums + chunk * kUnits * kPad;
+    const int chunk_bytes = chunk * kChunk * 128;
+    // Adds the sums of a unit, times its scales.
+    const auto apply = [&](const float(&part)[kTokens][4], int unit) {
+      const int group = kSmall ? unit : unit >> group_shift;
+      const bool inside = unit < units;
+      const u32 scale = inside ? scales[group * 8] : 0,
+                zero = inside && p.zeros ? scales[kNumbers / 4 + group * 8] : 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      to.words[r] = load_once(words[r] + tile * 32);
+      for (int half = 0; half < 2; ++half) {
+        const float factor = scale_of(p, scale, half),
+                    less = -Code<T>::kOffset - zero_of(p, zero, half);
 #pragma unroll
-      for (int h = 0; h < (kSmall ? 2 : 1); ++h) {
-        const u32* const at = scales[r] + group * 8 + 8 * h;
-        to.scales[r][h] = load<Cache::constant>(at);
-        if (p.zeros)
-          to.zeros[r][h] = load<Cache::constant>(
-              reinterpret_cast<const u32*>(reinterpret_cast<i64>(at) + to_zeros));
-      }
-    }
-  };
-  const auto fetch_x = [&](Fetched<kRows, kTokens>& to, u32 tile_k) {
+        for (int n = 0; n < kTokens; ++n) {
 #pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        to.x[n][h] = uint4{0, 0, 0, 0};
-        if (valid[n] && (!kSmall || h == 0 || static_cast<int>(64 * tile_k) + 32 < p.k))
-          to.x[n][h] = x[n][static_cast<u64>(tile_k) * 8 + 4 * h];
-      }
-    }
-  };
-
-  float acc[kRows][kTokens][4] = {};
-  const auto multiply = [&](const Fetched<kRows, kTokens>& of) {
-    const u32 ones[4] = {Code<T>::kOnes, Code<T>::kOnes, Code<T>::kOnes, Code<T>::kOnes};
-    float part[kRows][kTokens][4] = {}, sums[kTokens][4] = {};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Codes times x, and the sums of x, which the offset and the zero points are multiplied by.
-#pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-        mma<T>(sums[n], ones, of.x[n][h].x, of.x[n][h].y);
-        mma<T>(sums[n], ones, of.x[n][h].z, of.x[n][h].w);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        u32 left[4];
-        widen_codes<T>(left, h == 0 ? of.words[r].x : of.words[r].z);
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n) mma<T>(part[r][n], left, of.x[n][h].x, of.x[n][h].y);
-        widen_codes<T>(left, h == 0 ? of.words[r].y : of.words[r].w);
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n) mma<T>(part[r][n], left, of.x[n][h].z, of.x[n][h].w);
-      }
-      if (h == 0 && !kSmall) continue;
-      // The group is complete.
-      constexpr int kGroup = kSmall ? 1 : 0;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float scale = half_of<S>(of.scales[r][h * kGroup], half),
-                      zero = Code<T>::kOffset + zero_of(p, of.zeros[r][h * kGroup], half),
-                      less = -scale * zero;
-#pragma unroll
-          for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              acc[r][n][i] += scale * part[r][n][i];
-              acc[r][n][i] += less * sums[n][i];
-              part[r][n][i] = 0.0f;
-            }
+          for (int i = 0; i < 2; ++i) {
+            const int token = kSlots == 4 ? i : 8 * n + 2 * t + i;
+            acc[n][2 * half + i] +=
+                factor * (part[n][2 * half + i] + less * sum[unit * kPad + token]);
           }
         }
       }
+    };
 #pragma unroll
-      for (int n = 0; n < kTokens; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    for (int first = 0; first < kUnits; first += kSlots) {
+      float part[2][kTokens][4] = {};
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        const int unit = first + j, tile = kSmall ? unit / 2 : unit;
+        const u8* from[kTokens];
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n)
+          from[n] = valid[n] && slot == j ? x[n] + chunk_bytes : shared + 16 * t;
+        const uint4 all = words[tile * 32];
+#pragma unroll
+        for (int h = kSmall ? unit % 2 : 0; h < (kSmall ? unit % 2 + 1 : 2); ++h) {
+          u32 left[2][4];
+          widen_codes<T>(left[0], h == 0 ? all.x : all.z);
+          widen_codes<T>(left[1], h == 0 ? all.y : all.w);
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) {
+            const uint4 right = *reinterpret_cast<const uint4*>(from[n] + tile * 128 + h * 64);
+            mma<T>(part[0][n], left[0], right.x, right.y);
+            mma<T>(part[kSlots == 4 ? 1 : 0][n], left[1], right.z, right.w);
+          }
+        }
+      }
+      if constexpr (kSlots == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[0][0][i] += part[1][0][i];
+      }
+      apply(part[0], first + (kSlots == 4 ? t : 0));
     }
   };
 
-  Fetched<kRows, kTokens> fetched[kAhead];
+  // Passes over as many row tiles as there is room for sums of.
+  float* const parts = reinterpret_cast<float*>(shared + at.parts);
+  constexpr int kPart = 16 * kPad;  // floats of a warp and a row tile
+  int f = warp, stage = 0, row = warp / p.chunks, chunk = warp - row * p.chunks;
+  u32 phase = 0;
+  for (int first_row = 0; first_row < rows; first_row += p.pass_rows) {
+    const int end_row = min(first_row + p.pass_rows, rows);
+    while (row < end_row) {
+      // Until the chunk is there.
+#if FLEXOPS_HAS_CLUSTERS
+      hopper::wait(barriers + 8 * stage, phase);
+#else
+      async_wait(p.stages - 1);
+      __syncwarp();
+#endif
+      multiply(ring + stage * kStage, chunk);
+      // All lanes have read the stage.
+      hopper::fence_async();
+      __syncwarp();
+      fetch(stage);
+      if (++stage == p.stages) stage = 0, phase ^= 1;
+      const int before = row;
+      chunk += kFewWarps;
+      while (chunk >= p.chunks) chunk -= p.chunks, ++row;
+      if (row == before) continue;
+      // The row tile's sums.
+      float* const to = parts + ((before - first_row) * kFewWarps + warp) * kPart;
+      if constexpr (kSlots == 4) {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (begin + i * step < tiles_k) fetch_weight(fetched[i], begin + i * step);
-  }
-  wait_for_previous();
+        for (int i = 0; i < 4; ++i) acc[0][i] = warp_reduce<4>(acc[0][i], Sum());
+        const float low = t % 2 == 0 ? acc[0][0] : acc[0][1],
+                    high = t % 2 == 0 ? acc[0][2] : acc[0][3];
+        to[4 * g + t] = t < 2 ? low : high;
+      } else {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (begin + i * step < tiles_k) fetch_x(fetched[i], begin + i * step);
-  }
-  for (u32 tile = begin; tile < tiles_k;) {
+        for (int n = 0; n < kTokens; ++n)
+          reinterpret_cast<float4*>(to)[n * 32 + lane] = {acc[n][0], acc[n][1], acc[n][2],
+                                                          acc[n][3]};
+      }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i, tile += step) {
-      const u32 next = tile + kAhead * step;
-      if (tile < tiles_k) multiply(fetched[i]);
-      if (next < tiles_k) fetch_weight(fetched[i], next), fetch_x(fetched[i], next);
+      for (int n = 0; n < kTokens; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    }
+    __syncthreads();
+    // The warps' sums, in the order of their chunks, in the place of the first one's.
+    const int pass = end_row - first_row, sharing = min(p.chunks, kFewWarps);
+    if (sharing > 1) {
+      for (int i = thread; i < pass * kPart; i += 32 * kFewWarps) {
+        const int of = i / kPart, element = i - of * kPart;
+        float* const own = parts + of * kFewWarps * kPart + element;
+        float total = 0.0f;
+        const int begin = (first_row + of) * p.chunks;
+        for (int w = 0; w < sharing; ++w) total += own[(begin + w) % kFewWarps * kPart];
+        own[0] = total;
+      }
+      __syncthreads();
+    }
+    if (p.cluster > 1) cluster_sync();
+    // Each block of the cluster writes its part of the results.
+    for (int i = thread + rank * 32 * kFewWarps; i < pass * 16 * p.m;
+         i += 32 * kFewWarps * p.cluster) {
+      const int of = i / (16 * p.m), rest = i - of * 16 * p.m, token = rest / 16, line = rest % 16;
+      const int n = (block + (first_row + of) * blocks) * 16 + line;
+      if (n >= p.n) continue;
+      const int element = kSlots == 4 ? 4 * (line % 8) + 2 * (line / 8) + token
+                                      : (token / 8 * 32 + 4 * (line % 8) + token % 8 / 2) * 4 +
+                                            2 * (line / 8) + token % 2;
+      const int first_part =
+          sharing > 1 ? 0 : (first_row + of) * p.chunks % kFewWarps * kPart;
+      const float* const from = parts + of * kFewWarps * kPart + first_part + element;
+      float total = from[0];
+      if (p.cluster > 1) {
+        total = cluster_load(from, 0);
+        for (int other = 1; other < p.cluster; ++other) total += cluster_load(from, other);
+      }
+      if (p.bias) total += to_float(static_cast<const T*>(p.bias)[n]);
+      static_cast<T*>(p.out)[static_cast<i64>(token) * p.n + n] = from_float<T>(total);
+    }
+    if (p.cluster > 1) {
+      cluster_sync();  // other blocks may still read this one's sums
+    } else {
+      __syncthreads();
     }
   }
-  finish<T, kRows, kTokens>(p, place, reinterpret_cast<float*>(storage), acc);
 }
 
 }  // namespace flexops::int4

@@ -27,9 +27,15 @@ struct Params {
   int tiles_n, tiles_k, groups;
   int group_shift;  // log2 of the group size
   int cluster;      // blocks that share the columns of one tile of the result
+  bool half_scales;  // float16
+  // many_rows
   int token_tiles;
   int warps_n;   // warps beside each other along n
   int log_rows;  // log2 of the rows of W that a block has
+  // few_rows
+  int chunks;     // of a row tile, of a block of the cluster
+  int pass_rows;  // row tiles whose sums have room
+  int stages;     // of a warp's ring
 };
 
 /// How a code becomes a number of T: its bits are put into the fraction of a power of two.

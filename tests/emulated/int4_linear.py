@@ -9,7 +9,7 @@ import torch
 import flexops
 from flexops.ops import int4_linear as reference
 
-FEW, MANY = (2 << 24 | 8 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
+FEW, MANY = (1 << 24 | 1 << 16 | 3 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
 
 
 def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4Weight:
@@ -27,9 +27,9 @@ def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4W
     [
         (1, 40, 1024, 64, False, FEW),
         (3, 33, 96, 32, False, FEW),
-        (8, 70, 256, 128, True, 2 << 24 | 2 << 8 | 1),
-        (16, 100, 192, 64, False, 2 << 24 | 8 << 8 | 1),
-        (13, 100, 160, 32, True, 2 << 24 | 4 << 8 | 1),
+        (8, 70, 640, 128, True, 1 << 24 | 2 << 16 | 2 << 8 | 1),
+        (16, 100, 192, 64, False, FEW),
+        (2, 300, 2656, 32, True, FEW),
         (20, 100, 640, 64, False, MANY),
         (70, 70, 224, 32, False, MANY),
         (33, 130, 256, 128, True, 2 << 24 | 8 << 16 | 8 << 8 | 1),
