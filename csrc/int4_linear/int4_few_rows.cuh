@@ -16,20 +16,20 @@
 
 namespace flexops::int4 {
 
-inline constexpr int kFewWarps = 8, kChunk = 4;
+inline constexpr int kFewWarps = 8;
 
 /// Bytes of a stage: words, scales, zero points.
-template <bool kSmall>
+template <int kChunk, bool kSmall>
 inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
 /// Columns that are summed before a scale is applied, of a chunk.
-template <bool kSmall>
+template <int kChunk, bool kSmall>
 inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
-inline constexpr int kZeroBytes = kChunk * 128;  // that lanes without a row of x read
+inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, parts, ring, barriers, bytes;
-  FLEXOPS_DEVICE FewLayout(int rows, int tokens, int chunks, int pass_rows, int stages,
+  FLEXOPS_DEVICE FewLayout(int kChunk, int rows, int tokens, int chunks, int pass_rows, int stages,
                                 bool small) {
     // 8 lanes read two rows of x from different banks.
     x_stride = chunks * kChunk * 128 + 64;
@@ -47,15 +47,15 @@ FLEXOPS_DEVICE float scale_of(const Params& p, u32 word, int half) {
 }
 
 /// `kSlots`: units that an accumulator keeps apart, 4 (of at most 2 rows of x) or 1 (of 8 kTokens).
-template <class T, int kSlots, int kTokens, bool kSmall>
+template <class T, int kChunk, int kSlots, int kTokens, bool kSmall>
 __global__ void __launch_bounds__(32 * kFewWarps, 2)
     few_rows(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int kUnits = kFewUnits<kSmall>, kPad = kSlots == 4 ? 2 : 8 * kTokens;
-  constexpr int kStage = kFewStage<kSmall>, kNumbers = kUnits * 32;
+  constexpr int kUnits = kFewUnits<kChunk, kSmall>, kPad = kSlots == 4 ? 2 : 8 * kTokens;
+  constexpr int kStage = kFewStage<kChunk, kSmall>, kNumbers = kUnits * 32;
   static_assert(kSlots == 1 || kTokens == 1, "slots share the 8 columns of one mma");
   extern __shared__ uint4 storage[];
   u8* const shared = reinterpret_cast<u8*>(storage);
-  const FewLayout at(p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall);
+  const FewLayout at(kChunk, p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>(gridDim.x) / p.cluster,
@@ -107,10 +107,10 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
         async_copy16(to + (32 * i + lane) * 16, inside ? words + (32 * i + lane) * 16 : p.packed,
                      inside);
       }
-      if (lane < 2 * groups) {
-        async_copy16(to + kChunk * 512 + lane * 16, p.scales + number + lane * 8, true);
+      for (int i = lane; i < 2 * groups; i += 32) {
+        async_copy16(to + kChunk * 512 + i * 16, p.scales + number + i * 8, true);
         if (p.zeros)
-          async_copy16(to + kChunk * 512 + kNumbers + lane * 16, p.zeros + number + lane * 8, true);
+          async_copy16(to + kChunk * 512 + kNumbers + i * 16, p.zeros + number + i * 8, true);
       }
 #endif
     }
