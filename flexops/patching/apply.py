@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import PatchError
+from ..nn import Int4Linear
 from . import attention as attending
 from . import convolution, int4, stepping, torch_modules, trl
 from . import generation as generating
@@ -297,7 +298,7 @@ def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
     for one in () if reason else linears:
         one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
     last = getattr(module, "o_proj", None)
-    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
+    if not reason and type(last) in (nn.Linear, Int4Linear) and "forward" not in last.__dict__:
         last.__dict__["forward"] = functools.partial(projecting.output, last)
     yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..generation.state import state
+from ..nn import Int4Linear
 from . import decoding
 from .forwards import replacement
 from .linears import together
@@ -28,12 +28,17 @@ def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Te
         return made
     results = together(x, siblings) if siblings[0] is module else None
     if results is None:
-        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+        return _plainly(module, x)
     # attention keeps the values, and must not keep all three with them
     results[-1] = results[-1].contiguous()
     for one, result in zip(siblings[1:], results[1:], strict=True):
         one.__dict__[_FOUND] = (x, result, x._version)
     return results[0]
+
+
+def _plainly(module: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = type(module).forward(module, x)
+    return made
 
 
 def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tensor:
@@ -52,7 +57,7 @@ def output(module: nn.Module, x: Tensor) -> Tensor:
     """The linear layer behind attention."""
     if decoding.takes(x, module):
         return decoding.product(x, (module,), ends=True)
-    return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    return _plainly(module, x)
 
 
 def refusal(module: Any) -> str | None:
@@ -60,7 +65,7 @@ def refusal(module: Any) -> str | None:
     linears = [getattr(module, name, None) for name in NAMES]
     if not all(isinstance(one, nn.Module) for one in linears):
         return None
-    if not all(type(one) is nn.Linear for one in linears):
+    if {type(one) for one in linears} not in ({nn.Linear}, {Int4Linear}):
         return "its projections are no plain linear layers"
     return (
         ""
