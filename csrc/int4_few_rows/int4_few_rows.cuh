@@ -3,8 +3,8 @@
 // and zero points, through a ring of stages in shared memory of its own: nothing but the sums is
 // shared with other warps, so no warp waits for another one before the end of a pass.
 //
-// Chunk number f of a block (row tile f / chunks, columns f % chunks) is warp f % warps'. The blocks
-// of a cluster share the columns of the same row tiles, chunk by chunk.
+// Chunk number f of a block (row tile f / chunks, columns f % chunks) is warp f % warps'. The
+// blocks of a cluster share the columns of the same row tiles, chunk by chunk.
 //
 // With one or two rows of x, six of the eight columns of an mma would be empty. There column
 // 2 slot + token has the rows of x in every fourth unit (64 columns; 32 in groups of 32) only, and
@@ -56,8 +56,8 @@ inline constexpr int kZeroBytes = kChunk * 128;  // that lanes without a row of 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
-  FLEXOPS_DEVICE FewLayout(int rows, int tokens, int chunks, int pass_rows, int stages,
-                           bool small, bool norm) {
+  FLEXOPS_DEVICE FewLayout(int rows, int tokens, int chunks, int pass_rows, int stages, bool small,
+                           bool norm) {
     // 8 lanes read two rows of x from different banks.
     x_stride = chunks * kChunk * 128 + 64;
     sums = kZeroBytes + (rows * x_stride + 127) / 128 * 128;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     const float* const sum = sums + chunk * kUnits * kPad;
     const int chunk_bytes = chunk * kChunk * 128;
     // Adds the sums of a unit, times its scales.
-    const auto apply = [&](const float(&part)[kTokens][4], int unit) {
+    const auto apply = [&](const float (&part)[kTokens][4], int unit) {
       const int group = kSmall ? unit : unit >> group_shift;
       const bool inside = unit < units;
       const u32 scale = inside ? scales[group * 8] : 0,
@@ -374,8 +374,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
           p.norm ? rsqrtf(of_cluster(squares + token) / static_cast<float>(p.k) + p.eps) : 1.0f;
       const auto result = [&](int of, int which) {
         const int warp = sharing > 1 ? 0 : (first_row + of) * p.chunks % kFewWarps;
-        float total =
-            of_cluster(parts + (of * kFewWarps + warp) * kPart + element) * factor;
+        float total = of_cluster(parts + (of * kFewWarps + warp) * kPart + element) * factor;
         const void* const bias = p.weights[which].bias;
         return bias ? total + to_float(static_cast<const T*>(bias)[column]) : total;
       };

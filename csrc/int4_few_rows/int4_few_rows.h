@@ -7,14 +7,14 @@
 namespace flexops {
 
 struct Int4FewRows {
-  TensorView x;                        // [rows, k]
-  TensorViews packed, scales, zeros;   // of each weight; no zeros: all are 8
-  TensorViews biases;                  // none, or [columns] each
-  TensorView norm;                     // [k]
-  TensorView residual;                 // as out
-  TensorView out;                      // [rows, width]
-  float eps, offset;                   // the norm's
-  int64_t activation;                  // a FewRowsActivation
+  TensorView x;                       // [rows, k]
+  TensorViews packed, scales, zeros;  // of each weight; no zeros: all are 8
+  TensorViews biases;                 // none, or [columns] each
+  TensorView norm;                    // [k]
+  TensorView residual;                // as out
+  TensorView out;                     // [rows, width]
+  float eps, offset;                  // the norm's
+  int64_t activation;                 // a FewRowsActivation
   int64_t group_size, plan;
 };
 

@@ -101,8 +101,7 @@ const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
     weight.end = p.units;
   }
   const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
-  const FewPlan plan =
-      call.plan ? plan_of(p, gpu, byte(16), byte(8), byte(0)) : choose(p, gpu);
+  const FewPlan plan = call.plan ? plan_of(p, gpu, byte(16), byte(8), byte(0)) : choose(p, gpu);
   if (plan.stages == 0) return "these rows do not fit into shared memory";
   p.cluster = plan.cluster, p.chunks = plan.chunks, p.pass_rows = plan.pass_rows;
   p.stages = plan.stages;

@@ -23,9 +23,9 @@ inline void int4_few_rows_linear_host(Host& host, const TensorView& x, const Ten
                 ": group_size must divide x's columns, got ", k);
   FLEXOPS_CHECK(activation >= 0 && activation < kFewActivations, host.op,
                 ": activation must be from 0 to 3, got ", activation);
-  FLEXOPS_CHECK(
-      count > 0 && count <= kMostFewWeights && (activation == kFewNone || count == 2), host.op,
-      ": packed must be ", activation == kFewNone ? "1 to 3" : "2", " tensors, got ", count);
+  FLEXOPS_CHECK(count > 0 && count <= kMostFewWeights && (activation == kFewNone || count == 2),
+                host.op, ": packed must be ", activation == kFewNone ? "1 to 3" : "2",
+                " tensors, got ", count);
   FLEXOPS_CHECK(scales.count == count, host.op, ": scales must be ", count, " tensors, got ",
                 scales.count);
   FLEXOPS_CHECK(zeros.count == 0 || zeros.count == count, host.op, ": zeros must be none or ",
@@ -55,10 +55,10 @@ inline void int4_few_rows_linear_host(Host& host, const TensorView& x, const Ten
     if (activation == kFewNone) before += rows;
   }
   if (out.numel == 0) return;
-  host.check(int4_few_rows_cuda({x, packed, scales, zeros, biases, norm, residual, out,
-                                 static_cast<float>(eps), static_cast<float>(offset), activation,
-                                 group_size, plan},
-                                host.stream()));
+  host.check(int4_few_rows_cuda(
+      {x, packed, scales, zeros, biases, norm, residual, out, static_cast<float>(eps),
+       static_cast<float>(offset), activation, group_size, plan},
+      host.stream()));
 }
 
 }  // namespace flexops

@@ -62,12 +62,8 @@ Params make_params(const Int4Product& c, const Plan& plan) {
 }
 
 LaunchConfig config_of(int64_t grid, int warps, int64_t shared_bytes, int cluster, void* stream) {
-  return {blocks(grid),
-          {static_cast<unsigned>(32 * warps)},
-          stream,
-          shared_bytes,
-          static_cast<unsigned>(cluster),
-          gpu_facts().capability >= 90};
+  return {blocks(grid), {static_cast<unsigned>(32 * warps)}, stream,
+          shared_bytes, static_cast<unsigned>(cluster),      gpu_facts().capability >= 90};
 }
 
 template <class T, class S, int kTokens, int kBeside>

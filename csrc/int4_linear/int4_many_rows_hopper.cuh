@@ -1,6 +1,6 @@
 // Products of more rows of x on Hopper (sm_90a), by wgmma: W is the left operand, 64 rows of it for
-// a consumer warpgroup, which its threads dequantize in registers, some tiles of columns ahead; x is
-// the right one, in shared memory.
+// a consumer warpgroup, which its threads dequantize in registers, some tiles of columns ahead; x
+// is the right one, in shared memory.
 //
 // A thread's codes are 8 neighbouring columns of each 32 (int4_linear.cuh), where wgmma's left
 // operand has pairs of columns of 16. So the producer warpgroup stores x with its columns in the
@@ -25,8 +25,8 @@ inline constexpr int kHopperShared =
 
 /// Stores 64 columns of kN rows of x after another.
 template <class T, int kN>
-FLEXOPS_DEVICE void produce_x(const Params& p, const hopper::Ring<kHopperStages>& ring,
-                              u32 memory, int first_token, int begin, int count) {
+FLEXOPS_DEVICE void produce_x(const Params& p, const hopper::Ring<kHopperStages>& ring, u32 memory,
+                              int first_token, int begin, int count) {
   using X = hopper::Tile<kN, 64>;
   constexpr int kPieces = kN >= 64 ? kN / 64 : 1;  // of 32 columns, for each thread
   constexpr int kAhead = kPieces >= 4 ? 1 : 4 / kPieces;
@@ -90,8 +90,8 @@ FLEXOPS_DEVICE void produce_x(const Params& p, const hopper::Ring<kHopperStages>
 
 /// The sums of 64 rows of W and kN rows of x.
 template <class T, int kN, bool kSmall>
-FLEXOPS_DEVICE void multiply_x(const Params& p, const hopper::Ring<kHopperStages>& ring,
-                               u32 memory, int tile_n, int begin, int count, float (&acc)[kN / 2]) {
+FLEXOPS_DEVICE void multiply_x(const Params& p, const hopper::Ring<kHopperStages>& ring, u32 memory,
+                               int tile_n, int begin, int count, float (&acc)[kN / 2]) {
   using namespace hopper;
   using X = Tile<kN, 64>;
   constexpr int kGroups = kSmall ? 2 : 1, kAhead = 4;
@@ -119,7 +119,7 @@ FLEXOPS_DEVICE void multiply_x(const Params& p, const hopper::Ring<kHopperStages
     }
   };
   // A dequantized weight: codes less the whole part of the zero point are exact.
-  const auto widen = [&](u32 (&to)[16], const Ahead& of) {
+  const auto widen = [&](u32(&to)[16], const Ahead& of) {
     const u32 each[4] = {of.words.x, of.words.y, of.words.z, of.words.w};
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -137,8 +137,8 @@ FLEXOPS_DEVICE void multiply_x(const Params& p, const hopper::Ring<kHopperStages
         widen_codes<T>(left, each[step]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          to[4 * step + i] = fma2<T>(fma2<T>(left[i], Code<T>::kOnes, whole[i % 2]), factor[i % 2],
-                                     rest[i % 2]);
+          to[4 * step + i] =
+              fma2<T>(fma2<T>(left[i], Code<T>::kOnes, whole[i % 2]), factor[i % 2], rest[i % 2]);
       }
     }
   };

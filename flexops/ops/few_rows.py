@@ -83,13 +83,8 @@ def composed(
     early: bool = False,
 ) -> Tensor:
     """The same in plain PyTorch, of any dtype and number of rows."""
-    products = [
-        functools.partial(
-            int4_linear if isinstance(weight, Int4Weight) else F.linear, weight=weight, bias=bias
-        )
-        for weight, bias in itertools.zip_longest(weights, biases)
-    ]
-    return compute(x, products, norm, eps, offset, residual, _kind(activation))
+    kind = _kind(activation)
+    return _reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early)
 
 
 @functools.cache
@@ -114,7 +109,9 @@ def _call(
     """The operator and its arguments, from the public ones."""
     kind, weights, biases = _kind(activation), list(weights), list(biases)
     widths = [
-        one.shape[0] if isinstance(one, Int4Weight) or (isinstance(one, Tensor) and one.dim()) else 0
+        one.shape[0]
+        if isinstance(one, Int4Weight) or (isinstance(one, Tensor) and one.dim())
+        else 0
         for one in weights
     ]
     width = sum(widths) if activation is None else next(iter(widths), 0)
@@ -171,12 +168,14 @@ def _check(
 
 
 def _reference(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
+    x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
 ) -> Tensor:  # fmt: skip
     del width, early
     products = [
-        functools.partial(F.linear, weight=weight, bias=bias)
+        functools.partial(
+            int4_linear if isinstance(weight, Int4Weight) else F.linear, weight=weight, bias=bias
+        )
         for weight, bias in itertools.zip_longest(weights, biases)
     ]
     return compute(x, products, norm, eps, offset, residual, activation)
@@ -191,7 +190,7 @@ def compute(
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         x = (wide * (norm.float() + offset)).to(x.dtype)
-    made = [product(x) for product in products]
+    made: list[Tensor] = [product(x) for product in products]
     if activation:
         gate, up = (one.float() for one in made)
         acted = F.silu(gate) if activation == 1 else _gelu(gate, activation)
