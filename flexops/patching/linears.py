@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, product_dtype
+from ..nn import Int4Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)
@@ -66,17 +67,25 @@ def shared(
 
 def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1]) -> bool:
     """Whether its weight and bias are all there is to it."""
+    return (
+        is_linear(linear, names)
+        and _computes_its_own(linear)
+        and type(linear.weight) is nn.Parameter
+        and is_plain(linear.bias)
+    )
+
+
+def is_int4(linear: Any) -> bool:
+    """The same of a layer with a weight of 4 bits."""
+    return type(linear) is Int4Linear and _computes_its_own(linear)
+
+
+def _computes_its_own(linear: Any) -> bool:
     forward = linear.__dict__.get("forward")
     own = forward is None or (
         isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") in NAMES
     )
-    return (
-        is_linear(linear, names)
-        and own
-        and is_unheard(linear)
-        and type(linear.weight) is nn.Parameter
-        and is_plain(linear.bias)
-    )
+    return own and is_unheard(linear)
 
 
 class _Product(torch.autograd.Function):

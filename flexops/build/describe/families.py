@@ -511,6 +511,24 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=_LISTS,
     ),
     _family(
+        "int4_few_rows",
+        _op(
+            "int4_few_rows_linear(Tensor x, Tensor[] packed, Tensor[] scales, Tensor[] zeros,"
+            " Tensor[] biases, Tensor? norm, float eps, float offset, Tensor? residual, int"
+            " activation, int width, int group_size, int plan) -> Tensor",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "packed": ("uint8",),
+                "scales": ("float16", "bfloat16"),
+                "zeros": ("float16",),
+            },
+            shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
+            outputs=(Output("x[:-1], width"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "int4_linear",
         _op(
             f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",

@@ -166,7 +166,14 @@ def test_gpus_that_newer_toolkits_have_forgotten(
             compile_all(family, kernel_names.names_in(libraries[family]), wanted, compilers[OLDEST])
 
 
-AMPERE = {"attention", "few_rows", "grouped_linear", "int4_linear", "kvcache_attention"}
+AMPERE = {
+    "attention",
+    "few_rows",
+    "grouped_linear",
+    "int4_few_rows",
+    "int4_linear",
+    "kvcache_attention",
+}
 
 
 def test_which_families_older_gpus_run() -> None:
