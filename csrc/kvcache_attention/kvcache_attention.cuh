@@ -9,6 +9,8 @@
 // no other one. Where tiles of queries share keys, they write the same bytes. If the first tile
 // does not see all of them, its first part appends them all. Above kMostFused tiles append_new has
 // written it all before.
+//
+// On sm_90 and newer each kernel starts while the one before it in the stream ends.
 #pragma once
 
 #include "attention/attention_decode.cuh"
@@ -22,7 +24,8 @@ struct Rotary {
   i64 cos_row, sin_row;
   int half, positions;
   ElementType type;
-  bool interleaved, by_query;  // by_query: query i is rotated at position i, not at 0, of the new
+  bool interleaved, from_leftpad;  // positions count from leftpad, not from 0
+  bool by_query;  // query i is rotated at position i, not at 0, of the new
   bool vectors;                // half is a multiple of 8, and rows begin at multiples of 16 bytes
 };
 
@@ -46,6 +49,7 @@ struct CacheParams {
 /// begins.
 struct Cached : Sequence {
   int row, begin, cached;  // of the caches; first token; tokens before the call
+  int turned;              // tokens before the one at position 0 of the rotary embedding
 
   FLEXOPS_DEVICE Cached(const CacheParams& p, int batch_, int head_)
       : Sequence(p.decode.call.problem, batch_, head_) {
@@ -53,7 +57,8 @@ struct Cached : Sequence {
     row = p.batch_idx ? p.batch_idx[batch] : batch;
     cached = max(0, p.seqlens ? p.seqlens[batch] : p.length);
     length_k = p.table || (row >= 0 && row < p.rows) ? min(cached + p.added, capacity) : 0;
-    begin = min(p.leftpad ? max(0, p.leftpad[batch]) : 0, length_k);
+    const int padding = p.leftpad ? max(0, p.leftpad[batch]) : 0;
+    begin = min(padding, length_k), turned = p.rotary.from_leftpad ? padding : 0;
     offset = length_k - length_q;
   }
   FLEXOPS_DEVICE Visible visible(const Problem& problem, int query) const {
@@ -210,7 +215,7 @@ FLEXOPS_DEVICE uint4 new_columns(const CacheParams& p, const Cached& s, int toke
   const Tensor& from = column < of_key ? p.new_k : p.new_v;
   const T* const row = static_cast<const T*>(from.data) + s.batch * from.batch +
                        static_cast<i64>(token - s.cached) * from.row + s.head_k * from.head;
-  if (column < of_key) return rotated(p.rotary, row, column, token);
+  if (column < of_key) return rotated(p.rotary, row, column, max(0, token - s.turned));
   return *reinterpret_cast<const uint4*>(row + column - of_key);
 }
 /// Where the cache has them; null if nowhere.
@@ -276,7 +281,7 @@ FLEXOPS_DEVICE void stage_queries(const CacheParams& p, const Cached& s, int fir
     if (first + row < rows_there && column < call.problem.head_dim) {
       const Sequence of(call.problem, s.batch, s.head + (first + row) % group);
       value = rotated(p.rotary, of.rows_q<const T>(call.q, query), column,
-                      s.cached + (p.rotary.by_query ? query : 0));
+                      max(0, s.cached + (p.rotary.by_query ? query : 0) - s.turned));
     }
     store_shared(Q::place(to, row, column / 8), value);
   }
@@ -432,6 +437,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     cached_attend(const FLEXOPS_GRID_CONSTANT CacheParams p) {
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
+  let_next_start();
+  wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
             rest = static_cast<int>(blockIdx.x) / p.decode.call.tiles;
@@ -449,6 +456,8 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTANT CacheParams p) {
+  let_next_start();
+  wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;

@@ -108,7 +108,7 @@ void put_new(CacheAttention& c, Tensor& k, Tensor& v, const Tensor& like) {
 }
 
 void put_rotary(CacheAttention& c, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
-                const Tensor& q, bool interleaved) {
+                const Tensor& q, bool interleaved, bool from_leftpad) {
   FLEXOPS_CHECK(cos.has_value() == sin.has_value(), kOp,
                 ": rotary_cos and rotary_sin must both be given, or neither");
   if (!cos) return;
@@ -122,6 +122,7 @@ void put_rotary(CacheAttention& c, std::optional<Tensor>& cos, std::optional<Ten
   c.cos = cos->data(), c.sin = sin->data(), c.cos_row = cos->strides()[0],
   c.sin_row = sin->strides()[0];
   c.positions = cos->size(0), c.half = cos->size(1), c.interleaved = interleaved;
+  c.from_leftpad = from_leftpad;
 }
 
 /// The rest, and the call. `launcher` and its workspace.
@@ -168,7 +169,7 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
     int64_t length, std::optional<Tensor> batch_idx, std::optional<Tensor> leftpad,
     std::optional<Tensor> table, std::optional<double> scale, int64_t left, int64_t right,
     double softcap, bool interleaved, std::optional<Tensor> alibi, int64_t splits,
-    std::optional<Tensor> sinks) {
+    std::optional<Tensor> sinks, bool from_leftpad) {
   DeviceGuard guard(q);
   CacheAttention c = {};
   put_queries(c, q);
@@ -188,7 +189,7 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
                 ": k and v must both be given, with cache_seqlens, or neither; rotary_cos requires "
                 "them");
   if (k) put_new(c, *k, *v, q);
-  put_rotary(c, cos, sin, q, interleaved);
+  put_rotary(c, cos, sin, q, interleaved, from_leftpad);
   c.batch_idx = integers("cache_batch_idx", batch_idx, q);
   return attend(c, c, q,
                 {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
@@ -236,7 +237,8 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
     Tensor recent_k, Tensor recent_v, std::optional<Tensor> cos, std::optional<Tensor> sin,
     std::optional<Tensor> seqlens, int64_t length, std::optional<Tensor> leftpad, int64_t bits,
     int64_t group_size, std::optional<double> scale, int64_t left, int64_t right, double softcap,
-    bool interleaved, std::optional<Tensor> alibi, int64_t splits, std::optional<Tensor> sinks) {
+    bool interleaved, std::optional<Tensor> alibi, int64_t splits, std::optional<Tensor> sinks,
+    bool from_leftpad) {
   DeviceGuard guard(q);
   CodesAttention c = {};
   put_queries(c.cache, q);
@@ -249,7 +251,7 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
       kOp,
       ": k must have one new token of each sequence, and recent_k more tokens than "
       "group_size");
-  put_rotary(c.cache, cos, sin, q, interleaved);
+  put_rotary(c.cache, cos, sin, q, interleaved, from_leftpad);
   return attend(c, c.cache, q,
                 {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
                 kvcache_codes_workspace, kvcache_codes_cuda);

@@ -70,8 +70,8 @@ const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, voi
   if (c.added > 0 && !p.fused)
     launch(kAppend.of(a), {blocks(a.batch * a.heads_k * c.added), {64}, stream}, p);
   if (none) return last_error();
-  launch_tiles(tiling, a, all * p.decode.splits, stream, p);
-  if (p.decode.splits > 1) launch(kCombine.of(a), {blocks(rows_of(a)), {128}, stream}, p);
+  launch_tiles(tiling, a, all * p.decode.splits, stream, p, overlaps());
+  if (p.decode.splits > 1) launch_combine(kCombine, a, stream, p);
   return last_error();
 }
 
