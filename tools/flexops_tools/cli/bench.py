@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -433,7 +434,11 @@ def generate(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a prompt (repeatable); default: 512 and 4096."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 72,
+    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 200,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One sequence and prompt of 512, without torch.compile."),
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     chart: Annotated[
@@ -466,7 +471,14 @@ def generate(
                 required="what flexops bench generate --json printed",
             ) from error
     else:
-        found = _measure_generation(size, device, contender, batch, prompt, tokens)
+        found = _measure_generation(
+            size,
+            device,
+            contender or (bench_generate.QUICK if quick else ()),
+            batch or (bench_generate.BATCHES[:1] if quick else bench_generate.BATCHES),
+            prompt or (bench_generate.PROMPTS[:1] if quick else bench_generate.PROMPTS),
+            tokens,
+        )
     if chart:
         bench_generate.draw(found.as_dict(), chart)
     typer.echo(
@@ -481,9 +493,9 @@ def generate(
 def _measure_generation(
     size: str,
     device: str | None,
-    names: list[str] | None,
-    batches: list[int] | None,
-    prompts: list[int] | None,
+    names: Sequence[str],
+    batches: Sequence[int],
+    prompts: Sequence[int],
     tokens: int,
 ) -> Any:
     from flexops.bench.setup import default_device
@@ -496,13 +508,14 @@ def _measure_generation(
         raise SettingsError(
             "there is no such model", found=size, required=" or ".join(bench_generate.SHAPES)
         )
-    with Console(stderr=True).status("flexops: starting") as status:
+    console = Console(stderr=True)
+    with console.status("flexops: measuring"):
         return bench_generate.run(
             bench_generate.SHAPES[size],
             where,
-            names or (),
-            batches=batches or bench_generate.BATCHES,
-            prompts=prompts or bench_generate.PROMPTS,
+            names,
+            batches=batches,
+            prompts=prompts,
             tokens=tokens,
-            report=status.update,
+            report=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
         )
