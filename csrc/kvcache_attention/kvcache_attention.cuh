@@ -10,7 +10,9 @@
 // does not see all of them, its first part appends them all. Above kMostFused tiles append_new has
 // written it all before.
 //
-// On sm_90 and newer each kernel starts while the one before it in the stream ends.
+// On sm_90 and newer each kernel starts while the one before it in the stream ends. It waits for
+// that one before it reads anything; with `early`, before it reads more than the cache and where
+// tokens are, which only kernels before that one have written.
 #pragma once
 
 #include "attention/attention_decode.cuh"
@@ -25,8 +27,8 @@ struct Rotary {
   int half, positions;
   ElementType type;
   bool interleaved, from_leftpad;  // positions count from leftpad, not from 0
-  bool by_query;  // query i is rotated at position i, not at 0, of the new
-  bool vectors;                // half is a multiple of 8, and rows begin at multiples of 16 bytes
+  bool by_query;                   // query i is rotated at position i, not at 0, of the new
+  bool vectors;  // half is a multiple of 8, and rows begin at multiples of 16 bytes
 };
 
 struct CacheParams {
@@ -34,6 +36,7 @@ struct CacheParams {
   Tensor new_k, new_v;  // [batch, added, heads_k, columns]
   int added;            // tokens of each sequence
   bool fused;           // cached_attend appends them
+  bool early;           // what is cached does not wait for the kernel ahead
   int length;           // cached before, if seqlens is null
   const i32 *seqlens, *batch_idx, *leftpad, *table;  // [batch], but table [batch, pages]; or null
   i64 table_row;
@@ -359,6 +362,7 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   const int fresh = p.fused ? s.cached : s.length_k;  // the first token that is not in memory yet
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i, fresh);
+  wait_for_previous();
 
   // Append the new tokens of this part, to memory and to the blocks that have been loaded; and with
   // `all` the others.
@@ -438,14 +442,14 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
   let_next_start();
-  wait_for_previous();
+  if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
             rest = static_cast<int>(blockIdx.x) / p.decode.call.tiles;
   const int split = rest % p.decode.splits, both = rest / p.decode.splits;
   const Cached s(p, both / problem.heads_k, both % problem.heads_k * problem.group);
   const TileKeys seen(p, s, tile, Shape::kM, kN);
-  if (split >= seen.parts) return;
+  if (split >= seen.parts) return wait_for_previous();
   const int begin = seen.lowest + split * seen.each, end = min(begin + seen.each, seen.highest);
   const bool all =
       tile == 0 && split == 0 && (seen.lowest * kN > s.cached || seen.highest * kN < s.length_k);
@@ -457,13 +461,14 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 template <class T>
 __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTANT CacheParams p) {
   let_next_start();
-  wait_for_previous();
+  if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;
   constexpr int kM = 16;
   const Cached s(p, both / problem.heads_q, head);
   const TileKeys seen(p, s, (query * problem.group + head % problem.group) / kM, kM, p.keys);
+  wait_for_previous();
   if (seen.parts > 1) combine_splits<T>(p.decode, s, query, seen.parts);
 }
 

@@ -133,6 +133,7 @@ struct Options {
   int64_t left, right;
   double softcap;
   int64_t splits;
+  bool early;
 };
 template <class Call, class Workspace, class Launcher>
 std::tuple<Tensor, Tensor> attend(Call& call, CacheAttention& c, const Tensor& q, const Options& o,
@@ -149,7 +150,7 @@ std::tuple<Tensor, Tensor> attend(Call& call, CacheAttention& c, const Tensor& q
   a.scale = o.scale ? static_cast<float>(*o.scale)
                     : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
   a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap);
-  c.splits = o.splits;
+  c.splits = o.splits, c.early = o.early;
   const int64_t sizes[4] = {a.batch, a.length_q, a.heads_q, a.head_dim_v},
                 of_rows[3] = {a.batch, a.heads_q, a.length_q};
   Tensor out = empty(sizes, 4, q.dtype(), q), lse = empty(of_rows, 3, Dtype::f32, q);
@@ -169,7 +170,7 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
     int64_t length, std::optional<Tensor> batch_idx, std::optional<Tensor> leftpad,
     std::optional<Tensor> table, std::optional<double> scale, int64_t left, int64_t right,
     double softcap, bool interleaved, std::optional<Tensor> alibi, int64_t splits,
-    std::optional<Tensor> sinks, bool from_leftpad) {
+    std::optional<Tensor> sinks, bool from_leftpad, bool early) {
   DeviceGuard guard(q);
   CacheAttention c = {};
   put_queries(c, q);
@@ -191,9 +192,9 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
   if (k) put_new(c, *k, *v, q);
   put_rotary(c, cos, sin, q, interleaved, from_leftpad);
   c.batch_idx = integers("cache_batch_idx", batch_idx, q);
-  return attend(c, c, q,
-                {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
-                kvcache_attention_workspace, kvcache_attention_cuda);
+  return attend(
+      c, c, q, {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits, early},
+      kvcache_attention_workspace, kvcache_attention_cuda);
 }
 
 // ---- codes ----
@@ -238,7 +239,7 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
     std::optional<Tensor> seqlens, int64_t length, std::optional<Tensor> leftpad, int64_t bits,
     int64_t group_size, std::optional<double> scale, int64_t left, int64_t right, double softcap,
     bool interleaved, std::optional<Tensor> alibi, int64_t splits, std::optional<Tensor> sinks,
-    bool from_leftpad) {
+    bool from_leftpad, bool early) {
   DeviceGuard guard(q);
   CodesAttention c = {};
   put_queries(c.cache, q);
@@ -252,9 +253,10 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
       ": k must have one new token of each sequence, and recent_k more tokens than "
       "group_size");
   put_rotary(c.cache, cos, sin, q, interleaved, from_leftpad);
-  return attend(c, c.cache, q,
-                {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
-                kvcache_codes_workspace, kvcache_codes_cuda);
+  return attend(
+      c, c.cache, q,
+      {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits, early},
+      kvcache_codes_workspace, kvcache_codes_cuda);
 }
 
 void kvcache_compress_(Tensor k, Tensor v, Tensor k_codes, Tensor k_steps, Tensor v_codes,

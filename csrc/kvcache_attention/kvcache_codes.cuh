@@ -334,6 +334,7 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
   };
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i);
+  wait_for_previous();
 
   const u32 staged = whole + Shape::kRing;
   stage_queries<T, Q, Shape::kThreads>(p, s, first, staged);
@@ -490,7 +491,7 @@ __global__ void __launch_bounds__(32 * kWarps,
   using Ring = Decode<T, kDim, kDim, kWarps, kN, Shape::kMost>;
   __align__(1024) extern __shared__ u8 memory[];
   let_next_start();
-  wait_for_previous();
+  if (!c.cache.early) wait_for_previous();
   const CacheParams& p = c.cache;
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
@@ -500,7 +501,7 @@ __global__ void __launch_bounds__(32 * kWarps,
   Cached s(p, both / problem.heads_k, both % problem.heads_k * problem.group);
   const CodedKeys seen(c, s, tile);
   if (split < p.decode.splits) {
-    if (split >= seen.parts) return;
+    if (split >= seen.parts) return wait_for_previous();
     const int begin = seen.lowest + split * seen.each;
     attend_coded_part<T, Shape, Modifier>(c, memory, s, first, begin,
                                           min(begin + seen.each, seen.highest), split);
@@ -526,12 +527,13 @@ __global__ void __launch_bounds__(32 * kWarps,
 template <class T>
 __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT CodesParams c) {
   let_next_start();
-  wait_for_previous();
+  if (!c.cache.early) wait_for_previous();
   const Problem& problem = c.cache.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;
   const Cached s(c.cache, both / problem.heads_q, head);
   const CodedKeys seen(c, s, (query * problem.group + head % problem.group) / 16);
+  wait_for_previous();
   if (seen.parts > 0) combine_splits<T>(c.cache.decode, s, query, seen.parts + 1);
 }
 

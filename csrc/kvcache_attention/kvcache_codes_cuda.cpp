@@ -111,7 +111,7 @@ const char* kvcache_codes_cuda(const CodesAttention& c, void* workspace, void* s
   const int64_t parts = cache.decode.splits + 1,
                 all = a.batch * a.heads_k * cache.decode.call.tiles * parts;
   cache.decode.parts_sums = cache.decode.parts + parts * rows_of(a) * a.head_dim_v;
-  cache.ring = true, cache.fused = c.cache.added > 0;
+  cache.ring = true, cache.fused = c.cache.added > 0, cache.early = c.cache.early;
   if (!fits_grid(all, 1, 1) || !fits_grid(rows_of(a), 1, 1)) return kTooMany;
   const CodesParams p = make_codes(c, cache);
   launch_tiles(*tiling, a, all, stream, p, overlaps());

@@ -244,6 +244,7 @@ class KVCacheLayer(CacheLayerMixin):
             softcap=softcap,
             rotary_interleaved=False,
             rotary_from_leftpad=True,
+            early=True,
             sinks=sinks,
         )
 

@@ -52,6 +52,7 @@ def attention_with_kvcache(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
     rotary_from_leftpad: bool = False,
+    early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append ``k`` and ``v`` to the cache in place, and attend ``q`` to it. Formulas: see the
     module. Nothing waits for the GPU, and the call can be captured in a CUDA graph: lengths, tables
@@ -89,6 +90,9 @@ def attention_with_kvcache(
             value.
         rotary_from_leftpad: positions of the rotary embedding count from ``cache_leftpad``, as
             those of left-padded prompts do, not from the cache's first token.
+        early: in a captured graph on GPUs from 9.0 on, cached tokens, ``cache_seqlens``,
+            ``cache_leftpad`` and tables may be read while the kernel before this one still runs.
+            Only where that kernel writes none of them.
 
     Returns:
         the output, ``[batch, queries, heads, v's head_dim]``, contiguous; with
@@ -129,6 +133,7 @@ def attention_with_kvcache(
         num_splits,
         _in_float32(sinks),
         rotary_from_leftpad,
+        early,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -161,7 +166,7 @@ def _check(
     cache_seqlens: Any, length: int, cache_batch_idx: Any, cache_leftpad: Any, block_table: Any,
     *numbers: Any,
 ) -> None:  # fmt: skip
-    *_, alibi_slopes, num_splits, sinks, _ = numbers
+    *_, alibi_slopes, num_splits, sinks, _, _ = numbers
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
@@ -278,7 +283,7 @@ def _reference(
     length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
     block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
     interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
-    from_leftpad: bool, *, attend: Callable[..., Any] = attention_reference,
+    from_leftpad: bool, _early: bool, *, attend: Callable[..., Any] = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -397,6 +402,6 @@ def self_check(device: str) -> float:
     for function in functions:
         copies = [cache.clone() for cache in caches]
         with torch.no_grad():
-            found = function(q, *copies, k, v, *options, None, 0, None, False)
+            found = function(q, *copies, k, v, *options, None, 0, None, False, False)
         results.append([*found, *copies])
     return difference(*results) / (1 if dtype == torch.float32 else 32)

@@ -202,6 +202,7 @@ def attention_with_compressed_kvcache(
     sinks: Tensor | None = None,
     num_splits: int = 0,
     rotary_from_leftpad: bool = False,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A decode step: append one token of each sequence, attend, and quantize the group that leaves
     the ring. It can be captured, as :func:`flexops.attention_with_kvcache`, whose arguments it has.
@@ -225,7 +226,7 @@ def attention_with_compressed_kvcache(
     found: tuple[Tensor, Tensor] = run(
         q, k, v, *cache[:6], rotary_cos, rotary_sin, seqlens, length, cache_leftpad, cache.bits,
         cache.group_size, softmax_scale, *window_size, float(softcap), rotary_interleaved,
-        of_heads[0], num_splits, of_heads[1], rotary_from_leftpad,
+        of_heads[0], num_splits, of_heads[1], rotary_from_leftpad, early,
     )  # fmt: skip
     return found
 
@@ -309,6 +310,7 @@ def _attend_reference(
     right: int, softcap: float, interleaved: bool, alibi_slopes: Tensor | None,
     num_splits: int,  # noqa: ARG001
     sinks: Tensor | None, from_leftpad: bool,
+    early: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     if cache_seqlens is None:
