@@ -193,7 +193,7 @@ KVCACHE_ATTENTION = (
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
     " cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? scale, int window_left,"
     " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
-    " Tensor? sinks) -> (Tensor, Tensor)"
+    " Tensor? sinks, bool from_leftpad, bool early) -> (Tensor, Tensor)"
 )
 
 _CODES = "Tensor({}!) k_codes, Tensor({}!) k_steps, Tensor({}!) v_codes, Tensor({}!) v_steps"
@@ -202,7 +202,7 @@ KVCACHE_CODES = (
     " recent_k, Tensor(f!) recent_v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
     " int length, Tensor? cache_leftpad, int bits, int group_size, float? scale, int window_left,"
     " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
-    " Tensor? sinks) -> (Tensor, Tensor)",
+    " Tensor? sinks, bool from_leftpad, bool early) -> (Tensor, Tensor)",
     f"kvcache_compress_(Tensor k, Tensor v, {_CODES.format(*'abcd')}, int first, int bits, int"
     " group_size) -> ()",
 )
