@@ -21,7 +21,6 @@ from ..errors import FlexopsError
 from ..ops import _register
 from ..ops._declared import check_arguments, results_of, saving
 
-_TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
 _LONGEST_NAME = 80
 """Of a library and of a family: both are in the name of a file, which has at most 255 bytes."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,11 +47,12 @@ class Library:
             not name.isidentifier()
             or not name.isascii()
             or keyword.iskeyword(name)
-            or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops)))
+            or name in (*schema.TAKEN_NAMESPACES, *schema.RESERVED, *dir(type(torch.ops)))
         ):
+            taken = ", ".join(schema.TAKEN_NAMESPACES)
             required = (
-                f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing"
-                " that torch.ops has itself"
+                f"an identifier, none of {taken}, no word of Python or C++, and nothing that"
+                " torch.ops has itself"
             )
             raise FlexopsError(
                 f"no library can be called {name!r}", required=required, fix="give it another name"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import keyword
 import math
 import operator
+import re
 import struct
 import sys
 import threading
@@ -20,13 +22,14 @@ import torch
 from .. import _torch, settings
 from ..build.compile import device_code
 from ..build.describe import layout
+from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
 from ..build.load import loader, provider
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..toolchain import libcuda
-from . import binding, launch
+from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
-from .signature import CPP_TYPES, CudaSignature, kernels
+from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter, kernels, unclosed
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
@@ -65,7 +68,6 @@ _MENDS = {
 """The fix for a compiler error, by its text."""
 
 _LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
-_MOST_THREADS = 1024  # of a block, on every GPU
 _MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
 _defined: dict[str, _Registered] = {}
@@ -155,6 +157,12 @@ def kernel(
     if backward and not parsed.functional:
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
+    if setup_context and not backward:
+        raise FlexopsError(
+            f"flexops.kernel: {parsed.qualname} has setup_context without backward",
+            required="both: setup_context keeps what backward uses",
+            fix="add backward=, or remove setup_context=",
+        )
     signature = _chosen(source, name or parsed.name, schema)
     given = KernelOptions(
         grid, block, shared, cluster, args or {}, template or {}, out, strided, check, shapes or {}
@@ -379,7 +387,14 @@ class _Code:
         }
         return binding.expression_of(
             self.signature,
-            {**spelled, **{name: _literal(name, value) for name, value in values.items()}},
+            {
+                **spelled,
+                **{
+                    one.name: _literal(self.schema.name, one, values[one.name])
+                    for one in self.signature.template
+                    if one.name in values
+                },
+            },
         )
 
     def _no_type(self, name: str, dtype: str) -> NoReturn:
@@ -425,7 +440,7 @@ class _Code:
                 )
             ]
         except CompileError as error:
-            raise _mended(error) from None
+            raise _mended(error, self.schema.name) from None
 
     def _remember(
         self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor
@@ -481,7 +496,7 @@ class _Code:
                         self.text_kernel(expression), capability
                     )
                 except CompileError as error:
-                    raise _mended(error) from None
+                    raise _mended(error, self.schema.name) from None
             self._kernels[key] = found = ctypes.c_void_p(loaded)
         return found
 
@@ -573,7 +588,7 @@ class _Code:
         config: launch.Pointer,
         kernel: launch.Pointer,
         extra: launch.Pointer,
-        grid: object,
+        grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared: int,
     ) -> None:
@@ -582,13 +597,17 @@ class _Code:
             status = self.names["_launch"](config, kernel, None, extra)
         if status:
             said, mend = libcuda.driver().error_text(status), ""
-            if math.prod(block) > _MOST_THREADS:
-                mend = f": a block has at most {_MOST_THREADS} threads, not {math.prod(block)}"
+            bounds = self.signature.bounds
+            found, required = limits.launch_error(grid, block, bounds)
+            if found:
+                mend = f": {found} was given, {required} is required"
             elif status == launch.OUT_OF_RESOURCES:
                 mend = (
                     ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by"
                     " which each gets fewer registers"
                 )
+            elif bounds:
+                mend = f": the kernel has __launch_bounds__({bounds}), the most threads of a block"
             raise RuntimeError(
                 f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared}"
                 f" bytes of dynamic shared memory){mend}"
@@ -767,6 +786,8 @@ def _no_gradient(made: _Registered) -> NoReturn:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> KernelSchema:
+    if not isinstance(text, str):
+        raise TypeError(f"flexops.kernel: schema must be text, got {type(text).__name__}")
     try:
         if odd := next((character for character in text if not character.isascii()), ""):
             raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
@@ -826,7 +847,18 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
             f"a name of {len(schema.qualname)} characters",
             f"at most {_LONGEST_NAME}: files get it",
         )
+    namespace = schema.qualname.partition("::")[0]
+    if namespace in TAKEN_NAMESPACES:
+        return (
+            f"the namespace {namespace}, which is torch's or flexops' own",
+            "a namespace of your own: mylib::name(...)",
+        )
     for one in schema.arguments:
+        if one.name in RESERVED:
+            return (
+                f"an argument called {one.name}",
+                "no word of C++: the kernel's parameter has the argument's name",
+            )
         if keyword.iskeyword(one.name) or one.name.startswith("_"):
             return (
                 f"an argument called {one.name}",
@@ -844,6 +876,13 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
 
 
 def _chosen(source: str, name: str, schema: str) -> CudaSignature:
+    if not isinstance(source, str) or (gap := unclosed(source)):
+        raise FlexopsError(
+            f"flexops.kernel: the source of {schema} cannot be read",
+            found=gap if isinstance(source, str) else type(source).__name__,
+            required="C++ text, whose brackets are in pairs",
+            fix="correct the source",
+        )
     found = kernels(source)
     chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
     if len(chosen) != 1:
@@ -891,22 +930,37 @@ def _define(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _literal(name: str, value: Any) -> str:
+def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
     """A template argument in C++."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, torch.dtype):
-        return CPP_TYPES[_dtype_name(value)]
-    if isinstance(value, (int, str)):
-        return str(value)
-    raise TypeError(
-        f"the template's {name} cannot be {value!r}: a whole number, a truth value, a dtype or C++"
-        " text"
-    )
+    if isinstance(value, str):
+        return value
+    if parameter.kind == "typename":
+        if isinstance(value, torch.dtype):
+            return CPP_TYPES[_dtype_name(value)]
+        required = "a torch.dtype, or a type as C++ text"
+    elif parameter.kind == "bool":
+        if isinstance(value, bool):
+            return str(value).lower()
+        required = "True or False"
+    else:
+        if isinstance(value, int) and not isinstance(value, bool):
+            letter = SCALARS.get(parameter.kind, "q")
+            with contextlib.suppress(struct.error):
+                struct.pack("=" + letter, value)
+                return str(value)
+        required = f"a whole number that {parameter.kind} holds, or C++ text"
+    what = f"the template's {parameter.kind} {parameter.name} cannot be {value!r}"
+    raise TypeError(f"{kernel_name}: {what}: {required}")
 
 
-def _mended(error: CompileError) -> CompileError:
+def _mended(error: CompileError, name: str) -> CompileError:
     fix = next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+    place = re.search(r"^\s*(\S+)\(\d+\): (?:catastrophic )?error", error.found, re.MULTILINE)
+    if fix == error.fix and place and place[1] != f"{name}.cu":
+        fix = (
+            f"the error is in {Path(place[1]).name}, not in your source: correct what your source"
+            " passes to it (a line after the error names where it is instantiated)"
+        )
     return CompileError(
         error.what, found=error.found, required=error.required, fix=fix, log=error.log
     )
