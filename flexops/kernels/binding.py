@@ -229,7 +229,7 @@ def _three_of(label: str, given: Any, schema: KernelSchema) -> tuple[int, int, i
             f"{label} is {given!r}",
             "a whole number, up to three of them, or a function that returns such",
         )
-    return (*sizes, 1, 1)[:3]  # type: ignore[return-value]
+    return (*sizes, 1, 1)[:3]
 
 
 def expression_of(signature: CudaSignature, arguments: Mapping[str, str]) -> str:
@@ -531,6 +531,10 @@ def _checked(
     for name, text in options.shapes.items():
         if name not in optional:
             raise _wrong(schema, f"shapes names {name}", f"tensors: {', '.join(optional)}")
+        there = f"{name} is not None and " if optional[name] else ""
+        if text.startswith("as "):
+            yield _broadcast(name, text.removeprefix("as "), there, schema)
+            continue
         try:
             parts = dimensions(text)
         except ValueError as error:
@@ -547,14 +551,25 @@ def _checked(
                 least = -at if at < 0 else at + 1
                 yield f"if {part.name}.dim() < {least}: _refuse_dims({part.name!r}, {least})"
             sizes.append(_size(part, whole, part.name in optional))
-        condition = f"{name}.shape != ({''.join(f'{size}, ' for size in sizes)})"
-        there = f"{name} is not None and " if optional[name] else ""
         wanted = f"({''.join(f'{size}, ' for size in sizes)})"
-        yield f"if {there}{condition}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
+        yield f"if {there}{name}.shape != {wanted}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
     if options.check is not None:
         if not callable(options.check):
             raise _wrong(schema, f"check is {options.check!r}", "a function of the arguments")
         yield _evaluated("_check", options.check, schema, functions, inputs)
+
+
+def _broadcast(name: str, other: str, there: str, schema: KernelSchema) -> str:
+    """The line that expands a tensor to another one's shape."""
+    found = {one.name: one for one in schema.tensors}
+    if other not in found or found[other].optional or found[name].mutable or other == name:
+        raise _wrong(
+            schema,
+            f"shapes says 'as {other}' of {name}",
+            "a tensor that is only read, and another one that is always given",
+        )
+    unlike = f"{there}{name}.shape != {other}.shape"
+    return f"if {unlike}: {name} = _broadcast({name!r}, {name}, {other!r}, {other}.shape)"
 
 
 def _size(part: Dimensions, whole: bool, tensor: bool) -> str:

@@ -138,7 +138,8 @@ def kernel(
             tensors, for which the host would wait.
         shapes: by tensor argument, the shape that it must have: ``{"weight": "x[-1]", "residual":
             "x"}``. Parts, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number,
-            an int argument; one of them times or divided by a number: ``x[-1] // 2``.
+            an int argument; one of them times or divided by a number: ``x[-1] // 2``. ``"as x"``
+            broadcasts the tensor to x's shape; nothing else is broadcast.
         reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no
             kernel can be had; the oracle for tests. Results of another shape or dtype than the
             kernel's are an error.
@@ -170,7 +171,7 @@ def kernel(
     caller = sys._getframe(1).f_globals.get("__name__", "")
     bound = binding.bind(signature, parsed, given, reference)
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
-    made = _Code(
+    made = KernelCode(
         source,
         signature,
         parsed,
@@ -193,13 +194,15 @@ class Kernel:
         op: the operator of torch: ``torch.ops.flexops_kernels.<name>.default``.
         source, schema: what it was made of.
         reference: plain PyTorch that does the same, or None.
+        differentiable: whether it has a backward.
     """
 
+    differentiable: bool
     op: Any
     source: str
     schema: str
     reference: Callable[..., Any] | None
-    _code: _Code
+    _code: KernelCode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError  # each kernel's class has its own
@@ -244,7 +247,7 @@ class Kernel:
         return f"<flexops.kernel {self.schema}>"
 
 
-class _Code:
+class KernelCode:
     """A kernel's source and what calls need of it."""
 
     def __init__(
@@ -258,6 +261,7 @@ class _Code:
         include: tuple[str, ...],
         flags: tuple[str, ...],
     ) -> None:
+        self.parts = (source, signature, schema, bound, options, reference, include, flags)
         self.source, self.signature, self.schema, self.bound, self.options, self.reference = (
             source,
             signature,
@@ -292,6 +296,7 @@ class _Code:
             "_refuse_strides": self._refuse_strides,
             "_refuse_shape": self._refuse_shape,
             "_refuse_dims": self._refuse_dims,
+            "_broadcast": self._broadcast,
             "_three": self._three,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
@@ -320,10 +325,12 @@ class _Code:
 
     def public(self, registered: _Registered) -> Kernel:
         op = self.names["_op"] = registered.op
+        has_backward = registered.backward is not None
         self.names["_transformed"] = registered.transformed
         made: Kernel = type(
             "Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text}
         )()
+        made.differentiable = has_backward
         made.op, made.source, made.schema, made.reference, made._code = (
             op,
             self.source,
@@ -482,6 +489,11 @@ class _Code:
                     " or strided=True"
                 )
         expression = self._expression(arguments, values)
+        self._kernels[key] = found = ctypes.c_void_p(self.load(expression, device))
+        return found
+
+    def load(self, expression: str, device: int) -> int:
+        """The driver's handle of a kernel, for a device."""
         if torch.version.hip:
             raise ToolchainError(
                 f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not",
@@ -497,8 +509,7 @@ class _Code:
                     )
                 except CompileError as error:
                     raise _mended(error, self.schema.name) from None
-            self._kernels[key] = found = ctypes.c_void_p(loaded)
-        return found
+            return loaded
 
     def _fall_back(self, error: FlexopsError, args: tuple[Any, ...]) -> Any:
         policy = settings.current().fallback
@@ -553,6 +564,15 @@ class _Code:
         raise ValueError(
             f"{self.schema.name}: {name} must have shape {list(wanted)}, got {list(found)}"
         )
+
+    def _broadcast(self, name: str, tensor: torch.Tensor, other: str, shape: Any) -> torch.Tensor:
+        try:
+            return tensor.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.schema.name}: {name} must be broadcastable to {other}, got shape"
+                f" {list(tensor.shape)} for {list(shape)}"
+            ) from None
 
     def _refuse_dims(self, name: str, least: int) -> NoReturn:
         plural = "s" if least > 1 else ""
