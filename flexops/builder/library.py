@@ -18,7 +18,7 @@ from ..build.describe.declaration import Output, Rows
 from ..build.describe.schema import Signature
 from ..build.describe.spec import OpSpec, Project
 from ..errors import FlexopsError
-from ..ops import _register
+from ..ops import _declared, _register
 from ..ops._declared import check_arguments, results_of, saving
 
 _LONGEST_NAME = 80
@@ -241,7 +241,7 @@ class Op:
             _register.define(
                 family,
                 text,
-                _by_position(reference),
+                self._comparing(_by_position(reference)),
                 self._fake_of,
                 check=self._refuse,
                 always=self._ask,
@@ -344,6 +344,20 @@ class Op:
                 f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake"
             )
         return self._fake(*args)
+
+    def _comparing(self, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """The reference, whose results have to be as declared: a library's are."""
+
+        @functools.wraps(reference)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            results = reference(*args, **kwargs)
+            if self._fake is not None:
+                what = f"the reference of {self.label} returns something else than is declared"
+                fix = "correct outputs= of the declaration, or its fake kernel, or the reference"
+                _declared.check_results(what, results, self._fake(*args, **kwargs), args, fix)
+            return results
+
+        return compared
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)

@@ -26,6 +26,7 @@ from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
 from ..build.load import loader, provider
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
+from ..ops._declared import check_results
 from ..toolchain import libcuda
 from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
@@ -361,14 +362,9 @@ class KernelCode:
     def _refer(self, *args: Any, **kwargs: Any) -> Any:
         """What the reference returns: what a call returns, for ``torch.compile``."""
         expected, made = self.fake(*args, **kwargs), self.names["refer"](*args, **kwargs)
-        pairs = [[_described(one) for one in _listed(given)] for given in (made, expected)]
-        if pairs[0] != pairs[1]:
-            raise FlexopsError(
-                f"the reference of {self.schema.qualname} returns something else than the kernel",
-                found=", ".join(pairs[0]) or "nothing",
-                required=", ".join(pairs[1]) or "nothing",
-                fix="correct the reference, or out=<a function that returns the result(s)>",
-            )
+        what = f"the reference of {self.schema.qualname} returns something else than the kernel"
+        fix = "correct the reference, or out=<a function that returns the result(s)>"
+        check_results(what, made, expected, args, fix)
         return made
 
     # ---- compiling -------------------------------------------------------------------------------
@@ -928,18 +924,6 @@ def _count_write(tensor: torch.Tensor | None) -> None:
     says so instead of being silently wrong."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
-
-
-def _listed(results: Any) -> Sequence[Any]:
-    if results is None:
-        return ()
-    return results if isinstance(results, (tuple, list)) else (results,)
-
-
-def _described(result: Any) -> str:
-    if not isinstance(result, torch.Tensor):
-        return type(result).__name__
-    return f"{_dtype_name(result.dtype)} {list(result.shape)}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

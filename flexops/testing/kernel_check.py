@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError
-from torch.testing._internal.optests import OpCheckError
 
 import flexops
 from flexops._torch import counting_backend, schema_of
@@ -18,7 +16,7 @@ from flexops.errors import FlexopsError
 from .case import FLOATS, Args, Result, is_float, tensors_of
 from .comparing import assert_near
 from .emulator import EmulationError, emulate
-from .layouts import LAYOUTS, laid_out
+from .layouts import LAYOUTS, laid_out, smaller
 from .running import cast, opchecks, other_values
 
 Call = Callable[..., Any]
@@ -159,10 +157,12 @@ class _named:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (AssertionError, GradcheckError, OpCheckError)):
-            raise AssertionError(f"{self.label}: {error}") from error
-        if isinstance(error, Exception) and hasattr(error, "add_note"):
-            error.add_note(self.label)
+        if isinstance(error, FlexopsError):
+            if hasattr(error, "add_note"):
+                error.add_note(self.label)
+        elif isinstance(error, Exception):
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            raise AssertionError(f"{self.label}: {kind}{error}") from error
 
 
 # ---- checks of the first case --------------------------------------------------------------------
@@ -210,8 +210,7 @@ def _other_numbers(subject: _Subject, args: Args) -> None:
 def _smaller_tensors(subject: _Subject, args: Args) -> None:
     """Each further tensor with one element along a dimension, before memory of NaN: it is
     rejected, or means what the reference makes of it."""
-    first = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
-    for position, small in _smaller(args, first):
+    for position, small in smaller(args):
         given = (*args[:position], small, *args[position + 1 :])
         name = schema_of(subject.kernel.op).arguments[position].name
         try:
@@ -231,18 +230,6 @@ def _smaller_tensors(subject: _Subject, args: Args) -> None:
 def _accepted(name: str, small: Tensor, said: str) -> str:
     fix = f'shapes={{"{name}": ...}}: a shape rejects it, "as x" broadcasts it to x'
     return f"{name} of shape {list(small.shape)} is accepted, and {said}\n  fix: {fix}"
-
-
-def _smaller(args: Args, first: int) -> Iterator[tuple[int, Tensor]]:
-    for position, arg in enumerate(args):
-        if position == first or not is_float(arg):
-            continue
-        for dim in range(arg.dim()):
-            if arg.shape[dim] > 1:
-                part = arg.narrow(dim, 0, 1)
-                behind = part.new_full((part.numel() + arg.numel(),), float("nan"))
-                behind[: part.numel()] = part.reshape(-1)
-                yield position, behind[: part.numel()].view(part.shape)
 
 
 def _opposite_order_of_threads(subject: _Subject, args: Args) -> None:

@@ -104,13 +104,14 @@ class _Emulated(KernelCode):
 
     def load(self, expression: str, _: int) -> int:
         (entry,) = self.compiled(expression, ARCHITECTURE)
-        compiler = toolchain.discover(settings.current(), device="cpu").host
-        if compiler is None:
-            raise toolchain.missing(toolchain.discover(settings.current()), "cpu")
+        tools = toolchain.discover(settings.current(), device="cpu")
+        if lacking := toolchain.missing(tools, "cpu"):
+            raise lacking
+        assert tools.host is not None
         folder = settings.current().cache_dir / "emulated"
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            library = ptx.compile_library(entry.library, folder, str(compiler.path))
+            library = ptx.compile_library(entry.library, folder, str(tools.host.path))
         except ptx.UnknownPtx as error:
             raise EmulationError(
                 f"{self.schema.name} cannot be emulated",
