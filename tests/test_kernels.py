@@ -383,22 +383,27 @@ def test_a_reference_that_returns_something_else_is_an_error() -> None:
 
 
 def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
-    scale = flexops.kernel(SCALE, SCHEMA, block=2048)
+    scale = flexops.kernel(SCALE, SCHEMA, block=lambda: (64, 32))
     driver.number("refuse").value = 1
     with pytest.raises(
         RuntimeError,
         match=(
-            r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(2048, 1, 1\), 0"
+            r"scale: CUDA error: invalid argument \(grid \(1, 1, 1\), block \(64, 32, 1\), 0"
             r" bytes.* at most 1024 threads"
         ),
     ):
         launched(scale)(torch.ones(3), 1.0)
-    narrow = flexops.kernel(SCALE, SCHEMA, block=512)
+    narrow = flexops.kernel(SCALE.replace("__launch_bounds__(256) ", ""), SCHEMA, block=512)
     driver.number("refuse").value = 701
     with pytest.raises(
         RuntimeError, match=r"block \(512, 1, 1\).*: fewer threads in a block, or __launch_bounds__"
     ):
         launched(narrow)(torch.ones(3), 1.0)
+    source = f"constexpr int kMost = 128;{SCALE.replace('(256)', '(kMost)', 1)}"
+    limited = flexops.kernel(source, SCHEMA)
+    driver.number("refuse").value = 1
+    with pytest.raises(RuntimeError, match=r"the kernel has __launch_bounds__\(kMost\)"):
+        launched(limited)(torch.ones(3), 1.0)
     driver.number("refuse").value = 201  # a thread without a context
     launched(scale)(torch.ones(3), 1.0)
     assert driver.number("contexts").value == 1
@@ -584,6 +589,15 @@ def test_an_error_shows_the_users_line_and_a_mend(
     assert said in shown[at + 1]
     assert shown[at + 2].strip() == "^"
     assert fix in caught.value.fix
+
+
+@pytest.mark.usefixtures("driver")
+def test_an_error_in_a_header_is_not_one_of_the_source(tmp_path: Path) -> None:
+    (tmp_path / "twice.h").write_text("template <class T> T twice(T x) { return x.value * 2; }\n")
+    source = '#include "twice.h"\n' + SCALE.replace("float(x[i])", "twice(float(x[i]))")
+    with pytest.raises(CompileError) as caught:
+        launched(flexops.kernel(source, SCHEMA, include=[tmp_path]))(torch.ones(3), 1.0)
+    assert caught.value.fix.startswith("the error is in twice.h, not in your source")
 
 
 @pytest.mark.usefixtures("driver")

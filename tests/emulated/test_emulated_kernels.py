@@ -46,7 +46,9 @@ def machine(
     folder = stand_in_driver.build(tmp_path_factory.mktemp("stand-in"), host_compiler)
     made = settings.current().cache_dir / "emulated"
     made.mkdir(exist_ok=True)
-    translator = shlex.join([sys.executable, "-S", "-E", str(HERE / "ptx.py"), str(made)])
+    translator = shlex.join(
+        [sys.executable, "-S", "-E", str(REPOSITORY / "flexops/testing/emulator/ptx.py"), str(made)]
+    )
     return {
         "folder": str(folder),
         "STAND_IN_GPUS": "80",
