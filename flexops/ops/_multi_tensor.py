@@ -4,7 +4,7 @@ counters, and errors that name an entry."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ _NOT_NEGATIVE = ("lr_decay", "weight_decay", "eps")
 
 
 def step_lists(
-    op: str, lists: dict[str, Iterable[Tensor]], lr: float | Tensor, **options: Any
+    op: str, lists: Mapping[str, Iterable[Tensor]], lr: float | Tensor, **options: Any
 ) -> None:
     """Make a step of an operator on lists of tensors, by position, with its other arguments by
     name. The parameters, and copies of them, count as written."""

@@ -177,7 +177,7 @@ def test_no_kernel_takes_more_than_the_baseline_says() -> None:
     assert " 0 worse than the baseline" in done.output
 
 
-def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_refused(require: Any) -> None:
+def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(require: Any) -> None:
     done = CliRunner().invoke(
         app, ["target", "prove", "cu121-sm89", "cu130-sm90", "--op", "lion", "--json"]
     )

@@ -243,7 +243,7 @@ def test_builds_ahead_of_time_have_all_tilings_but_no_modifiers_and_no_backward_
     } == tilings
 
 
-def test_hoppers_own_kernels_are_told_by_their_names(library: Path) -> None:
+def test_hoppers_own_kernels_are_recognized_by_their_names(library: Path) -> None:
     ampere, hopper, ptx = (
         parse_arch_list("8.9")[0],
         parse_arch_list("9.0")[0],

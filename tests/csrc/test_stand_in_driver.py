@@ -379,7 +379,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(
 
 
 @pytest.mark.extra
-def test_every_family_asks_for_nothing_that_a_gpu_refuses(run: Run) -> None:
+def test_every_family_asks_for_nothing_that_a_gpu_rejects(run: Run) -> None:
     """Of doctor's calls of each, and of some of enormous tensors, whose memory is not touched."""
     answer = run("""
 import os
@@ -418,7 +418,7 @@ with OnGpu():
 
 
 @pytest.mark.extra
-def test_a_rare_kernel_that_cannot_be_had_gives_way_to_the_next_best(
+def test_a_rare_kernel_that_is_not_available_gives_way_to_the_next_best(
     run: Run, tmp_path: Path
 ) -> None:
     """Rows for clusters, whose kernel is not compiled where nothing may be: as on a GPU that runs

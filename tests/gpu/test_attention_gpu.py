@@ -787,7 +787,9 @@ def test_first_launch_in_graph_capture() -> None:
     ("columns", "dtype", "reason"),
     [(64, torch.float32, "float32 on a GPU"), (320, torch.bfloat16, "head_dim of 320")],
 )
-def test_the_reason_of_plain_pytorch_is_told(columns: int, dtype: torch.dtype, reason: str) -> None:
+def test_the_reason_of_plain_pytorch_is_reported(
+    columns: int, dtype: torch.dtype, reason: str
+) -> None:
     assert_close(errors(*qkv(50, 70, 4, 2, columns, dtype=dtype), causal=True), torch.bfloat16)
     assert any(
         reason in one.reason

@@ -315,7 +315,7 @@ def test_structs_packs_lambdas_in_kernels_and_kernels_by_pointer(people: Any) ->
         assert torch.equal(y, x.ceil() if up else x.floor())
 
 
-def test_a_launch_that_the_gpu_refuses_is_an_exception_and_no_more(people: Any) -> None:
+def test_a_launch_that_the_gpu_rejects_is_an_exception_and_no_more(people: Any) -> None:
     x = torch.randn(10, device="cuda")
     with pytest.raises(RuntimeError, match=r"could not be launched: invalid argument.*step_kernel"):
         people.refused(x)

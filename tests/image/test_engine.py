@@ -535,7 +535,7 @@ def test_an_image_is_pushed_to_the_registry_in_its_name(engine: Any, small: str)
         engine.images.remove(name)
 
 
-def test_a_registry_that_refuses_is_one_clear_error(engine: Any, small: str) -> None:
+def test_a_registry_that_rejects_is_one_clear_error(engine: Any, small: str) -> None:
     with registry.serve(refuses=True) as server:
         name = f"{server.host}/team/flexops:cpu"
         engine.images.get(small).tag(*naming.split(name))
@@ -569,7 +569,7 @@ def test_a_broken_kernel_shows_the_compilers_error(
     assert containers(engine) == before
 
 
-def test_a_base_that_cannot_be_had(image: Image) -> None:
+def test_a_base_that_is_not_available(image: Image) -> None:
     done = image(
         "build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE
     )
@@ -579,7 +579,7 @@ def test_a_base_that_cannot_be_had(image: Image) -> None:
     assert "fix: --build-base" in done.stderr
 
 
-def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(
+def test_a_base_without_the_rows_compiler_is_rejected_before_anything_is_downloaded(
     image: Image,
 ) -> None:
     done = image(

@@ -236,7 +236,7 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert not done.ran("FROM")
 
 
-def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
+def test_the_step_that_failed_is_separated_from_those_beside_it() -> None:
     done = buildkit.Done()
     for line in (
         "#9 [toolchain 3/3] RUN sh check_base.sh hipcc",
@@ -251,7 +251,7 @@ def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("runtime", "option"), [("r/no:such", "--runtime-base"), ("x", "--build")])
-def test_a_base_that_cannot_be_had_is_named(runtime: str, option: str) -> None:
+def test_a_base_that_is_not_available_is_named(runtime: str, option: str) -> None:
     done = buildkit.Done(runtime_base=runtime)
     done.take("#3 [internal] load metadata for docker.io/r/no:such")
     done.take('#3 ERROR: failed to do request: Head "https://r": dial tcp: lookup r: no such host')
@@ -416,7 +416,7 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(
 
 
 @pytest.mark.parametrize("has_apt", [True, False])
-def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) -> None:
+def test_packages_that_are_not_available_have_a_fix(tmp_path: Path, has_apt: bool) -> None:
     if has_apt:
         (tmp_path / "apt-get").write_text(
             "#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n"
@@ -492,7 +492,7 @@ def test_the_build_part_is_what_running_does_not_need() -> None:
     assert text.splitlines()[-3:] == ["# build", "c==3 \\", "    --hash=sha256:cc"]
 
 
-def test_without_uv_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_uv_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TargetError, match="needs uv"):
         locks.write(CUDA, ROOT)
@@ -632,7 +632,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
         ),
     ],
 )
-def test_failures_name_their_cause_and_mend(
+def test_failures_name_their_cause_and_fix(
     step: Step | None, output: str, message: str, what: str, fix: str
 ) -> None:
     error = failure.explain(
@@ -761,7 +761,9 @@ def build(project: Path, client: FakeClient, wish: building.Wish) -> tuple[build
     return built, (project / "bin/called").read_text()
 
 
-def test_a_build_is_tagged_logged_and_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_tagged_logged_and_reported(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docker(project / "bin", STORY, monkeypatch)
     client, told = FakeClient(), []
     wish = building.Wish(
@@ -1071,7 +1073,7 @@ def test_what_doctor_found_is_named(status: Any) -> None:
         assert found.fix.startswith("docker run --rm x")
 
 
-def test_layers_are_told_by_what_made_them() -> None:
+def test_layers_are_recognized_by_what_made_them() -> None:
     history = [
         {"Size": 5, "CreatedBy": "/bin/sh -c #(nop) COPY dir:1 in /opt"},
         {"Size": 0, "CreatedBy": "ENV"},
@@ -1127,7 +1129,7 @@ def test_a_size_that_is_none_is_one_clear_error() -> None:
     assert "lots" in caught.value.found
 
 
-def test_where_an_image_has_no_compiler_another_image_is_the_mend(tmp_path: Path) -> None:
+def test_where_an_image_has_no_compiler_another_image_is_the_fix(tmp_path: Path) -> None:
     for image in ("cpu", ""):
         found = toolchain.missing(_without_a_compiler(tmp_path, image), "cpu")
         assert found

@@ -748,7 +748,7 @@ class StepContract:
             assert torch.equal(left, right)
             assert optimizer.state[left].keys() == oracle.state[right].keys()
 
-    def test_wrong_options_are_refused(self) -> None:
+    def test_wrong_options_are_rejected(self) -> None:
         for options in (
             {"lr": -1.0},
             {"weight_decay": -1.0},
@@ -757,7 +757,7 @@ class StepContract:
             with pytest.raises(ValueError, match="Invalid"):
                 self.optimizer(make_params("cpu"), **options)
 
-    def test_what_cannot_be_stepped_is_refused_clearly(self) -> None:
+    def test_what_cannot_be_stepped_is_rejected_clearly(self) -> None:
         param = torch.nn.Parameter(torch.randn(100, 60))
         param.grad = torch.eye(100, 60).to_sparse()
         with pytest.raises(
@@ -771,7 +771,7 @@ class StepContract:
         ):
             self.optimizer([param]).step()
 
-    def test_expanded_parameters_are_refused_before_any_step(self) -> None:
+    def test_expanded_parameters_are_rejected_before_any_step(self) -> None:
         """As torch's own optimizers, except fused ones."""
         param, expanded = (
             torch.nn.Parameter(torch.randn(5)),
@@ -784,7 +784,7 @@ class StepContract:
             self.optimizer([{"params": [param]}, {"params": [expanded]}]).step()
         assert torch.equal(param, before)
 
-    def test_an_expanded_list_is_refused_before_it_is_written(self) -> None:
+    def test_an_expanded_list_is_rejected_before_it_is_written(self) -> None:
         lists = self.lists("cpu", shapes=[(5,), (64, 65)])
         lists[0][1] = lists[0][1][:1].expand(64, 65)
         before = clone(lists)
@@ -1084,7 +1084,7 @@ class TorchStepContract(StepContract):
         with pytest.raises(ValueError, match="differentiable=True is not supported"):
             self.step.optimizer(params, differentiable=True)
 
-    def test_torch_refuses_the_same_options(self) -> None:
+    def test_torch_rejects_the_same_options(self) -> None:
         flags = [
             flag
             for flag in ("foreach", "fused", "capturable", "maximize")

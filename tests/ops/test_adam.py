@@ -253,7 +253,7 @@ def test_copies_of_parameters_that_come_later() -> None:
 # --- what else is special -------------------------------------------------------------------------
 
 
-def test_the_native_operator_refuses_wrong_tensors_by_itself() -> None:
+def test_the_native_operator_rejects_wrong_tensors_by_itself() -> None:
     lists = make_lists(TestAdam.step, torch.float32, torch.float32, "cpu")
     assert loader.ensure("adam", "cpu")
     lists[2][1] = lists[2][1].double()
@@ -540,7 +540,7 @@ def test_clipping_within_the_step_of_scaled_gradients() -> None:
     torch.testing.assert_close(one.grad_norm, other.grad_norm)
 
 
-def test_clipping_within_the_step_is_kept_and_refuses() -> None:
+def test_clipping_within_the_step_is_kept_and_rejects() -> None:
     params = make_params("cpu")
     optimizer = pickle.loads(pickle.dumps(optim.AdamW(params, max_norm=0.5)))
     set_grads(optimizer.param_groups[0]["params"], seed=0)

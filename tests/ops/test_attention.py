@@ -702,7 +702,7 @@ def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_do_not_take_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)

@@ -125,7 +125,7 @@ def test_opcheck_of_the_passes() -> None:
     )
 
 
-def test_norms_of_the_wrong_shape_are_refused() -> None:
+def test_norms_of_the_wrong_shape_are_rejected() -> None:
     params, _, *states = make_lists(TestStep.step, torch.float32, torch.float32, "cpu")
     with pytest.raises(
         RuntimeError, match=r"flexops::lamb_apply_: norms must have shape \[11, 2\], got \[3, 2\]"

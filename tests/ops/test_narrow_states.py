@@ -236,7 +236,7 @@ def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
     assert (optimizer.state[param]["sum"] - 18).abs().max() <= 0.125
 
 
-def test_what_is_refused() -> None:
+def test_what_is_rejected() -> None:
     for make in CLASSES.values():
         with pytest.raises(
             ValueError, match=r"state_dtype must be None, 'param', .*got torch.int8"

@@ -281,7 +281,7 @@ def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
         ((), "not understood"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(arguments: tuple[str, ...], said: str) -> None:
+def test_what_is_asked_wrongly_is_rejected(arguments: tuple[str, ...], said: str) -> None:
     done = publish(*arguments)
     assert done.returncode == 2
     assert said in done.stderr

@@ -245,7 +245,7 @@ def test_a_place_where_no_cache_can_be(folder: Path, obedient: tuple[str, ...], 
         parent.chmod(0o755)
 
 
-def test_a_cache_of_somebody_else_is_neither_read_nor_written(
+def test_a_cache_of_another_user_is_neither_read_nor_written(
     folder: Path, require: Callable[..., None]
 ) -> None:
     require(
@@ -282,7 +282,7 @@ def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) ->
     assert [path for path in (folder / "new").rglob("*") if path.lstat().st_mode & 0o022] == []
 
 
-def test_an_op_with_a_cache_of_somebody_else_still_runs(
+def test_an_op_with_a_cache_of_another_user_still_runs(
     tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require(
@@ -382,7 +382,7 @@ def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: 
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_and_mended(folder: Path, what: str) -> None:
+def test_damage_is_noticed_and_fixed(folder: Path, what: str) -> None:
     library = Path(build(folder, folder / "cache")["library"])
     DAMAGE[what](library)
     assert_right(build(folder, folder / "cache"))

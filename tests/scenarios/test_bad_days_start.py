@@ -90,7 +90,7 @@ def test_fallback_allowed_is_silent(no_native: Callable[[str], dict[str, Any]]) 
     assert (result["values"], result["warnings"]) == (SQUARED, [])
 
 
-def test_fallback_forbidden_raises_with_reason_and_mend(
+def test_fallback_forbidden_raises_with_reason_and_fix(
     no_native: Callable[[str], dict[str, Any]],
 ) -> None:
     result = no_native("forbid")

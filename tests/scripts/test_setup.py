@@ -474,7 +474,7 @@ def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
 
 
 @pytest.mark.extra
-def test_fish_is_told_how_to_use_the_environment(
+def test_fish_is_shown_how_to_use_the_environment(
     checkout: Checkout, require: Callable[..., None]
 ) -> None:
     require(
@@ -667,7 +667,7 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
 
 
 @pytest.mark.extra
-def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
+def test_an_index_that_rejects_us_answers(tmp_path: Path) -> None:
     """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is
     silent, and costs seconds."""
 

@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 
-def test_who_lacks_what_builds_it_is_told_what_makes_an_environment() -> None:
+def test_who_lacks_what_builds_it_gets_what_makes_an_environment() -> None:
     done = completed([sys.executable, "-I", "-S", str(BUILD)], code=None)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert "no sphinx" in done.stderr

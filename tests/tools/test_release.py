@@ -77,7 +77,7 @@ def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
     }
 
 
-def test_preparing_shows_and_writes_nothing_unless_told_to(clone: Path) -> None:
+def test_preparing_shows_and_writes_nothing_without_write(clone: Path) -> None:
     done = release(clone, "prepare", "9.8.7", "--date", "2031-02-03")
     assert done.returncode == 0, done.stderr
     assert '+__version__ = "9.8.7"' in done.stdout
@@ -150,7 +150,7 @@ def test_an_unclean_tree_is_neither_prepared_nor_tagged(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v9.8.7", "9.8", "9.8.7-rc1", ""])
-def test_what_is_no_version_is_refused(clone: Path, version: str) -> None:
+def test_what_is_no_version_is_rejected(clone: Path, version: str) -> None:
     done = release(clone, "prepare", version)
     assert done.returncode == 1
     assert "is not a version" in done.stderr

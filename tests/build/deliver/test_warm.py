@@ -163,7 +163,7 @@ def test_kernels_for_architectures_that_are_elsewhere(tmp_path: Path, cache_dir:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_somebodys_own_kernel(
+def test_a_users_own_kernel(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))

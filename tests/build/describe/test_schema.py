@@ -58,7 +58,7 @@ def test_every_kind_of_argument_is_read() -> None:
         ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "y: contiguous"),
     ],
 )
-def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> None:
+def test_what_is_no_schema_is_rejected_with_the_reason(text: str, said: str) -> None:
     with pytest.raises(FlexopsError) as caught:
         declare(text)
     assert said in caught.value.found
@@ -107,7 +107,7 @@ def test_shapes() -> None:
         ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
     ],
 )
-def test_a_constraint_on_what_is_not_there_is_refused(
+def test_a_constraint_on_what_is_not_there_is_rejected(
     constraint: dict[str, object], said: str
 ) -> None:
     with pytest.raises(FlexopsError) as caught:
@@ -181,7 +181,9 @@ NORMS = (Output("len(params)", "float32"),)
         ),
     ],
 )
-def test_rows_that_cannot_be_are_refused(rows: Rows, constraint: dict[str, Any], said: str) -> None:
+def test_rows_that_cannot_be_are_rejected(
+    rows: Rows, constraint: dict[str, Any], said: str
+) -> None:
     with pytest.raises(FlexopsError) as caught:
         declare(STEP, rows=rows, **{"outputs": NORMS, **constraint})
     assert said in str(caught.value)

@@ -271,7 +271,7 @@ def test_text_sources(tmp_path: Path, cache: Path) -> None:
         flexops.load_inline("inline", "not C++", no_implicit_headers=True)
 
 
-def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
+def test_awkward_names_work_or_are_rejected_in_words(tmp_path: Path) -> None:
     folder = tmp_path / "it's $HOME #1: 100%"
     folder.mkdir()
     for number, name in enumerate(

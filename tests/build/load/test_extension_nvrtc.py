@@ -425,7 +425,7 @@ load("unopened", device_compiler="auto")
     )
 
 
-def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(
+def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(
     tmp_path: Path, without_nvcc: Toolchain
 ) -> None:
     request = _request(tmp_path, "\n__constant__ float table[4];\n")

@@ -51,7 +51,7 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.extra
-def test_pybind11_modules_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_pybind11_modules_of_one_name_are_distinguished(tmp_path: Path) -> None:
     """pybind11 from 3.0 keeps the modules of a process by name: the second of a name would silently
     be the first."""
 

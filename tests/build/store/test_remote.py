@@ -400,7 +400,7 @@ def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(
 @pytest.mark.parametrize(
     "value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}]
 )
-def test_a_claim_that_has_expired_or_failed_holds_nobody_up(
+def test_a_claim_that_has_expired_or_failed_blocks_no_process(
     value: dict[str, Any],
     machines: Machines,
     opened: Open,
@@ -501,7 +501,7 @@ def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     assert codes[0].startswith(b"\x7fELF")
 
 
-def test_an_extension_of_somebody_s_own(
+def test_an_extension_of_a_users_own(
     tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import flexops

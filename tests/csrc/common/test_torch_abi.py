@@ -68,7 +68,7 @@ def test_our_declarations_are_torchs(
     assert result.returncode == 0, result.stderr
 
 
-def test_another_declaration_is_refused(
+def test_another_declaration_is_rejected(
     host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
 ) -> None:
     changed = tmp_path / OURS

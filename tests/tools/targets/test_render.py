@@ -67,7 +67,7 @@ def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) 
     } == before
 
 
-def test_missing_differing_and_stray_files_are_listed_and_mended(
+def test_missing_differing_and_stray_files_are_listed_and_fixed(
     project: Path, matrix: targets.Matrix
 ) -> None:
     (project / "envs/cpu.yml").unlink()
@@ -128,7 +128,7 @@ class TestCommandLine:
         monkeypatch.setattr(render, "checkout", lambda: tmp_path)
         self.run = lambda *arguments: CliRunner().invoke(app, ["target", *arguments])
 
-    def test_check_exits_1_and_lists_then_render_mends(self) -> None:
+    def test_check_exits_1_and_lists_then_render_fixes(self) -> None:
         checked = self.run("render", "--check")
         assert checked.exit_code == 1
         assert "missing  envs/cu121-sm89.yml" in checked.output
