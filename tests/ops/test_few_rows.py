@@ -109,11 +109,11 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
     one, other = (flexops.quantize_int4(torch.randn(32, 128).half(), size) for size in (64, 32))
     part = flexops.quantize_int4(torch.randn(20, 128).half())
     for weights in ([one, other], [part, one], [one, torch.zeros(32, 128).bfloat16()]):
-        with pytest.raises(ValueError, match="must have one group size.*fix: a call for each"):
+        with pytest.raises(ValueError, match=r"must have one group size.*fix: a call for each"):
             flexops.few_rows_linear(x, weights)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 16 rows"):
         flexops.few_rows_linear(x.repeat(9, 1), [one])
-    with pytest.raises(ValueError, match="weight.packed must have shape"):
+    with pytest.raises(ValueError, match=r"weight.packed must have shape"):
         flexops.few_rows_linear(x[:, :64].contiguous(), [one])
     with pytest.raises(TypeError, match="scales"):
         flexops.few_rows_linear(x, [flexops.quantize_int4(torch.randn(32, 128))])
