@@ -349,7 +349,8 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, scales, packed, gate, up, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        rows, of_x, of_down, halves = grad.reshape(-1, grad.shape[-1]), None, None, (None, None)
+        rows, of_x, of_down = grad.reshape(-1, grad.shape[-1]), None, None
+        halves: tuple[Any, ...] = (None, None)
         with torch.autocast(grad.device.type, enabled=False):
             codes, of_packed = _rows((rows,)), None
             high = None if ctx.recipe == RECIPES[0] else rows
