@@ -199,12 +199,13 @@ def _gated_rows_reference(
     )
 
 
-define("fp8_gated_rows", _gated_rows_reference)
-define("fp8_rows", _rows_reference, check=_check_matrices)
+define("fp8_gated_rows", _gated_rows_reference, hidden=True)
+define("fp8_rows", _rows_reference, check=_check_matrices, hidden=True)
 define(
     "fp8_columns",
     _columns_reference,
     check=_check_matrices,
+    hidden=True,
 )
 
 
