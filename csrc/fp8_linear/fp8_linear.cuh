@@ -179,8 +179,8 @@ struct GatedVector {
 
 /// A block for each row, as quantize_rows.
 template <typename T, bool kBackward, int kThreads>
-__global__ void __launch_bounds__(kThreads,
-                                  (kBackward ? 1 : 2) * (kThreads == kGatedThreads ? 2 : 1))
+__global__ void __launch_bounds__(kThreads, (kBackward || sizeof(T) == 4 ? 1 : 2) *
+                                                (kThreads == kGatedThreads ? 2 : 1))
     quantize_gated(const FLEXOPS_GRID_CONSTANT GatedParams p) {
   using Vector = GatedVector<T, kBackward>;
   __shared__ u32 shared[2][kThreads / rows::kNarrowWarp];
