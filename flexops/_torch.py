@@ -246,7 +246,7 @@ def scaled_product(
 _refusals: dict[torch.device, str] = {}
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def scaled_product_refusal(device: torch.device) -> str:
     """Why a GPU has no :func:`scaled_product`; "" if it has. Tried once on each: no version of
     torch lists the GPUs for which it has scales of rows."""

@@ -14,11 +14,11 @@ namespace flexops::fp8_linear {
 using rows::Packed;
 
 inline constexpr int kRowThreads = 1024, kRowVectors = 4,
-                     kGatedVectors = 2;    // of a row, which a thread keeps
-inline constexpr int kGatedThreads = 896;  // so that each has 72 registers
+                     kGatedVectors = 2;  // of a row, which a thread keeps
+inline constexpr int kGatedThreads = 512, kGatedWideThreads = 896;  // of long rows
 inline constexpr int kColumnThreads = 256;
 inline constexpr int kTileRows = 128, kTileColumns = 64;  // that a block transposes
-inline constexpr int kScanRows = 64, kScanColumns = 256;  // whose largest a block finds
+inline constexpr int kScanRows = 64, kScanColumns = 256;  // that a block reads at once
 
 struct RowParams {
   const void* x;
@@ -47,6 +47,7 @@ struct ColumnParams {
   int rows, columns;  // columns: a multiple of 16
   int first, end;     // where the rows go in a row of `codes`; zeros from first + rows to end
   int total;          // a multiple of 16
+  int scan;           // rows whose largest a block finds
 };
 
 /// The least power of two by which `largest` becomes at most 448; see scaled::Scaling.
@@ -177,11 +178,12 @@ struct GatedVector {
 };
 
 /// A block for each row, as quantize_rows.
-template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kGatedThreads)
+template <typename T, bool kBackward, int kThreads>
+__global__ void __launch_bounds__(kThreads, (kBackward || sizeof(T) == 4 ? 1 : 2) *
+                                                (kThreads == kGatedThreads ? 2 : 1))
     quantize_gated(const FLEXOPS_GRID_CONSTANT GatedParams p) {
   using Vector = GatedVector<T, kBackward>;
-  __shared__ u32 shared[2][kGatedThreads / rows::kNarrowWarp];
+  __shared__ u32 shared[2][kThreads / rows::kNarrowWarp];
   const int vectors = p.columns / Vector::N, step = static_cast<int>(blockDim.x);
   // Compute what is kept, and find the largest magnitudes.
   Vector kept[kGatedVectors];
@@ -261,43 +263,45 @@ struct Eight {
 };
 
 /// The largest magnitude of each column, into p.largest, which is 0 before. A lane has eight
-/// columns, a warp every eighth row.
+/// columns, a warp every eighth of a block's rows.
 template <typename T>
 __global__ void __launch_bounds__(kColumnThreads)
     find_largest(const FLEXOPS_GRID_CONSTANT ColumnParams p) {
   constexpr int kWarps = kColumnThreads / 32, kRows = kScanRows / kWarps;
-  __shared__ u32 shared[kWarps][kScanColumns];
+  __shared__ u32 shared[kWarps][8 * 33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int column = blockIdx.y * kScanColumns + lane * 8, first = blockIdx.x * kScanRows + warp;
-  // Load the rows.
-  Eight<T> data[kRows];
-  float scale[kRows];
-#pragma unroll
-  for (int k = 0; k < kRows; ++k) {
-    const int row = first + k * kWarps;
-    data[k] = {};
-    scale[k] = 1.0f;
-    if (row >= p.rows || column >= p.columns) continue;
-    data[k].load(p.x, row * p.stride + column);
-    if (sizeof(T) == 1) scale[k] = p.row_scales[row];
-  }
-  // Reduce in the warp's rows, then over the warps, then over the blocks.
+  const int column = blockIdx.y * kScanColumns + lane * 8;
+  const int first = blockIdx.x * p.scan, end = first + p.scan < p.rows ? first + p.scan : p.rows;
   u32 largest[8] = {};
+  for (int start = first + warp; start < end; start += kScanRows) {
+    // Load rows; beyond the last one that one again, so that no load waits for a branch.
+    Eight<T> data[kRows];
+    float scale[kRows];
 #pragma unroll
-  for (int k = 0; k < kRows; ++k) {
-    float value[8];
-    data[k].widen(value, scale[k]);
+    for (int k = 0; k < kRows; ++k) {
+      const int next = start + k * kWarps, row = next < end ? next : end - 1;
+      data[k].load(p.x, row * p.stride + (column < p.columns ? column : 0));
+      scale[k] = sizeof(T) == 1 ? p.row_scales[row] : 1.0f;
+    }
+    // Reduce in the warp's rows.
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      largest[i] = Max()(largest[i], bit_cast<u32>(value[i]) & 0x7fffffffu);
+    for (int k = 0; k < kRows; ++k) {
+      float value[8];
+      data[k].widen(value, scale[k]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        largest[i] = Max()(largest[i], bit_cast<u32>(value[i]) & 0x7fffffffu);
+    }
   }
+  // Reduce over the warps, then over the blocks: neighbouring threads have neighbouring columns.
 #pragma unroll
-  for (int i = 0; i < 8; ++i) shared[warp][i * 32 + lane] = largest[i];
+  for (int i = 0; i < 8; ++i) shared[warp][i * 33 + lane] = largest[i];
   __syncthreads();
   u32 most = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) most = Max()(most, shared[w][threadIdx.x]);
-  const int its = blockIdx.y * kScanColumns + threadIdx.x % 32 * 8 + threadIdx.x / 32;
+  for (int w = 0; w < kWarps; ++w)
+    most = Max()(most, shared[w][threadIdx.x % 8 * 33 + threadIdx.x / 8]);
+  const int its = blockIdx.y * kScanColumns + threadIdx.x;
   if (its < p.columns) atomicMax(p.largest + its, most);
 }
 

@@ -16,10 +16,9 @@ constexpr KernelOf<ColumnParams> kFindLargest[] =
     FLEXOPS_EACH_COMMON_TYPE(fp8_linear::find_largest);
 constexpr KernelOf<ColumnParams> kTranspose[] = FLEXOPS_EACH_COMMON_TYPE(fp8_linear::transpose);
 
+template <bool kBackward, int kThreads>
 constexpr KernelOf<GatedParams> kGated[] =
-    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, false);
-constexpr KernelOf<GatedParams> kGatedBackward[] =
-    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, true);
+    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, kBackward, kThreads);
 
 /// At most `most` threads that share a row of so many bytes, of which each keeps `kept` vectors.
 Dim3 threads_of(int64_t bytes, int kept, int most) {
@@ -80,13 +79,18 @@ const char* fp8_gated_rows_cuda(const TensorView& packed, const TensorView& grad
     p.grad = grad.data, p.grad_stride = grad.row_stride();
     p.grad_codes = grad_codes.as<u8>(), p.grad_scales = grad_scales.as<float>();
   }
-  if (packed.numel > 0)
-    launch((grad ? kGatedBackward : kGated)[static_cast<int>(packed.dtype)],
-           {blocks(packed.size(0)),
-            threads_of(p.columns * dtype_size(packed.dtype), fp8_linear::kGatedVectors,
-                       fp8_linear::kGatedThreads),
-            stream},
-           p);
+  if (packed.numel == 0) return nullptr;
+  // Rows that fewer threads hold leave room for two blocks on a multiprocessor.
+  const int64_t bytes = p.columns * dtype_size(packed.dtype);
+  const bool wide = bytes > 16 * fp8_linear::kGatedVectors * fp8_linear::kGatedThreads;
+  constexpr int kNarrow = fp8_linear::kGatedThreads, kWide = fp8_linear::kGatedWideThreads;
+  const auto& kernels = grad   ? wide ? kGated<true, kWide> : kGated<true, kNarrow>
+                          : wide ? kGated<false, kWide>
+                               : kGated<false, kNarrow>;
+  launch(kernels[static_cast<int>(packed.dtype)],
+         {blocks(packed.size(0)),
+          threads_of(bytes, fp8_linear::kGatedVectors, wide ? kWide : kNarrow), stream},
+         p);
   return last_error();
 }
 
@@ -110,7 +114,12 @@ const char* fp8_columns_cuda(const TensorView& x, const TensorViews& more,
       p.x = one.data, p.stride = one.row_stride(), p.rows = static_cast<int>(one.size(0));
       p.end = i == more.count ? p.total : p.first + p.rows;
       if (p.end == p.first) continue;
-      const int64_t high = find ? fp8_linear::kScanRows : fp8_linear::kTileRows;
+      // Blocks for each multiprocessor, of as many rows as that leaves.
+      const int64_t across = ceil_div(p.columns, fp8_linear::kScanColumns);
+      const int64_t parts = ceil_div(8 * gpu_facts().processors, across);
+      p.scan = static_cast<int>(ceil_div(ceil_div(p.rows, parts), fp8_linear::kScanRows)) *
+               fp8_linear::kScanRows;
+      const int64_t high = find ? p.scan : fp8_linear::kTileRows;
       const int64_t wide = find ? fp8_linear::kScanColumns : fp8_linear::kTileColumns;
       const LaunchConfig config = {
           blocks(ceil_div(p.end - p.first, high), ceil_div(p.columns, wide)),

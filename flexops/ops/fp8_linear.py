@@ -199,12 +199,13 @@ def _gated_rows_reference(
     )
 
 
-define("fp8_gated_rows", _gated_rows_reference)
-define("fp8_rows", _rows_reference, check=_check_matrices)
+define("fp8_gated_rows", _gated_rows_reference, hidden=True)
+define("fp8_rows", _rows_reference, check=_check_matrices, hidden=True)
 define(
     "fp8_columns",
     _columns_reference,
     check=_check_matrices,
+    hidden=True,
 )
 
 
@@ -349,7 +350,8 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, scales, packed, gate, up, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        rows, of_x, of_down, halves = grad.reshape(-1, grad.shape[-1]), None, None, (None, None)
+        rows, of_x, of_down = grad.reshape(-1, grad.shape[-1]), None, None
+        halves: tuple[Any, ...] = (None, None)
         with torch.autocast(grad.device.type, enabled=False):
             codes, of_packed = _rows((rows,)), None
             high = None if ctx.recipe == RECIPES[0] else rows

@@ -75,6 +75,7 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),
+    Source("fp8_linear", "fp8", "fp8_linear", ("fp8_linear",)),
 )
 
 
