@@ -91,7 +91,9 @@ def _wide(x: Tensor) -> Tensor:
 
 def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:
     parts = u.unflatten(-1, (groups, -1))
-    return (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    scaled: Tensor = (parts * scale).flatten(-2)
+    return scaled
 
 
 def _reference(

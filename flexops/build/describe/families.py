@@ -686,7 +686,7 @@ CATALOG: tuple[OpSpec, ...] = (
         _op(
             "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
             " silu) -> Tensor",
-            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            dtypes={"x": "state", "weight": _FLOATS, "bias": "weight"},
             shapes={"bias": "x[1]"},
             strided={"x": "any"},
             outputs=(Output("x", "x"),),
