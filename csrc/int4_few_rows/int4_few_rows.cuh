@@ -1,4 +1,4 @@
-// Products of up to 16 rows of x: memory decides. As many blocks as fit stay for the whole product.
+// Products of up to 8 rows of x: memory decides. As many blocks as fit stay for the whole product.
 // Each warp streams its chunks of the weight, kChunk tiles of columns of 16 rows with their scales
 // and zero points, through a ring of stages in shared memory of its own: nothing but the sums is
 // shared with other warps, so no warp waits for another one before the end of a pass.
@@ -43,26 +43,26 @@ struct FewParams {
   bool half_scales;  // float16
 };
 
-inline constexpr int kFewWarps = 8, kChunk = 4;
+inline constexpr int kFewWarps = 8;
 
 /// Bytes of a stage: words, scales, zero points.
-template <bool kSmall>
+template <int kChunk, bool kSmall>
 inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
 /// Columns that are summed before a scale is applied, of a chunk.
-template <bool kSmall>
+template <int kChunk, bool kSmall>
 inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
-inline constexpr int kZeroBytes = kChunk * 128;  // that lanes without a row of x read
+inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
-  FLEXOPS_DEVICE FewLayout(int rows, int tokens, int chunks, int pass_rows, int stages, bool small,
-                           bool norm) {
+  FLEXOPS_DEVICE FewLayout(int kChunk, int rows, int tokens, int chunks, int pass_rows, int stages,
+                           bool small, bool norm) {
     // 8 lanes read two rows of x from different banks.
     x_stride = chunks * kChunk * 128 + 64;
     sums = kZeroBytes + (rows * x_stride + 127) / 128 * 128;
     squares = sums + chunks * kChunk * (small ? 2 : 1) * tokens * 4;
-    parts = squares + (norm ? 64 + rows * chunks * 4 + 15 : 0) / 16 * 16;
+    parts = squares + (norm ? 64 + rows * chunks * kChunk + 15 : 0) / 16 * 16;
     ring = (parts + pass_rows * kFewWarps * tokens * 64 + 127) / 128 * 128;
     barriers = ring + stages * kFewWarps * kChunk * (512 + 64 * (small ? 2 : 1));
     bytes = barriers + stages * kFewWarps * 8;
@@ -89,16 +89,15 @@ struct FewTile {
   }
 };
 
-/// `kSlots`: units that an accumulator keeps apart, 4 (of at most 2 rows of x) or 1 (of 8 kTokens).
-template <class T, int kSlots, int kTokens, bool kSmall>
+/// `kSlots`: units that an accumulator keeps apart, 4 (of at most 2 rows of x) or 1.
+template <class T, int kChunk, int kSlots, bool kSmall>
 __global__ void __launch_bounds__(32 * kFewWarps, 2)
     few_rows_int4(const FLEXOPS_GRID_CONSTANT FewParams p) {
-  constexpr int kUnits = kFewUnits<kSmall>, kPad = kSlots == 4 ? 2 : 8 * kTokens;
-  constexpr int kStage = kFewStage<kSmall>, kNumbers = kUnits * 32;
-  static_assert(kSlots == 1 || kTokens == 1, "slots share the 8 columns of one mma");
+  constexpr int kUnits = kFewUnits<kChunk, kSmall>, kPad = 8 / kSlots;
+  constexpr int kStage = kFewStage<kChunk, kSmall>, kNumbers = kUnits * 32;
   extern __shared__ uint4 storage[];
   u8* const shared = reinterpret_cast<u8*>(storage);
-  const FewLayout at(p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall, p.norm);
+  const FewLayout at(kChunk, p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall, p.norm);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>(gridDim.x) / p.cluster,
@@ -223,18 +222,13 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   }
 
   // A lane's part of x: the row and slot of column g of an mma.
-  bool valid[kTokens];
-  const u8* x[kTokens];
-#pragma unroll
-  for (int n = 0; n < kTokens; ++n) {
-    const int token = kSlots == 4 ? g % 2 : 8 * n + g;
-    valid[n] = token < p.m;
-    x[n] = valid[n] ? rows_of_x + token * at.x_stride + 16 * t : shared + 16 * t;
-  }
+  const int token = kSlots == 4 ? g % 2 : g;
+  const bool valid = token < p.m;
+  const u8* const x = valid ? rows_of_x + token * at.x_stride + 16 * t : shared + 16 * t;
   const int slot = kSlots == 4 ? g / 2 : 0;
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
-  float acc[kTokens][4] = {};
+  float acc[4] = {};
   const auto multiply = [&](const u8* stage, int chunk) {
     const uint4* const words = reinterpret_cast<const uint4*>(stage) + lane;
     const u32* const scales = reinterpret_cast<const u32*>(stage + kChunk * 512) + g;
@@ -243,7 +237,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     const float* const sum = sums + chunk * kUnits * kPad;
     const int chunk_bytes = chunk * kChunk * 128;
     // Adds the sums of a unit, times its scales.
-    const auto apply = [&](const float (&part)[kTokens][4], int unit) {
+    const auto apply = [&](const float (&part)[4], int unit) {
       const int group = kSmall ? unit : unit >> group_shift;
       const bool inside = unit < units;
       const u32 scale = inside ? scales[group * 8] : 0,
@@ -253,44 +247,32 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
         const float factor = scale_of(p, scale, half),
                     less = -Code<T>::kOffset - (has_zeros ? half_of<f16>(zero, half) : 8.0f);
 #pragma unroll
-        for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = kSlots == 4 ? i : 8 * n + 2 * t + i;
-            acc[n][2 * half + i] +=
-                factor * (part[n][2 * half + i] + less * sum[unit * kPad + token]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          const int token = kSlots == 4 ? i : 2 * t + i;
+          acc[2 * half + i] += factor * (part[2 * half + i] + less * sum[unit * kPad + token]);
         }
       }
     };
 #pragma unroll
     for (int first = 0; first < kUnits; first += kSlots) {
-      float part[2][kTokens][4] = {};
+      float part[2][4] = {};
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
-        const u8* from[kTokens];
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n)
-          from[n] = valid[n] && slot == j ? x[n] + chunk_bytes : shared + 16 * t;
+        const u8* const from = valid && slot == j ? x + chunk_bytes : shared + 16 * t;
         const uint4 all = words[tile * 32];
 #pragma unroll
         for (int h = kSmall ? unit % 2 : 0; h < (kSmall ? unit % 2 + 1 : 2); ++h) {
           u32 left[2][4];
           widen_codes<T>(left[0], h == 0 ? all.x : all.z);
           widen_codes<T>(left[1], h == 0 ? all.y : all.w);
-#pragma unroll
-          for (int n = 0; n < kTokens; ++n) {
-            const uint4 right = *reinterpret_cast<const uint4*>(from[n] + tile * 128 + h * 64);
-            mma<T>(part[0][n], left[0], right.x, right.y);
-            mma<T>(part[kSlots == 4 ? 1 : 0][n], left[1], right.z, right.w);
-          }
+          const uint4 right = *reinterpret_cast<const uint4*>(from + tile * 128 + h * 64);
+          mma<T>(part[0], left[0], right.x, right.y);
+          mma<T>(part[1], left[1], right.z, right.w);
         }
       }
-      if constexpr (kSlots == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) part[0][0][i] += part[1][0][i];
-      }
+      for (int i = 0; i < 4; ++i) part[0][i] += part[1][i];
       apply(part[0], first + (kSlots == 4 ? t : 0));
     }
   };
@@ -324,18 +306,13 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       float* const to = parts + ((before - first_row) * kFewWarps + warp) * kPart;
       if constexpr (kSlots == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[0][i] = warp_reduce<4>(acc[0][i], Sum());
-        const float low = t % 2 == 0 ? acc[0][0] : acc[0][1],
-                    high = t % 2 == 0 ? acc[0][2] : acc[0][3];
+        for (int i = 0; i < 4; ++i) acc[i] = warp_reduce<4>(acc[i], Sum());
+        const float low = t % 2 == 0 ? acc[0] : acc[1], high = t % 2 == 0 ? acc[2] : acc[3];
         to[4 * g + t] = t < 2 ? low : high;
       } else {
-#pragma unroll
-        for (int n = 0; n < kTokens; ++n)
-          reinterpret_cast<float4*>(to)[n * 32 + lane] = {acc[n][0], acc[n][1], acc[n][2],
-                                                          acc[n][3]};
+        reinterpret_cast<float4*>(to)[lane] = {acc[0], acc[1], acc[2], acc[3]};
       }
-#pragma unroll
-      for (int n = 0; n < kTokens; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+      acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
     }
     __syncthreads();
     // The warps' sums, in the order of their chunks, in the place of the first one's.
@@ -367,9 +344,9 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       const FewParams::Weight& weight = p.weights[tile.which];
       const int column = static_cast<int>(tile.tile) * 16 + line;
       if (column >= weight.columns) continue;
-      const int element = kSlots == 4 ? 4 * (line % 8) + 2 * (line / 8) + token
-                                      : (token / 8 * 32 + 4 * (line % 8) + token % 8 / 2) * 4 +
-                                            2 * (line / 8) + token % 2;
+      const int element = kSlots == 4
+                              ? 4 * (line % 8) + 2 * (line / 8) + token
+                              : (4 * (line % 8) + token / 2) * 4 + 2 * (line / 8) + token % 2;
       const float factor =
           p.norm ? rsqrtf(of_cluster(squares + token) / static_cast<float>(p.k) + p.eps) : 1.0f;
       const auto result = [&](int of, int which) {

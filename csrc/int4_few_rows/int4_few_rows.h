@@ -6,6 +6,8 @@
 
 namespace flexops {
 
+constexpr int kMostInt4Rows = 8;
+
 struct Int4FewRows {
   TensorView x;                       // [rows, k]
   TensorViews packed, scales, zeros;  // of each weight; no zeros: all are 8

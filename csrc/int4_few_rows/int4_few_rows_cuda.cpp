@@ -11,65 +11,79 @@ namespace {
 
 using int4::FewParams;
 
-/// A configuration: as a number, for measurements, `resident << 16 | stages << 8 | cluster`.
+/// A configuration: as a number, for measurements, `chunk << 24 | resident << 16 | stages << 8 |
+/// cluster`.
 struct FewPlan {
+  int chunk;     // tiles of a stage, 4 or 8
   int resident;  // blocks of a multiprocessor
-  int stages;    // of a warp's ring; 0: none that fits
+  int stages;    // of a warp's ring
   int cluster;   // blocks that share the columns of a row tile
-  int chunks, pass_rows;
-  int64_t blocks, bytes;
-  int64_t cost;  // bytes that a multiprocessor reads, and what a cluster costs in such bytes
 };
 
-FewPlan plan_of(const FewParams& p, const Gpu& gpu, int resident, int stages, int cluster) {
-  const bool small = p.group_shift == 5;
-  const int tokens = p.m <= 2 ? 2 : p.m <= 8 ? 8 : 16, in_unit = p.activation ? 2 : 1;
-  const int64_t groups = int64_t{gpu.processors} * resident / cluster;
-  const int64_t used = groups < p.units ? groups : p.units;
-  const int rows = static_cast<int>(ceil_div(p.units, used)) * in_unit;
-  FewPlan plan = {resident, stages, cluster};
-  plan.chunks = static_cast<int>(ceil_div(ceil_div(p.tiles_k, int4::kChunk), cluster));
-  plan.pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : p.m <= 8 ? 8 : 4));
-  plan.blocks = used * cluster;
-  const int64_t room =
-      least(gpu.shared_of_processor / resident - 1024, int64_t{gpu.shared_of_block});
-  const auto bytes = [&](int count) {
-    return int4::FewLayout(p.m, tokens, plan.chunks, plan.pass_rows, count, small, p.norm).bytes;
-  };
-  if (stages == 0) plan.stages = 8;
-  while (stages == 0 && plan.stages > 1 && bytes(plan.stages) > room) --plan.stages;
-  plan.bytes = bytes(plan.stages);
-  if (plan.stages < 2 || plan.bytes > room) plan.stages = 0;
-  plan.cost = resident * plan.chunks * int4::kChunk *
-                  (int64_t{rows} * (small ? 640 : 576) + int64_t{p.m} * 128) +
-              (cluster > 1 ? 1500 * cluster : 0);
+/// What follows from it.
+struct FewGrid {
+  int chunks, pass_rows;
+  int64_t blocks, bytes;
+};
+
+FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
+  const int64_t groups = int64_t{gpu.processors} * plan.resident / plan.cluster;
+  const int64_t used = least(groups, p.units);
+  const int64_t rows = ceil_div(p.units, used) * (p.activation ? 2 : 1);
+  const auto chunks =
+      static_cast<int>(ceil_div(ceil_div(p.tiles_k, plan.chunk), int64_t{plan.cluster}));
+  const int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
+  const int4::FewLayout layout(plan.chunk, p.m, p.m <= 2 ? 2 : 8, chunks, pass_rows, plan.stages,
+                               p.group_shift == 5, p.norm);
+  return {chunks, pass_rows, used * plan.cluster, layout.bytes};
+}
+
+bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
+  return plan.stages >= 2 && grid_of(p, gpu, plan).bytes <= gpu.shared_of_block;
+}
+
+/// Large weights have large chunks, of which two blocks of a multiprocessor stream two each; small
+/// ones are divided finer. Tuned on one H200.
+FewPlan choose(const FewParams& p, const Gpu& gpu) {
+  const bool clusters = gpu.capability >= 90;
+  const int64_t rows = ceil_div(p.units, gpu.processors) * (p.activation ? 2 : 1);
+  const bool large = rows >= 5 || p.tiles_k >= 192;
+  FewPlan plan = {4, 1, 4, 1};
+  if (large && p.m <= 2) {
+    plan = {8, 2, 2, 1};
+  } else if (large) {
+    plan = {8, 1, 3, 1};
+  }
+  // Rows of x take memory and time; a cluster's blocks share them.
+  if (clusters && p.m > 2 && (!large || p.tiles_k >= 192)) plan.cluster = 2;
+  if (clusters && 4 * p.units <= 3 * gpu.processors) plan.cluster = 2;
+  const int64_t half = gpu.shared_of_processor / 2 - 1024;
+  if (plan.resident == 2 && grid_of(p, gpu, plan).bytes > half) plan = {8, 1, 3, plan.cluster};
+  while (!fits(p, gpu, plan)) {
+    if (plan.chunk == 8) {
+      plan.chunk = 4;
+    } else if (plan.stages > 2) {
+      --plan.stages;
+    } else if (clusters && plan.cluster < 8) {
+      plan.cluster *= 2;
+    } else {
+      break;
+    }
+  }
   return plan;
 }
 
-/// Measured on one H200.
-FewPlan choose(const FewParams& p, const Gpu& gpu) {
-  FewPlan best = {};
-  for (int cluster = 1; cluster <= (gpu.capability >= 90 ? 8 : 1); cluster *= 2) {
-    for (int resident = 2; resident >= 1; --resident) {
-      const FewPlan plan = plan_of(p, gpu, resident, 0, cluster);
-      if (plan.stages && (!best.stages || plan.cost < best.cost)) best = plan;
-    }
-  }
-  return best;
-}
-
-template <class T, int kSlots, int kTokens>
+template <class T, int kChunk, int kSlots>
 void launch_few(const FewParams& p, const LaunchConfig& config) {
   if (p.group_shift == 5)
-    return launch(rare_kernel<int4::few_rows_int4<T, kSlots, kTokens, true>>, config, p);
-  launch(kernel<int4::few_rows_int4<T, kSlots, kTokens, false>>, config, p);
+    return launch(rare_kernel<int4::few_rows_int4<T, kChunk, kSlots, true>>, config, p);
+  launch(kernel<int4::few_rows_int4<T, kChunk, kSlots, false>>, config, p);
 }
 
 template <class T>
-void launch_few(const FewParams& p, const LaunchConfig& config) {
-  if (p.m <= 2) return launch_few<T, 4, 1>(p, config);
-  if (p.m <= 8) return launch_few<T, 1, 1>(p, config);
-  launch_few<T, 1, 2>(p, config);
+void launch_few(const FewParams& p, int chunk, const LaunchConfig& config) {
+  if (chunk == 8) return p.m <= 2 ? launch_few<T, 8, 4>(p, config) : launch_few<T, 8, 1>(p, config);
+  p.m <= 2 ? launch_few<T, 4, 4>(p, config) : launch_few<T, 4, 1>(p, config);
 }
 
 }  // namespace
@@ -101,17 +115,19 @@ const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
     weight.end = p.units;
   }
   const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
-  const FewPlan plan = call.plan ? plan_of(p, gpu, byte(16), byte(8), byte(0)) : choose(p, gpu);
-  if (plan.stages == 0) return "these rows do not fit into shared memory";
-  p.cluster = plan.cluster, p.chunks = plan.chunks, p.pass_rows = plan.pass_rows;
-  p.stages = plan.stages;
-  const LaunchConfig config = {blocks(plan.blocks),
+  const FewPlan plan = call.plan ? FewPlan{byte(24), byte(16), byte(8), byte(0)} : choose(p, gpu);
+  if (!fits(p, gpu, plan)) return "these rows do not fit into shared memory";
+  const FewGrid grid = grid_of(p, gpu, plan);
+  p.cluster = plan.cluster, p.stages = plan.stages;
+  p.chunks = grid.chunks, p.pass_rows = grid.pass_rows;
+  const LaunchConfig config = {blocks(grid.blocks),
                                {32 * int4::kFewWarps},
                                stream,
-                               plan.bytes,
+                               grid.bytes,
                                static_cast<unsigned>(plan.cluster),
                                gpu.capability >= 90};
-  call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, config) : launch_few<f16>(p, config);
+  call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, plan.chunk, config)
+                              : launch_few<f16>(p, plan.chunk, config);
   return last_error();
 }
 

@@ -15,8 +15,8 @@ inline void int4_few_rows_linear_host(Host& host, const TensorView& x, const Ten
                                       int64_t width, int64_t group_size, int64_t plan,
                                       const TensorView& out) {
   const int64_t k = x.columns(), count = packed.count;
-  FLEXOPS_CHECK(x.dim > 0 && x.numel <= kMostFewRows * k, host.op, ": x must have at most ",
-                kMostFewRows, " rows, got shape ", shape_text(x));
+  FLEXOPS_CHECK(x.dim > 0 && x.numel <= kMostInt4Rows * k, host.op, ": x must have at most ",
+                kMostInt4Rows, " rows, got shape ", shape_text(x));
   FLEXOPS_CHECK(group_size == 32 || group_size == 64 || group_size == 128, host.op,
                 ": group_size must be 32, 64 or 128, got ", group_size);
   FLEXOPS_CHECK(k % group_size == 0 && k < int64_t{1} << 30, host.op,

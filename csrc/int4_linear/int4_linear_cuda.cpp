@@ -95,10 +95,12 @@ template <class T, int kN>
 void launch_hopper(Params& p, void* stream) {
   p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
   const int64_t grid = ceil_div(p.tiles_n, 4 * int4::kHopperGroups) * p.token_tiles * p.cluster;
-  const LaunchConfig config = config_of(grid, 12, int4::kHopperShared<kN>, p.cluster, stream);
+  const auto config = [&](int64_t bytes) { return config_of(grid, 12, bytes, p.cluster, stream); };
   if (p.group_shift == 5)
-    return launch(rare_kernel<int4::many_rows_hopper<T, kN, true>>, config, p);
-  launch(kernel<int4::many_rows_hopper<T, kN, false>>, config, p);
+    return launch(rare_kernel<int4::many_rows_hopper<T, kN, true>>,
+                  config(int4::HopperLayout<kN, true>::kBytes), p);
+  launch(kernel<int4::many_rows_hopper<T, kN, false>>,
+         config(int4::HopperLayout<kN, false>::kBytes), p);
 }
 
 template <class T>

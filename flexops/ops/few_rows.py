@@ -23,7 +23,7 @@ from torch import Tensor
 from ._declared import define
 from ._difference import difference
 from ._register import caller
-from .int4_linear import TILE_N, Int4Weight, int4_linear
+from .int4_linear import TILE_N, Int4Weight, int4_linear, streams
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 MOST_ROWS, MOST_WEIGHTS = 16, 3
@@ -49,6 +49,7 @@ def few_rows_linear(
         weights: up to three of ``[n_i, k]``, x's dtype, contiguous; two of one shape for an
             activation. Or :class:`flexops.Int4Weight`, with scales of 16 bits, of one group size,
             all with zero points or all without; ``n_i`` is a multiple of 16 but of the last one.
+            For more than 8 rows, and on a CPU, these are several launches.
         biases: none, or one ``[n_i]`` for each.
         norm: ``[k]``: the weight of an RMS norm of ``x``; None: no norm.
         eps, offset: the norm's; ``offset`` is added to its weight.
@@ -130,6 +131,9 @@ def _call(
             "flexops.few_rows_linear: weights of 4 bits must have one group size, all or none of"
             f" them zero points, and {TILE_N} n rows but for the last one; fix: a call for each"
         )
+    if not all(streams(x, one) for one in weights):
+        check_rows(x, len(weights), len(biases), kind)
+        return _reference, (x, weights, biases, *rest, early)
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     zeros = [] if first.zeros is None else zeros
     return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)

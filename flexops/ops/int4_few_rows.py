@@ -12,8 +12,15 @@ from torch import Tensor
 
 from ._declared import define
 from ._difference import difference
-from .few_rows import check_rows, compute, few_rows_linear
-from .int4_linear import TILE_N, Int4Weight, check_packed, product_reference, quantize_int4
+from .few_rows import check_rows, compute
+from .int4_linear import (
+    MOST_STREAMED_ROWS,
+    TILE_N,
+    Int4Weight,
+    check_packed,
+    product_reference,
+    quantize_int4,
+)
 
 
 def _int4_weights(
@@ -50,6 +57,8 @@ def _check_int4(
 ) -> None:  # fmt: skip
     del norm, eps, offset, residual, plan
     where = "flexops.few_rows_linear"
+    if x.numel() > MOST_STREAMED_ROWS * x.shape[-1]:
+        raise ValueError(f"{where}: x must have at most {MOST_STREAMED_ROWS} rows")
     check_rows(x, len(packed), len(biases), activation)
     if len(scales) != len(packed) or len(zeros) not in (0, len(packed)):
         raise ValueError(f"{where}: scales and zeros must be as many as weights")
@@ -84,8 +93,7 @@ def self_check(device: str) -> float:
     weights = [quantize_int4(make(48, 320) / 16) for _ in biases]
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     rest = biases, norm, 1e-6, 0.0, residual, 1, 48, 64, 0
-    options = {"norm": norm, "activation": "silu", "residual": residual}
     with torch.no_grad():
-        found = few_rows_linear(x, weights, biases, **options)  # type: ignore[arg-type]
+        found = torch.ops.flexops.int4_few_rows_linear.default(x, packed, scales, zeros, *rest)
         wanted = _int4_reference(x, packed, scales, zeros, *rest)  # type: ignore[arg-type]
         return difference((found,), (wanted,)) / 16

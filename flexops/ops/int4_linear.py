@@ -432,7 +432,7 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     return result
 
 
-MOST_STREAMED_ROWS = 16
+MOST_STREAMED_ROWS = 8
 _HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -99,7 +99,15 @@ def test_weights_of_4_bits(activation: str | None) -> None:
     x, norm, residual = (torch.randn(n).bfloat16() for n in ((3, 128), (128,), (3, width)))
     biases = [torch.randn(n).bfloat16() for n in widths]
     options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual}
-    found = flexops.few_rows_linear(x, weights, biases, **options)
+    packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
+    kind = few_rows.ACTIVATIONS[activation]
+    found = torch.ops.flexops.int4_few_rows_linear(
+        x, packed, scales, zeros, biases, norm, 1e-6, 0.0, residual, kind, width, 64, 0
+    )
+    assert torch.equal(
+        flexops.few_rows_linear(x, weights, biases, **options),
+        few_rows.composed(x, weights, biases, **options),
+    )
     wanted = few_rows.composed(x, weights, biases, **options)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
@@ -113,7 +121,10 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
             flexops.few_rows_linear(x, weights)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 16 rows"):
         flexops.few_rows_linear(x.repeat(9, 1), [one])
-    with pytest.raises(ValueError, match=r"weight.packed must have shape"):
+    with pytest.raises(ValueError, match=r"x must have shape \[..., 128\]"):
         flexops.few_rows_linear(x[:, :64].contiguous(), [one])
-    with pytest.raises(TypeError, match="scales"):
-        flexops.few_rows_linear(x, [flexops.quantize_int4(torch.randn(32, 128))])
+    lists = ([part] for part in one[:3])
+    with pytest.raises(ValueError, match="at most 8 rows"):
+        torch.ops.flexops.int4_few_rows_linear(
+            x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
+        )
