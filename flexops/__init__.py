@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
     from .ops.fp8 import quantize_int8 as quantize_int8
+    from .ops.fp8_linear import fp8_linear as fp8_linear
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
     from .ops.gated_norm import gated_rms_norm as gated_rms_norm
@@ -107,6 +108,7 @@ _NAMES = {
     "ops.experts": ("gated_experts",),
     "ops.few_rows": ("few_rows_linear",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
+    "ops.fp8_linear": ("fp8_linear",),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import classes, int4, stepping, torch_modules, trl
+from . import fp8 as fp8_products
 from . import generation as generating
 from . import residuals as adding
 from . import rope as rope_part
@@ -47,6 +48,7 @@ def patch(
     optimizer: Any = False,
     in_graphs: bool = False,
     weights: Any = None,
+    fp8: str | None = None,
 ) -> Report:
     """Put flexops' operators into a model, in place.
 
@@ -79,6 +81,9 @@ def patch(
             Embeddings and output layers keep 16 bits. :func:`unpatch` cannot bring the 16-bit
             weights back: load the checkpoint again. Layers of 4 bits that compressed-tensors,
             gptqmodel, auto-gptq or autoawq built are converted in any case, with the same values.
+        fp8: matrix products of linear layers in training, by :func:`flexops.fp8_linear`:
+            ``"rowwise"`` or ``"rowwise_with_gw_hp"``. Output layers, small layers and inputs of few
+            rows keep 16-bit products, which the report lists with the reason.
 
     Returns:
         what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
@@ -106,7 +111,9 @@ def patch(
                 found=f"flexops.patch({model!r}, weights={weights!r})",
                 fix="from_pretrained(..., quantization_config=flexops.patching.Int4Config())",
             )
-        return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
+        return classes.patch(
+            model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
+        )
     if not isinstance(model, nn.Module):
         raise PatchError(
             "flexops.patch takes a module, a class of models or an architecture's name",
@@ -117,7 +124,7 @@ def patch(
         rows = list(int4.convert(replacements))
         if weights is not None:
             rows += int4.quantize(replacements, int4.Settings.of(weights))
-        rows += _replace(model, wanted, in_graphs)
+        rows += _replace(model, wanted, in_graphs, fp8)
         made, of_optimizer = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
             from .int4_loading import adopt
@@ -128,7 +135,9 @@ def patch(
     return Report(type(model).__name__, rows_of([*rows, *of_optimizer]), made)
 
 
-def _replace(model: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Iterator[Row]:
+def _replace(
+    model: nn.Module, wanted: dict[str, bool], in_graphs: bool, fp8: str | None
+) -> Iterator[Row]:
     """Modules first, then what spans several of them: residuals, decode steps."""
     inside: set[int] = set()  # activations of blocks that have their row already
     for module in model.modules():
@@ -136,6 +145,8 @@ def _replace(model: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Iter
             yield from _visit(module, wanted, in_graphs)
         inside |= _covered(module)
     yield from adding.patch(model, wanted["residuals"], in_graphs)
+    if fp8 is not None:
+        yield from fp8_products.patch(model, fp8)
     for module in model.modules():
         row = generating.switch(module, "" if wanted["generation"] else "generation=False")
         if row is not None:

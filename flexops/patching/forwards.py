@@ -26,7 +26,7 @@ from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
-from . import decoding
+from . import decoding, fp8
 from .linears import DTYPES as _DTYPES
 from .linears import LINEARS, is_bare, is_plain, pair
 
@@ -301,6 +301,8 @@ def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, 
         if decoding.takes(inner, parts[2]):
             return decoding.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
+    if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
+        return y
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return NotImplemented

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn import Int4Linear
 from . import convolution, experts, forwards, loss, projections, rope, torch_modules
 from .linears import is_linear
 from .probe import (
@@ -253,7 +254,11 @@ def _activation(module: Any) -> tuple[str, Any]:
 
 
 def _linears(module: Any) -> dict[str, Any]:
-    return {name: one for name, one in module._modules.items() if is_linear(one)}
+    return {
+        name: one
+        for name, one in module._modules.items()
+        if is_linear(one) or type(one) is Int4Linear
+    }
 
 
 def _sizes(one: Any) -> tuple[int, int]:

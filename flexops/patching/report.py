@@ -24,6 +24,7 @@ FAMILIES = {
     "gated_experts": ("experts", "grouped_linear"),
     "grouped_linear": ("experts", "grouped_linear"),
     "causal_conv1d": ("causal_conv1d",),
+    "fp8_linear": ("fp8_linear", "activation"),
 }
 """What has the kernels of the operators that rows name."""
 
