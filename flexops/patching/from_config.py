@@ -44,26 +44,26 @@ def report(name: str) -> Report:
             )
         if config is None:
             found = f"{name}, a folder without a config.json" if given.is_dir() else name
-            required = (
-                "a config.json, a folder with one, a model's name on the Hugging Face Hub"
-                " (owner/name), or a model type of transformers"
-            )
             raise PatchError(
-                "there is no such config", found=found, required=required, fix="flexops patch llama"
+                "there is no such config",
+                found=found,
+                required=(
+                    "a config.json, a folder with one, a model's name on the Hugging Face Hub"
+                    " (owner/name), or a model type of transformers"
+                ),
+                fix="flexops patch llama",
             )
         with torch.device("meta"):
             model = _class(transformers, config)(config)
     except (ValueError, KeyError, AttributeError, OSError, ImportError) as error:
-        required = "a config.json with a model_type that this transformers knows"
-        fix = (
-            f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
-            " transformers"
-        )
         raise PatchError(
             "transformers makes no model of this config",
             found=_first_line(error),
-            required=required,
-            fix=fix,
+            required="a config.json with a model_type that this transformers knows",
+            fix=(
+                f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
+                " transformers"
+            ),
         ) from error
     return patch(model)
 
@@ -74,27 +74,23 @@ def _from_hub(transformers: Any, name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        fix = (
-            "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf auth"
-            " login; HF_HUB_OFFLINE=1 rules a download out"
-        )
-        required = (
-            "a model on the Hugging Face Hub whose code is transformers' own, and a network; or it"
-            " is in the Hub's cache"
-        )
         raise PatchError(
             f"the config of {name} could not be had",
             found=_first_line(error),
-            required=required,
-            fix=fix,
+            required=(
+                "a model on the Hugging Face Hub whose code is transformers' own, and a network;"
+                " or it is in the Hub's cache"
+            ),
+            fix=(
+                "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf"
+                " auth login; HF_HUB_OFFLINE=1 rules a download out"
+            ),
         ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return (
-        f"{type(error).__name__}:"
-        f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    )
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _class(transformers: Any, config: Any) -> Any:
