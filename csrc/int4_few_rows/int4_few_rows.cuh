@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   }
   few_rows::wait_for_previous();
   u8* const rows_of_x = shared + kZeroBytes;
-  constexpr int kAhead = 4;
+  constexpr int kAhead = kSlots == 4 ? 8 : 4;
   const int per_row = p.chunks * (kChunk / 4), all = p.m * per_row;  // pieces: a vector a lane
   for (int first = warp; first < all; first += kAhead * kFewWarps) {
     uint4 values[kAhead], gains[kAhead];
