@@ -41,6 +41,7 @@ DATA = {
         "toolchain/*.toml",
         "inspection/*.toml",
         "cmake/*.cmake",
+        "testing/emulator/*.h",
         *EXAMPLE,
     ]
 }

@@ -18,10 +18,9 @@ from ..build.describe.declaration import Output, Rows
 from ..build.describe.schema import Signature
 from ..build.describe.spec import OpSpec, Project
 from ..errors import FlexopsError
-from ..ops import _register
+from ..ops import _declared, _register
 from ..ops._declared import check_arguments, results_of, saving
 
-_TAKEN = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
 _LONGEST_NAME = 80
 """Of a library and of a family: both are in the name of a file, which has at most 255 bytes."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,11 +47,12 @@ class Library:
             not name.isidentifier()
             or not name.isascii()
             or keyword.iskeyword(name)
-            or name in (*_TAKEN, *schema.RESERVED, *dir(type(torch.ops)))
+            or name in (*schema.TAKEN_NAMESPACES, *schema.RESERVED, *dir(type(torch.ops)))
         ):
+            taken = ", ".join(schema.TAKEN_NAMESPACES)
             required = (
-                f"an identifier, none of {', '.join(_TAKEN)}, no word of Python or C++, and nothing"
-                " that torch.ops has itself"
+                f"an identifier, none of {taken}, no word of Python or C++, and nothing that"
+                " torch.ops has itself"
             )
             raise FlexopsError(
                 f"no library can be called {name!r}", required=required, fix="give it another name"
@@ -242,7 +242,7 @@ class Op:
             _register.define(
                 family,
                 text,
-                _by_position(reference),
+                self._comparing(_by_position(reference)),
                 self._fake_of,
                 check=self._refuse,
                 always=self._ask,
@@ -345,6 +345,20 @@ class Op:
                 f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake"
             )
         return self._fake(*args)
+
+    def _comparing(self, reference: Callable[..., Any]) -> Callable[..., Any]:
+        """The reference, whose results have to be as declared: a library's are."""
+
+        @functools.wraps(reference)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            results = reference(*args, **kwargs)
+            if self._fake is not None:
+                what = f"the reference of {self.label} returns something else than is declared"
+                fix = "correct outputs= of the declaration, or its fake kernel, or the reference"
+                _declared.check_results(what, results, self._fake(*args, **kwargs), args, fix)
+            return results
+
+        return compared
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)

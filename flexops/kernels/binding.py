@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from ..build.describe.schema import Dimensions, dimensions
 from ..errors import FlexopsError
-from .signature import ELEMENTS, SCALARS, CudaSignature
+from .limits import launch_error
+from .signature import ELEMENTS, SCALARS, CudaSignature, Parameter
 
 Function = Callable[..., Any]
 _DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
@@ -120,7 +121,9 @@ def bind(
     inputs = [argument.name for argument in schema.arguments]
     known = [*inputs, *schema.results]
     values, letters = [], []
+    written = {*schema.results, *(one.name for one in schema.tensors if one.mutable)}
     for parameter in signature.parameters:
+        _check_parameter(parameter, signature, schema, written)
         if not parameter.pointer and parameter.type not in SCALARS:
             raise _wrong(
                 schema,
@@ -138,6 +141,7 @@ def bind(
             f"parameters of {signature.name}:"
             f" {', '.join(one.name for one in signature.parameters)}",
         )
+    _check_launch(schema, options, signature)
     template = tuple(_template(signature, schema, options, functions, inputs))
     tensors = {*(tensor.name for tensor in schema.tensors), *schema.results}
     typed = tuple(
@@ -146,7 +150,9 @@ def bind(
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     launch = list(_run(signature, schema, options, bound, known))
     refer: list[str] = []
-    if reference:
+    if reference is not None:
+        if not callable(reference):
+            raise _wrong(schema, f"reference is {reference!r}", "a function of the arguments")
         said = _evaluated("_reference", reference, schema, functions, inputs)
         refer = [
             *_checked(schema, options, functions, inputs),
@@ -168,6 +174,62 @@ def bind(
     return bound._replace(
         text=text + _call(schema, list(_run_again(signature, schema, options, bound)) or launch)
     )
+
+
+def _check_parameter(
+    parameter: Parameter, signature: CudaSignature, schema: KernelSchema, written: Container[str]
+) -> None:
+    """A parameter is one type and one name, and is const exactly if the schema only reads it."""
+    name = parameter.name
+    if not parameter.plain:
+        found = f"{parameter.type} {name} among the parameters of {signature.name}"
+        raise _wrong(
+            schema,
+            f"{found} (line {signature.line})",
+            "one type and one name for each parameter",
+            fix="add the missing comma or parenthesis",
+        )
+    if not parameter.pointer or (name not in written) == parameter.const:
+        return
+    if name in written:
+        what = "a result" if name in schema.results else "written"
+        raise _wrong(
+            schema,
+            f"the parameter const {parameter} is const, but {name} is {what}",
+            f"{parameter}",
+            fix="remove const, or correct the schema",
+        )
+    if any(tensor.name == name for tensor in schema.tensors):
+        raise _wrong(
+            schema,
+            f"the parameter {parameter} is not const, but {name} is only read",
+            f"const {parameter}; or Tensor(a!) {name} in the schema, if the kernel writes it",
+            fix=f"write const {parameter}",
+        )
+
+
+def _check_launch(schema: KernelSchema, options: KernelOptions, signature: CudaSignature) -> None:
+    """A grid and a block that are constants are within CUDA's limits."""
+    grid, block = (
+        None if given is None or callable(given) else _three_of(label, given, schema)
+        for label, given in (("grid", options.grid), ("block", options.block))
+    )
+    found, required = launch_error(grid, block, signature.bounds)
+    if not found and isinstance(options.shared, int) and options.shared < 0:
+        found, required = f"shared {options.shared}", "a number of bytes"
+    if found:
+        raise _wrong(schema, found, required, fix="correct grid=, block= or shared=")
+
+
+def _three_of(label: str, given: Any, schema: KernelSchema) -> tuple[int, int, int]:
+    sizes = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
+        raise _wrong(
+            schema,
+            f"{label} is {given!r}",
+            "a whole number, up to three of them, or a function that returns such",
+        )
+    return (*sizes, 1, 1)[:3]
 
 
 def expression_of(signature: CudaSignature, arguments: Mapping[str, str]) -> str:
@@ -254,6 +316,14 @@ def _template(
                 ),
             )
         elif one.kind != "typename" and one.name in inputs:
+            given = next(a.type for a in schema.arguments if a.name == one.name)
+            if given not in ("int", "bool", "SymInt"):
+                raise _wrong(
+                    schema,
+                    f"the template's {one.kind} {one.name} and the argument {given} {one.name}",
+                    "an argument that is an int or a bool; each of its values is a kernel",
+                    fix=f"make {one.name} a parameter of the kernel",
+                )
             yield one.name, one.name
         elif one.kind != "typename" and not one.has_default:
             raise _wrong(
@@ -461,6 +531,10 @@ def _checked(
     for name, text in options.shapes.items():
         if name not in optional:
             raise _wrong(schema, f"shapes names {name}", f"tensors: {', '.join(optional)}")
+        there = f"{name} is not None and " if optional[name] else ""
+        if text.startswith("as "):
+            yield _broadcast(name, text.removeprefix("as "), there, schema)
+            continue
         try:
             parts = dimensions(text)
         except ValueError as error:
@@ -477,14 +551,25 @@ def _checked(
                 least = -at if at < 0 else at + 1
                 yield f"if {part.name}.dim() < {least}: _refuse_dims({part.name!r}, {least})"
             sizes.append(_size(part, whole, part.name in optional))
-        condition = f"{name}.shape != ({''.join(f'{size}, ' for size in sizes)})"
-        there = f"{name} is not None and " if optional[name] else ""
         wanted = f"({''.join(f'{size}, ' for size in sizes)})"
-        yield f"if {there}{condition}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
+        yield f"if {there}{name}.shape != {wanted}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
     if options.check is not None:
         if not callable(options.check):
             raise _wrong(schema, f"check is {options.check!r}", "a function of the arguments")
         yield _evaluated("_check", options.check, schema, functions, inputs)
+
+
+def _broadcast(name: str, other: str, there: str, schema: KernelSchema) -> str:
+    """The line that expands a tensor to another one's shape."""
+    found = {one.name: one for one in schema.tensors}
+    if other not in found or found[other].optional or found[name].mutable or other == name:
+        raise _wrong(
+            schema,
+            f"shapes says 'as {other}' of {name}",
+            "a tensor that is only read, and another one that is always given",
+        )
+    unlike = f"{there}{name}.shape != {other}.shape"
+    return f"if {unlike}: {name} = _broadcast({name!r}, {name}, {other!r}, {other}.shape)"
 
 
 def _size(part: Dimensions, whole: bool, tensor: bool) -> str:
@@ -535,14 +620,7 @@ def _dimensions(
     function that returns such."""
     names = ", ".join(f"{label}_{axis}" for axis in "xyz")
     if not callable(given):
-        dimensions = (*(given if isinstance(given, (tuple, list)) else (given,)), 1, 1)[:3]
-        if not all(isinstance(size, int) for size in dimensions):
-            raise _wrong(
-                schema,
-                f"{label.strip('_')} is {given!r}",
-                "a whole number, up to three of them, or a function that returns such",
-            )
-        yield f"{names} = {', '.join(map(str, dimensions))}"
+        yield f"{names} = {', '.join(map(str, _three_of(label.strip('_'), given, schema)))}"
         return
     text = _evaluated(f"{label}_of", given, schema, functions, known)
     yield f"{label} = {text}"
@@ -639,10 +717,8 @@ def check_types(
     return {type_: dtype for type_, (_, dtype) in found.items()}
 
 
-def _wrong(schema: KernelSchema, found: str, required: str) -> FlexopsError:
-    return FlexopsError(
-        f"flexops.kernel: {schema.text} and its kernel do not fit together",
-        found=found,
-        required=required,
-        fix="see docs/kernels.md",
-    )
+def _wrong(
+    schema: KernelSchema, found: str, required: str, fix: str = "see docs/kernels.md"
+) -> FlexopsError:
+    what = f"flexops.kernel: {schema.text} and its kernel do not fit together"
+    return FlexopsError(what, found=found, required=required, fix=fix)

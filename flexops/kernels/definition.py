@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import keyword
 import math
 import operator
+import re
 import struct
 import sys
 import threading
@@ -20,52 +22,33 @@ import torch
 from .. import _torch, settings
 from ..build.compile import device_code
 from ..build.describe import layout
+from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
 from ..build.load import loader, provider
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
+from ..ops._declared import check_results
 from ..toolchain import libcuda
-from . import binding, launch
+from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
-from .signature import CPP_TYPES, CudaSignature, kernels
+from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter, kernels, unclosed
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
 _FP8 = '#include "common/fp8.cuh"\n'
 _MENDS = {
-    "cuda_bf16.h": (
-        "bfloat16 is there without a header; for CUDA's own: include=[<a toolkit's include"
-        " directory>]"
-    ),
-    "cuda_fp16.h": (
-        "float16 is there without a header; for CUDA's own: include=[<a toolkit's include"
-        " directory>]"
-    ),
     "__nv_bfloat16": (
         "write bfloat16, which is there without a header and converts to and from float"
     ),
     "__half": "write float16, which is there without a header and converts to and from float",
-    'source file "cmath"': (
-        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
-    ),
-    'source file "math.h"': (
-        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
-    ),
     "unrecognized option": (
         "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them"
     ),
-    "cannot open source file": (
-        "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are"
-        " there without it)"
-    ),
-    '"std"': (
-        "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a"
-        " toolkit's include directory>] has cuda/std)"
-    ),
+    "cannot open source file": "name its directory in include=[...]",
+    '"std"': "#include <the header of C++'s that declares it>, such as <cmath> or <type_traits>",
 }
 """The fix for a compiler error, by its text."""
 
 _LONGEST_NAME = 150  # a file has at most 255 bytes in its name, of which the cache needs some
-_MOST_THREADS = 1024  # of a block, on every GPU
 _MOST_PLANS = 1024  # of one kernel: shapes that a call finds worked out
 
 _defined: dict[str, _Registered] = {}
@@ -136,7 +119,8 @@ def kernel(
             tensors, for which the host would wait.
         shapes: by tensor argument, the shape that it must have: ``{"weight": "x[-1]", "residual":
             "x"}``. Parts, separated by commas: ``x`` (all of x's), ``x[-1]``, ``x[:-1]``, a number,
-            an int argument; one of them times or divided by a number: ``x[-1] // 2``.
+            an int argument; one of them times or divided by a number: ``x[-1] // 2``. ``"as x"``
+            broadcasts the tensor to x's shape; nothing else is broadcast.
         reference: plain PyTorch with the schema's arguments: what runs on the CPU, and where no
             kernel can be had; the oracle for tests. Results of another shape or dtype than the
             kernel's are an error.
@@ -155,6 +139,12 @@ def kernel(
     if backward and not parsed.functional:
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
+    if setup_context and not backward:
+        raise FlexopsError(
+            f"flexops.kernel: {parsed.qualname} has setup_context without backward",
+            required="both: setup_context keeps what backward uses",
+            fix="add backward=, or remove setup_context=",
+        )
     signature = _chosen(source, name or parsed.name, schema)
     given = KernelOptions(
         grid, block, shared, cluster, args or {}, template or {}, out, strided, check, shapes or {}
@@ -162,7 +152,7 @@ def kernel(
     caller = sys._getframe(1).f_globals.get("__name__", "")
     bound = binding.bind(signature, parsed, given, reference)
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
-    made = _Code(
+    made = KernelCode(
         source,
         signature,
         parsed,
@@ -185,13 +175,15 @@ class Kernel:
         op: the operator of torch: ``torch.ops.flexops_kernels.<name>.default``.
         source, schema: what it was made of.
         reference: plain PyTorch that does the same, or None.
+        differentiable: whether it has a backward.
     """
 
+    differentiable: bool
     op: Any
     source: str
     schema: str
     reference: Callable[..., Any] | None
-    _code: _Code
+    _code: KernelCode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError  # each kernel's class has its own
@@ -236,7 +228,7 @@ class Kernel:
         return f"<flexops.kernel {self.schema}>"
 
 
-class _Code:
+class KernelCode:
     """A kernel's source and what calls need of it."""
 
     def __init__(
@@ -250,6 +242,7 @@ class _Code:
         include: tuple[str, ...],
         flags: tuple[str, ...],
     ) -> None:
+        self.parts = (source, signature, schema, bound, options, reference, include, flags)
         self.source, self.signature, self.schema, self.bound, self.options, self.reference = (
             source,
             signature,
@@ -284,6 +277,7 @@ class _Code:
             "_refuse_strides": self._refuse_strides,
             "_refuse_shape": self._refuse_shape,
             "_refuse_dims": self._refuse_dims,
+            "_broadcast": self._broadcast,
             "_three": self._three,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
@@ -312,10 +306,12 @@ class _Code:
 
     def public(self, registered: _Registered) -> Kernel:
         op = self.names["_op"] = registered.op
+        has_backward = registered.backward is not None
         self.names["_transformed"] = registered.transformed
         made: Kernel = type(
             "Kernel", (Kernel,), {"__call__": self.names["__call__"], "__doc__": self.schema.text}
         )()
+        made.differentiable = has_backward
         made.op, made.source, made.schema, made.reference, made._code = (
             op,
             self.source,
@@ -346,14 +342,9 @@ class _Code:
     def _refer(self, *args: Any, **kwargs: Any) -> Any:
         """What the reference returns: what a call returns, for ``torch.compile``."""
         expected, made = self.fake(*args, **kwargs), self.names["refer"](*args, **kwargs)
-        pairs = [[_described(one) for one in _listed(given)] for given in (made, expected)]
-        if pairs[0] != pairs[1]:
-            raise FlexopsError(
-                f"the reference of {self.schema.qualname} returns something else than the kernel",
-                found=", ".join(pairs[0]) or "nothing",
-                required=", ".join(pairs[1]) or "nothing",
-                fix="correct the reference, or out=<a function that returns the result(s)>",
-            )
+        what = f"the reference of {self.schema.qualname} returns something else than the kernel"
+        fix = "correct the reference, or out=<a function that returns the result(s)>"
+        check_results(what, made, expected, args, fix)
         return made
 
     # ---- compiling -------------------------------------------------------------------------------
@@ -379,7 +370,14 @@ class _Code:
         }
         return binding.expression_of(
             self.signature,
-            {**spelled, **{name: _literal(name, value) for name, value in values.items()}},
+            {
+                **spelled,
+                **{
+                    one.name: _literal(self.schema.name, one, values[one.name])
+                    for one in self.signature.template
+                    if one.name in values
+                },
+            },
         )
 
     def _no_type(self, name: str, dtype: str) -> NoReturn:
@@ -425,7 +423,7 @@ class _Code:
                 )
             ]
         except CompileError as error:
-            raise _mended(error) from None
+            raise _mended(error, self.schema.name) from None
 
     def _remember(
         self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor
@@ -467,6 +465,11 @@ class _Code:
                     " or strided=True"
                 )
         expression = self._expression(arguments, values)
+        self._kernels[key] = found = ctypes.c_void_p(self.load(expression, device))
+        return found
+
+    def load(self, expression: str, device: int) -> int:
+        """The driver's handle of a kernel, for a device."""
         if torch.version.hip:
             raise ToolchainError(
                 f"{self.schema.qualname} is compiled by NVRTC, which AMD GPUs have not",
@@ -481,9 +484,8 @@ class _Code:
                         self.text_kernel(expression), capability
                     )
                 except CompileError as error:
-                    raise _mended(error) from None
-            self._kernels[key] = found = ctypes.c_void_p(loaded)
-        return found
+                    raise _mended(error, self.schema.name) from None
+            return loaded
 
     def _fall_back(self, error: FlexopsError, args: tuple[Any, ...]) -> Any:
         policy = settings.current().fallback
@@ -539,6 +541,15 @@ class _Code:
             f"{self.schema.name}: {name} must have shape {list(wanted)}, got {list(found)}"
         )
 
+    def _broadcast(self, name: str, tensor: torch.Tensor, other: str, shape: Any) -> torch.Tensor:
+        try:
+            return tensor.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.schema.name}: {name} must be broadcastable to {other}, got shape"
+                f" {list(tensor.shape)} for {list(shape)}"
+            ) from None
+
     def _refuse_dims(self, name: str, least: int) -> NoReturn:
         plural = "s" if least > 1 else ""
         raise ValueError(f"{self.schema.name}: {name} must have at least {least} dimension{plural}")
@@ -573,7 +584,7 @@ class _Code:
         config: launch.Pointer,
         kernel: launch.Pointer,
         extra: launch.Pointer,
-        grid: object,
+        grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared: int,
     ) -> None:
@@ -582,13 +593,17 @@ class _Code:
             status = self.names["_launch"](config, kernel, None, extra)
         if status:
             said, mend = libcuda.driver().error_text(status), ""
-            if math.prod(block) > _MOST_THREADS:
-                mend = f": a block has at most {_MOST_THREADS} threads, not {math.prod(block)}"
+            bounds = self.signature.bounds
+            found, required = limits.launch_error(grid, block, bounds)
+            if found:
+                mend = f": {found} was given, {required} is required"
             elif status == launch.OUT_OF_RESOURCES:
                 mend = (
                     ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by"
                     " which each gets fewer registers"
                 )
+            elif bounds:
+                mend = f": the kernel has __launch_bounds__({bounds}), the most threads of a block"
             raise RuntimeError(
                 f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared}"
                 f" bytes of dynamic shared memory){mend}"
@@ -767,6 +782,8 @@ def _no_gradient(made: _Registered) -> NoReturn:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> KernelSchema:
+    if not isinstance(text, str):
+        raise TypeError(f"flexops.kernel: schema must be text, got {type(text).__name__}")
     try:
         if odd := next((character for character in text if not character.isascii()), ""):
             raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
@@ -826,7 +843,18 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
             f"a name of {len(schema.qualname)} characters",
             f"at most {_LONGEST_NAME}: files get it",
         )
+    namespace = schema.qualname.partition("::")[0]
+    if namespace in TAKEN_NAMESPACES:
+        return (
+            f"the namespace {namespace}, which is torch's or flexops' own",
+            "a namespace of your own: mylib::name(...)",
+        )
     for one in schema.arguments:
+        if one.name in RESERVED:
+            return (
+                f"an argument called {one.name}",
+                "no word of C++: the kernel's parameter has the argument's name",
+            )
         if keyword.iskeyword(one.name) or one.name.startswith("_"):
             return (
                 f"an argument called {one.name}",
@@ -844,6 +872,13 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
 
 
 def _chosen(source: str, name: str, schema: str) -> CudaSignature:
+    if not isinstance(source, str) or (gap := unclosed(source)):
+        raise FlexopsError(
+            f"flexops.kernel: the source of {schema} cannot be read",
+            found=gap if isinstance(source, str) else type(source).__name__,
+            required="C++ text, whose brackets are in pairs",
+            fix="correct the source",
+        )
     found = kernels(source)
     chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
     if len(chosen) != 1:
@@ -871,18 +906,6 @@ def _count_write(tensor: torch.Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _listed(results: Any) -> Sequence[Any]:
-    if results is None:
-        return ()
-    return results if isinstance(results, (tuple, list)) else (results,)
-
-
-def _described(result: Any) -> str:
-    if not isinstance(result, torch.Tensor):
-        return type(result).__name__
-    return f"{_dtype_name(result.dtype)} {list(result.shape)}"
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -891,22 +914,42 @@ def _define(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _literal(name: str, value: Any) -> str:
+def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
     """A template argument in C++."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, torch.dtype):
-        return CPP_TYPES[_dtype_name(value)]
-    if isinstance(value, (int, str)):
-        return str(value)
-    raise TypeError(
-        f"the template's {name} cannot be {value!r}: a whole number, a truth value, a dtype or C++"
-        " text"
-    )
+    if isinstance(value, str):
+        return value
+    if parameter.kind == "typename":
+        if isinstance(value, torch.dtype):
+            return CPP_TYPES[_dtype_name(value)]
+        required = "a torch.dtype, or a type as C++ text"
+    elif parameter.kind == "bool":
+        if isinstance(value, bool):
+            return str(value).lower()
+        required = "True or False"
+    else:
+        if isinstance(value, int) and not isinstance(value, bool):
+            letter = SCALARS.get(parameter.kind, "q")
+            with contextlib.suppress(struct.error):
+                struct.pack("=" + letter, value)
+                return str(value)
+        required = f"a whole number that {parameter.kind} holds, or C++ text"
+    what = f"the template's {parameter.kind} {parameter.name} cannot be {value!r}"
+    raise TypeError(f"{kernel_name}: {what}: {required}")
 
 
-def _mended(error: CompileError) -> CompileError:
-    fix = next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+def _mended(error: CompileError, name: str) -> CompileError:
+    from ..toolchain import device_headers
+
+    missing = re.search(r'cannot open source file "([^"]+)"', error.found)
+    version = re.search(r"NVRTC ([\d.]+)", error.what)
+    fix = device_headers.fix_for(missing[1], version[1]) if missing and version else ""
+    fix = fix or next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+    place = re.search(r"^\s*(\S+)\(\d+\): (?:catastrophic )?error", error.found, re.MULTILINE)
+    if fix == error.fix and place and place[1] != f"{name}.cu":
+        fix = (
+            f"the error is in {Path(place[1]).name}, not in your source: correct what your source"
+            " passes to it (a line after the error names where it is instantiated)"
+        )
     return CompileError(
         error.what, found=error.found, required=error.required, fix=fix, log=error.log
     )

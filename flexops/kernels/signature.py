@@ -67,16 +67,31 @@ _IGNORED = {
     "__restrict",
     "__grid_constant__",
     "struct",
+    "typename",
+    "class",
+    "enum",
     "FLEXOPS_GRID_CONSTANT",
 }
 
 
+_BUILTIN_WORDS = {"unsigned", "signed", "short", "int", "long", "char", "double", "*"}
+"""Words of which a type may have several."""
+
+
 class Parameter(NamedTuple):
-    """A kernel's parameter: ``type`` without qualifiers, reference and namespace of ours."""
+    """A kernel's parameter: ``type`` without qualifiers, reference and namespace of ours;
+    ``const``: what it points to is not written."""
 
     name: str
     type: str
     pointer: bool
+    const: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the text is one type and one name. A missing comma leaves more words."""
+        words = re.sub(r"<[^>]*>", "", self.type).split()
+        return len(words) == 1 or (len(words) > 1 and _BUILTIN_WORDS.issuperset(words[1:]))
 
     def __str__(self) -> str:
         return f"{self.type}{'*' if self.pointer else ''} {self.name}"
@@ -96,12 +111,14 @@ class CudaSignature(NamedTuple):
     Attributes:
         name: with its namespaces.
         line: of the source, from 1.
+        bounds: the threads in ``__launch_bounds__``, as text; "" without it.
     """
 
     name: str
     template: tuple[TemplateParameter, ...]
     parameters: tuple[Parameter, ...]
     line: int
+    bounds: str = ""
 
 
 def kernels(source: str) -> list[CudaSignature]:
@@ -113,7 +130,7 @@ def kernels(source: str) -> list[CudaSignature]:
         head = _head(text, match.end())
         if head is None:
             continue
-        name, opening = head
+        name, opening, bounds = head
         end = closing(text, opening)
         own = text[opening + 1 : end]
         namespaces = _namespaces(text[: match.start()])
@@ -126,6 +143,7 @@ def kernels(source: str) -> list[CudaSignature]:
                 _template(text[: match.start()]),
                 parameters,
                 text.count("\n", 0, match.start()) + 1,
+                bounds,
             )
         )
         if text[end + 1 :].lstrip()[:1] == "{":
@@ -134,16 +152,20 @@ def kernels(source: str) -> list[CudaSignature]:
     return [one for one in found if one in defined or one.name not in names]
 
 
-def _head(text: str, position: int) -> tuple[str, int] | None:
-    """The name behind ``__global__``, and where its parameters open: ``void``, attributes and
-    launch bounds stand between."""
+def _head(text: str, position: int) -> tuple[str, int, str] | None:
+    """The name behind ``__global__``, where its parameters open, and its launch bounds: ``void``,
+    attributes and launch bounds stand between."""
+    bounds = ""
     while match := re.compile(r"\s*(\w+)\s*").match(text, position):
         word, position = match[1], match.end()
         opens = text[position : position + 1] == "("
         if opens and word.startswith("__"):
-            position = closing(text, position) + 1
+            end = closing(text, position)
+            if word == "__launch_bounds__":
+                bounds = next(parts(text[position + 1 : end])).strip()
+            position = end + 1
         elif opens:
-            return word, position
+            return word, position, bounds
     return None
 
 
@@ -199,4 +221,25 @@ def _parameter(text: str) -> Parameter:
     *kind, name = words
     # a pointer to pointers, which tensors of any dtype may hold
     kind += ["*"] * (declared.count("*") > 1)
-    return Parameter(name, " ".join(kind).replace("std::", "").removeprefix("flexops::"), pointer)
+    type_ = " ".join(kind).replace("std::", "").removeprefix("flexops::")
+    pointee = declared.rpartition("*")[0] or declared.partition("[")[0]
+    return Parameter(name, type_, pointer, pointer and bool(re.search(r"\bconst\b", pointee)))
+
+
+def unclosed(source: str) -> str:
+    """Where a brace or parenthesis has no partner; "" if all have one, or if macros or branches of
+    the preprocessor may bring it."""
+    if re.search(r"^\s*#\s*(if|define)", source, re.MULTILINE):
+        return ""
+    stack: list[tuple[str, int]] = []
+    text = blanked(source)
+    for match in re.finditer(r"[(){}\[\]]", text):
+        character, line = match[0], text.count("\n", 0, match.start()) + 1
+        if character in "({[":
+            stack.append((character, line))
+        elif not stack or stack[-1][0] + character not in ("()", "{}", "[]"):
+            opened = f", but {stack[-1][0]} of line {stack[-1][1]} is open" if stack else ""
+            return f"{character} in line {line}{opened or ', which closes nothing'}"
+        else:
+            stack.pop()
+    return f"{stack[-1][0]} in line {stack[-1][1]}, which is never closed" if stack else ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..build.describe import families
 from ..build.describe.declaration import Declared, Rows, in_words
+from ..errors import FlexopsError
 from . import _register
 
 if TYPE_CHECKING:
@@ -294,6 +295,35 @@ def empty_in_order(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             at -= 1
     made = like.new_empty([like.shape[d] for d in order], dtype=dtype)
     return made.permute([order.index(d) for d in range(like.dim())])
+
+
+def check_results(what: str, found: Any, declared: Any, args: Sequence[Any], fix: str) -> None:
+    """Raise if a reference's results have other shapes or dtypes than a kernel's. float64, which
+    references compute for tests, has any."""
+    shapes_only = any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args)
+    pairs = [
+        [_described(one, shapes_only) for one in _listed(results)] for results in (found, declared)
+    ]
+    if pairs[0] != pairs[1]:
+        raise FlexopsError(
+            what,
+            found=", ".join(pairs[0]) or "nothing",
+            required=", ".join(pairs[1]) or "nothing",
+            fix=fix,
+        )
+
+
+def _listed(results: Any) -> Sequence[Any]:
+    if results is None:
+        return ()
+    return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _described(result: Any, shapes_only: bool) -> str:
+    if not isinstance(result, Tensor):
+        return type(result).__name__
+    dtype = "" if shapes_only else f"{str(result.dtype)[6:]} "
+    return f"{dtype}{list(result.shape)}"
 
 
 def _shape(label: str, text: str, given: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ for _module in (
     "cuda",
     "gradients",
     "isa",
+    "kernel_check",
     "machinery",
     "refusals",
     "results",
@@ -19,3 +20,6 @@ from .case import Case as Case  # noqa: E402
 from .case import Make as Make  # noqa: E402
 from .case import Refusal as Refusal  # noqa: E402
 from .contract import Contract as Contract  # noqa: E402
+from .emulator import EmulationError as EmulationError  # noqa: E402
+from .emulator import emulate as emulate  # noqa: E402
+from .kernel_check import check_kernel as check_kernel  # noqa: E402

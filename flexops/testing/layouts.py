@@ -51,6 +51,21 @@ def laid_out(args: Args, layout: Callable[[Tensor], Tensor]) -> Args:
     )
 
 
+def smaller(args: Args) -> Iterator[tuple[int, Tensor]]:
+    """Each tensor but the first, by position, with one element along a dimension; memory of NaN
+    follows, which a kernel that reads beyond it takes."""
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+    for position, arg in enumerate(args):
+        if position == first or not isinstance(arg, Tensor) or not arg.is_floating_point():
+            continue
+        for dim in range(arg.dim()):
+            if arg.shape[dim] > 1:
+                part = arg.narrow(dim, 0, 1)
+                behind = part.new_full((part.numel() + arg.numel(),), float("nan"))
+                behind[: part.numel()] = part.reshape(-1)
+                yield position, behind[: part.numel()].view(part.shape)
+
+
 def layouts_of(case: Case) -> list[str]:
     return [name for name in LAYOUTS if case.broadcasts or name != "broadcast"]
 

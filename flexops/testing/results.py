@@ -17,7 +17,7 @@ from .accuracy import compared, write
 from .case import Case, Make, Result, argument_name, is_float, only, tensors_of
 from .comparing import ROUNDING, assert_near, assert_same, numbers_of
 from .isa import at_each_isa, every_level
-from .layouts import LAYOUTS, laid_out, layouts_of
+from .layouts import LAYOUTS, laid_out, layouts_of, smaller
 from .running import cast, forward_calls, other_values, results_and_written, run
 
 
@@ -42,6 +42,22 @@ class Results:
                     g is None or g.dtype == args[i].dtype
                     for i, g in zip(case.differentiable, actual.gradients, strict=True)
                 )
+
+    @only(lambda case: "." in case.family)
+    def test_broadcasts_what_the_reference_does(self, case: Case, device: str) -> None:
+        """A tensor with fewer elements than the case's is rejected, or means what the reference
+        makes of it: the declaration broadcasts nothing by itself."""
+        args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+        for position, small in smaller(args):
+            given = (*args[:position], small, *args[position + 1 :])
+            try:
+                actual = run(case.call, given)
+            except (ValueError, TypeError, RuntimeError):
+                continue
+            name = f"{argument_name(case, position)} of shape {list(small.shape)}"
+            with OnReference():
+                expected = run(case.call, given)
+            assert_near(actual, expected, case.rounding, what=f"{name} (shapes= rejects it):")
 
     def test_other_numbers(self, case: Case, device: str) -> None:
         """Each number and each switch that an operator is given, once with another value: a kernel

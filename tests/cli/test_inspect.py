@@ -130,6 +130,7 @@ def test_another_projects_kernels_and_what_an_edit_changed_there(
     assert "shared 0 -> 256  WORSE" in run("inspect", "mylib", "--arch", "9.0", "--diff", "HEAD")
 
 
+@pytest.mark.extra
 def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
     """In a process of its own, as people type it: nothing has imported the library there."""
     shutil.copytree(REPOSITORY / "flexops/builder/example", tmp_path, dirs_exist_ok=True)

@@ -140,6 +140,7 @@ def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_
     assert [one and one.status for one in found] == [3, 4]
 
 
+@pytest.mark.extra
 def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

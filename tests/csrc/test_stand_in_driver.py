@@ -378,6 +378,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(
 # ---- every family --------------------------------------------------------------------------------
 
 
+@pytest.mark.extra
 def test_every_family_asks_for_nothing_that_a_gpu_rejects(run: Run) -> None:
     """Of doctor's calls of each, and of some of enormous tensors, whose memory is not touched."""
     answer = run("""
@@ -396,8 +397,8 @@ with OnGpu():
             flexops.attention(q, q, q).backward(torch.empty_like(q))
         elif spec.name == "int4_linear":  # its function chooses between operators
             weight = flexops.quantize_int4(torch.randn(40, 192).bfloat16())
-            x, given = torch.randn(5, 192).bfloat16(), ops.int4_linear._arguments(weight)
-            torch.ops.flexops.int4_product(x, *given, 0)
+            x = torch.randn(5, 192).bfloat16()
+            torch.ops.flexops.int4_product(x, *weight[:3], None, *weight[3:], 0)
         else:
             getattr(ops, spec.name).self_check("cpu")
         said[spec.name] = launched() - before
@@ -416,6 +417,7 @@ with OnGpu():
     assert any(one.shared > 48 * 1024 for one in answer.launches)
 
 
+@pytest.mark.extra
 def test_a_rare_kernel_that_is_not_available_gives_way_to_the_next_best(
     run: Run, tmp_path: Path
 ) -> None:

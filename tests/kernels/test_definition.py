@@ -56,14 +56,14 @@ def test_what_a_source_says_of_its_kernels() -> None:
     )
     assert first.parameters == (
         *(
-            Parameter("x", "T", True),
+            Parameter("x", "T", True, const=True),
             Parameter("out", "bf16", True),
             Parameter("n", "unsigned long long", False),
         ),
-        *(Parameter("y", "float", True), Parameter("pairs", "Pair", True)),
+        *(Parameter("y", "float", True, const=True), Parameter("pairs", "Pair", True)),
     )
     assert (second.parameters, last.parameters, second.template) == ((), (), ())
-    assert first.line == 7
+    assert (first.line, first.bounds, second.bounds) == (7, "256", "")
 
 
 def test_attributes_forward_declarations_and_pointers_to_pointers() -> None:
@@ -78,7 +78,7 @@ def test_attributes_forward_declarations_and_pointers_to_pointers() -> None:
     first, second = kernels(source)
     assert (first.template, first.parameters[0], first.line) == (
         (TemplateParameter("T", "typename", False),),
-        Parameter("x", "T", True),
+        Parameter("x", "T", True, const=True),
         6,
     )
     assert (second.template, second.line) == ((), 7)
@@ -273,6 +273,47 @@ def test_another_modules_operator_is_not_replaced() -> None:
             {"schema": "scale.out(Tensor x, float factor, Tensor(a!) out) -> ()"},
             ["an overload: flexops_kernels::scale.out", "without a dot"],
         ),
+        (
+            {"schema": "aten::scale(Tensor x, float factor) -> Tensor"},
+            ["the namespace aten", "mylib::name"],
+        ),
+        (
+            {"schema": "scale(Tensor x, float template) -> Tensor"},
+            ["an argument called template", "no word of C++"],
+        ),
+        (
+            {"source": SCALE.replace("const T* x", "T* x")},
+            ["T* x is not const, but x is only read", "Tensor(a!) x", "write const T* x"],
+        ),
+        (
+            {"source": SCALE.replace("T* out", "const T* out")},
+            ["const T* out is const", "a result"],
+        ),
+        (
+            {"source": SCALE.replace("x, T*", "x T*")},
+            ["T x T * out among the parameters of scale (line 2)", "add the missing comma"],
+        ),
+        ({"source": SCALE[:-1]}, ["{ in line 2, which is never closed"]),
+        ({"source": SCALE.replace("x[i])", "x[i]]")}, ["] in line 4, but ( of line 4 is open"]),
+        (
+            {
+                "source": SCALE.replace("typename T>", "typename T, int factor>").replace(
+                    "float factor, ", ""
+                )
+            },
+            ["the template's int factor and the argument float factor", "an int or a bool"],
+        ),
+        ({"grid": (1, 70000)}, ["grid (1, 70000, 1)", "grid y from 0 to 65535"]),
+        ({"grid": (1, 2, 3, 4)}, ["grid is (1, 2, 3, 4)", "up to three"]),
+        ({"block": 2048}, ["block x from 1 to 1024"]),
+        ({"block": (64, 32)}, ["which is 2048 threads", "at most 1024 threads"]),
+        (
+            {"source": SCALE.replace("void", "void __launch_bounds__(128)")},
+            ["which is 256 threads", "at most 128, as the kernel's __launch_bounds__(128) says"],
+        ),
+        ({"shared": -1}, ["shared -1"]),
+        ({"reference": 3}, ["reference is 3", "a function"]),
+        ({"setup_context": print}, ["setup_context without backward"]),
         ({"schema": f"{'a' * 250}(Tensor x, float factor) -> Tensor"}, ["at most 150"]),
     ],
 )
@@ -308,6 +349,19 @@ def test_two_tensors_of_one_type_must_agree() -> None:
         TypeError, match=r"add: y must be float32 like x \(both are T\*\), got bfloat16"
     ):
         add.expression(torch.empty(3), torch.empty(3).bfloat16(), True)
+
+
+def test_a_templates_value_has_its_kind() -> None:
+    source = "template <int N, bool causal> __global__ void add(const float* x, float* out) {}"
+    for n, causal, said in (
+        (2.5, True, "int N cannot be 2.5: a whole number that int holds"),
+        (2**31, True, "int N cannot be 2147483648"),
+        (torch.float32, True, "int N cannot be torch.float32"),
+        (2, 5, "bool causal cannot be 5: True or False"),
+    ):
+        add = define(source, "add(Tensor x) -> Tensor", template={"N": n, "causal": causal})
+        with pytest.raises(TypeError, match=rf"add: the template's {said}"):
+            add.expression(torch.empty(3))
 
 
 def test_without_a_reference_other_devices_are_refused() -> None:

@@ -231,7 +231,7 @@ class TestContract(Contract):
                 ),
                 wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
                 wrong(
-                    'approximate must be "none" or "tanh"',
+                    'approximate must be "none", "tanh" or "quick"',
                     flexops.bias_gelu,
                     (SMALL,),
                     approximate="erf",
@@ -244,6 +244,15 @@ class TestContract(Contract):
             lambda x, b: flexops.bias_gelu(x, b, "tanh"),
             lambda x, b: F.gelu(x + b, approximate="tanh"),
             inductor=False,
+        ),
+        biased(
+            "bias_gelu quick",
+            lambda x, b: flexops.bias_gelu(x, b, "quick"),
+            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
+            inductor=False,
+        ),
+        biased(
+            "bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(), inductor=False
         ),
         plain("bias_gelu without a bias", flexops.bias_gelu, F.gelu),
         biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
@@ -477,8 +486,8 @@ def test_the_ops_themselves_check_too() -> None:
     address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ops.bias_gelu(x.double(), None, False), "bias_gelu: x must be float32"),
-        (lambda: ops.bias_gelu(x, torch.zeros(7), False), r"bias_gelu: bias must have shape \[8\]"),
+        (lambda: ops.bias_gelu(x.double(), None, 0), "bias_gelu: x must be float32"),
+        (lambda: ops.bias_gelu(x, torch.zeros(7), 0), r"bias_gelu: bias must have shape \[8\]"),
         (
             lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
             "bias_silu: bias must be float32",

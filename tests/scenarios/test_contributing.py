@@ -49,6 +49,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
 def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
     for place, text in blocks().items():

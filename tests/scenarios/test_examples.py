@@ -12,13 +12,13 @@ from processes import completed
 pytestmark = pytest.mark.usefixtures("transformers_models")
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ("plain_loop", "hf_trainer")
+MARKS = {"plain_loop": (), "hf_trainer": pytest.mark.extra}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "text")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in EXAMPLES],
 )
 def test_the_example_trains(name: str, tmp_path: Path) -> None:
     environment = os.environ | {

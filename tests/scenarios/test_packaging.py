@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from builds import REPOSITORY, child_environment
+from marks import first_of
 from processes import completed
 
 from flexops.build.plan import kernel_names
@@ -232,10 +233,10 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
 @pytest.mark.usefixtures("can_build")
 @pytest.mark.parametrize(
     ("variables", "said"),
-    [
+    first_of(
         ({"FLEXOPS_AOT": "nothing_of_that_name"}, "no op called"),
         ({"FLEXOPS_AOT": "all", "TORCH_CUDA_ARCH_LIST": "hoper"}, "hoper"),
-    ],
+    ),
 )
 def test_a_wish_that_is_not_understood_fails_the_install(
     source: Path, tmp_path: Path, variables: dict[str, str], said: str, nvcc_toolkit: CudaToolkit

@@ -70,6 +70,7 @@ def readelf(library: Path, option: str) -> str:
     return completed(["readelf", "-W", option, str(library)]).stdout
 
 
+@pytest.mark.extra
 def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches(
     tmp_path: Path, require: Callable[..., None]
 ) -> None:

@@ -368,7 +368,7 @@ def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout:
     assert "uv could not install that; pip tries" in done.stderr
 
 
-@pytest.mark.parametrize("uv_is_to_be_had", [True, False])
+@pytest.mark.parametrize("uv_is_to_be_had", first_of(True, False))
 def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
     checkout: Checkout, uv_is_to_be_had: bool
 ) -> None:
@@ -385,6 +385,7 @@ def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
     assert ("going on with pip" in done.stderr) != uv_is_to_be_had
 
 
+@pytest.mark.extra
 def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> None:
     (checkout.tools / "home").touch()
     done = checkout.run(
@@ -399,6 +400,7 @@ def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> 
     assert checkout.calls[0].startswith(f"UV_CACHE_DIR={checkout.root}/.flexops/cache/uv uv pip")
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("death", first_of("INT", "TERM", "KILL"))
 def test_an_environment_whose_making_was_interrupted_is_made_anew(
     checkout: Checkout, death: str
@@ -471,6 +473,7 @@ def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
     assert "--dry-run" in done.stdout
 
 
+@pytest.mark.extra
 def test_fish_is_shown_how_to_use_the_environment(
     checkout: Checkout, require: Callable[..., None]
 ) -> None:
@@ -542,6 +545,7 @@ def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> N
     assert mine.read_text() == "precious"
 
 
+@pytest.mark.extra
 def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> None:
     before = checkout.files()
     assert checkout.run("--yes", "--no-root", "--target", "cpu", "--prefix", "env").returncode == 0
@@ -606,6 +610,7 @@ def test_the_environment_file_can_be_undone(
     assert f"PATH={checkout.root}/it's an env/bin:" in within
 
 
+@pytest.mark.extra
 def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: Checkout) -> None:
     done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -634,6 +639,7 @@ def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: C
     )
 
 
+@pytest.mark.extra
 def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
     """pip's own settings name one that rejects, one whose name is unknown, and a folder; the
     target's extra index is not reached either."""
@@ -660,6 +666,7 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
     assert "secret" not in done.stdout + done.stderr
 
 
+@pytest.mark.extra
 def test_an_index_that_rejects_us_answers(tmp_path: Path) -> None:
     """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is
     silent, and costs seconds."""
@@ -738,6 +745,7 @@ def test_no_password_of_an_index_is_printed() -> None:
         assert "https://host/simple" in indexes.without_credentials(text)
 
 
+@pytest.mark.extra
 def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)
@@ -749,6 +757,7 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     assert bool([call for call in checkout.calls if call == "apt-get install -y -q ccache"]) == may
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("tool", "expected"),
     first_of(

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BUILD = ROOT / "tools/flexops_tools/docs.py"
 
+pytestmark = pytest.mark.extra  # the site takes a quarter of a minute
+
 
 class Page(HTMLParser):
     """What a page links to, what can be linked to in it, and its sidebar's links."""

@@ -130,7 +130,9 @@ RULES: tuple[Rule, ...] = (
         '#include "common/cpu_elements.h"   # or "common/cpu.h", at the top',
     ),
     Rule(
-        r"_cpu\.cpp:.*'(\w+)' (is not a member of 'std'|was not declared in this scope)",
+        r"_cpu\.cpp:.*('\w+' is not a member of 'std'|'(a?(sin|cos|tan)h?|atan2|sqrt|cbrt|exp[2m1]*"
+        r"|log[12p0]*|pow|f?abs|f?max|f?min|fma|fmod|floor|ceil|trunc|l?l?r(ound|int)|nearbyint"
+        r"|hypot|erfc?|isnan|isinf|isfinite)f?' was not declared in this scope)",
         "a kernel for the CPU names what is not declared: C++'s and C's mathematics are not, since"
         " each instruction set needs its own",
         "take the compiler's own: __builtin_sqrtf, __builtin_expf, __builtin_fabsf ... for floats;"

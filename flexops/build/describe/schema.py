@@ -41,6 +41,8 @@ RESERVED = frozenset(
     static_cast struct switch template this thread_local throw true try typedef typeid
     typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()  # noqa: SIM905
 )
+TAKEN_NAMESPACES = ("aten", "c10", "flexops", "higher_order", "prim", "prims", "std", "torch")
+"""Namespaces of operators that no project may use."""
 _BINDINGS = frozenset(
     """begin broadcast check_device check_dtype check_launch check_number check_shape contiguous
     cpu_isa current_stream dtype_name dtype_of_code element_type empty end flexops guard_

@@ -181,3 +181,15 @@ def test_the_first_error_of_each_source_that_failed() -> None:
     )
     assert full.cause == "the disk is full"
     assert full.error.startswith("cc1plus")
+
+
+def test_a_typo_in_a_cpu_kernel_is_no_missing_mathematics() -> None:
+    place = "FAILED: a.o\nscale_cpu.cpp:9:3: error: "
+    typo = diagnose(f"{place}'tt' was not declared in this scope; did you mean 't'?\n")
+    assert typo.fix == "correct the line named above"
+    for name in (
+        "'sqrtf' was not declared in this scope",
+        "'log1p' was not declared in this scope",
+    ):
+        assert "__builtin_sqrtf" in diagnose(f"{place}{name}\n").fix
+    assert "__builtin_sqrtf" in diagnose(f"{place}'max' is not a member of 'std'\n").fix

@@ -320,15 +320,23 @@ def test_a_source_that_is_deleted_meanwhile(
         flexops.load("deleted", [source])
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_process_that_may_open_no_file(tmp_path: Path, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("limit", "before"),
+    [
+        (3, False),
+        (3, True),
+        pytest.param(6, False, id="no compiler starts"),
+        pytest.param(8, False, id="no ninja starts"),
+    ],
+)
+def test_a_process_that_may_open_few_files(tmp_path: Path, limit: int, before: bool) -> None:
     source = write_module(tmp_path, "1")
     code = f"""
 import resource, flexops
 flexops.load
 if {before}: flexops.load("full", [{str(source)!r}])
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, most))
 try:
     flexops.load("full", [{str(source)!r}])
 except Exception as error:

@@ -196,6 +196,7 @@ def test_a_changed_shared_library(
     assert len(list((cache / "stale").glob("*/manifest.json"))) == 2
 
 
+@pytest.mark.extra
 def test_with_ccache_too(tmp_path: Path, cache: Path, ccache: Path) -> None:
     """Its quick look-up knows a source by the headers that were read the last time."""
     source = write(tmp_path / "module.cpp", f"#include <number.h>\n{MODULE}")

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import pytest
 import remote_stores as stores
 from builds import answer, child_environment, tiny_plan
+from marks import first_of
 from processes import completed
 from remote_machines import Machines, Open, claim
 
@@ -61,7 +62,7 @@ def nginx(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[tu
         yield url.replace("://", f"://{stores.USER}:{password}@"), certificate
 
 
-@pytest.fixture(params=["s3rver", "oci", "https"])
+@pytest.fixture(params=first_of("oci", "s3rver", "https"))
 def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> str:

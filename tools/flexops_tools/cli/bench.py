@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -413,7 +413,11 @@ def generate(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a prompt (repeatable); default: 512 and 4096."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 72,
+    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 200,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One sequence and prompt of 512, without torch.compile."),
+    ] = False,
     device: _Device = None,
     as_json: _Json = False,
     chart: _Chart = None,
@@ -429,7 +433,14 @@ def generate(
     if earlier:
         found = _read(earlier, "generate", bench_generate.Run.from_dict)
     else:
-        found = _measure_generation(size, device, contender, batch, prompt, tokens)
+        found = _measure_generation(
+            size,
+            device,
+            contender or (bench_generate.QUICK if quick else ()),
+            batch or (bench_generate.BATCHES[:1] if quick else bench_generate.BATCHES),
+            prompt or (bench_generate.PROMPTS[:1] if quick else bench_generate.PROMPTS),
+            tokens,
+        )
     if chart:
         bench_generate.draw(found.as_dict(), chart)
     typer.echo(
@@ -444,9 +455,9 @@ def generate(
 def _measure_generation(
     size: str,
     device: str | None,
-    names: list[str] | None,
-    batches: list[int] | None,
-    prompts: list[int] | None,
+    names: Sequence[str],
+    batches: Sequence[int],
+    prompts: Sequence[int],
     tokens: int,
 ) -> Any:
     from flexops.bench.setup import default_device
@@ -455,13 +466,14 @@ def _measure_generation(
 
     where = device or default_device()
     shape = _shape(bench_generate.SHAPES, size, where)
-    with Console(stderr=True).status("flexops: starting") as status:
+    console = Console(stderr=True)
+    with console.status("flexops: measuring"):
         return bench_generate.run(
             shape,
             where,
-            names or (),
-            batches=batches or bench_generate.BATCHES,
-            prompts=prompts or bench_generate.PROMPTS,
+            names,
+            batches=batches,
+            prompts=prompts,
             tokens=tokens,
-            report=status.update,
+            report=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
         )

@@ -1,5 +1,5 @@
 """Translates PTX, as NVRTC makes it, to C++ and compiles that: ``python ptx.py FOLDER KERNEL.ptx``
-prints the path of the library.
+prints the path of the library. Standard library only: it runs as a script, too.
 
 Each instruction becomes one statement, each register a local variable, a label a label; device.h is
 what the statements call. A library is kept in FOLDER under a digest of all that it is made of. An
@@ -625,7 +625,17 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+(\w+)(?:
 _VARIABLE = re.compile(
     r"(?:\.visible|\.weak|\.extern)?\s*\.(global|const|shared)\s+\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?\s*(?:=\s*(.+?))?;"
 )
-_HEAD = (".version", ".target", ".address_size", ".minnctapersm", ".maxnreg", ".reqntid", ".pragma")
+_HEAD = (
+    ".version",
+    ".target",
+    ".address_size",
+    ".minnctapersm",
+    ".maxnreg",
+    ".reqntid",
+    ".pragma",
+    ".loc",
+    ".file",
+)
 
 
 class Module:
@@ -643,6 +653,8 @@ class Module:
         """What is left of a statement, to which the next line is added."""
         if not statement or statement.startswith(_HEAD):
             return ""
+        if statement.startswith(".section"):  # names of functions, for a debugger
+            return "" if statement.endswith("}") else statement
         if self.kernel is None:
             return self.outside(statement)
         if found := re.match(r"\.maxntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?$", statement):
@@ -735,20 +747,23 @@ def literal(text: str, kind: str) -> str:
 
 FOOT = """
 static const Kernel kernels[] = {TABLE};
-extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block, u64 shared_bytes, void** given, u8* packed,
-                       const Range* ranges, u64 count, char* error, size_t error_size) {
+extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block,
+                       u64 shared_bytes, void** given, u8* packed, const Range* ranges, u64 count,
+                       char* error, size_t error_size) {
   static const std::vector<Range> variables = {RANGES};
   for (const Kernel& one : kernels)
-    if (!strcmp(one.symbol, symbol)) return run(one, source, *grid, *block, shared_bytes, given, packed, ranges, count, variables, error, error_size) ? 0 : 1;
+    if (!strcmp(one.symbol, symbol))
+      return run(one, source, *grid, *block, shared_bytes, given, packed, ranges, count, variables,
+                 error, error_size) ? 0 : 1;
   return -1;
 }
 """
 
 
-def compile_library(source: Path, folder: Path) -> Path:
+def compile_library(source: Path, folder: Path, compiler: str) -> Path:
     """The library of a PTX file; it is made if it is missing."""
     text = source.read_text().rstrip("\0")
-    header, compiler = Path(__file__).with_name("device.h"), os.environ.get("CXX", "g++")
+    header = Path(__file__).with_name("device.h")
     parts = [
         text,
         Path(__file__).read_text(),
@@ -790,4 +805,4 @@ def compile_library(source: Path, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(compile_library(Path(sys.argv[2]), Path(sys.argv[1])))
+    print(compile_library(Path(sys.argv[2]), Path(sys.argv[1]), os.environ.get("CXX", "g++")))

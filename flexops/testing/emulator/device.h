@@ -688,7 +688,7 @@ inline void run_block(Launch& l, Block& block, std::vector<Thread>& threads) {
     block.warps[i / 32].lanes |= 1u << i % 32;
   }
   std::fill(l.written.begin(), l.written.end(), u8(0));
-  static const bool reversed = getenv("STAND_IN_ORDER") && !strcmp(getenv("STAND_IN_ORDER"), "reversed");
+  const bool reversed = getenv("STAND_IN_ORDER") && !strcmp(getenv("STAND_IN_ORDER"), "reversed");
   for (volatile u64 before = ~u64(0); block.alive;) {
     if (before == l.progress) {
       for (Thread& t : threads)

@@ -1,0 +1,196 @@
+"""CUDA kernels on the CPU: ``emulate`` runs a kernel of ``flexops.kernel`` without a GPU.
+
+NVRTC compiles the kernel to PTX for compute_80, ``ptx.py`` translates that to C++, whose functions
+are in ``device.h``, g++ compiles it, and a block's threads run as fibers of one thread. Slow and
+exact: every access is verified against the memory of the call, its alignment, and what was written
+to shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flexops import _torch, settings, toolchain
+from flexops.errors import FlexopsError
+from flexops.kernels import launch, limits
+from flexops.kernels.definition import KernelCode
+
+from . import ptx
+
+if TYPE_CHECKING:
+    import flexops
+
+ARCHITECTURE = "compute_80"
+_WORDS = struct.Struct("=" + launch.CONFIG)
+_ERROR_BYTES = 2048
+
+
+class EmulationError(FlexopsError, RuntimeError):
+    """A kernel did what is an error on a GPU, or is undefined there."""
+
+
+def emulate(kernel: flexops.Kernel, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
+    """Run a kernel on the CPU as a GPU of capability 8.0 would run it.
+
+    Each combination of dtypes is compiled once, in some seconds. Threads run on one core: use small
+    tensors.
+
+    Args:
+        kernel: what ``flexops.kernel`` returned.
+        args, kwargs: its arguments; tensors are on the CPU. What the schema writes is written.
+        reverse: threads of a block run in the opposite order. A result that differs shows a race.
+
+    Returns:
+        What the kernel returns. Sums of ``mma`` are rounded once, and ``approx`` instructions are
+        exact; otherwise results have a GPU's bits.
+
+    Raises:
+        EmulationError: a thread accessed memory that is not the call's or is misaligned, read
+            shared memory that was not written, or waits at a barrier that others do not reach. The
+            error names the block, the thread and the line of the source.
+        CompileError: the source does not compile.
+        ToolchainError: there is no NVRTC, or no g++.
+    """
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if elsewhere := [str(one.device) for one in given if one.device.type != "cpu"]:
+        raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
+    before = os.environ.get("STAND_IN_ORDER", "")
+    os.environ["STAND_IN_ORDER"] = "reversed" if reverse else before
+    try:
+        with torch.no_grad():
+            return _Emulated.of(kernel._code).run(*args, **kwargs)
+    finally:
+        os.environ["STAND_IN_ORDER"] = before
+
+
+class _Loaded(NamedTuple):
+    """A translated kernel: the function that runs it, its symbol, and the PTX."""
+
+    run: Any
+    symbol: str
+    text: Path
+
+
+class _Emulated(KernelCode):
+    """A kernel whose launches run here."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.flags = (*self.flags, "-lineinfo")  # for the line of an error
+        self._here: list[_Loaded] = []
+        self.names |= {
+            "_launch": self._run_here,
+            "_allow": lambda *_: None,
+            "_current_device": lambda: -1,  # what a tensor of the CPU says of its device
+            "_stream": lambda _: 0,
+            "_failed": self._say,
+        }
+
+    @classmethod
+    def of(cls, code: KernelCode) -> _Emulated:
+        known = code.__dict__.get("emulated")
+        if known is None:
+            known = code.__dict__["emulated"] = cls(*code.parts)
+        emulated: _Emulated = known
+        return emulated
+
+    def load(self, expression: str, _: int) -> int:
+        (entry,) = self.compiled(expression, ARCHITECTURE)
+        tools = toolchain.discover(settings.current(), device="cpu")
+        if lacking := toolchain.missing(tools, "cpu"):
+            raise lacking
+        assert tools.host is not None
+        folder = settings.current().cache_dir / "emulated"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            library = ptx.compile_library(entry.library, folder, str(tools.host.path))
+        except ptx.UnknownPtx as error:
+            raise EmulationError(
+                f"{self.schema.name} cannot be emulated",
+                found=str(error),
+                required="instructions of compute_80 that flexops.testing.emulator translates",
+                fix="test this kernel on a GPU",
+            ) from None
+        run = ctypes.CDLL(str(library)).emulate
+        self._here.append(_Loaded(run, entry.manifest.symbol, library.with_suffix(".ptx")))
+        return len(self._here)
+
+    def _run_here(self, config: Any, kernel: Any, _: None, __: Any) -> int:
+        words = _WORDS.unpack(ctypes.string_at(config, _WORDS.size))
+        grid, block, shared, attributes = words[:3], words[3:6], words[6], words[9]
+        found, required = limits.launch_error(grid, block, self.signature.bounds)
+        if attributes:
+            found, required = "a launch with a cluster", "one that a GPU of capability 8.0 runs"
+        if found:
+            raise EmulationError(
+                f"{self.schema.name} cannot be launched", found=found, required=required
+            )
+        loaded = self._here[kernel.value - 1]
+        memory = [_extent(one) for one in _tensors_of_the_call()]
+        ranges = (ctypes.c_uint64 * (2 * len(memory)))(*(end for pair in memory for end in pair))
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        failed = loaded.run(
+            loaded.symbol.encode(),
+            str(loaded.text).encode(),
+            (ctypes.c_uint32 * 3)(*grid),
+            (ctypes.c_uint32 * 3)(*block),
+            ctypes.c_uint64(shared),
+            None,
+            ctypes.c_void_p(config.value + _WORDS.size),
+            ranges,
+            ctypes.c_uint64(len(memory)),
+            error,
+            ctypes.c_size_t(_ERROR_BYTES),
+        )
+        if failed:
+            self._say_fault(error.value.decode(errors="replace"), loaded)
+        return 0
+
+    def _say(self, *_: Any) -> None:
+        raise AssertionError  # a launch here returns 0 or raises
+
+    def _say_fault(self, said: str, loaded: _Loaded) -> None:
+        what, _, place = said.partition(f", at {loaded.text}:")
+        line = int(re.match(r"\d*", place)[0] or 0)  # type: ignore[index]
+        raise EmulationError(
+            f"{self.schema.name}: {what.partition(': ')[2] or said}",
+            found=f"{_source_line(loaded.text, line)}the instruction {place.partition(': ')[2]}",
+            required="what is defined on a GPU",
+            fix="correct the kernel, or what the call passes to it",
+        )
+
+
+def _tensors_of_the_call() -> list[torch.Tensor]:
+    """The arguments and results of the generated function that launches: its local variables."""
+    frame = sys._getframe(2)
+    return [one for one in _torch.tree_leaves(frame.f_locals) if isinstance(one, torch.Tensor)]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _source_line(path: Path, line: int) -> str:
+    """The place in the source that an instruction of the PTX belongs to."""
+    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    files: dict[str, str] = {
+        match[1]: match[2]
+        for one in text
+        if (match := re.match(r'\s*\.file\s+(\d+)\s+"([^"]+)"', one))
+    }
+    for one in reversed(text[:line]):
+        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", one):
+            return f"{Path(files.get(match[1], '')).name}, line {match[2]}: "
+    return ""

@@ -1,0 +1,71 @@
+"""``flexops.testing.emulate``: a kernel's results on the CPU, and what it does wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexops
+from flexops.testing import EmulationError, emulate
+
+SUMS = r"""
+__global__ void sums(const float* x, float* out, int x_size1, int which) {
+  __shared__ float part[8];
+  float sum = 0;
+  for (int i = threadIdx.x; i < x_size1; i += blockDim.x) sum += x[blockIdx.x * x_size1 + i];
+  for (int lanes = 16; lanes; lanes >>= 1) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (threadIdx.x % 32 == 0 && which != 1) part[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  float total = 0;
+  for (int warp = 0; warp < blockDim.x / 32; ++warp) total += part[warp];
+  out[blockIdx.x] = total;
+  if (which == 2) out[gridDim.x] = total;
+}
+"""
+
+
+def sums(**options: object) -> flexops.Kernel:
+    return flexops.kernel(
+        SUMS,
+        "emulated::sums(Tensor x, int which=0) -> Tensor",
+        out=lambda x: x.new_empty(x.shape[0]),
+        grid=lambda x: x.shape[0],
+        block=64,
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source() -> None:
+    kernel, x = sums(), torch.randn(3, 100)
+    torch.testing.assert_close(emulate(kernel, x), x.sum(1))
+    torch.testing.assert_close(emulate(kernel, x, reverse=True), x.sum(1))
+    with pytest.raises(
+        EmulationError, match=r"sums: byte 0 of shared memory was never written, in block \(0, 0, 0"
+    ) as caught:
+        emulate(kernel, x, which=1)
+    assert "sums.cu, line 11: " in str(caught.value)
+    with pytest.raises(EmulationError, match=r"4 bytes at 0x\w+ are out of bounds") as caught:
+        emulate(kernel, x, 2)
+    assert "sums.cu, line 13: " in str(caught.value)
+
+
+def test_what_cannot_be_emulated_is_named() -> None:
+    with pytest.raises(ValueError, match="tensors must be on the CPU, got one on meta"):
+        emulate(sums(), torch.empty(3, 4, device="meta"))
+
+
+@pytest.mark.extra
+@pytest.mark.usefixtures("host_compiler")
+def test_a_cluster_is_rejected_and_a_written_tensor_is_written() -> None:
+    with pytest.raises(EmulationError, match="cannot be launched") as caught:
+        emulate(sums(cluster=2), torch.randn(2, 4))
+    assert "a launch with a cluster" in str(caught.value)
+    add = flexops.kernel(
+        "__global__ void add(float* y, int n) { if (threadIdx.x < n) y[threadIdx.x] += 1; }",
+        "emulated::add(Tensor(a!) y) -> ()",
+    )
+    y = torch.zeros(5)
+    assert emulate(add, y) is None
+    assert y.tolist() == [1.0] * 5
