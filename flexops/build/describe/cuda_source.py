@@ -18,7 +18,16 @@ from typing import NamedTuple
 from . import cpp_text
 from . import cuda_declarations as reading
 from .cpp_text import Token, Unclear, brackets
-from .cuda_declarations import FOR_BOTH, FOR_THE_DEVICE, FOR_THE_HOST, KNOWN, File, Item, Macros, Unsplittable
+from .cuda_declarations import (
+    FOR_BOTH,
+    FOR_THE_DEVICE,
+    FOR_THE_HOST,
+    KNOWN,
+    File,
+    Item,
+    Macros,
+    Unsplittable,
+)
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 _LIST = Path(__file__).with_suffix(".toml")
 _HEAD = (
@@ -43,8 +44,8 @@ def main() -> None:
     given.table.write_text(_HEAD, encoding="utf-8")
     projects = tomllib.loads(_LIST.read_text(encoding="utf-8"))["project"]
     with ThreadPoolExecutor(given.jobs) as pool:
-        for project in projects:
-            pool.submit(_rows, project, given)
+        for done in [pool.submit(_rows, project, given) for project in projects]:
+            done.result()
 
 
 def _rows(project: dict[str, Any], given: Any) -> None:
@@ -145,7 +146,9 @@ def record(name, sources, *args, **more):
             "cflags": [*macros, *flags.get("cxx", ())], "cuda": [*macros, *flags.get("nvcc", ())],
             "include": [os.path.abspath(str(one)) for one in more.get("include_dirs") or ()]}
 cpp_extension.CUDAExtension = cpp_extension.CppExtension = record
-cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME or sys.prefix
+from flexops import settings, toolchain
+nvcc = toolchain.discover(settings.current()).cuda
+cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(nvcc.root if nvcc else sys.prefix)
 def setup(*args, **more):
     answer([one for one in more.get("ext_modules") or () if isinstance(one, dict)])
 setuptools.setup = setup
