@@ -20,11 +20,11 @@ _KINDS = sorted(SCALARS, key=len, reverse=True)
 
 
 class Field(NamedTuple):
-    """A member: ``letter`` is of Python's ``struct``, ``count`` the length of an array or 0."""
+    """A member: ``letter`` is of Python's ``struct``, ``length`` that of an array or 0."""
 
     name: str
     letter: str
-    count: int
+    length: int
     offset: int
 
 
@@ -55,10 +55,10 @@ class StructType(NamedTuple):
             return content
         memory = bytearray(self.size)
         for field, given in zip(self.fields, self._members(value), strict=True):
-            array = given if field.count else (given,)
-            if field.count and len(array) != field.count:
+            array = given if field.length else (given,)
+            if field.length and len(array) != field.length:
                 found = f"got {len(array)}"
-                raise ValueError(f"{self.name}::{field.name} has {field.count} elements, {found}")
+                raise ValueError(f"{self.name}::{field.name} has {field.length} elements, {found}")
             try:
                 letters = f"={len(array)}{field.letter}"
                 struct.pack_into(letters, memory, field.offset, *array)

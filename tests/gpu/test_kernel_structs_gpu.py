@@ -56,7 +56,7 @@ __global__ void normalize(const float* x, float* out, float* total, int64_t n) {
 
 def test_the_copy_engine_brings_tiles() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
-        with pytest.raises(flexops.errors.FlexopsError, match="9.0 or newer"):
+        with pytest.raises(flexops.errors.FlexopsError, match=r"9\.0 or newer"):
             flexops.tensor_map(torch.zeros(64, 64, device="cuda"), (32, 32))
         return
     transpose = flexops.kernel(

@@ -71,7 +71,7 @@ def test_a_value_that_does_not_fit_is_named(value: Any, words: str) -> None:
 def test_a_kernels_buffer_has_its_structs() -> None:
     wide = {"x": 16, "a": 1, "b": 2}
     kernel = flexops.kernel(
-        SOURCE, "use(Tensor x) -> Tensor", args={"options": VALUE, "wide": lambda x: wide}
+        SOURCE, "use(Tensor x) -> Tensor", args={"options": VALUE, "wide": lambda: wide}
     )
     code = kernel._code
     assert code.bound.letters == ("Q", "Q", "i", "40s@8", "32s@32")

@@ -172,9 +172,11 @@ FOR_BOTH = re.compile(
     r"cuda_(?:fp16|bf16|fp8|fp6|fp4|pipeline\w*)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
 )
 FOR_THE_DEVICE = {
-    r"(?:cub|cuda|nv)/[\w/.-]+": "",
-    r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh": "ATen/cuda/Atomic.cuh",
-    r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh": "ATen/cuda/detail/TensorInfo.cuh",
+    re.compile(r"(?:cub|cuda|nv)/[\w/.-]+"): "",
+    re.compile(r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh"): "ATen/cuda/Atomic.cuh",
+    re.compile(
+        r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh"
+    ): "ATen/cuda/detail/TensorInfo.cuh",
 }
 """Headers that the host compiler is not given; and what the device's half includes in their place,
 if not they themselves."""
@@ -282,8 +284,7 @@ def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ..
             with open(found, encoding="utf-8", errors="surrogateescape") as stream:
                 included[place] = read(found, stream.read(), include_dirs, (*above, path))
         elif found is None and not any(
-            re.fullmatch(one, name)
-            for one in (FOR_BOTH, FOR_THE_HOST, FOR_NEITHER, *FOR_THE_DEVICE)
+            one.fullmatch(name) for one in (FOR_BOTH, FOR_THE_HOST, FOR_NEITHER, *FOR_THE_DEVICE)
         ):
             raise Unsplittable(f"the header {name}", path, token.line)
     return File(path, text, tokens, partner, included)

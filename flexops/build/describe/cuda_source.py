@@ -184,7 +184,7 @@ class _Halves:
         elif token.directive == "include":
             name = token.includes[1:-1]
             self._included.append(name)
-            own = next((one for one in FOR_THE_DEVICE if re.fullmatch(one, name)), None)
+            own = next((one for one in FOR_THE_DEVICE if one.fullmatch(name)), None)
             # a header of torch's, or one that includes this
             if own is None and not FOR_BOTH.fullmatch(name):
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
