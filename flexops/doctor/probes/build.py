@@ -4,7 +4,6 @@ libraries."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import socket
@@ -36,11 +35,12 @@ def tools(chosen: Settings, device: DeviceType) -> Toolchain:
 def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
     from ...toolchain import device_compiler as find
     from ...toolchain import device_headers
+    from ...toolchain.select import Choice
 
     choice = find(chosen)
     roots = device_headers.roots(choice.value) if choice.value else ()
     notes = (*choice.notes, *(f"headers of {one}" for one in roots))
-    return dataclasses.replace(choice, notes=notes)
+    return Choice(choice.taken, choice.rejected, notes, choice.tried)
 
 
 def unregistered() -> tuple[tuple[str, str], ...]:
