@@ -230,7 +230,7 @@ def _covered(module: nn.Module) -> set[int]:
     if own_class(module) is nn.Sequential:
         return set(map(id, torch_modules.fused(module)))
     if experts_part.concerns_dense(module):
-        return {id(module.experts)}  # type: ignore[arg-type]
+        return {id(module.experts)}
     if not any(pattern.part == "activations" for pattern in _find(module)):
         return set()
     return {
