@@ -91,7 +91,9 @@ def causal_conv1d(
             )
         rows = torch.cat([initial_states.transpose(1, 2).to(x.dtype), rows], 1)
         before = width - 1
-    taps = F.pad(_wide(weight).t(), (0, 0, _TAPS - width, 0)).contiguous()
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    taps = weight.t().to(wide, memory_format=torch.contiguous_format)  # one kernel
+    taps = (taps if width == _TAPS else F.pad(taps, (0, 0, _TAPS - width, 0))).contiguous()
     offset = None if bias is None else _wide(bias)
     out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
     if not return_final_states:

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import PatchError
 from . import attention as attending
 from . import classes, int4, stepping, torch_modules, trl
+from . import experts as experts_part
 from . import fp8 as fp8_products
 from . import generation as generating
 from . import residuals as adding
@@ -225,9 +226,11 @@ def put(swap: Swap, in_graphs: bool) -> None:
 
 
 def _covered(module: nn.Module) -> set[int]:
-    """Its activations, of which its own row tells."""
+    """Parts that its own row is about: activations, experts."""
     if own_class(module) is nn.Sequential:
         return set(map(id, torch_modules.fused(module)))
+    if experts_part.concerns_dense(module):
+        return {id(module.experts)}
     if not any(pattern.part == "activations" for pattern in _find(module)):
         return set()
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..ops.experts import (
     spread_rows,
 )
 from ..ops.grouped_linear import grouped_linear
-from .probe import INNER, LENGTH, WIDTH, Swap, bare, parameter, unheard
+from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
 
 NAME = "flexops"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -172,3 +173,65 @@ def miniature(module: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2, device="cpu")
     hidden, weights = torch.randn(LENGTH, WIDTH), torch.rand(LENGTH, 2)
     return made, (hidden, choices, weights), {}
+
+
+# ---- blocks that give every token to every expert ------------------------------------------------
+
+
+def concerns_dense(module: Any) -> bool:
+    """Whether a block's own code computes all experts of each token, of which a router's scores
+    take one: Llama 4."""
+    experts = getattr(module, "experts", None)
+    weights = [getattr(experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    return (
+        all(isinstance(one, Tensor) and one.dim() == 3 for one in weights)
+        and not concerns(experts)
+        and isinstance(getattr(module, "router", None), nn.Module)
+        and isinstance(getattr(module, "shared_expert", None), nn.Module)
+    )
+
+
+def refuse_dense(module: Any) -> str:
+    return "" if getattr(module, "top_k", 0) == 1 else "its tokens have several experts each"
+
+
+def dense(module: Any, hidden_states: Tensor) -> Any:
+    """Such a block, with each token's own expert alone. The score scales what the expert reads."""
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = module.router(x)
+    weights, choices = scores.max(1, keepdim=True)
+    experts = module.experts
+
+    def gate(packed: Tensor) -> Any:
+        first, second = packed.chunk(2, -1)
+        return second * experts.act_fn(first)
+
+    view = types.SimpleNamespace(
+        has_gate=True, has_bias=False, is_transposed=True, gate_up_proj=experts.gate_up_proj,
+        down_proj=experts.down_proj, _apply_gate=gate,
+    )  # fmt: skip
+    out = _by_steps(view, x * weights, choices, torch.ones_like(weights))
+    return module.shared_expert(x) + out, logits
+
+
+def swap_dense(module: Any) -> Swap:
+    return [(module, functools.partial(dense, module))]
+
+
+def dense_miniature(module: Any) -> Miniature:
+    count = 3
+    experts = bare(
+        module.experts,
+        gate_up_proj=parameter(count, WIDTH, 2 * INNER),
+        down_proj=parameter(count, INNER, WIDTH),
+        act_fn=unheard(module.experts.act_fn),
+    )
+    router = bare(module.router, weight=parameter(count, WIDTH), bias=None)
+    made = bare(module, experts=experts, router=router, shared_expert=linear(WIDTH, WIDTH))
+    for one in (made, experts, router):
+        for name, value in vars(one).items():
+            if type(value) is int and "num_experts" in name:
+                setattr(one, name, count)
+            elif type(value) is int and name.startswith("hidden_"):
+                setattr(one, name, WIDTH)
+    return made, (torch.randn(2, LENGTH, WIDTH),), {}

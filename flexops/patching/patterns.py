@@ -247,7 +247,7 @@ def _activation(module: Any) -> tuple[str, Any]:
         if callable(one)
         and not name.startswith("_")
         and name != "forward"
-        and not isinstance(one, (nn.Dropout, type))
+        and not isinstance(one, (nn.Dropout, nn.Unfold, type))
         and not (isinstance(one, nn.Module) and (one._parameters or one._modules))
     ]
     return found[0] if len(found) == 1 else ("", None)
@@ -552,6 +552,14 @@ PATTERNS: tuple[Pattern, ...] = (
         experts.miniature,
         experts.refuse,
         experts.variant,
+    ),
+    Pattern(
+        "experts",
+        "experts by grouped_linear",
+        experts.concerns_dense,
+        lambda _: iter([("experts by grouped_linear", experts.swap_dense)]),
+        experts.dense_miniature,
+        experts.refuse_dense,
     ),
     Pattern(
         "rope",

@@ -176,3 +176,30 @@ def test_checkpointing_and_compile() -> None:
     compiled = torch.compile(lambda *args: module(*args), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(*args), module(*args))
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_blocks_that_give_every_token_to_every_expert(chosen: int) -> None:
+    """Llama 4's: each token's own expert is computed alone, with the same results and gradients;
+    several experts for a token are left alone."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=16, intermediate_size=24, num_local_experts=4, num_experts_per_tok=chosen
+    )
+    torch.manual_seed(0)
+    block = transformers.models.llama4.modeling_llama4.Llama4TextMoe(config)
+    with torch.no_grad():
+        for one in block.parameters():
+            one.normal_(0, 0.3)
+    x = torch.randn(2, 9, 16, requires_grad=True)
+
+    def results() -> list[Tensor]:
+        out, logits = block(x)
+        total = out.square().sum() + logits.sum()
+        return [out, logits, *torch.autograd.grad(total, [x, *block.parameters()])]
+
+    expected = results()
+    rows = [row for row in flexops.patch(block).rows if "grouped_linear" in row.operator]
+    assert [row.swapped for row in rows] == [chosen == 1]
+    torch.testing.assert_close(results(), expected, rtol=1e-4, atol=1e-5)
+    if chosen > 1:
+        assert rows[0].reason == "its tokens have several experts each"
