@@ -37,7 +37,7 @@ def forward(
 ) -> Tensor:
     """A linear layer. Of ``siblings``, which read the same tensor, the first one that is called
     computes all. ``keep``: x is kept by something else anyway."""
-    if siblings and not torch.compiler.is_compiling() and takes(x, siblings):
+    if siblings and not torch.compiler.is_compiling():
         known = shared(module, x, siblings, together)
         if known is not None:
             return known
@@ -75,8 +75,10 @@ def _pays(x: Tensor, linears: tuple[Any, ...]) -> bool:
     return size_of(x.numel() / inputs, inputs, outputs) >= LEAST_SIZE
 
 
-def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor]:
-    """What layers that :func:`takes` make of x, by one product."""
+def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
+    """What layers make of x by one product; None if it is not theirs (:func:`takes`)."""
+    if not takes(x, linears):
+        return None
     weights = [one.weight for one in linears]
     biases = [one.bias for one in linears if one.bias is not None]
     result = fp8_linears(x, weights, biases, recipe_of(linears[0]))
