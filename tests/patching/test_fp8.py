@@ -19,8 +19,7 @@ IDS = torch.arange(48).view(2, 24) * 7 % 61
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(fp8, "LEAST_ROWS", 8)
-    monkeypatch.setattr(fp8, "LEAST_WEIGHT", 1024)
+    monkeypatch.setattr(fp8, "LEAST_SIZE", 12)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -61,9 +60,8 @@ def test_a_patched_model_trains(model: Any, recipe: str) -> None:
     rows = {
         (row.swapped, row.reason): row.count for row in report.rows if row.operator == "fp8_linear"
     }
-    small = "fewer than 1024 weights: fp8 would be slower"
     head = "an output layer or a shared weight: its products stay 16-bit"
-    assert rows == {(True, ""): 10, (False, small): 4, (False, head): 1}  # k and v are small
+    assert rows == {(True, ""): 14, (False, head): 1}
     assert "fp8_linear" in report.families()
     loss, found = gradients(model)
     assert 0 < abs(loss - plain) < 0.02 * plain
@@ -80,7 +78,6 @@ def test_a_patched_model_trains(model: Any, recipe: str) -> None:
 def test_layers_that_read_one_tensor_are_one_product(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8, "LEAST_WEIGHT", 1)
     flexops.patch(model, fp8="rowwise")
     joined, wanted = gradients(model)
     called: list[int] = []
@@ -105,7 +102,7 @@ def test_few_rows_and_other_inputs_keep_16_bits(
 ) -> None:
     plain, wanted = gradients(model)
     flexops.patch(model, fp8="rowwise")
-    monkeypatch.setattr(fp8, "LEAST_ROWS", 49)
+    monkeypatch.setattr(fp8, "LEAST_SIZE", 20)
     loss, found = gradients(model)
     assert torch.allclose(loss, plain)
     assert distance(found, wanted) < 1e-3
@@ -143,9 +140,13 @@ def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
     assert "float8_e4m3fn" in "".join(one.code for one in parts)
 
 
-def test_sizes_and_recipes(model: Any) -> None:
+def test_sizes_and_recipes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 72, bias=False)
     report = flexops.patch(model, fp8="rowwise")
     assert any("72 x 32, is not a multiple of 16" in row.reason for row in report.not_swapped)
+    monkeypatch.setattr(fp8, "LEAST_SIZE", 18)  # 64 x 32 alone pays, k's 16 x 32 with q and v
+    flexops.unpatch(model)
+    reasons = {row.reason: row.count for row in flexops.patch(model, fp8="rowwise").rows}
+    assert reasons["fp8 would be slower for 32 x 32 weights"] == 2  # o_proj
     with pytest.raises(PatchError, match="no such fp8 recipe"):
         flexops.patch(model, fp8="tensorwise")

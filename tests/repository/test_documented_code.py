@@ -63,6 +63,7 @@ ELSEWHERE = {
     ): "examples/with_lightning.py, by tests/scenarios/test_examples.py",
     ("docs/training.md", "fully_shard(module)"): "tests/ops/test_sharded.py",
     ("docs/training.md", "swiglu_linear("): "tests/ops/test_activation.py",
+    ("docs/training.md", 'fp8="rowwise")'): "tests/patching/test_fp8.py",
 }
 """By page and by what only this block has."""
 

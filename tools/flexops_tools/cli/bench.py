@@ -301,8 +301,8 @@ def model(
         str,
         typer.Option(
             help=(
-                "1b (1.24 billion parameters; needs a large GPU) or tiny; tiny, if not given, where"
-                " there is no GPU."
+                "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model; both need a large"
+                " GPU) or tiny; tiny, if not given, where there is no GPU."
             )
         ),
     ] = "",
