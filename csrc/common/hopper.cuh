@@ -163,8 +163,8 @@ FLEXOPS_DEVICE void cluster_sync() {
   FLEXOPS_SM90(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
 }
-/// Arrives at the barrier that lies at this address in block `rank` of the cluster. Without a fence,
-/// which would cost more than a stage's products: it is for stages that wgmma has read.
+/// Arrives at the barrier that lies at this address in block `rank` of the cluster. Without a
+/// fence, which would cost more than a stage's products: it is for stages that wgmma has read.
 FLEXOPS_DEVICE void arrive_at(u32 barrier, u32 rank) {
   FLEXOPS_SM90(
       "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"

@@ -1,7 +1,7 @@
-// Products of matrices of one shape on Hopper (sm_90a), float16, of which results that are known to
-// be symmetric are computed up to their diagonal:
+// Products of matrices of one shape on Hopper (sm_90a), float16, whose results are known to be
+// symmetric and are computed up to their diagonal:
 //
-//   out[i] = alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I
+//   out[i] = alpha a[i] b[i]^T + beta added[i] + diagonal I, or with kColumns alpha a[i]^T b[i]
 //
 // A cluster of two blocks is persistent: it takes every so many-th tile of 256 x 256 results, each
 // block 128 rows of it. A block's producer thread loads its rows of A and half of the tile's
@@ -11,8 +11,8 @@
 //   Shared memory: kStages times A (16 KiB) and B (32 KiB); barriers "full" and "empty" of each.
 //   Registers of a consumer: the tile's 64 x 256 sums in float32, 128 registers.
 //
-// Of a symmetric result, tiles below the diagonal are also stored transposed. Those on the diagonal
-// are computed and stored whole: they are symmetric up to rounding.
+// Tiles below the diagonal are also stored transposed. Those on the diagonal are computed and
+// stored whole: they are symmetric up to rounding.
 #pragma once
 
 #include "common/fragments.cuh"
@@ -20,27 +20,21 @@
 
 namespace flexops::muon {
 
-/// Which dimension of the operands is summed over: kRows: out = a b^T. kMixed: a b. kColumns:
-/// a^T b.
-enum Form : int { kRows, kMixed, kColumns };
-
 struct Product {
   hopper::TensorMap a, b;  // boxes of 64 columns; of 128 rows where columns are summed over, or 64
-  f16* out;                // [matrices, m, n]
+  f16* out;                // [matrices, n, n]
   f16* low;                // as out, or null: what results were rounded off
   const f16* added;        // as out, or null
   float alpha, beta, diagonal;
-  int m, n, k;
-  int tiles_m, tiles_n;  // tiles of 256 x 256; of a symmetric result only tiles_m counts
-  int tiles;             // of all matrices
-  bool symmetric;
+  int n, k;              // results are n x n, sums of k products
+  int of_matrix, tiles;  // tiles of 256 x 256 up to the diagonal; and of all matrices
 };
 
-template <int kForm>
+template <bool kColumns>
 struct Shape {
   static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kGroups = 2, kBlocks = 2;
-  using A = hopper::Tile<kForm == kColumns ? kK : kM, kForm == kColumns ? kM : kK>;
-  using B = hopper::Tile<kForm == kRows ? kN : kK, kForm == kRows ? kK : kN>;
+  using A = hopper::Tile<kColumns ? kK : kM, kColumns ? kM : kK>;
+  using B = hopper::Tile<!kColumns ? kN : kK, !kColumns ? kK : kN>;
   static constexpr int kStageBytes = A::kBytes + B::kBytes;
   static constexpr int kBarriers = kStages * kStageBytes, kBytes = kBarriers + 16 * kStages;
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
@@ -53,51 +47,44 @@ struct Shape {
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
 };
 
-/// A tile of this cluster's: its matrix, and where its results begin.
+/// A tile of a cluster: its matrix, and where its results begin.
 struct Place {
   int matrix, row, column;
-};
-FLEXOPS_DEVICE Place place_of(const Product& p, int tile) {
-  if (p.symmetric) {
-    const int of_matrix = p.tiles_m * (p.tiles_m + 1) / 2, place = tile % of_matrix;
-    int row = static_cast<int>((sqrtf(8.0f * static_cast<float>(place) + 1.0f) - 1.0f) / 2.0f);
-    while (row * (row + 1) / 2 > place) --row;
-    while ((row + 1) * (row + 2) / 2 <= place) ++row;
-    return {tile / of_matrix, row * 256, (place - row * (row + 1) / 2) * 256};
+
+  FLEXOPS_DEVICE Place(const Product& p, int tile) {
+    const int place = tile % p.of_matrix;
+    int i = static_cast<int>((sqrtf(8.0f * static_cast<float>(place) + 1.0f) - 1.0f) / 2.0f);
+    while (i * (i + 1) / 2 > place) --i;
+    while ((i + 1) * (i + 2) / 2 <= place) ++i;
+    matrix = tile / p.of_matrix, row = 256 * i, column = 256 * (place - i * (i + 1) / 2);
   }
-  // The shorter dimension first: what is under way together shares more operands.
-  const int of_matrix = p.tiles_m * p.tiles_n, place = tile % of_matrix;
-  const bool rows_first = p.tiles_m < p.tiles_n;
-  const int row = rows_first ? place % p.tiles_m : place / p.tiles_n;
-  const int column = rows_first ? place / p.tiles_m : place % p.tiles_n;
-  return {tile / of_matrix, row * 256, column * 256};
-}
+};
 
 /// By one thread.
-template <int kForm>
-FLEXOPS_DEVICE void produce(const Product& p, const Shape<kForm>& shape, int rank) {
+template <bool kColumns>
+FLEXOPS_DEVICE void produce(const Product& p, const Shape<kColumns>& shape, int rank) {
   using namespace hopper;
-  using A = typename Shape<kForm>::A;
-  using B = typename Shape<kForm>::B;
+  using A = typename Shape<kColumns>::A;
+  using B = typename Shape<kColumns>::B;
   constexpr u16 kBoth = 3;
   const int step = static_cast<int>(gridDim.x) / 2;
-  RingState<Shape<kForm>::kStages> at;
+  RingState<Shape<kColumns>::kStages> at;
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x) / 2; tile < p.tiles; tile += step) {
-    const Place place = place_of(p, tile);
+    const Place place(p, tile);
     const int row = place.row + 128 * rank, column = place.column + 128 * rank;
 #pragma unroll 1
     for (int k = 0; k < p.k; k += 64, at.next()) {
-      const u32 full = shape.ring().fill(at, Shape<kForm>::kStageBytes);
+      const u32 full = shape.ring().fill(at, Shape<kColumns>::kStageBytes);
       const u32 a = shape.a(at.stage), b = shape.b(at.stage) + rank * (B::kBytes / 2);
-      if constexpr (kForm == kColumns) {
+      if constexpr (kColumns) {
 #pragma unroll
         for (int panel = 0; panel < 2; ++panel)
           load_tile(a + panel * A::kPanelBytes, p.a, full, row + 64 * panel, k, place.matrix, 0);
       } else {
         load_tile(a, p.a, full, k, row, place.matrix, 0);
       }
-      if constexpr (kForm == kRows) {
+      if constexpr (!kColumns) {
         multicast_tile(b, p.b, full, k, column, place.matrix, kBoth);
       } else {
 #pragma unroll
@@ -131,7 +118,7 @@ FLEXOPS_DEVICE void store_sums(const Product& p, f16* out, const float (&acc)[12
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         words[i] = pack2<f16>(acc[4 * (j + i) + 2 * half], acc[4 * (j + i) + 2 * half + 1]);
-      store_columns(to + 8 * j, words, p.n - column - 8 * j, at < p.m);
+      store_columns(to + 8 * j, words, p.n - column - 8 * j, at < p.n);
     }
   }
   if (!mirrored) return;
@@ -147,7 +134,7 @@ FLEXOPS_DEVICE void store_sums(const Product& p, f16* out, const float (&acc)[12
     }
     transpose_quad(words);
     const int at = column + 8 * (j + quad / 2) + group;
-    if (at < p.n && first < p.m)
+    if (at < p.n && first < p.n)
       store<Cache::normal>(reinterpret_cast<uint4*>(out + static_cast<i64>(at) * p.n + first),
                            uint4{words[0], words[1], words[2], words[3]});
   }
@@ -162,9 +149,9 @@ FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = row + group + 8 * half, left = p.n - column;
-    const bool valid = at < p.m;
+    const bool valid = at < p.n;
     const f16* const from =
-        p.added + (static_cast<i64>(matrix) * p.m + at) * p.n + column + 8 * quad;
+        p.added + (static_cast<i64>(matrix) * p.n + at) * p.n + column + 8 * quad;
 #pragma unroll
     for (int begin = 0; begin < 8; begin += 4) {
       uint4 added[4] = {};
@@ -201,7 +188,7 @@ FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, 
   f16* to = p.out;
 #pragma unroll 1
   while (true) {
-    store_sums(p, to + static_cast<i64>(matrix) * p.m * p.n, acc, row, column, mirrored);
+    store_sums(p, to + static_cast<i64>(matrix) * p.n * p.n, acc, row, column, mirrored);
     if (!p.low || to == p.low) return;
     to = p.low;
 #pragma unroll
@@ -212,16 +199,16 @@ FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, 
   }
 }
 
-template <int kForm>
-FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int group, int rank) {
+template <bool kColumns>
+FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int group, int rank) {
   using namespace hopper;
-  using A = typename Shape<kForm>::A;
-  using B = typename Shape<kForm>::B;
+  using A = typename Shape<kColumns>::A;
+  using B = typename Shape<kColumns>::B;
   const u32 lane = threadIdx.x % 32;
   const int step = static_cast<int>(gridDim.x) / 2;
   // The address of a cluster's second block has its rank above what a descriptor holds.
-  const Shape<kForm> operands(shape.memory & 0x3ffff);
-  RingState<Shape<kForm>::kStages> at;
+  const Shape<kColumns> operands(shape.memory & 0x3ffff);
+  RingState<Shape<kColumns>::kStages> at;
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x) / 2; tile < p.tiles; tile += step) {
     u32 before = 0;  // the stage that is read by what is under way
@@ -234,10 +221,9 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int gro
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        const u64 left =
-            kForm == kColumns ? A::columns(a, 64 * group, s) : A::rows(a, 64 * group, s);
-        const u64 right = kForm == kRows ? B::rows(b, 0, s) : B::columns(b, 0, s);
-        wgmma<f16, kForm == kColumns, kForm != kRows>(acc, left, right, true);
+        const u64 left = kColumns ? A::columns(a, 64 * group, s) : A::rows(a, 64 * group, s);
+        const u64 right = !kColumns ? B::rows(b, 0, s) : B::columns(b, 0, s);
+        wgmma<f16, kColumns, kColumns>(acc, left, right, true);
       }
       wgmma_commit();
       if (k > 0) {
@@ -248,22 +234,22 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int gro
     }
     wgmma_wait<0>(acc);
     if (lane < 2) arrive_at(before, lane);
-    const Place place = place_of(p, tile);
+    const Place place(p, tile);
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
     store_tile(p, acc, place.matrix, place.row + 128 * rank + 64 * group + 16 * warp, place.column,
-               p.symmetric && place.column < place.row);
+               place.column < place.row);
   }
 }
 
-template <int kForm>
+template <bool kColumns>
 __global__ void __launch_bounds__(384, 1) product_hopper(const FLEXOPS_GRID_CONSTANT Product p) {
   __align__(1024) extern __shared__ u8 memory[];
-  const Shape<kForm> shape(shuffle(hopper::shared_address(memory), 0));  // a uniform register
+  const Shape<kColumns> shape(shuffle(hopper::shared_address(memory), 0));  // a uniform register
   const int rank = hopper::cluster_rank();
   // Set up the barriers.
   if (threadIdx.x == 0) {
     hopper::prefetch(p.a), hopper::prefetch(p.b);
-    shape.ring().init(4 * Shape<kForm>::kGroups * Shape<kForm>::kBlocks);
+    shape.ring().init(4 * Shape<kColumns>::kGroups * Shape<kColumns>::kBlocks);
     hopper::fence_init(), hopper::fence_async();
   }
   __syncthreads();
@@ -272,11 +258,11 @@ __global__ void __launch_bounds__(384, 1) product_hopper(const FLEXOPS_GRID_CONS
   const int warpgroup = static_cast<int>(threadIdx.x) / hopper::kWarpgroup;
   if (warpgroup == 0) {
     hopper::leave_registers<40>();
-    if (threadIdx.x == 0) produce<kForm>(p, shape, rank);
+    if (threadIdx.x == 0) produce<kColumns>(p, shape, rank);
     __syncwarp();
   } else {
     hopper::take_registers<232>();
-    consume<kForm>(p, shape, warpgroup - 1, rank);
+    consume<kColumns>(p, shape, warpgroup - 1, rank);
   }
   // Neither block ends while the other one may write to its memory.
   hopper::cluster_sync();

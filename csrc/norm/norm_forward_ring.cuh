@@ -7,27 +7,18 @@
 
 namespace flexops::norm {
 
-// Tuned on one H200.
-inline constexpr int kRingThreads = 512;  // that compute
-inline constexpr int kRingWarps = kRingThreads / kNarrowWarp;
-inline constexpr int kRingHeld = 8;  // vectors of a row that a thread has at most
-inline constexpr int kRingPart =
-    kRingHeld * kRingThreads;          // vectors of a row that a block has at most
-inline constexpr int kRingStages = 3;  // two rows are read, the next one is on its way
-inline constexpr int kRingBytes =
-    kRingStages * kRingPart * 16;  // of shared memory; with a residual for half as many vectors
-
 /// As many clusters as the GPU holds at once go from row to row; a block has the same columns of
 /// each, and its weights stay in registers. A row is read from shared memory twice, for its sums
 /// and for its results; in between come the next row's sums, so that neither memory nor the blocks
 /// wait while a row's sums go round. Each warp takes the squares off its own mean, for which the
 /// row's is put in later. Everything is of T. kCentered is needed for layer norm, and does for RMS
 /// norm.
-template <typename T, bool kCentered>
-__global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
+template <typename T, bool kCentered, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads + kNarrowWarp, Shape::kBlocks)
     forward_ring(const FLEXOPS_GRID_CONSTANT Forward p) {
-  constexpr int V = kPerVector<T>, N = kRingHeld, kBatch = kCentered ? 2 : 4;
-  using RowRing = hopper::Ring<kRingStages>;
+  constexpr int V = kPerVector<T>, N = Shape::kHeld, kRingThreads = Shape::kThreads,
+                kRingWarps = kRingThreads / kNarrowWarp, kBatch = kCentered || N < 4 ? 2 : 4;
+  using RowRing = hopper::Ring<Shape::kStages>;
   extern __shared__ uint4 storage[];
   __shared__ u64 barriers[RowRing::kBarriers];
   __shared__ hopper::ClusterExchange<float2, 4> exchange;
@@ -45,7 +36,7 @@ __global__ void __launch_bounds__(kRingThreads + kNarrowWarp, 1)
             start = blockIdx.x / static_cast<u32>(p.blocks);
   const auto part = [&](u32 turn, int stream) {
     return reinterpret_cast<Packed*>(storage) +
-           (static_cast<int>(turn % kRingStages) * streams + stream) * p.held;
+           (static_cast<int>(turn % Shape::kStages) * streams + stream) * p.held;
   };
   if (thread == 0) ring.init(kRingWarps), exchange.init();
   // Count the elements that each warp of the cluster has.

@@ -1,8 +1,8 @@
 """The parts of a step of ``flexops.optim.Muon`` on matrices of one shape: their averages, scaled to
 one norm; the products of the iterations; and what the parameters get.
 
-Products are ``alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I``. Of those that are known to be
-symmetric, Hopper's kernels compute the part up to the diagonal.
+Products are ``alpha op(a[i]) op(b[i]) + beta added[i] + diagonal I``. Of large ones that are known
+to be symmetric, kernels for Hopper compute the part up to the diagonal. All others are cuBLAS's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from ._register import has_native
 
 ROWS, MIXED, COLUMNS = range(3)
 """Which dimensions of the operands are summed over: ``a b^T``, ``a b``, ``a^T b``."""
+
+_LEAST = 1024
+"""Rows of results that the kernels compute: at 512 cuBLAS is faster."""
 
 
 def product(
@@ -39,7 +42,8 @@ def product(
     Args:
         a, b: ``[matrices, rows, columns]`` of one floating dtype, contiguous.
         form: ``ROWS``, ``MIXED`` or ``COLUMNS``.
-        symmetric: the result is symmetric but for rounding.
+        symmetric: the result is symmetric but for rounding; ``a`` and ``b`` have one shape, and
+            with ``MIXED`` both are symmetric.
         added: of the result's shape and dtype.
         low: also return what the results were rounded off.
 
@@ -49,16 +53,20 @@ def product(
     """
     m, n = a.shape[1 if form != COLUMNS else 2], b.shape[1 if form == ROWS else 2]
     out = a.new_empty(a.shape[0] * (2 if low else 1), m, n)
-    means = torch.ops.flexops.muon_product_.default if _takes_kernels(a, n) else _reference
-    means(out, a, b, added, form, symmetric, alpha, beta, diagonal)
+    if symmetric and _takes_kernels(a, n):
+        means = torch.ops.flexops.muon_product_.default
+        means(out, a, b, added, form == COLUMNS, alpha, beta, diagonal)
+    else:
+        _multiply(out, a, b, added, form, alpha, beta, diagonal)
     return out
 
 
 def _takes_kernels(a: Tensor, n: int) -> bool:
     return (
-        _is_native(a)
+        n >= _LEAST
+        and _is_native(a)
         and a.dtype == torch.float16
-        and all(size % 8 == 0 for size in (*a.shape[1:], n))
+        and all(size % 8 == 0 for size in a.shape[1:])
         and a.numel() > 0
         and _is_hopper(a.device)
     )
@@ -131,10 +139,16 @@ def _apply_reference(
 
 
 def _reference(
-    out: Tensor, a: Tensor, b: Tensor, added: Tensor | None, form: int, symmetric: bool,
-    alpha: float, beta: float, diagonal: float,
+    out: Tensor, a: Tensor, b: Tensor, added: Tensor | None, columns: bool, alpha: float,
+    beta: float, diagonal: float,
 ) -> None:  # fmt: skip
-    del symmetric
+    _multiply(out, a, b, added, COLUMNS if columns else ROWS, alpha, beta, diagonal)
+
+
+def _multiply(
+    out: Tensor, a: Tensor, b: Tensor, added: Tensor | None, form: int, alpha: float, beta: float,
+    diagonal: float,
+) -> None:  # fmt: skip
     left, right = a.mT if form == COLUMNS else a, b.mT if form == ROWS else b
     low = None
     if out.shape[0] > a.shape[0]:
@@ -159,15 +173,12 @@ def self_check(device: str) -> float:
     reference in float32, divided by 16: float16 rounds results of this size by 2^-12."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 264, 72, generator=generator) / 8).to(device, torch.float16)
-    y = x.reshape(2, 72, 264)
     actual, expected = [], []
-    means = torch.ops.flexops.muon_product_.default
-    for form, b in ((ROWS, x), (MIXED, y), (COLUMNS, x)):
-        m, n = x.shape[2 if form == COLUMNS else 1], b.shape[1 if form == ROWS else 2]
-        out = x.new_empty(2, m, n)
-        means(out, x, b, None, form, form != MIXED, 0.5, 0.0, 0.25)
+    for columns in (False, True):
+        out = x.new_empty(2, *[x.shape[2 if columns else 1]] * 2)
+        torch.ops.flexops.muon_product_.default(out, x, x, None, columns, 0.5, 0.0, 0.25)
         wide = out.new_empty(out.shape, dtype=torch.float32)
-        _reference(wide, x.float(), b.float(), None, form, False, 0.5, 0.0, 0.25)
+        _reference(wide, x.float(), x.float(), None, columns, 0.5, 0.0, 0.25)
         actual.append(out.float())
         expected.append(wide)
     return difference(actual, expected) / 16

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..ops.muon import COLUMNS, MIXED, ROWS, product
 
 _RUN = 3  # iterations from one G
-_TIED_FROM = 512  # rows and columns of G
+_TIED_FROM = 1024  # rows and columns of G: below, products of float32 would cost more
 _TIED_RUN = 2  # iterations before G is computed anew from the first one
 _LARGEST_SCALE = 16384.0  # singular values reach 1.3 times that, below float16's 65504
 _GRAM_SCALE = 1024.0

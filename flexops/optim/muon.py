@@ -302,7 +302,7 @@ def _averages(
         )
         return x
     # Each rank averages its part, of which the norm says nothing yet.
-    x = grads[0].new_empty(sum(counts), rows, columns)
+    x = plain(grads[0]).new_empty(sum(counts), rows, columns)
     for param, grad, buffer, whole in zip(params, grads, buffers, x.split(counts), strict=True):
         mine, average = plain(grad), plain(buffer)
         mine = mine if scale is None else mine / scale

@@ -503,10 +503,10 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "muon",
         _op(
-            "muon_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? added, int form, bool"
-            " symmetric, float alpha, float beta, float diagonal) -> ()",
+            "muon_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? added, bool columns, float"
+            " alpha, float beta, float diagonal) -> ()",
             dtypes={"out": ("float16",), "a": "out", "b": "out", "added": "out"},
-            shapes={"added": "out"},
+            shapes={"added": "out", "b": "a"},
             strided={"a": "aligned", "b": "aligned"},
             split="whole",
         ),
