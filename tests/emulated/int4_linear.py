@@ -85,7 +85,8 @@ def test_norms_gates_and_residuals(rows: int, activation: str | None) -> None:
     wanted = few_rows.composed(
         x, weights, biases, norm=norm, offset=1.0, activation=activation, residual=residual
     )
-    close(out, wanted.double())
+    # rounded before and after the norm's factor
+    assert (out.double() - wanted.double()).norm() < 8e-3 * wanted.double().norm()
 
 
 @torch.no_grad()
