@@ -299,17 +299,18 @@ define(
 def _define_biased(which: str) -> None:
     """``bias_silu`` and ``bias_relu2``, which have no options."""
     op = f"bias_{which}"
+    gradient = f"{op}_backward"
     define(
         op,
         lambda x, bias: _biased(x, bias, which),
         check=lambda x, _: _check_biased(op, x),
         setup_context=_keep,
         backward=lambda ctx, grad: _gradients(
-            ctx, getattr(torch.ops.flexops, f"{op}_backward").default, grad, ctx.needs_input_grad[1]
+            ctx, getattr(torch.ops.flexops, gradient).default, grad, ctx.needs_input_grad[1]
         ),
     )
     define(
-        f"{op}_backward",
+        gradient,
         lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, which, bias_gradient),
     )
 

@@ -279,6 +279,12 @@ def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
 
 
 @pytest.mark.extra
+def test_operands_of_fp8_products(machine: dict[str, str]) -> None:
+    selection = "bfloat16 and (bits and 17-48 or gated_rows and 1-16 and silu)"
+    assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 2
+
+
+@pytest.mark.extra
 def test_attention_over_a_cache(machine: dict[str, str]) -> None:
     """Appends, rotates, looks up pages and attends."""
     selection = "small_cases and (several_tokens or a_token)"

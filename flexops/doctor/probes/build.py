@@ -4,6 +4,7 @@ libraries."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import socket
@@ -38,7 +39,8 @@ def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
 
     choice = find(chosen)
     roots = device_headers.roots(choice.value) if choice.value else ()
-    return choice._replace(notes=(*choice.notes, *(f"headers of {one}" for one in roots)))
+    notes = (*choice.notes, *(f"headers of {one}" for one in roots))
+    return dataclasses.replace(choice, notes=notes)
 
 
 def unregistered() -> tuple[tuple[str, str], ...]:
