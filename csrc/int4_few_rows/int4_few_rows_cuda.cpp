@@ -54,7 +54,7 @@ FewPlan choose(const FewParams& p, const Gpu& gpu) {
   const int64_t rows = ceil_div(p.units, gpu.processors);  // of a block, if it is alone
   const bool few = p.m <= 2, clusters = gpu.capability >= 90;
   FewPlan plan = {gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
-  if (few && rows >= 5 && p.tiles_k < 192) plan.resident = 2;
+  if (few && rows >= 10 && p.tiles_k < 192) plan.resident = 2;
   // Rows of x take memory and time; a cluster's blocks share them.
   if (clusters && (few ? rows == 1 && p.tiles_k >= 128 : rows <= 3)) plan.cluster = 2;
   if (grid_of(p, gpu, plan).bytes > gpu.shared_of_processor / plan.resident - 1024)

@@ -32,12 +32,14 @@ bool takes_hopper(const Int4Product& c) { return c.type == c.weight.scale_type; 
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors;
   const bool clusters = gpu.capability >= 90;
-  if (gpu.capability == 90 && takes_hopper(c)) {
+  const bool narrow = c.m <= 16 && 2 * ceil_div(c.weight.tiles_n, 4) <= processors;
+  if (gpu.capability == 90 && takes_hopper(c) && !narrow) {
     const int tokens = c.m <= 32 ? 32 : 64;
     const int64_t count =
         ceil_div(c.weight.tiles_n, 4 * int4::kHopperGroups) * ceil_div(c.m, tokens);
     int cluster = 1;
-    while (cluster < 8 && 2 * cluster * count <= processors && c.weight.tiles_k >= 8 * cluster)
+    while (cluster < 8 && c.weight.tiles_k >= 8 * cluster &&
+           2 * cluster * count <= (cluster == 1 ? processors : 3 * processors / 4))
       cluster *= 2;
     return {tokens, 20, cluster};
   }

@@ -460,7 +460,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
         return 16
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
-    return 512 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
+    return 256 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
