@@ -1,7 +1,7 @@
 // Products of up to 8 rows of x: memory decides. As many blocks as fit stay for the whole product.
-// Each warp streams its chunks of the weight, kChunk tiles of columns of 16 rows with their scales
-// and zero points, through a ring of stages in shared memory of its own: nothing but the sums is
-// shared with other warps, so no warp waits for another one before the end of a pass.
+// Each warp streams its chunks of the weight, kChunk tiles of columns of 16 rows with their
+// scales and zero points, through a ring of stages in shared memory of its own: nothing but the
+// sums is shared with other warps, so no warp waits for another one before the end of a pass.
 //
 // Chunk number f of a block (row tile f / chunks, columns f % chunks) is warp f % warps'. The
 // blocks of a cluster share the columns of the same row tiles, chunk by chunk.
@@ -57,15 +57,15 @@ inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
-  FLEXOPS_DEVICE FewLayout(int kChunk, int rows, int tokens, int chunks, int pass_rows, int stages,
+  FLEXOPS_DEVICE FewLayout(int chunk, int rows, int tokens, int chunks, int pass_rows, int stages,
                            bool small, bool norm) {
     // 8 lanes read two rows of x from different banks.
-    x_stride = chunks * kChunk * 128 + 64;
-    sums = kZeroBytes + (rows * x_stride + 127) / 128 * 128;
-    squares = sums + chunks * kChunk * (small ? 2 : 1) * tokens * 4;
-    parts = squares + (norm ? 64 + rows * chunks * kChunk + 15 : 0) / 16 * 16;
+    x_stride = chunks * chunk * 128 + 64;
+    sums = kZeroBytes + ((rows + (norm ? 1 : 0)) * x_stride + 127) / 128 * 128;
+    squares = sums + chunks * chunk * (small ? 2 : 1) * tokens * 4;
+    parts = squares + (norm ? 4 * (8 + 8 * kFewWarps) : 0);
     ring = (parts + pass_rows * kFewWarps * tokens * 64 + 127) / 128 * 128;
-    barriers = ring + stages * kFewWarps * kChunk * (512 + 64 * (small ? 2 : 1));
+    barriers = ring + stages * kFewWarps * chunk * (512 + 64 * (small ? 2 : 1));
     bytes = barriers + stages * kFewWarps * 8;
   }
 };
@@ -162,64 +162,62 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   for (int i = 0; i < p.stages; ++i) fetch(i);
 
   // Rows of x, as far as the block's chunks go, multiplied by the norm's weights; the sums of their
-  // units, which offset and zero points are multiplied by; and the sums of squares.
+  // units, which offset and zero points are multiplied by; and the sums of squares. A thread reads
+  // what it has copied itself.
+  u8* const rows_of_x = shared + kZeroBytes;
   float* const sums = reinterpret_cast<float*>(shared + at.sums);
-  float* const squares = reinterpret_cast<float*>(shared + at.squares);  // of rows, then of pieces
+  float* const squares = reinterpret_cast<float*>(shared + at.squares);  // of rows; of warps
+  const int per_row = p.chunks * kChunk * 8;                             // vectors of 16 bytes
+  const auto copy_row = [&](int row, const void* of) {
+    for (int i = thread; i < per_row; i += 32 * kFewWarps) {
+      const int chunk = i / (kChunk * 8);
+      const int column = (rank + chunk * p.cluster) * kChunk * 64 + i % (kChunk * 8) * 8;
+      const bool inside = column < p.k;
+      async_copy16(rows_of_x + row * at.x_stride + i * 16,
+                   static_cast<const T*>(of) + (inside ? column : 0), inside);
+    }
+  };
+  if (p.norm) copy_row(p.m, p.norm);
   for (int i = thread; i < kZeroBytes / 16; i += 32 * kFewWarps) storage[i] = uint4{0, 0, 0, 0};
   for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kFewWarps) {
     if (i % kPad >= p.m) sums[i] = 0.0f;
   }
   wait_for_previous();
-  u8* const rows_of_x = shared + kZeroBytes;
-  constexpr int kAhead = kSlots == 4 ? 8 : 4;
-  const int per_row = p.chunks * (kChunk / 4), all = p.m * per_row;  // pieces: a vector a lane
-  for (int first = warp; first < all; first += kAhead * kFewWarps) {
-    uint4 values[kAhead], gains[kAhead];
-    int row[kAhead], vector[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int piece = first + i * kFewWarps;
-      row[i] = piece / per_row, vector[i] = (piece - row[i] * per_row) * 32 + lane;
-      const int chunk = vector[i] / (kChunk * 8);
-      const int column = (rank + chunk * p.cluster) * kChunk * 64 + vector[i] % (kChunk * 8) * 8;
-      values[i] = gains[i] = uint4{0, 0, 0, 0};
-      if (piece >= all || column >= p.k) continue;
-      values[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) +
-                                                  static_cast<i64>(row[i]) * p.k + column);
-      if (p.norm)
-        gains[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + column);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i * kFewWarps >= all) break;  // the whole warp's
-      u32 words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+  for (int row = 0; row < p.m; ++row)
+    copy_row(row, static_cast<const T*>(p.x) + static_cast<i64>(row) * p.k);
+  async_commit();
+  async_wait(0);
+  for (int row = 0; row < p.m; ++row) {
+    float square = 0.0f;
+#pragma unroll 2
+    for (int i = thread; i < per_row; i += 32 * kFewWarps) {
+      uint4& vector = *reinterpret_cast<uint4*>(rows_of_x + row * at.x_stride + i * 16);
+      u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
       if (p.norm) {
-        const u32 gain[4] = {gains[i].x, gains[i].y, gains[i].z, gains[i].w};
-        float square = 0.0f;
+        const uint4 gains = *reinterpret_cast<const uint4*>(rows_of_x + p.m * at.x_stride + i * 16);
+        const u32 gain[4] = {gains.x, gains.y, gains.z, gains.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           words[j] = few_rows::weigh<T>(words[j], gain[j], p.offset, square);
-        square = warp_reduce(square, Sum());
-        if (lane == 0) squares[16 + first + i * kFewWarps] = square;
+        vector = {words[0], words[1], words[2], words[3]};
       }
-      *reinterpret_cast<uint4*>(rows_of_x + row[i] * at.x_stride + vector[i] * 16) = {
-          words[0], words[1], words[2], words[3]};
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum += half_of<T>(words[j], 0) + half_of<T>(words[j], 1);
       constexpr int kLanes = kSmall ? 4 : 8;
       sum = warp_reduce<kLanes>(sum, Sum());
-      if (lane % kLanes == 0) sums[vector[i] / kLanes * kPad + row[i]] = sum;
+      if (lane % kLanes == 0) sums[i / kLanes * kPad + row] = sum;
+    }
+    if (p.norm) {
+      square = warp_reduce(square, Sum());
+      if (lane == 0) squares[8 + row * kFewWarps + warp] = square;
     }
   }
   __syncthreads();
-  if (p.norm) {
-    for (int row = warp; row < p.m; row += kFewWarps) {
-      float total = 0.0f;
-      for (int i = lane; i < per_row; i += 32) total += squares[16 + row * per_row + i];
-      total = warp_reduce(total, Sum());
-      if (lane == 0) squares[row] = total;  // read behind further barriers
-    }
+  if (p.norm && thread < p.m) {  // read behind further barriers
+    float total = 0.0f;
+    for (int i = 0; i < kFewWarps; ++i) total += squares[8 + thread * kFewWarps + i];
+    squares[thread] = total;
   }
 
   // A lane's part of x: the row and slot of column g of an mma.

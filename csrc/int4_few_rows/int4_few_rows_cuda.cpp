@@ -14,7 +14,7 @@ using int4::FewParams;
 /// A configuration: as a number, for measurements, `chunk << 24 | resident << 16 | stages << 8 |
 /// cluster`.
 struct FewPlan {
-  int chunk;     // tiles of a stage, 4 or 8
+  int chunk;     // tiles of a stage: 8, or 4 where a block has little shared memory
   int resident;  // blocks of a multiprocessor
   int stages;    // of a warp's ring
   int cluster;   // blocks that share the columns of a row tile
@@ -32,47 +32,34 @@ FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
   const int64_t rows = ceil_div(p.units, used) * (p.activation ? 2 : 1);
   const auto chunks =
       static_cast<int>(ceil_div(ceil_div(p.tiles_k, plan.chunk), int64_t{plan.cluster}));
-  const int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
-  const int4::FewLayout layout(plan.chunk, p.m,
-                               p.m <= 2   ? 2
-                               : p.m <= 4 ? 4
-                                          : 8,
-                               chunks, pass_rows, plan.stages, p.group_shift == 5, p.norm);
-  return {chunks, pass_rows, used * plan.cluster, layout.bytes};
+  int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
+  const auto bytes = [&] {
+    return int4::FewLayout(plan.chunk, p.m,
+                           p.m <= 2   ? 2
+                           : p.m <= 4 ? 4
+                                      : 8,
+                           chunks, pass_rows, plan.stages, p.group_shift == 5, p.norm)
+        .bytes;
+  };
+  while (pass_rows > 2 && bytes() > gpu.shared_of_block) pass_rows = pass_rows / 4 * 2;
+  return {chunks, pass_rows, used * plan.cluster, bytes()};
 }
 
 bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
   return plan.stages >= 2 && grid_of(p, gpu, plan).bytes <= gpu.shared_of_block;
 }
 
-/// Large weights have large chunks, of which two blocks of a multiprocessor stream two each; small
-/// ones are divided finer. Tuned on one H200.
+/// Tuned on one H200.
 FewPlan choose(const FewParams& p, const Gpu& gpu) {
-  const bool clusters = gpu.capability >= 90;
-  const int64_t rows = ceil_div(p.units, gpu.processors) * (p.activation ? 2 : 1);
-  const bool large = rows >= 5 || p.tiles_k >= 192;
-  FewPlan plan = {4, 1, 4, 1};
-  if (large && p.m <= 2) {
-    plan = {8, 2, 2, 1};
-  } else if (large) {
-    plan = {8, 1, 3, 1};
-  }
+  const int64_t rows = ceil_div(p.units, gpu.processors);  // of a block, if it is alone
+  const bool few = p.m <= 2, clusters = gpu.capability >= 90;
+  FewPlan plan = {gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
+  if (few && rows >= 10 && p.tiles_k < 192) plan.resident = 2;
   // Rows of x take memory and time; a cluster's blocks share them.
-  if (clusters && p.m > 2 && (!large || p.tiles_k >= 192)) plan.cluster = 2;
-  if (clusters && 4 * p.units <= 3 * gpu.processors) plan.cluster = 2;
-  const int64_t half = gpu.shared_of_processor / 2 - 1024;
-  if (plan.resident == 2 && grid_of(p, gpu, plan).bytes > half) plan = {8, 1, 3, plan.cluster};
-  while (!fits(p, gpu, plan)) {
-    if (plan.chunk == 8) {
-      plan.chunk = 4;
-    } else if (plan.stages > 2) {
-      --plan.stages;
-    } else if (clusters && plan.cluster < 8) {
-      plan.cluster *= 2;
-    } else {
-      break;
-    }
-  }
+  if (clusters && (few ? rows == 1 && p.tiles_k >= 128 : rows <= 3)) plan.cluster = 2;
+  if (grid_of(p, gpu, plan).bytes > gpu.shared_of_processor / plan.resident - 1024)
+    plan.resident = 1;
+  while (clusters && plan.cluster < 8 && !fits(p, gpu, plan)) plan.cluster *= 2;
   return plan;
 }
 

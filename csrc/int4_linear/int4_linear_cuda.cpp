@@ -14,7 +14,7 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `beside << 16 | warps << 8 | cluster`.
 struct Plan {
-  int beside;   // warps beside each other along n, 2 or 8; or wgmma's rows of x, 32, 64 or 128
+  int beside;   // warps beside each other along n, 2 or 8; or wgmma's rows of x, 32 or 64
   int warps;    // of a block; those that are not beside each other share the columns
   int cluster;  // blocks that share the columns
 };
@@ -32,14 +32,16 @@ bool takes_hopper(const Int4Product& c) { return c.type == c.weight.scale_type; 
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors;
   const bool clusters = gpu.capability >= 90;
-  if (gpu.capability == 90 && takes_hopper(c)) {
-    const int tokens = c.m <= 32 ? 32 : c.m <= 64 ? 64 : 128;
-    const int64_t count = ceil_div(c.weight.tiles_n, 8) * ceil_div(c.m, tokens);
+  const bool narrow = c.m <= 16 && 2 * ceil_div(c.weight.tiles_n, 4) <= processors;
+  if (gpu.capability == 90 && takes_hopper(c) && !narrow) {
+    const int tokens = c.m <= 32 ? 32 : 64;
+    const int64_t count =
+        ceil_div(c.weight.tiles_n, 4 * int4::kHopperGroups) * ceil_div(c.m, tokens);
     int cluster = 1;
-    while (cluster < 8 && 2 * cluster * count <= processors + processors / 32 &&
-           c.weight.tiles_k >= 16 * cluster)
+    while (cluster < 8 && c.weight.tiles_k >= 8 * cluster &&
+           2 * cluster * count <= (cluster == 1 ? processors : 3 * processors / 4))
       cluster *= 2;
-    return {tokens, 12, cluster};
+    return {tokens, 20, cluster};
   }
   const int64_t count = ceil_div(c.weight.tiles_n, 4) * ceil_div(c.m, 64);
   if (count >= 3 * processors && c.m > 32) return {8, 8, 1};
@@ -95,7 +97,9 @@ template <class T, int kN>
 void launch_hopper(Params& p, void* stream) {
   p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
   const int64_t grid = ceil_div(p.tiles_n, 4 * int4::kHopperGroups) * p.token_tiles * p.cluster;
-  const auto config = [&](int64_t bytes) { return config_of(grid, 12, bytes, p.cluster, stream); };
+  const auto config = [&](int64_t bytes) {
+    return config_of(grid, int4::kHopperThreads / 32, bytes, p.cluster, stream);
+  };
   if (p.group_shift == 5)
     return launch(rare_kernel<int4::many_rows_hopper<T, kN, true>>,
                   config(int4::HopperLayout<kN, true>::kBytes), p);
@@ -109,8 +113,7 @@ void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   if (plan.beside >= 32) {
     if (!takes_hopper(c)) return detail::note("this plan takes scales of x's dtype");
     if (plan.beside == 32) return launch_hopper<T, 32>(p, stream);
-    if (plan.beside == 64) return launch_hopper<T, 64>(p, stream);
-    return launch_hopper<T, 128>(p, stream);
+    return launch_hopper<T, 64>(p, stream);
   }
   c.weight.scale_type == ElementType::f16 ? launch_many<T, f16>(p, plan, stream)
                                           : launch_many<T, bf16>(p, plan, stream);

@@ -12,9 +12,10 @@
 
 namespace flexops::int4 {
 
-inline constexpr int kHopperGroups = 2, kHopperStages = 4;
+inline constexpr int kHopperGroups = 4, kHopperStages = 4;
+inline constexpr int kHopperThreads = (kHopperGroups + 1) * hopper::kWarpgroup;
 inline constexpr int kHopperChunk = 4,
-                     kHopperChunks = 4;  // tiles of a chunk of W; chunks of a ring
+                     kHopperChunks = 3;  // tiles of a chunk of W; chunks of a ring
 /// Floats from one row of x's sums to the next one's: lanes write to different banks.
 inline constexpr int kHopperStride = 64 * kHopperGroups + 4;
 
@@ -22,11 +23,10 @@ inline constexpr int kHopperStride = 64 * kHopperGroups + 4;
 /// for each consumer warp, and barriers. The sums take the place of the first two.
 template <int kN, bool kSmall>
 struct HopperLayout {
-  static constexpr int kPieces = kN >= 64 ? kN / 64 : 1;  // of 16 rows, of a producer's warp
-  static constexpr int kAhead = kN <= 64 ? 4 : 3;         // tiles of x that are copied ahead
+  static constexpr int kAhead = 4;  // tiles of x that are copied ahead
   static constexpr int kNumbers = kHopperChunk * 32 * (kSmall ? 2 : 1);
   static constexpr int kChunkBytes = kHopperChunk * 512 + 2 * kNumbers;
-  static constexpr int kRaw = kN * 128 * kHopperStages, kRawBytes = kPieces * 8192;
+  static constexpr int kRaw = kN * 128 * kHopperStages, kRawBytes = kN * 128;
   static constexpr int kEnd = kRaw + kRawBytes * kAhead, kSums = kN * kHopperStride * 4;
   static constexpr int kChunks = kEnd > kSums ? kEnd : kSums;
   static constexpr int kBarriers = kChunks + 4 * kHopperGroups * kHopperChunks * kChunkBytes;
@@ -39,23 +39,21 @@ FLEXOPS_DEVICE void produce_x(const Params& p, const hopper::Ring<kHopperStages>
                               int first_token, int begin, int count) {
   using Layout = HopperLayout<kN, kSmall>;
   using X = hopper::Tile<kN, 64>;
-  constexpr int kPieces = Layout::kPieces, kAhead = Layout::kAhead;
+  constexpr int kAhead = Layout::kAhead;
   const int thread = static_cast<int>(threadIdx.x) % hopper::kWarpgroup, warp = thread / 32,
             lane = thread % 32;
   if (16 * warp < kN) {
     u8* const raw = memory + Layout::kRaw + warp * 2048;
     // Lanes copy 128 bytes of a row together; then each reads 64 of them.
     const auto fetch = [&](int slot, int tile) {
-#pragma unroll 1
-      for (int i = 0; i < kPieces; ++i) {
+      if (tile < count) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int piece = 8 * j + lane / 4, token = first_token + 64 * i + 16 * warp + piece / 2;
+          const int piece = 8 * j + lane / 4, token = first_token + 16 * warp + piece / 2;
           const int column = 64 * (begin + tile) + 32 * (piece % 2) + 8 * (lane % 4);
-          const bool valid = tile < count && token < p.m && column < p.k;
+          const bool valid = token < p.m && column < p.k;
           async_copy16(
-              raw + slot * Layout::kRawBytes + i * 8192 + piece * 64 +
-                  (lane % 4 ^ piece / 2 % 4) * 16,
+              raw + slot * Layout::kRawBytes + piece * 64 + (lane % 4 ^ piece / 2 % 4) * 16,
               static_cast<const T*>(p.x) + (valid ? static_cast<i64>(token) * p.k + column : 0),
               valid);
         }
@@ -72,24 +70,21 @@ FLEXOPS_DEVICE void produce_x(const Params& p, const hopper::Ring<kHopperStages>
       __syncwarp();
       ring.acquire(at);
       const u32 to = hopper::shared_address(memory) + at.stage * X::kBytes;
+      uint4 v[4];
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        uint4 v[4];
+      for (int j = 0; j < 4; ++j)
+        v[j] = *reinterpret_cast<const uint4*>(raw + slot * Layout::kRawBytes + lane * 64 +
+                                               (j ^ lane / 2 % 4) * 16);
+      const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
+                               {v[0].y, v[1].y, v[2].y, v[3].y},
+                               {v[0].z, v[1].z, v[2].z, v[3].z},
+                               {v[0].w, v[1].w, v[2].w, v[3].w}};
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          v[j] = *reinterpret_cast<const uint4*>(raw + slot * Layout::kRawBytes + i * 8192 +
-                                                 lane * 64 + (j ^ lane / 2 % 4) * 16);
-        const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
-                                 {v[0].y, v[1].y, v[2].y, v[3].y},
-                                 {v[0].z, v[1].z, v[2].z, v[3].z},
-                                 {v[0].w, v[1].w, v[2].w, v[3].w}};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
-                           X::place(to, 64 * i + 16 * warp + lane / 2, 4 * (lane % 2) + j)),
-                       "r"(words[j][0]), "r"(words[j][1]), "r"(words[j][2]), "r"(words[j][3])
-                       : "memory");
-      }
+      for (int j = 0; j < 4; ++j)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         X::place(to, 16 * warp + lane / 2, 4 * (lane % 2) + j)),
+                     "r"(words[j][0]), "r"(words[j][1]), "r"(words[j][2]), "r"(words[j][3])
+                     : "memory");
       hopper::fence_async();
       __syncwarp();
       if (lane == 0) hopper::arrive(ring.full(at.stage));
@@ -166,46 +161,38 @@ FLEXOPS_DEVICE void multiply_x(const Params& p, const hopper::Ring<kHopperStages
       }
     }
   };
-  // While a tile is multiplied, the next one is dequantized. Nothing is under way where loops end:
-  // there ptxas would wait for each wgmma.
-  if (count <= 0) return;
-  u32 left[2][16];
-  wait(barriers, 0);
-  widen(left[0], 0, 0);
+  // While a tile is multiplied, other warpgroups dequantize theirs.
   RingState<kHopperStages> at;
-  RingState<kHopperChunks> here, next;
+  RingState<kHopperChunks> here;
 #pragma unroll 1
-  for (int first = 0; first < count; first += kHopperChunk) {
-    next.next();
-#pragma unroll
-    for (int j = 0; j < kHopperChunk; ++j) {
-      const bool last = j == kHopperChunk - 1;
-      if (first + j >= count) break;
+  for (int first = 0; first < count; first += kHopperChunk, here.next()) {
+    wait(barriers + 8 * here.stage, here.phase);
+    const int tiles = min(kHopperChunk, count - first);
+#pragma unroll 1
+    for (int j = 0; j < tiles; ++j, at.next()) {
+      u32 left[16];
+      widen(left, here.stage, j);
       ring.wait(at);
-      if (last && first + kHopperChunk < count) wait(barriers + 8 * next.stage, next.phase);
-      pin(left[j % 2]);
+      pin(left);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        wgmma<T, false>(acc, left[j % 2] + 4 * step, X::rows(x + at.stage * X::kBytes, 0, step),
-                        true);
+        wgmma<T, false>(acc, left + 4 * step, X::rows(x + at.stage * X::kBytes, 0, step), true);
       wgmma_commit();
-      widen(left[(j + 1) % 2], last ? next.stage : here.stage, last ? 0 : j + 1);
       wgmma_wait<0>(acc);
       if (lane == 0) arrive(ring.empty(at.stage));
-      at.next();
     }
     // All lanes have read the chunk.
     fence_async();
     __syncwarp();
     fetch(here.stage, first / kHopperChunk + kHopperChunks);
-    here = next;
   }
 }
 
-/// Two consumer warpgroups and a producer.
+/// Four consumer warpgroups and a producer.
 template <class T, int kN, bool kSmall>
-__global__ void __launch_bounds__(384, 1) many_rows_hopper(const FLEXOPS_GRID_CONSTANT Params p) {
+__global__ void __launch_bounds__(kHopperThreads, 1)
+    many_rows_hopper(const FLEXOPS_GRID_CONSTANT Params p) {
   __align__(1024) extern __shared__ u8 staged[];
   const Place place(p);
   const u32 memory = shuffle(hopper::shared_address(staged), 0);
@@ -223,19 +210,16 @@ __global__ void __launch_bounds__(384, 1) many_rows_hopper(const FLEXOPS_GRID_CO
   const int begin = static_cast<int>(chunks * place.rank / p.cluster) * kHopperChunk,
             end = min(static_cast<int>(chunks * (place.rank + 1) / p.cluster) * kHopperChunk,
                       p.tiles_k);
-  float acc[kN / 2] = {};
+  float* const sums = reinterpret_cast<float*>(staged);
   if (group == kHopperGroups) {
     wait_for_previous();
     produce_x<T, kN, kSmall>(p, ring, staged, first_token, begin, end - begin);
   } else {
+    float acc[kN / 2] = {};
     hopper::pin(acc);
     multiply_x<T, kN, kSmall>(p, ring, staged, first_tile + thread / 32, begin, end - begin, acc);
-  }
-  __syncthreads();
-
-  // The sums, to shared memory by row of x, those of the cluster's blocks added, and written.
-  float* const sums = reinterpret_cast<float*>(staged);
-  if (group < kHopperGroups) {
+    // The sums, by row of x, take the place of x, which all consumers have read.
+    barrier(1, kHopperGroups * hopper::kWarpgroup);
     const int lane = thread % 32, line = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
@@ -245,10 +229,12 @@ __global__ void __launch_bounds__(384, 1) many_rows_hopper(const FLEXOPS_GRID_CO
     }
   }
   __syncthreads();
+  // Those of the cluster's blocks are added, and written.
   if (p.cluster > 1) cluster_sync();
   constexpr int kLines = 64 * kHopperGroups;
   const int tokens = min(p.m - first_token, kN), first_line = first_tile * 16;
-  for (int i = thread + 384 * place.rank; i < tokens * (kLines / 2); i += 384 * p.cluster) {
+  for (int i = thread + kHopperThreads * place.rank; i < tokens * (kLines / 2);
+       i += kHopperThreads * p.cluster) {
     const int token = i / (kLines / 2), line = i % (kLines / 2) * 2, n = first_line + line;
     const float* const from = sums + token * kHopperStride + line;
     float total[2];

@@ -442,8 +442,10 @@ def streams(x: Tensor, weight: Int4Weight) -> bool:
     GPUs from 9.0 on in that of eight multiprocessors."""
     if not x.is_cuda or x.dtype not in _HALVES or weight.scales.dtype not in _HALVES:
         return False
-    most = 1 << 15 if _capability(x.device) < (9, 0) else 1 << 18  # elements
-    return x.numel() <= min(most, MOST_STREAMED_ROWS * weight.k)
+    elements = x.numel() + weight.k  # with a norm's weight
+    large = (9, 0) <= _capability(x.device) < (12, 0)
+    most = 1 << 18 if large else 28672 if x.numel() <= 2 * weight.k else 24576
+    return elements <= most and x.numel() <= MOST_STREAMED_ROWS * weight.k
 
 
 @functools.cache
@@ -458,7 +460,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
         return 16
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
-    return 512 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
+    return 256 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:

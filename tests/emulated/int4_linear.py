@@ -74,17 +74,19 @@ def test_norms_gates_and_residuals(rows: int, activation: str | None) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    residual = random(rows, sum(widths) if activation is None else 48)
-    options = {
-        "biases": [random(n) for n in widths],
-        "norm": random(320),
-        "offset": 1.0,
-        "activation": activation,
-        "residual": residual,
-    }
-    x = random(rows, 320)
-    out = flexops.few_rows_linear(x, weights, **options)
-    close(out, few_rows.composed(x, weights, **options).double())
+    biases, norm = [random(n) for n in widths], random(320)
+    width = sum(widths) if activation is None else 48
+    x, residual = random(rows, 320), random(rows, width)
+    packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
+    kind = few_rows.ACTIVATIONS[activation]
+    out = torch.ops.flexops.int4_few_rows_linear(
+        x, packed, scales, zeros, biases, norm, 1e-6, 1.0, residual, kind, width, 64, 0
+    )
+    wanted = few_rows.composed(
+        x, weights, biases, norm=norm, offset=1.0, activation=activation, residual=residual
+    )
+    # rounded before and after the norm's factor
+    assert (out.double() - wanted.double()).norm() < 8e-3 * wanted.double().norm()
 
 
 @torch.no_grad()

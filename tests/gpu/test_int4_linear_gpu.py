@@ -63,11 +63,11 @@ def test_products_are_float64s(
 
 
 FEW_PLANS = [
-    (1, 0x401, 2, 1),
-    (1, 0x802, 2, 1),
-    (2, 0x401, 6, 8),
-    (3, 0x402, 2, 2),
-    (8, 0x801, 3, 4),
+    (1, 1, 2, 1),
+    (1, 2, 2, 1),
+    (2, 1, 4, 8),
+    (3, 2, 2, 2),
+    (8, 1, 3, 4),
 ]
 """Rows of x, then a plan's numbers: csrc/int4_few_rows/int4_few_rows_cuda.cpp."""
 PLANS = [
@@ -76,9 +76,9 @@ PLANS = [
     (20, 8, 8, 1),
     (64, 8, 8, 2),
     (100, 2, 8, 2),
-    (20, 32, 12, 1),
-    (50, 64, 12, 4),
-    (300, 128, 12, 2),
+    (20, 32, 20, 1),
+    (50, 64, 20, 4),
+    (300, 64, 20, 2),
 ]
 """The same of csrc/int4_linear/int4_linear_cuda.cpp."""
 
@@ -98,7 +98,8 @@ def test_every_configuration_gives_float64s_result(
     if first >= 32 and capability != (9, 0):
         return  # wgmma's
     cluster = cluster if capability[0] >= 9 else 1
-    number = first << 16 | second << 8 | cluster
+    chunk = 8 if (9, 0) <= capability < (12, 0) else 4
+    number = (chunk << 24 if few else 0) | first << 16 | second << 8 | cluster
     for group_size in (32, 64, 128):
         weight = weight_of(1000, 2048, group_size, False, dtype)
         x = random_x(rows, 2048, dtype)
