@@ -65,7 +65,10 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program
+if TYPE_CHECKING:
+    from .extension_installed import InstalledProgram
+
+    AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program | InstalledProgram
 
 
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
@@ -205,11 +208,10 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
             loaded = libcuda.driver().load(
                 entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n")
             )
-            if (
-                settings.current().record
-                and not isinstance(kernel, Program)
-                and not (isinstance(kernel, FamilyKernel) and kernel.text)
-            ):
+            recorded = isinstance(kernel, kernel_plan.TextKernel) or (
+                isinstance(kernel, FamilyKernel) and not kernel.text
+            )
+            if recorded and settings.current().record:
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
