@@ -54,7 +54,7 @@ def _extension(
             fix="build it by torch.utils.cpp_extension",
         )
     flags = kwargs.pop("extra_compile_args", None) or []
-    made = setuptools.Extension(name, sources, *args, language="c++", **kwargs)
+    made = setuptools.Extension(name, sources, *args, **{"language": "c++"} | kwargs)
     made.extra_compile_args = flags  # a list, or one each for cxx and nvcc
     made.flexops_with_cuda = with_cuda  # type: ignore[attr-defined]
     return made
@@ -93,7 +93,7 @@ class BuildExtension(build_ext):
             raise SystemExit(f"\nflexops: {error}\n") from error
 
     def get_ext_filename(self, fullname: str) -> str:
-        name = str(super().get_ext_filename(fullname))
+        name = str(super().get_ext_filename(fullname))  # type: ignore[no-untyped-call]
         if self._python_suffix:
             return name
         return f"{name.partition('.')[0]}.so"

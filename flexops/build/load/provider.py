@@ -11,7 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ... import _fork, settings, toolchain
 from ...compute_capability import Architecture, ComputeCapability
@@ -32,6 +32,7 @@ from . import freshness, provider_texts, record
 
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
+    from .extension_installed import InstalledProgram
 
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
 _Callback = ctypes.CFUNCTYPE(
@@ -65,10 +66,7 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-if TYPE_CHECKING:
-    from .extension_installed import InstalledProgram
-
-    AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program | InstalledProgram
+AnyKernel: TypeAlias = "FamilyKernel | kernel_plan.TextKernel | Program | InstalledProgram"
 
 
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
