@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .kernels.definition import kernel as kernel
     from .ops._score_mod import ScoreMod as ScoreMod
     from .ops.activation import bias_gelu as bias_gelu
+    from .ops.activation import bias_relu2 as bias_relu2
     from .ops.activation import bias_silu as bias_silu
     from .ops.activation import geglu as geglu
     from .ops.activation import swiglu as swiglu
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .ops.fp8 import dequantize_int8 as dequantize_int8
     from .ops.fp8 import quantize_fp8 as quantize_fp8
     from .ops.fp8 import quantize_int8 as quantize_int8
+    from .ops.fp8_linear import fp8_linear as fp8_linear
     from .ops.gated_linear import geglu_linear as geglu_linear
     from .ops.gated_linear import swiglu_linear as swiglu_linear
     from .ops.gated_norm import gated_rms_norm as gated_rms_norm
@@ -93,7 +95,7 @@ _NAMES = {
     "build.load.extension": ("load",),
     "build.load.extension_inline": ("load_inline",),
     "build.load.loader": ("FallbackWarning", "OpStatus", "status"),
-    "ops.activation": ("bias_gelu", "bias_silu", "geglu", "swiglu"),
+    "ops.activation": ("bias_gelu", "bias_relu2", "bias_silu", "geglu", "swiglu"),
     "ops.adagrad": ("adagrad_",),
     "ops.adam": ("adam_", "adam_copy_"),
     "ops.adam8bit": ("adam8bit_",),
@@ -106,6 +108,7 @@ _NAMES = {
     "ops.experts": ("gated_experts",),
     "ops.few_rows": ("few_rows_linear",),
     "ops.fp8": ("dequantize_fp8", "dequantize_int8", "quantize_fp8", "quantize_int8"),
+    "ops.fp8_linear": ("fp8_linear",),
     "ops.gated_linear": ("geglu_linear", "swiglu_linear"),
     "ops.gated_norm": ("gated_rms_norm",),
     "ops.grad_norm": ("clip_grads_", "grad_norm"),

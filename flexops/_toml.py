@@ -14,7 +14,7 @@ Python 3.10 has."""
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The document in this file. Raises ``FlexopsError`` where no reader can be had, ``ValueError``
+    """The document in this file. Raises ``FlexopsError`` if no reader is available, ``ValueError``
     (of a subclass) for text that is not TOML."""
     for name in _READERS:
         try:

@@ -185,7 +185,7 @@ def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
                 register_flop_formula(op, get_raw=True)(formula)
                 # torch 2.4 registers an op's overloads, and looks for the op
                 flop_registry.setdefault(op, formula)
-        except (ImportError, TypeError):  # an older torch, whose counter cannot be told
+        except (ImportError, TypeError):  # an older torch, whose counter cannot be read
             return
 
     if "torch.utils.flop_counter" in sys.modules:
@@ -227,6 +227,48 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
         if device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
         else x.dtype
     )
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b).T + bias`` in bfloat16, of fp8 codes with scales of rows."""
+    result: torch.Tensor = torch._scaled_mm(
+        a, b.t(), scale_a, scale_b.t(), bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return result
+
+
+_refusals: dict[torch.device, str] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def scaled_product_refusal(device: torch.device) -> str:
+    """Why a GPU has no :func:`scaled_product`; "" if it has. Tried once on each: no version of
+    torch lists the GPUs for which it has scales of rows."""
+    if device not in _refusals:
+        _refusals[device] = _try_scaled_product(device)
+    return _refusals[device]
+
+
+def _try_scaled_product(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        found = ".".join(map(str, capability))
+        return f"fp8 products require compute capability 8.9, this GPU has {found}"
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has no fp8 products"
+    try:
+        codes = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        scales = torch.ones(16, 1, device=device)
+        scaled_product(codes, codes, scales, scales)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"torch {torch.__version__} has no fp8 products with scales of rows here: {error}"
+    return ""
 
 
 def is_unheard(module: torch.nn.Module, but: Callable[..., Any] | None = None) -> bool:

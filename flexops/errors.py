@@ -62,7 +62,7 @@ class ToolchainError(FlexopsError):
 
 
 class LoggedError(FlexopsError):
-    """An error that another program told in full. ``log`` is the path of its output, if that was
+    """An error of another program, in full. ``log`` is the path of its output, if that was
     kept."""
 
     def __init__(
@@ -100,7 +100,7 @@ class RemoteError(CacheError):
 
 
 class NativeUnavailableError(FlexopsError):
-    """No native kernel can be had for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference
+    """No native kernel is available for an op, and ``FLEXOPS_FALLBACK=forbid`` rules the reference
     out."""
 
     exit_code = 8

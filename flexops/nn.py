@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from .ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
 from .ops.int4_linear import Int4Weight, int4_linear, quantize_int4
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm import layer_norm, rms_norm
@@ -19,6 +20,7 @@ __all__ = [
     "GEGLU",
     "BiasGELU",
     "BiasSiLU",
+    "Fp8Linear",
     "Int4Linear",
     "LayerNorm",
     "LinearCrossEntropyLoss",
@@ -234,6 +236,45 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+
+
+class Fp8Linear(nn.Linear):
+    """``torch.nn.Linear`` with matrix products of fp8, by :func:`flexops.fp8_linear`. Parameters
+    and state dict are those of ``torch.nn.Linear``.
+
+    Args:
+        in_features, out_features: multiples of 16.
+        bias, device, dtype: as ``torch.nn.Linear``'s.
+        recipe: ``"rowwise"`` or ``"rowwise_with_gw_hp"``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        recipe: str = "rowwise",
+    ) -> None:
+        if in_features % MULTIPLE or out_features % MULTIPLE:
+            raise ValueError(
+                "flexops.nn.Fp8Linear: in_features and out_features must be multiples of"
+                f" {MULTIPLE}, got {in_features} and {out_features}; fix: torch.nn.Linear"
+            )
+        if recipe not in RECIPES:
+            raise ValueError(
+                f"flexops.nn.Fp8Linear: recipe must be {' or '.join(map(repr, RECIPES))}, got"
+                f" {recipe!r}"
+            )
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        return fp8_linear(input, self.weight, self.bias, self.recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe!r}"
 
 
 class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one

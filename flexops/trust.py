@@ -32,7 +32,7 @@ def problem(status: os.stat_result) -> str:
 
 def path_problem(path: str, *, passage: bool = False) -> str:
     """Who else could change a directory, or put another one in its place; "" if none could, or it
-    is not there.
+    is missing.
 
     Args:
         passage: the directory may itself be one to which others may add files, as those on the way

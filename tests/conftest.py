@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # a shell's background job starts like that, and its children inherit it
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # OpenMP's threads spin while they wait, which costs the other test process its processor: three
+    # times the time with two of each on two cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # for working on one test: what it compiles is found again in the next run
     kept = os.environ.get("FLEXOPS_TEST_CACHE")
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")

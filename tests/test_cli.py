@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from command_line import COMMAND, parse
+from processes import completed
 from typer.testing import CliRunner
 
 import flexops
@@ -155,12 +156,8 @@ def test_completion_can_be_installed_and_completes(
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "XDG_CONFIG_HOME": str(tmp_path / ".config"),
     }
-    done = subprocess.run(
-        [shell, "-c", "flexops --install-completion; true"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        [shell, "-c", "flexops --install-completion; true"], env=environment, code=None
     )
     assert f"{shell} completion installed" in done.stdout, done.stdout + done.stderr
     (script,) = [path for path in tmp_path.rglob("*flexops*") if path != command]
@@ -174,9 +171,7 @@ def test_completion_can_be_installed_and_completes(
         ask = f"source '{script}'; complete -C 'flexops targ'"
     else:
         ask = "_TYPER_COMPLETE_ARGS='flexops targ' _FLEXOPS_COMPLETE=complete_zsh flexops"
-    told = subprocess.run(
-        [shell, "-c", ask], env=environment, capture_output=True, text=True, check=False
-    )
+    told = completed([shell, "-c", ask], env=environment, code=None)
     assert "target" in told.stdout, told.stdout + told.stderr
 
 
@@ -184,11 +179,11 @@ def test_usage_names_the_command_however_it_was_started() -> None:
     """Python's own options do not hide that it is the command line, which starts without torch."""
     options = ["-X", "dev", "-W", "ignore"]
     command = [sys.executable, *options, "-m", "flexops", "target", "-h"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = completed(command)
     assert "Usage: flexops target" in done.stdout
     asks = "import sys, flexops; sys.orig_argv[1:] = {!r}; print(flexops._is_command_line())"
     program = [sys.executable, "-c", asks.format(command[1:])]
-    told = subprocess.run(program, capture_output=True, text=True, check=True)
+    told = completed(program)
     assert told.stdout == "True\n"
 
 
@@ -206,7 +201,7 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     """
     command = [sys.executable, "-c", CHILD, *arguments]
     variables = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    return completed(command, env=variables, code=None)
 
 
 def imported(done: subprocess.CompletedProcess[str]) -> set[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from builds import REPOSITORY
 from marks import first_of
+from processes import completed
 
 from flexops import __version__
 from flexops.build.describe import layout
@@ -104,12 +105,11 @@ def configure(
         "-DCMAKE_BUILD_TYPE=Release",
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, python_path))}
-    return subprocess.run(
+    return completed(
         [cmake, "-S", str(project), "-B", str(project / "build"), *options],
         env=environment,
         cwd=project,
-        capture_output=True,
-        text=True,
+        code=None,
     )
 
 
@@ -139,14 +139,8 @@ def test_a_library_that_cmake_builds(
     assert f"found {__version__} in {headers}" in done.stdout
     if installed:
         return  # the same files from another place
-    done = subprocess.run(
-        [cmake, "--build", str(project / "build")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run(
-        [sys.executable, "-c", CALL], cwd=project / "build", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed([cmake, "--build", str(project / "build")])
+    done = completed([sys.executable, "-c", CALL], cwd=project / "build")
     assert "mine::scale: x must be float32 and contiguous" in done.stdout
 
 
@@ -170,12 +164,7 @@ def test_versions_that_go_with_this_one(cmake: str, project: Path, asked: str, f
     lists.write_text(f"cmake_minimum_required(VERSION 3.18)\nproject(mine LANGUAGES NONE)\nfind_package(flexops {asked} CONFIG)\n"
                      'message(STATUS "found=${flexops_FOUND}")\n')  # fmt: skip
     place = f"-Dflexops_DIR={layout.cmake_root()}"
-    done = subprocess.run(
-        [cmake, "-S", str(project), "-B", str(project / "build"), place],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed([cmake, "-S", str(project), "-B", str(project / "build"), place])
     assert f"found={int(found)}" in done.stdout, done.stdout + done.stderr
 
 

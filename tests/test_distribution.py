@@ -4,11 +4,11 @@ send people there."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 from flexops import _toml, distribution, settings
 from flexops.build.deliver import aot
@@ -51,9 +51,7 @@ def test_what_is_forbidden(text: str, forbidden: bool) -> None:
 
 
 def test_no_text_names_the_other_projects_distribution(require: Callable[..., None]) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    listed = completed(["git", "ls-files", "-z"], cwd=ROOT, code=None)
     require(
         listed.returncode == 0,
         "a git checkout",

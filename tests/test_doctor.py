@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops.build.describe import catalog
@@ -24,13 +24,8 @@ def doctor(
 ) -> tuple[int, dict[str, Any]]:
     """Run ``python -m flexops.doctor --json``; the exit status and the document."""
     variables = {**os.environ, "PYTHONPATH": HOME, **environment}
-    done = subprocess.run(
-        [python, "-m", "flexops.doctor", "--json", *arguments],
-        capture_output=True,
-        text=True,
-        env=variables,
-        timeout=600,
-        check=False,
+    done = completed(
+        [python, "-m", "flexops.doctor", "--json", *arguments], env=variables, code=None
     )
     document = json.loads(done.stdout)
     assert list(document) == ["status", "target", "findings", "ops"], done.stderr
@@ -83,15 +78,7 @@ def test_text_without_torch_and_rich(bare_python: str, tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "LC_ALL": "C",
     }
-    done = subprocess.run(
-        [bare_python, "-m", "flexops.doctor"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = completed([bare_python, "-m", "flexops.doctor"], env=environment, code=1)
     assert done.stdout.splitlines()[-1].startswith("fail: ")
     assert "fix: " in done.stdout
     assert done.stderr == ""

@@ -150,7 +150,7 @@ def test_a_report_names_what_spills(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code", [b"", b"PTX", b"\x7fELF\x02" + b"\0" * 10, b"\x7fELF\x02" + b"\xff" * 100]
 )
-def test_what_is_no_cubin_is_refused(code: bytes) -> None:
+def test_what_is_no_cubin_is_rejected(code: bytes) -> None:
     with pytest.raises(ValueError):
         cubin.most_threads(code, "kernel")
 

@@ -566,7 +566,12 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         ),
         ("out[i] = __float2half(1.f);", "scale.cu(4): error", "__float2half", ""),
         ("__nv_bfloat16 v;", "scale.cu(4): error", "__nv_bfloat16", "write bfloat16"),
-        ("out[i] = std::max(1, 2);", "scale.cu(4): error", "std", "NVRTC has no C++ library"),
+        (
+            "out[i] = std::max(1, 2);",
+            "scale.cu(4): error",
+            "std",
+            "the header of C++'s that declares it",
+        ),
     ],
 )
 def test_an_error_shows_the_users_line_and_a_mend(
@@ -601,21 +606,59 @@ def test_an_error_in_a_header_is_not_one_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_header_that_is_not_there_says_where_it_could_come_from() -> None:
-    scale = flexops.kernel("#include <cuda_bf16.h>\n" + SCALE, SCHEMA)
-    with pytest.raises(CompileError) as caught:
-        launched(scale)(torch.ones(3), 1.0)
-    assert 'scale.cu(1): catastrophic error: cannot open source file "cuda_bf16.h"' in str(
-        caught.value
-    )
-    assert "bfloat16 is there without a header" in caught.value.fix
+def test_a_header_that_is_missing_says_where_it_could_come_from() -> None:
     for source, options, fix in (
-        ("#include <cmath>\n" + SCALE, [], "mathematics are there without"),
+        ('#include "mine.h"\n' + SCALE, [], "include=["),
+        ("#include <cutlass/array.h>\n" + SCALE, [], "the include directory of CUTLASS"),
         (SCALE, ["--nonsense"], "correct options="),
     ):
         with pytest.raises(CompileError) as caught:
             launched(flexops.kernel(source, SCHEMA, options=options))(torch.ones(3), 1.0)
         assert fix in caught.value.fix
+
+
+LIBRARIES = {
+    "standard": (
+        "#include <cstdint>\n#include <cmath>\n#include <type_traits>",
+        "static_assert(std::is_same_v<std::int64_t, int64_t>); out[0] = std::sqrt(x[0]) + pow(x[0], 2);",
+    ),
+    "runtime": (
+        "#include <cuda_fp16.h>\n#include <cuda_bf16.h>",
+        "out[0] = __bfloat162float(__float2bfloat16(x[0])) + __half2float(__float2half(x[1]));",
+    ),
+    "groups": (
+        "#include <cmath>\n#include <cooperative_groups.h>\n#include <cooperative_groups/reduce.h>",
+        """namespace groups = cooperative_groups;
+        auto warp = groups::tiled_partition<32>(groups::this_thread_block());
+        out[0] = groups::reduce(warp, std::abs(x[threadIdx.x]), groups::plus<float>());""",
+    ),
+    "libcu++": (
+        "#include <cstdint>\n#include <cuda/atomic>\n#include <cuda/std/limits>",
+        """static_assert(sizeof(int64_t) == 8 && cuda::std::numeric_limits<std::int64_t>::is_integer);
+        cuda::atomic_ref<float, cuda::thread_scope_device>(out[0]).fetch_add(x[0]);""",
+    ),
+    "CUB": (
+        "#include <cub/cub.cuh>\n#include <limits>",
+        """using Reduce = cub::BlockReduce<float, 256>;
+        __shared__ typename Reduce::TempStorage storage;
+        const float sum = Reduce(storage).Sum(x[threadIdx.x]);
+        if (threadIdx.x == 0) out[0] = sum + std::numeric_limits<float>::min();""",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        one if one in ("standard", "runtime") else pytest.param(one, marks=pytest.mark.extra)
+        for one in LIBRARIES
+    ],
+)
+def test_libraries_of_cpp_and_cuda_are_there_without_nvcc(library: str) -> None:
+    headers, body = LIBRARIES[library]
+    source = f"{headers}\n__global__ void use(const float* x, float* out, int64_t n) {{ {body} }}"
+    kernel = flexops.kernel(source, "use(Tensor x) -> Tensor")
+    assert kernel.compile(torch.ones(256, device="meta"), arch="9.0")
 
 
 @pytest.mark.usefixtures("driver")

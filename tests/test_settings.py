@@ -218,7 +218,7 @@ def test_remote_caches(url: str) -> None:
         "http://localhost.evil.example/hunter2",
     ],
 )
-def test_what_is_no_remote_cache_is_refused_and_its_secrets_are_not_told(url: str) -> None:
+def test_what_is_no_remote_cache_is_rejected_and_its_secrets_are_not_shown(url: str) -> None:
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:
         read(FLEXOPS_CACHE_REMOTE=url)
     assert "hunter2" not in str(caught.value)

@@ -179,7 +179,7 @@ def publish_loosely(root: Path, plan: BuildPlan, content: str) -> str:
 
 @pytest.mark.parametrize("which", ["name", "entry", "library", "manifest", "headers"])
 @pytest.mark.parametrize("how", ["0777", "another user's"])
-def test_one_part_that_somebody_else_could_change(
+def test_one_part_that_another_user_could_change(
     place: Path, plan: BuildPlan, which: str, how: str
 ) -> None:
     root = home_of(VICTIM, place) / "cache"
@@ -448,7 +448,7 @@ def test_a_signature_replaces_an_entry_without_one(tmp_path: Path, keys: Path) -
     assert cache.lookup(plan)
 
 
-def test_signed_entries_of_a_shared_cache_are_opened_where_nobody_else_can_write(
+def test_signed_entries_of_a_shared_cache_are_opened_where_no_other_user_can_write(
     tmp_path: Path, keys: Path
 ) -> None:
     """What others may still swap after it was verified is not what is opened."""
@@ -477,7 +477,7 @@ def test_signatures_travel_in_archives(tmp_path: Path, keys: Path) -> None:
     made_up_entry(BuildCache(tmp_path / "second"), plan)
     cache_archive.export(BuildCache(tmp_path / "second"), tmp_path / "unsigned.tar.gz")
     there = reader(tmp_path / "there", keys)
-    with pytest.raises(CacheError, match="no intact build") as caught:
+    with pytest.raises(CacheError, match="this build is not intact") as caught:
         cache_archive.import_archive(there, tmp_path / "unsigned.tar.gz")
     assert "is not signed" in str(caught.value)
     assert len(cache_archive.import_archive(there, tmp_path / "signed.tar.gz")) == 1

@@ -4,6 +4,7 @@
 // element, three of them of the slow kind (exponential, reciprocal), before it is in the way. The
 // three activations are two shapes of that:
 //   silu, gelu(tanh)   x * sigmoid(t), t = x (a + b x^2), because (1 + tanh(u)) / 2 = sigmoid(2 u)
+//   gelu(quick)        the same with t = 1.702 x
 //   gelu(erf)          x * Phi(x) with Phi(-|x|) = exp(p(|x|)), p a polynomial fitted for the least
 //   error of the result
 // fp32 results take the accurate exponential and division and a longer polynomial; 16-bit ones are
@@ -40,7 +41,7 @@ inline constexpr int kTotalColumns = 32, kTotalThreads = 256;
 /// Which activation; the coefficients of t are those of silu or gelu(tanh).
 struct Function {
   float a, b;
-  bool erf;
+  bool erf, relu2 = false;
 };
 
 inline constexpr float kLog2E = 1.44269504f;
@@ -131,6 +132,21 @@ FLEXOPS_DEVICE float differentiate(float x, const Function& f, float& value) {
   }
 }
 
+/// The same, or the square of the rectifier, which the functions above do not have: their other
+/// callers would pay for the question.
+template <bool kErf, bool kAccurate>
+FLEXOPS_DEVICE float activate_any(float x, const Function& f) {
+  if (!kErf && f.relu2) return x < 0.0f ? 0.0f : x * x;
+  return activate<kErf, kAccurate>(x, f);
+}
+template <bool kErf, bool kAccurate>
+FLEXOPS_DEVICE float differentiate_any(float x, const Function& f, float& value) {
+  if (kErf || !f.relu2) return differentiate<kErf, kAccurate>(x, f, value);
+  const float positive = x < 0.0f ? 0.0f : x;
+  value = positive * positive;
+  return 2.0f * positive;
+}
+
 /// The same for N numbers at once. Which activation it is, is known at run time: a branch for N of
 /// them, and one kernel to compile, not two.
 template <bool kAccurate, int N>
@@ -149,6 +165,9 @@ FLEXOPS_DEVICE void differentiate_all(float (&x)[N], const Function& f, float (&
   if (f.erf) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = differentiate<true, kAccurate>(x[i], f, value[i]);
+  } else if (f.relu2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = differentiate_any<false, kAccurate>(x[i], f, value[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = differentiate<false, kAccurate>(x[i], f, value[i]);

@@ -9,7 +9,7 @@
 
 namespace flexops {
 
-enum class Activation : uint8_t { silu, gelu_tanh, gelu_erf };
+enum class Activation : uint8_t { silu, gelu_tanh, gelu_erf, gelu_quick, relu2 };
 
 /// act(x + bias), or its gradient. x and grad are [rows, columns] with rows `x_stride` and
 /// `grad_stride` apart; `out` is contiguous.

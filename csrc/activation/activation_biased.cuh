@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) biased(const FLEXOPS_GRID_CONSTANT B
     widen(value, x[u]);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      value[i] = activate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
+      value[i] = activate_any<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function);
     store<T, kStore>(p.out, place(w.row(u), p.columns, w.column), value);
   }
 }
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kSumThreads) biased_sums(const FLEXOPS_GRID_CO
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             float unused;
-            value[i] = outer[i] *
-                       differentiate<kErf, kIsAccurate<T>>(value[i] + bias[i], p.function, unused);
+            value[i] = outer[i] * differentiate_any<kErf, kIsAccurate<T>>(value[i] + bias[i],
+                                                                          p.function, unused);
             sum[i] += value[i];
           }
           store<T, kStore>(p.out, here * p.columns + column, value);

@@ -14,11 +14,11 @@ constexpr int64_t kTile = kActivationColumns;
 
 // ---- arithmetic ----
 
-/// silu and gelu(tanh): x * sigmoid(x (a + b x^2)).
+/// silu, gelu(tanh) and gelu(quick): x * sigmoid(x (a + b x^2)).
 template <Activation kWhich>
 struct Sigmoidal {
-  static constexpr float a = kWhich == Activation::silu ? 1.0f : 1.595769122f,
-                         b = kWhich == Activation::silu ? 0.0f : 0.07135481627f;
+  static constexpr bool kQuick = kWhich == Activation::gelu_quick;
+  static constexpr float a = kQuick ? 1.702f : 1.595769122f, b = kQuick ? 0.0f : 0.07135481627f;
 
   static FLEXOPS_INLINED Floats square_of(Floats x) { return lesser(x * x, floats_of(100.0f)); }
   static FLEXOPS_INLINED Floats value(Floats x) {
@@ -34,6 +34,15 @@ struct Sigmoidal {
     value = x * sigmoid;
     const Floats inner = kWhich == Activation::silu ? floats_of(1.0f) : square * (3.0f * b) + a;
     return x * (large * small) * inner + sigmoid;
+  }
+};
+
+struct SquaredRelu {
+  static FLEXOPS_INLINED Floats value(Floats x) { return x < 0.0f ? floats_of(0.0f) : x * x; }
+  static FLEXOPS_INLINED Floats slope(Floats x, Floats& value) {
+    const Floats positive = x < 0.0f ? floats_of(0.0f) : x;
+    value = positive * positive;
+    return positive + positive;
   }
 };
 
@@ -118,6 +127,8 @@ static uint16_t* bf16_at(void* data, int64_t offset) {
 template <typename F>
 static void with_activation(Activation which, F f) {
   if (which == Activation::silu) return f(Sigmoidal<Activation::silu>());
+  if (which == Activation::relu2) return f(SquaredRelu());
+  if (which == Activation::gelu_quick) return f(Sigmoidal<Activation::gelu_quick>());
   if (which == Activation::gelu_tanh) return f(Sigmoidal<Activation::gelu_tanh>());
   f(Erf());
 }

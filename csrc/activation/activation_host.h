@@ -8,7 +8,12 @@
 
 namespace flexops {
 
-inline Activation gelu_of(bool tanh) { return tanh ? Activation::gelu_tanh : Activation::gelu_erf; }
+/// By the number that operators have for it.
+inline Activation gelu_of(int64_t approximate) {
+  return approximate == 2   ? Activation::gelu_quick
+         : approximate == 1 ? Activation::gelu_tanh
+                            : Activation::gelu_erf;
+}
 
 inline int64_t activation_grain(int64_t elements) {
   constexpr int64_t kGrain = 16384;  // elements that are worth a thread
@@ -129,23 +134,34 @@ inline void gated_backward(Host& host, Activation activation, const TensorView& 
 
 // ---- the operators ----
 
-inline void bias_gelu_host(Host& host, const TensorView& x, const TensorView& bias, bool tanh,
-                           const TensorView& out) {
-  biased(host, gelu_of(tanh), x, bias, out);
+inline void bias_gelu_host(Host& host, const TensorView& x, const TensorView& bias,
+                           int64_t approximate, const TensorView& out) {
+  biased(host, gelu_of(approximate), x, bias, out);
 }
 inline void bias_silu_host(Host& host, const TensorView& x, const TensorView& bias,
                            const TensorView& out) {
   biased(host, Activation::silu, x, bias, out);
 }
 inline void bias_gelu_backward_host(Host& host, const TensorView& grad, const TensorView& x,
-                                    const TensorView& bias, bool tanh, bool,
+                                    const TensorView& bias, int64_t approximate, bool,
                                     const TensorView& x_grad, const TensorView& bias_grad) {
-  biased_backward(host, gelu_of(tanh), grad, x, bias, x_grad, bias_grad);
+  biased_backward(host, gelu_of(approximate), grad, x, bias, x_grad, bias_grad);
 }
 inline void bias_silu_backward_host(Host& host, const TensorView& grad, const TensorView& x,
                                     const TensorView& bias, bool, const TensorView& x_grad,
                                     const TensorView& bias_grad) {
   biased_backward(host, Activation::silu, grad, x, bias, x_grad, bias_grad);
+}
+
+inline void bias_relu2_host(Host& host, const TensorView& x, const TensorView& bias,
+                            const TensorView& out) {
+  biased(host, Activation::relu2, x, bias, out);
+}
+
+inline void bias_relu2_backward_host(Host& host, const TensorView& grad, const TensorView& x,
+                                     const TensorView& bias, bool, const TensorView& x_grad,
+                                     const TensorView& bias_grad) {
+  biased_backward(host, Activation::relu2, grad, x, bias, x_grad, bias_grad);
 }
 inline void swiglu_host(Host& host, const TensorView& gate, const TensorView& up, bool interleaved,
                         const TensorView& out) {

@@ -16,6 +16,8 @@ void advance(T*& pointer, int64_t bytes) {
 
 inline Function function_of(Activation which) {
   if (which == Activation::silu) return {1.0f, 0.0f, false};
+  if (which == Activation::gelu_quick) return {1.702f, 0.0f, false};
+  if (which == Activation::relu2) return {0.0f, 0.0f, false, true};
   return {1.595769122f, 0.07135481627f,
           which == Activation::gelu_erf};  // 2 sqrt(2 / pi), and 0.044715 of it
 }

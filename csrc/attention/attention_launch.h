@@ -80,9 +80,10 @@ const Tiling<Params>& first_fitting(const Tiling<Params> (&tilings)[kCount], con
 
 template <class Params>
 void launch_tiles(const Tiling<Params>& tiling, const Attention& a, int64_t grid, void* stream,
-                  const Params& p) {
-  launch(tiling.variants.of(a),
-         {blocks(grid), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes}, p);
+                  const Params& p, bool early = false) {
+  LaunchConfig config{blocks(grid), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes};
+  config.early = early;
+  launch(tiling.variants.of(a), config, p);
 }
 
 constexpr const char* kTooMany = "attention has more tiles than a grid";

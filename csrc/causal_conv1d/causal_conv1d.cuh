@@ -2,7 +2,7 @@
 //
 // Memory bandwidth bounds them. A thread has a vector of neighbouring channels, and goes over a run
 // of time steps with the last steps in registers, so that each step is read once but for the few
-// before a run. Loads of several steps are issued before the first result is stored.
+// before a run. The loads of the next steps are issued before the present ones are computed.
 #pragma once
 
 #include "common/elements.cuh"
@@ -17,7 +17,8 @@ inline constexpr int kTaps = 4;  // kConvTaps
 inline constexpr int kThreads = 128;
 inline constexpr int kForwardRun = 32;    // time steps of a thread
 inline constexpr int kBackwardRun = 128;  // kConvRun
-inline constexpr int kAhead = 4;          // steps whose loads are issued at once
+// Steps whose loads are issued at once, while as many before them are computed.
+inline constexpr int kAhead = 4, kPair = 2;
 
 struct Params {
   const void *x, *grad;
@@ -116,14 +117,21 @@ __global__ void __launch_bounds__(kThreads)
   float weight[kTaps][N], bias[N], window[kTaps][N];
   read_filter(p, channel, weight, bias);
   read_window<T, W>(p, x, begin, window);
-  for (i64 from = begin; from < end; from += kAhead) {
-    typename C::Raw raw[kAhead];
+  typename C::Raw ahead[kAhead];
+  const auto fetch = [&](i64 from) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (from + k < end)
-        raw[k] = load<Cache::normal>(
+        ahead[k] = load<Cache::normal>(
             reinterpret_cast<const typename C::Raw*>(x + (from + k) * p.channels));
     }
+  };
+  fetch(begin);
+  for (i64 from = begin; from < end; from += kAhead) {
+    typename C::Raw raw[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) raw[k] = ahead[k];
+    fetch(from + kAhead);  // while these steps are computed
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (from + k >= end) break;
@@ -163,18 +171,25 @@ __global__ void __launch_bounds__(kThreads)
   read_filter(p, channel, weight, bias);
   read_window<T, W>(p, x, begin, window);
   const i64 last = end > begin ? end + kTaps - 1 : begin;
-  for (i64 from = begin; from < last; from += 2) {
-    typename C::Raw raw[2], upstream[2];
+  typename C::Raw next[kPair], next_grad[kPair];
+  const auto fetch = [&](i64 from) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      raw[k] = {}, upstream[k] = {};
+    for (int k = 0; k < kPair; ++k) {
+      next[k] = {}, next_grad[k] = {};
       if (from + k >= last || from + k >= p.length) continue;
       const i64 at = (from + k) * p.channels;
-      raw[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(x + at));
-      upstream[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(grad + at));
+      next[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(x + at));
+      next_grad[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(grad + at));
     }
+  };
+  fetch(begin);
+  for (i64 from = begin; from < last; from += kPair) {
+    typename C::Raw raw[kPair], upstream[kPair];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kPair; ++k) raw[k] = next[k], upstream[k] = next_grad[k];
+    fetch(from + kPair);  // while these steps are computed
+#pragma unroll
+    for (int k = 0; k < kPair; ++k) {
       const i64 step = from + k;
       if (step >= last) break;
       shift(window), shift(inner);
@@ -224,13 +239,14 @@ struct UpdateParams {
   void* state;
   const void* x;
   void* out;
-  const float *weight, *bias;
+  const void *weight, *bias;
   i64 count, channels, x_batch, x_channel, x_step;
   int length, size, width, silu;
+  int whole;  // one step of kTaps: the state is read and written whole
 };
 
 /// A thread to each channel of each sequence.
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_step(const FLEXOPS_GRID_CONSTANT UpdateParams p) {
   const i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
@@ -239,14 +255,28 @@ __global__ void __launch_bounds__(kThreads)
   T* state = static_cast<T*>(p.state) + index * p.size;
   const T* x = static_cast<const T*>(p.x) + index / p.channels * p.x_batch + channel * p.x_channel;
   T* out = static_cast<T*>(p.out) + index * p.length;
-  const float* weight = p.weight + channel * p.width;
+  const W* weight = static_cast<const W*>(p.weight) + channel * p.width;
+  const float bias = p.bias ? to_float(static_cast<const W*>(p.bias)[channel]) : 0.0f;
+  if (p.whole) {
+    Vec<T, kTaps> window = load<Cache::normal>(reinterpret_cast<const Vec<T, kTaps>*>(state));
+    const Vec<W, kTaps> taps = load<Cache::normal>(reinterpret_cast<const Vec<W, kTaps>*>(weight));
+#pragma unroll
+    for (int k = 0; k + 1 < kTaps; ++k) window.at[k] = window.at[k + 1];
+    window.at[kTaps - 1] = *x;
+    float y = bias;
+#pragma unroll
+    for (int k = 0; k < kTaps; ++k) y = __fmaf_rn(to_float(taps.at[k]), to_float(window.at[k]), y);
+    store<Cache::normal>(reinterpret_cast<Vec<T, kTaps>*>(state), window);
+    *out = from_float<T>(p.silu ? y * sigmoid(y) : y);
+    return;
+  }
   for (int step = 0; step < p.length; ++step) {
     // The window ends with the new element; before it is the state's end.
     const T newest = x[step * p.x_step];
-    float y = p.bias ? p.bias[channel] : 0.0f;
+    float y = bias;
     for (int k = 0; k + 1 < p.width; ++k)
-      y = __fmaf_rn(weight[k], to_float(state[p.size - p.width + 1 + k]), y);
-    y = __fmaf_rn(weight[p.width - 1], to_float(newest), y);
+      y = __fmaf_rn(to_float(weight[k]), to_float(state[p.size - p.width + 1 + k]), y);
+    y = __fmaf_rn(to_float(weight[p.width - 1]), to_float(newest), y);
     for (int k = 0; k + 1 < p.size; ++k) state[k] = state[k + 1];
     if (p.size > 0) state[p.size - 1] = newest;
     out[step] = from_float<T>(p.silu ? y * sigmoid(y) : y);

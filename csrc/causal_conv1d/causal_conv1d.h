@@ -27,8 +27,10 @@ struct ConvFilter {
 };
 
 /// One step after another, of states [batch, channels, size], contiguous; x has any strides, and
-/// out is contiguous. weight: [channels, width], width <= size + 1.
+/// out is contiguous. weight: [channels, width], width <= size + 1; bias: [channels], or null.
 struct ConvUpdate {
+  const void *weight, *bias;
+  ElementType weight_type;  // and the bias's
   int64_t batch, channels, length, size, width;
   int64_t x_batch, x_channel, x_step;  // strides
   ElementType type;
@@ -44,8 +46,7 @@ FLEXOPS_CUDA_DECLARE(const char* causal_conv1d_backward_cuda(const void* grad, c
                                                              const ConvFilter& filter, void* x_grad,
                                                              float* partial, const ConvShape& shape,
                                                              void* stream))
-FLEXOPS_CUDA_DECLARE(const char* causal_conv1d_update_cuda(void* state, const void* x,
-                                                           const ConvFilter& filter, void* out,
+FLEXOPS_CUDA_DECLARE(const char* causal_conv1d_update_cuda(void* state, const void* x, void* out,
                                                            const ConvUpdate& shape, void* stream))
 
 /// Time steps [begin, end) of all batches.
@@ -57,8 +58,7 @@ FLEXOPS_ISA_DECLARE(void causal_conv1d_backward_cpu(const void* grad, const void
                                                     float* partial, const ConvShape& shape,
                                                     int64_t begin, int64_t end))
 /// Channels [begin, end) of all batches.
-FLEXOPS_ISA_DECLARE(void causal_conv1d_update_cpu(void* state, const void* x,
-                                                  const ConvFilter& filter, void* out,
+FLEXOPS_ISA_DECLARE(void causal_conv1d_update_cpu(void* state, const void* x, void* out,
                                                   const ConvUpdate& shape, int64_t begin,
                                                   int64_t end))
 

@@ -122,18 +122,20 @@ void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilte
   }
 }
 
-void causal_conv1d_update_cpu(void* state, const void* x, const ConvFilter& filter, void* out,
-                              const ConvUpdate& shape, int64_t begin, int64_t end) {
+void causal_conv1d_update_cpu(void* state, const void* x, void* out, const ConvUpdate& shape,
+                              int64_t begin, int64_t end) {
   for (int64_t index = begin; index < end; ++index) {
     const int64_t channel = index % shape.channels, first = index * shape.size;
     const int64_t from = index / shape.channels * shape.x_batch + channel * shape.x_channel;
-    const float* const weight = filter.weight + channel * shape.width;
+    const auto tap = [&](int64_t k) {
+      return load(shape.weight, channel * shape.width + k, shape.weight_type);
+    };
     for (int64_t step = 0; step < shape.length; ++step) {
       const float newest = load(x, from + step * shape.x_step, shape.type);
-      float y = filter.bias ? filter.bias[channel] : 0.0f;
+      float y = shape.bias ? load(shape.bias, channel, shape.weight_type) : 0.0f;
       for (int64_t k = 0; k + 1 < shape.width; ++k)
-        y += weight[k] * load(state, first + shape.size - shape.width + 1 + k, shape.type);
-      y += weight[shape.width - 1] * newest;
+        y += tap(k) * load(state, first + shape.size - shape.width + 1 + k, shape.type);
+      y += tap(shape.width - 1) * newest;
       for (int64_t k = 0; k + 1 < shape.size; ++k)
         store(state, first + k, load(state, first + k + 1, shape.type), shape.type);
       if (shape.size > 0) store(state, first + shape.size - 1, newest, shape.type);

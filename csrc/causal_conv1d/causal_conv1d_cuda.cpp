@@ -35,9 +35,10 @@ Params make_params(const void* x, const ConvFilter& filter, void* out, const Con
 
 template <typename T>
 void forward(const Params& p, const ConvShape& shape, bool vectors, void* stream) {
+  constexpr int W = static_cast<int>(sizeof(T));  // four channels: more would leave few threads
   if (vectors) {
-    launch(kernel<causal_conv1d::causal_conv1d_forward<T, 4>>,
-           config_of<T, 4>(p, shape.batch, stream), p);
+    launch(kernel<causal_conv1d::causal_conv1d_forward<T, W>>,
+           config_of<T, W>(p, shape.batch, stream), p);
   } else {
     launch(kernel<causal_conv1d::causal_conv1d_forward<T, 0>>,
            config_of<T, 0>(p, shape.batch, stream), p);
@@ -56,9 +57,9 @@ void backward(const Params& p, const ConvShape& shape, bool vectors, void* strea
   }
 }
 
-template <typename T>
+template <typename T, typename W>
 void update(const causal_conv1d::UpdateParams& p, void* stream) {
-  launch(kernel<causal_conv1d::causal_conv1d_step<T>>,
+  launch(kernel<causal_conv1d::causal_conv1d_step<T, W>>,
          {blocks(ceil_div(p.count, causal_conv1d::kThreads)), {causal_conv1d::kThreads}, stream},
          p);
 }
@@ -69,7 +70,7 @@ const char* causal_conv1d_cuda(const void* x, const ConvFilter& filter, void* ou
                                const ConvShape& shape, void* stream) {
   Params p = make_params(x, filter, out, shape);
   p.runs = static_cast<int>(ceil_div(shape.length, causal_conv1d::kForwardRun));
-  const bool vectors = has_vectors(x, out, out, shape, 16);
+  const bool vectors = has_vectors(x, out, out, shape, 4 * element_size(shape.type));
   if (shape.type == ElementType::f32) forward<float>(p, shape, vectors, stream);
   if (shape.type == ElementType::f16) forward<f16>(p, shape, vectors, stream);
   if (shape.type == ElementType::bf16) forward<bf16>(p, shape, vectors, stream);
@@ -89,17 +90,22 @@ const char* causal_conv1d_backward_cuda(const void* grad, const void* x, const C
   return last_error();
 }
 
-const char* causal_conv1d_update_cuda(void* state, const void* x, const ConvFilter& filter,
-                                      void* out, const ConvUpdate& shape, void* stream) {
+const char* causal_conv1d_update_cuda(void* state, const void* x, void* out,
+                                      const ConvUpdate& shape, void* stream) {
   causal_conv1d::UpdateParams p = {};
-  p.state = state, p.x = x, p.out = out, p.weight = filter.weight, p.bias = filter.bias;
+  p.state = state, p.x = x, p.out = out, p.weight = shape.weight, p.bias = shape.bias;
   p.count = shape.batch * shape.channels, p.channels = shape.channels;
   p.x_batch = shape.x_batch, p.x_channel = shape.x_channel, p.x_step = shape.x_step;
   p.length = static_cast<int>(shape.length), p.size = static_cast<int>(shape.size);
   p.width = static_cast<int>(shape.width), p.silu = shape.silu;
-  if (shape.type == ElementType::f32) update<float>(p, stream);
-  if (shape.type == ElementType::f16) update<f16>(p, stream);
-  if (shape.type == ElementType::bf16) update<bf16>(p, stream);
+  p.whole = p.size == kConvTaps && p.width == kConvTaps && p.length == 1 && aligned(state) &&
+            aligned(shape.weight);
+  const bool wide = shape.weight_type == ElementType::f32;
+  if (shape.type == ElementType::f32) update<float, float>(p, stream);
+  if (shape.type == ElementType::f16)
+    wide ? update<f16, float>(p, stream) : update<f16, f16>(p, stream);
+  if (shape.type == ElementType::bf16)
+    wide ? update<bf16, float>(p, stream) : update<bf16, bf16>(p, stream);
   return last_error();
 }
 

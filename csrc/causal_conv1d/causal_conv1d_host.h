@@ -51,16 +51,17 @@ inline void causal_conv1d_update__host(Host& host, const TensorView& state, cons
   FLEXOPS_CHECK(weight.dim == 2 && weight.size(1) <= state.size(2) + 1, host.op,
                 ": state must hold at least ", weight.size(1) - 1, " steps, got shape ",
                 shape_text(state));
-  const ConvUpdate shape = {x.size(0),   x.size(1),   x.size(2),   state.size(2),   weight.size(1),
-                            x.stride(0), x.stride(1), x.stride(2), element_type(x), silu};
-  const ConvFilter filter = {weight.as<float>(), bias.as<float>()};
+  FLEXOPS_CHECK(!bias || bias.dtype == weight.dtype, host.op, ": bias must have weight's dtype");
+  const ConvUpdate shape = {weight.data, bias.data,   element_type(weight), x.size(0),
+                            x.size(1),   x.size(2),   state.size(2),        weight.size(1),
+                            x.stride(0), x.stride(1), x.stride(2),          element_type(x),
+                            silu};
   if (x.numel == 0) return;
   if (FLEXOPS_DEVICE_CUDA)
     return host.check(
-        causal_conv1d_update_cuda(state.data, x.data, filter, out.data, shape, host.stream()));
+        causal_conv1d_update_cuda(state.data, x.data, out.data, shape, host.stream()));
   parallel_for(0, shape.batch * shape.channels, 1024, [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(causal_conv1d_update_cpu)(state.data, x.data, filter, out.data, shape, begin,
-                                               end);
+    FLEXOPS_ISA_CALL(causal_conv1d_update_cpu)(state.data, x.data, out.data, shape, begin, end);
   });
 }
 

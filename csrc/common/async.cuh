@@ -66,4 +66,18 @@ FLEXOPS_DEVICE void async_wait(int pending) {
 #endif
 }
 
+// Kernels of a stream that overlap, on sm_90 and newer (LaunchConfig::early): the next one starts
+// once all blocks of this one have said so, and reads what this one writes only after it has
+// waited.
+FLEXOPS_DEVICE void let_next_start() {
+#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+FLEXOPS_DEVICE void wait_for_previous() {
+#if !FLEXOPS_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace flexops

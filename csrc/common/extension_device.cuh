@@ -8,50 +8,132 @@
 #include "common/integers.cuh"
 
 typedef unsigned int uint;
+#ifndef INT16_C
 #define INT16_C(value) value
+#endif
+#ifndef INT32_C
 #define INT32_C(value) value
+#endif
+#ifndef UINT8_C
 #define UINT8_C(value) value
+#endif
+#ifndef UINT16_C
 #define UINT16_C(value) value
+#endif
+#ifndef UINT32_C
 #define UINT32_C(value) value##U
+#endif
+#ifndef UINT64_C
 #define UINT64_C(value) value##UL
+#endif
+#ifndef INT64_C
 #define INT64_C(value) value##L
+#endif
 
 #define __builtin_clz(value) __clz(value)
 
+#ifndef INT8_MAX
 #define INT8_MAX 127
+#endif
+#ifndef INT16_MAX
 #define INT16_MAX 32767
+#endif
+#ifndef INT_MAX
 #define INT_MAX 2147483647
+#endif
+#ifndef INT_MIN
 #define INT_MIN (-INT_MAX - 1)
+#endif
+#ifndef UINT_MAX
 #define UINT_MAX 4294967295U
+#endif
+#ifndef LONG_MAX
 #define LONG_MAX 9223372036854775807L
+#endif
+#ifndef LONG_MIN
 #define LONG_MIN (-LONG_MAX - 1L)
+#endif
+#ifndef LLONG_MAX
 #define LLONG_MAX 9223372036854775807LL
+#endif
+#ifndef INT32_MAX
 #define INT32_MAX INT_MAX
+#endif
+#ifndef INT32_MIN
 #define INT32_MIN INT_MIN
+#endif
+#ifndef UINT32_MAX
 #define UINT32_MAX UINT_MAX
+#endif
+#ifndef INT64_MAX
 #define INT64_MAX LONG_MAX
+#endif
+#ifndef INT64_MIN
 #define INT64_MIN LONG_MIN
+#endif
+#ifndef FLT_MAX
 #define FLT_MAX 3.40282346638528859811704183484516925e+38F
+#endif
+#ifndef FLT_MIN
 #define FLT_MIN 1.17549435082228750796873653722224568e-38F
+#endif
+#ifndef FLT_EPSILON
 #define FLT_EPSILON 1.19209289550781250000000000000000000e-7F
+#endif
+#ifndef DBL_MAX
 #define DBL_MAX 1.79769313486231570814527423731704357e+308
+#endif
+#ifndef DBL_MIN
 #define DBL_MIN 2.22507385850720138309023271733240406e-308
+#endif
+#ifndef DBL_EPSILON
 #define DBL_EPSILON 2.22044604925031308084726333618164062e-16
+#endif
+#ifndef INFINITY
 #define INFINITY (__int_as_float(0x7f800000))
+#endif
+#ifndef NAN
 #define NAN (__int_as_float(0x7fc00000))
+#endif
+#ifndef M_E
 #define M_E 2.7182818284590452354
+#endif
+#ifndef M_LOG2E
 #define M_LOG2E 1.4426950408889634074
+#endif
+#ifndef M_LOG10E
 #define M_LOG10E 0.43429448190325182765
+#endif
+#ifndef M_LN2
 #define M_LN2 0.69314718055994530942
+#endif
+#ifndef M_LN10
 #define M_LN10 2.30258509299404568402
+#endif
+#ifndef M_PI
 #define M_PI 3.14159265358979323846
+#endif
+#ifndef M_PI_2
 #define M_PI_2 1.57079632679489661923
+#endif
+#ifndef M_PI_4
 #define M_PI_4 0.78539816339744830962
+#endif
+#ifndef M_1_PI
 #define M_1_PI 0.31830988618379067154
+#endif
+#ifndef M_2_PI
 #define M_2_PI 0.63661977236758134308
+#endif
+#ifndef M_2_SQRTPI
 #define M_2_SQRTPI 1.12837916709551257390
+#endif
+#ifndef M_SQRT2
 #define M_SQRT2 1.41421356237309504880
+#endif
+#ifndef M_SQRT1_2
 #define M_SQRT1_2 0.70710678118654752440
+#endif
 
 // C++'s names of what every source under torch sees.
 namespace c10 {}
@@ -75,7 +157,7 @@ using ::uint8_t;
 using size_t = decltype(sizeof(0));
 using ::memcpy;
 class ostream;
-ostream& operator<<(ostream&, float);
+__host__ __device__ ostream& operator<<(ostream&, float);
 
 template <class T, T v>
 struct integral_constant {
@@ -292,6 +374,7 @@ FLEXOPS_LIMITS(double, DBL_MIN, -DBL_MAX, DBL_MAX, DBL_EPSILON, 53, 15, true, fa
   namespace std {                                                                             \
   using ::f;                                                                                  \
   }
+#if !defined(FLEXOPS_NO_MATHEMATICS)
 // In C++ these are bool; NVRTC's are int.
 #define FLEXOPS_PREDICATE(f)                                                             \
   __host__ __device__ __forceinline__ bool flexops_##f(float x) { return f(x) != 0; }    \
@@ -316,6 +399,7 @@ FLEXOPS_PREDICATE(signbit)
 __host__ __device__ __forceinline__ float flexops_pow(float x, float y) { return powf(x, y); }
 __host__ __device__ __forceinline__ double flexops_pow(double x, double y) { return pow(x, y); }
 #define pow flexops_pow
+#endif
 // clang-format off
 FLEXOPS_UNARY(acos) FLEXOPS_UNARY(acosh) FLEXOPS_UNARY(asin) FLEXOPS_UNARY(asinh) FLEXOPS_UNARY(atan) FLEXOPS_UNARY(atanh)
 FLEXOPS_UNARY(cbrt) FLEXOPS_UNARY(ceil) FLEXOPS_UNARY(cos) FLEXOPS_UNARY(cosh) FLEXOPS_UNARY(erf) FLEXOPS_UNARY(erfc) FLEXOPS_UNARY(exp)
@@ -324,7 +408,9 @@ FLEXOPS_UNARY(log10) FLEXOPS_UNARY(log1p) FLEXOPS_UNARY(log2) FLEXOPS_UNARY(logb
 FLEXOPS_UNARY(round) FLEXOPS_UNARY(sin) FLEXOPS_UNARY(sinh) FLEXOPS_UNARY(sqrt) FLEXOPS_UNARY(tan) FLEXOPS_UNARY(tanh)
 FLEXOPS_UNARY(tgamma) FLEXOPS_UNARY(trunc) FLEXOPS_BINARY(atan2) FLEXOPS_BINARY(copysign) FLEXOPS_BINARY(fdim) FLEXOPS_BINARY(fmax)
 FLEXOPS_BINARY(fmin) FLEXOPS_BINARY(fmod) FLEXOPS_BINARY(hypot) FLEXOPS_BINARY(nextafter) FLEXOPS_BINARY(remainder)
+#if !defined(FLEXOPS_NO_MATHEMATICS)
 FLEXOPS_BINARY(flexops_pow)
+#endif
 #undef FLEXOPS_UNARY
 #undef FLEXOPS_BINARY
 

@@ -64,6 +64,37 @@ inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = fa
   if (tensor) take(*tensor, view, rows, aligned);
 }
 
+/// Replaces a tensor by a contiguous copy, unless elements of its last dimension are neighbours.
+[[gnu::noinline]] inline void take_columns(Tensor& tensor, TensorView& view) {
+  if (view.columns() <= 1 || view.stride(-1) == 1) return;
+  tensor = contiguous_copy(tensor);
+  view = view_of(tensor);
+}
+inline void take_columns(std::optional<Tensor>& tensor, TensorView& view) {
+  if (tensor) take_columns(*tensor, view);
+}
+
+/// A dense tensor of the shape of `like`, whose dimensions lie in memory in the order of that
+/// one's, the last one innermost. A dimension of stride 0 keeps its place among its neighbours.
+[[gnu::noinline]] inline Tensor empty_in_order(const TensorView& like, Dtype dtype,
+                                               const Tensor& place) {
+  int64_t order[kMostDims], strides[kMostDims], stride = 1;
+  for (int64_t d = 0; d < like.dim; ++d) {
+    int64_t at = d;  // insertion sort
+    for (; d + 1 < like.dim && at > 0; --at) {
+      const int64_t before = like.strides[order[at - 1]];
+      if (before <= 0 || before >= like.strides[d]) break;
+      order[at] = order[at - 1];
+    }
+    order[at] = d;
+  }
+  for (int64_t i = like.dim - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= like.sizes[order[i]] > 1 ? like.sizes[order[i]] : 1;
+  }
+  return empty_strided(like.sizes, strides, like.dim, dtype, place);
+}
+
 /// Makes the view one of the shape of `to`: what the tensor is broadcast along gets stride 0.
 /// Elements of the last dimension are neighbours, or one. `strides` is where the view's are kept.
 [[gnu::noinline]] inline void broadcast(const char* op, const char* name, Tensor& tensor,

@@ -148,6 +148,18 @@ struct Ring {
 
 inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has
 
+/// Until all threads of all blocks of the cluster have come here. By whole warps.
+FLEXOPS_DEVICE void cluster_sync() {
+  FLEXOPS_SM90(
+      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
+}
+/// Arrives at the barrier that lies at this address in block `rank` of the cluster.
+FLEXOPS_DEVICE void arrive_at(u32 barrier, u32 rank) {
+  FLEXOPS_SM90(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "r"(rank) : "memory");
+}
 /// This block's number within its cluster.
 FLEXOPS_DEVICE int cluster_rank() {
   u32 rank = 0;
@@ -177,8 +189,7 @@ struct ClusterExchange {
   FLEXOPS_DEVICE void open() const {
     fence_init();
     __syncthreads();
-    FLEXOPS_SM90(
-        "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
+    cluster_sync();
   }
   /// By all consumers, row by row: their warp's value, which its first lanes have, to all blocks.
   FLEXOPS_DEVICE void send(u32 row, const Value& value, int blocks, int warps) const {

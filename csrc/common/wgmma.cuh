@@ -36,6 +36,18 @@ FLEXOPS_DEVICE void load_tile(u32 to, const TensorMap& map, u32 barrier, int col
       : "memory");
 }
 
+/// The same to all blocks of the cluster whose bits `blocks` has, at the same address in each; each
+/// one's own barrier counts the bytes.
+FLEXOPS_DEVICE void multicast_tile(u32 to, const TensorMap& map, u32 barrier, int column, int row,
+                                   int head, u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(reinterpret_cast<u64>(&map)), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(0),
+      "h"(blocks)
+      : "memory");
+}
+
 /// Arrives at the named barrier of `threads` threads for this thread's warp, without waiting (see
 /// barrier() in device.cuh).
 FLEXOPS_DEVICE void barrier_pass(int id, int threads) {

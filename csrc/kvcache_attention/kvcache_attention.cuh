@@ -9,6 +9,10 @@
 // no other one. Where tiles of queries share keys, they write the same bytes. If the first tile
 // does not see all of them, its first part appends them all. Above kMostFused tiles append_new has
 // written it all before.
+//
+// On sm_90 and newer each kernel starts while the one before it in the stream ends. It waits for
+// that one before it reads anything; with `early`, before it reads more than the cache and where
+// tokens are, which only kernels before that one have written.
 #pragma once
 
 #include "attention/attention_decode.cuh"
@@ -22,8 +26,9 @@ struct Rotary {
   i64 cos_row, sin_row;
   int half, positions;
   ElementType type;
-  bool interleaved, by_query;  // by_query: query i is rotated at position i, not at 0, of the new
-  bool vectors;                // half is a multiple of 8, and rows begin at multiples of 16 bytes
+  bool interleaved, from_leftpad;  // positions count from leftpad, not from 0
+  bool by_query;                   // query i is rotated at position i, not at 0, of the new
+  bool vectors;  // half is a multiple of 8, and rows begin at multiples of 16 bytes
 };
 
 struct CacheParams {
@@ -31,6 +36,7 @@ struct CacheParams {
   Tensor new_k, new_v;  // [batch, added, heads_k, columns]
   int added;            // tokens of each sequence
   bool fused;           // cached_attend appends them
+  bool early;           // what is cached does not wait for the kernel ahead
   int length;           // cached before, if seqlens is null
   const i32 *seqlens, *batch_idx, *leftpad, *table;  // [batch], but table [batch, pages]; or null
   i64 table_row;
@@ -46,6 +52,7 @@ struct CacheParams {
 /// begins.
 struct Cached : Sequence {
   int row, begin, cached;  // of the caches; first token; tokens before the call
+  int turned;              // tokens before the one at position 0 of the rotary embedding
 
   FLEXOPS_DEVICE Cached(const CacheParams& p, int batch_, int head_)
       : Sequence(p.decode.call.problem, batch_, head_) {
@@ -53,7 +60,8 @@ struct Cached : Sequence {
     row = p.batch_idx ? p.batch_idx[batch] : batch;
     cached = max(0, p.seqlens ? p.seqlens[batch] : p.length);
     length_k = p.table || (row >= 0 && row < p.rows) ? min(cached + p.added, capacity) : 0;
-    begin = min(p.leftpad ? max(0, p.leftpad[batch]) : 0, length_k);
+    const int padding = p.leftpad ? max(0, p.leftpad[batch]) : 0;
+    begin = min(padding, length_k), turned = p.rotary.from_leftpad ? padding : 0;
     offset = length_k - length_q;
   }
   FLEXOPS_DEVICE Visible visible(const Problem& problem, int query) const {
@@ -210,7 +218,7 @@ FLEXOPS_DEVICE uint4 new_columns(const CacheParams& p, const Cached& s, int toke
   const Tensor& from = column < of_key ? p.new_k : p.new_v;
   const T* const row = static_cast<const T*>(from.data) + s.batch * from.batch +
                        static_cast<i64>(token - s.cached) * from.row + s.head_k * from.head;
-  if (column < of_key) return rotated(p.rotary, row, column, token);
+  if (column < of_key) return rotated(p.rotary, row, column, max(0, token - s.turned));
   return *reinterpret_cast<const uint4*>(row + column - of_key);
 }
 /// Where the cache has them; null if nowhere.
@@ -276,7 +284,7 @@ FLEXOPS_DEVICE void stage_queries(const CacheParams& p, const Cached& s, int fir
     if (first + row < rows_there && column < call.problem.head_dim) {
       const Sequence of(call.problem, s.batch, s.head + (first + row) % group);
       value = rotated(p.rotary, of.rows_q<const T>(call.q, query), column,
-                      s.cached + (p.rotary.by_query ? query : 0));
+                      max(0, s.cached + (p.rotary.by_query ? query : 0) - s.turned));
     }
     store_shared(Q::place(to, row, column / 8), value);
   }
@@ -354,6 +362,7 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   const int fresh = p.fused ? s.cached : s.length_k;  // the first token that is not in memory yet
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i, fresh);
+  wait_for_previous();
 
   // Append the new tokens of this part, to memory and to the blocks that have been loaded; and with
   // `all` the others.
@@ -432,13 +441,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     cached_attend(const FLEXOPS_GRID_CONSTANT CacheParams p) {
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
+  let_next_start();
+  if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
             rest = static_cast<int>(blockIdx.x) / p.decode.call.tiles;
   const int split = rest % p.decode.splits, both = rest / p.decode.splits;
   const Cached s(p, both / problem.heads_k, both % problem.heads_k * problem.group);
   const TileKeys seen(p, s, tile, Shape::kM, kN);
-  if (split >= seen.parts) return;
+  if (split >= seen.parts) return wait_for_previous();
   const int begin = seen.lowest + split * seen.each, end = min(begin + seen.each, seen.highest);
   const bool all =
       tile == 0 && split == 0 && (seen.lowest * kN > s.cached || seen.highest * kN < s.length_k);
@@ -449,12 +460,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTANT CacheParams p) {
+  let_next_start();
+  if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;
   constexpr int kM = 16;
   const Cached s(p, both / problem.heads_q, head);
   const TileKeys seen(p, s, (query * problem.group + head % problem.group) / kM, kM, p.keys);
+  wait_for_previous();
   if (seen.parts > 1) combine_splits<T>(p.decode, s, query, seen.parts);
 }
 

@@ -19,8 +19,9 @@ struct CacheAttention {
   const void *cos, *sin;                      // [positions, half]
   int64_t cos_row, sin_row, half, positions;  // half 0: nothing is rotated
   ElementType rotary_type;
-  bool interleaved;
-  int64_t splits;  // 0: chosen
+  bool interleaved, from_leftpad;  // positions count from the first token, leftpad
+  int64_t splits;                  // 0: chosen
+  bool early;  // the cache and lengths may be read before the kernel ahead has ended
 };
 
 /// As attention_workspace() and attention_cuda().

@@ -108,7 +108,7 @@ void put_new(CacheAttention& c, Tensor& k, Tensor& v, const Tensor& like) {
 }
 
 void put_rotary(CacheAttention& c, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
-                const Tensor& q, bool interleaved) {
+                const Tensor& q, bool interleaved, bool from_leftpad) {
   FLEXOPS_CHECK(cos.has_value() == sin.has_value(), kOp,
                 ": rotary_cos and rotary_sin must both be given, or neither");
   if (!cos) return;
@@ -122,6 +122,7 @@ void put_rotary(CacheAttention& c, std::optional<Tensor>& cos, std::optional<Ten
   c.cos = cos->data(), c.sin = sin->data(), c.cos_row = cos->strides()[0],
   c.sin_row = sin->strides()[0];
   c.positions = cos->size(0), c.half = cos->size(1), c.interleaved = interleaved;
+  c.from_leftpad = from_leftpad;
 }
 
 /// The rest, and the call. `launcher` and its workspace.
@@ -132,6 +133,7 @@ struct Options {
   int64_t left, right;
   double softcap;
   int64_t splits;
+  bool early;
 };
 template <class Call, class Workspace, class Launcher>
 std::tuple<Tensor, Tensor> attend(Call& call, CacheAttention& c, const Tensor& q, const Options& o,
@@ -148,7 +150,7 @@ std::tuple<Tensor, Tensor> attend(Call& call, CacheAttention& c, const Tensor& q
   a.scale = o.scale ? static_cast<float>(*o.scale)
                     : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
   a.window_left = o.left, a.window_right = o.right, a.softcap = static_cast<float>(o.softcap);
-  c.splits = o.splits;
+  c.splits = o.splits, c.early = o.early;
   const int64_t sizes[4] = {a.batch, a.length_q, a.heads_q, a.head_dim_v},
                 of_rows[3] = {a.batch, a.heads_q, a.length_q};
   Tensor out = empty(sizes, 4, q.dtype(), q), lse = empty(of_rows, 3, Dtype::f32, q);
@@ -168,7 +170,7 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
     int64_t length, std::optional<Tensor> batch_idx, std::optional<Tensor> leftpad,
     std::optional<Tensor> table, std::optional<double> scale, int64_t left, int64_t right,
     double softcap, bool interleaved, std::optional<Tensor> alibi, int64_t splits,
-    std::optional<Tensor> sinks) {
+    std::optional<Tensor> sinks, bool from_leftpad, bool early) {
   DeviceGuard guard(q);
   CacheAttention c = {};
   put_queries(c, q);
@@ -188,11 +190,11 @@ std::tuple<Tensor, Tensor> kvcache_attention_(
                 ": k and v must both be given, with cache_seqlens, or neither; rotary_cos requires "
                 "them");
   if (k) put_new(c, *k, *v, q);
-  put_rotary(c, cos, sin, q, interleaved);
+  put_rotary(c, cos, sin, q, interleaved, from_leftpad);
   c.batch_idx = integers("cache_batch_idx", batch_idx, q);
-  return attend(c, c, q,
-                {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
-                kvcache_attention_workspace, kvcache_attention_cuda);
+  return attend(
+      c, c, q, {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits, early},
+      kvcache_attention_workspace, kvcache_attention_cuda);
 }
 
 // ---- codes ----
@@ -236,7 +238,8 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
     Tensor recent_k, Tensor recent_v, std::optional<Tensor> cos, std::optional<Tensor> sin,
     std::optional<Tensor> seqlens, int64_t length, std::optional<Tensor> leftpad, int64_t bits,
     int64_t group_size, std::optional<double> scale, int64_t left, int64_t right, double softcap,
-    bool interleaved, std::optional<Tensor> alibi, int64_t splits, std::optional<Tensor> sinks) {
+    bool interleaved, std::optional<Tensor> alibi, int64_t splits, std::optional<Tensor> sinks,
+    bool from_leftpad, bool early) {
   DeviceGuard guard(q);
   CodesAttention c = {};
   put_queries(c.cache, q);
@@ -249,10 +252,11 @@ std::tuple<Tensor, Tensor> kvcache_codes_attention_(
       kOp,
       ": k must have one new token of each sequence, and recent_k more tokens than "
       "group_size");
-  put_rotary(c.cache, cos, sin, q, interleaved);
-  return attend(c, c.cache, q,
-                {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits},
-                kvcache_codes_workspace, kvcache_codes_cuda);
+  put_rotary(c.cache, cos, sin, q, interleaved, from_leftpad);
+  return attend(
+      c, c.cache, q,
+      {seqlens, leftpad, alibi, sinks, length, scale, left, right, softcap, splits, early},
+      kvcache_codes_workspace, kvcache_codes_cuda);
 }
 
 void kvcache_compress_(Tensor k, Tensor v, Tensor k_codes, Tensor k_steps, Tensor v_codes,

@@ -17,6 +17,7 @@ inline Rotary rotary_of(const CacheAttention& c) {
           static_cast<int>(c.positions),
           c.rotary_type,
           c.interleaved,
+          c.from_leftpad,
           a.window_left >= 0 || a.window_right >= 0,
           c.half % 8 == 0 && aligned(c.cos) && aligned(c.sin) && c.cos_row % 8 == 0 &&
               c.sin_row % 8 == 0};
@@ -42,5 +43,17 @@ CacheParams make_cache(const CacheAttention& c, const Tiling& tiling, int64_t sp
   return p;
 }
 inline int64_t rows_of(const Attention& a) { return a.batch * a.heads_q * a.length_q; }
+
+/// The kernels of this family wait for the one before them, and then for all before it.
+inline bool overlaps() { return gpu_facts().capability >= 90; }
+
+/// Puts parts together: a block for each query and head.
+template <class Params>
+void launch_combine(const PerType<Params>& kernels, const Attention& a, void* stream,
+                    const Params& p) {
+  LaunchConfig config{blocks(rows_of(a)), {128}, stream};
+  config.early = overlaps();
+  launch(kernels.of(a), config, p);
+}
 
 }  // namespace flexops::attention

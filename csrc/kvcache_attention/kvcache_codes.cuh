@@ -88,7 +88,9 @@ template <int kDim, int kDimV, int kBits_, int kValueGroup_, int kWarps_>
 struct Coded {
   static constexpr int kM = 16, kKeys = 32, kColumns = kDim, kColumnsV = kDimV, kBits = kBits_,
                        kWarps = kWarps_, kThreads = 32 * kWarps, kValueGroup = kValueGroup_,
-                       kGroups = kDimV / kValueGroup, kMost = 90 * 1024;
+                       kGroups = kDimV / kValueGroup;
+  // Chains of products bound this kernel: three blocks of a multiprocessor hide them, not two.
+  static constexpr int kBlocks = kDim <= 128 ? 3 : 2, kMost = 216 * 1024 / kBlocks;
   using K = CodeTile<kDim * kBits / 8>;
   using V = CodeTile<kDimV * kBits / 8>;
   using Q = Panels<kM, kDim>;
@@ -175,7 +177,7 @@ FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 sta
   const u32 lane = lane_id();
 
   // S = Q K^T: lane i gives the address of row i, which is row i % 8 of matrix i / 8.
-  float rest_of_row[4] = {}, scores[kN / 2] = {};
+  float minima_of_row[4] = {}, offset_of_row[4] = {}, scores[kN / 2] = {};
 #pragma unroll
   for (int chunk = 0; chunk < K::kVectors; ++chunk) {
     constexpr int kSteps = Shape::kBits == 8 ? 1 : 2;
@@ -189,8 +191,8 @@ FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 sta
       for (int j = 0; j < 4; ++j) q[i][j] = multiply2(own.q[step][j], j < 2 ? steps.x : steps.y);
       // In 4 bits the second half of own.q is divided by 16.
       const u32 second = Shape::kBits == 4 ? multiply2(minima.y, 0x4c004c00u) : minima.y;
-      mma<f16>(rest_of_row, own.q[step], minima.x, second);
-      mma<f16>(rest_of_row, q[i], kOffset, kOffset);
+      mma<f16>(minima_of_row, own.q[step], minima.x, second);
+      mma<f16>(offset_of_row, q[i], kOffset, kOffset);
     }
     u32 words[4];
     load_words<false>(words, K::place(stage, lane, chunk));
@@ -209,13 +211,19 @@ FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 sta
     }
   }
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i) scores[i] += rest_of_row[i % 4];
+  for (int i = 0; i < 4; ++i) minima_of_row[i] += offset_of_row[i];
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i) {
-    const int r = i / 2 % 2, key = first + lane_column() + i / 4 * 8 + i % 2;
-    if constexpr (!Modifier::kPlain)
-      scores[i] = own.modifier[r].value(scores[i], own.query[r], key);
-    if (!own.visible[r](key)) scores[i] = -infinity();
+  for (int i = 0; i < kN / 2; ++i) scores[i] += minima_of_row[i % 4];
+  const bool whole = own.visible[0](first) && own.visible[0](first + kN - 1) &&
+                     own.visible[1](first) && own.visible[1](first + kN - 1);
+  if (!Modifier::kPlain || !whole) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      const int r = i / 2 % 2, key = first + lane_column() + i / 4 * 8 + i % 2;
+      if constexpr (!Modifier::kPlain)
+        scores[i] = own.modifier[r].value(scores[i], own.query[r], key);
+      if (!own.visible[r](key)) scores[i] = -infinity();
+    }
   }
 
   // O += P V.
@@ -326,6 +334,7 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
   };
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i);
+  wait_for_previous();
 
   const u32 staged = whole + Shape::kRing;
   stage_queries<T, Q, Shape::kThreads>(p, s, first, staged);
@@ -475,11 +484,14 @@ FLEXOPS_DEVICE void compress_group(const CodesParams& c, const Cached& s, int fi
 
 /// Grid: tiles * (splits + 1) * batch * heads_k blocks. The last part of a tile is the ring's.
 template <class T, int kDim, int kBits, int kValueGroup, int kWarps, int kN, class Modifier>
-__global__ void __launch_bounds__(32 * kWarps, 2)
+__global__ void __launch_bounds__(32 * kWarps,
+                                  Coded<kDim, kDim, kBits, kValueGroup, kWarps>::kBlocks)
     codes_attend(const FLEXOPS_GRID_CONSTANT CodesParams c) {
   using Shape = Coded<kDim, kDim, kBits, kValueGroup, kWarps>;
-  using Ring = Decode<T, kDim, kDim, kWarps, kN>;
+  using Ring = Decode<T, kDim, kDim, kWarps, kN, Shape::kMost>;
   __align__(1024) extern __shared__ u8 memory[];
+  let_next_start();
+  if (!c.cache.early) wait_for_previous();
   const CacheParams& p = c.cache;
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
@@ -489,7 +501,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   Cached s(p, both / problem.heads_k, both % problem.heads_k * problem.group);
   const CodedKeys seen(c, s, tile);
   if (split < p.decode.splits) {
-    if (split >= seen.parts) return;
+    if (split >= seen.parts) return wait_for_previous();
     const int begin = seen.lowest + split * seen.each;
     attend_coded_part<T, Shape, Modifier>(c, memory, s, first, begin,
                                           min(begin + seen.each, seen.highest), split);
@@ -514,11 +526,14 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT CodesParams c) {
+  let_next_start();
+  if (!c.cache.early) wait_for_previous();
   const Problem& problem = c.cache.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;
   const Cached s(c.cache, both / problem.heads_q, head);
   const CodedKeys seen(c, s, (query * problem.group + head % problem.group) / 16);
+  wait_for_previous();
   if (seen.parts > 0) combine_splits<T>(c.cache.decode, s, query, seen.parts + 1);
 }
 

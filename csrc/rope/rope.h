@@ -35,7 +35,7 @@ struct Rope {
 };
 
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* rope_cuda(const Rope& call, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* rope_cuda(const Rope& call, void* stream))
 
 /// The CPU's work is cut into [0, batch * rope_tiles(length) * rope_parts(call)): tiles of
 /// positions, whose cos and sin are loaded once, and the heads of a tile into parts, where there

@@ -77,7 +77,7 @@ backward_kernel = flexops.kernel(
 )
 
 
-def setup_context(ctx, inputs, output):
+def setup_context(ctx, inputs, _output):
     ctx.save_for_backward(*inputs[:3])
 
 

@@ -138,7 +138,7 @@ def run(
         raise SettingsError(
             "there is nothing to measure",
             found=f"no case with {text!r} in its name" if text else "no case",
-            fix="leave --case away",
+            fix="omit --case",
         )
     copy = timing.copy_bandwidth(setup.device) if any(own.bytes for own in chosen) else 0.0
     matrix = matrix_peak(setup.device) if any(own.flops for own in chosen) else 0.0

@@ -57,7 +57,7 @@ def chosen(request: dict[str, Any]) -> tuple[Callable[[], object], str]:
         f"no case with {request['case']!r} in its name and a contender"
         f" {request['contender'] or 'at all'}"
     )
-    raise SettingsError(what, fix="leave --case and --contender away")
+    raise SettingsError(what, fix="omit --case and --contender")
 
 
 def candidates(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

@@ -100,7 +100,8 @@ class Library:
                 ``{"weight": "x[-1]"}``.
             strided: tensor arguments that the launcher takes with any strides; the others it gets
                 contiguous. Or, by argument, how it takes them, and else gets a copy: ``"rows"``
-                (rows of neighbours at even distances: ``x.row_stride()``), ``"aligned"``
+                (rows of neighbours at even distances: ``x.row_stride()``), ``"columns"`` (elements
+                of the last dimension are neighbours), ``"aligned"``
                 (contiguous, on a GPU at a multiple of 16 bytes), ``"aligned rows"``, ``"as x"``
                 (broadcast to x's shape, with stride 0), ``"any"``.
             outputs: how results are allocated, one ``Output`` for each; by default as the first

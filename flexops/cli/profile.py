@@ -123,37 +123,28 @@ def sanitize(
             fix=fix,
         )
     command = arguments[1:]  # `--` is gone, as options may stand behind the operator
-    ours: list[str] = []
+    options = ["--tool", tool.value, "--target-processes", "all", "--error-exitcode", "99"]
     if not command:
         registered.load_for((arguments[0],))
         spec = catalog.select((arguments[0],))[0]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            *tests_of(arguments[0]),
-        ]
+        quiet = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command = [*quiet, *tests_of(arguments[0])]
         # not torch's, of which tests launch more
-        ours = ["--kernel-name", f"kns={spec.project.name}"]
+        options += ["--kernel-name", f"kns={spec.project.name}"]
+    status, said = _echoed([program, *options, *command])
+    errors = sum(map(int, re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", said)))
+    ended = f"the command ended with status {status}" if status else "no errors"
+    typer.echo(f"{tool.value}: {f'{errors} errors' if errors else ended}")
+    if status:
+        raise typer.Exit(1)
+
+
+def _echoed(command: list[str]) -> tuple[int, str]:
+    """The exit status of a command whose output is printed as it comes, and the output."""
     # Every tensor an allocation of its own: an access beyond it is then beyond memory, and not into
     # a neighbour.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    wrapped = [
-        program,
-        "--tool",
-        tool.value,
-        "--target-processes",
-        "all",
-        "--error-exitcode",
-        "99",
-        *ours,
-        *command,
-    ]
-    process, said = proc.start(wrapped, environment=environment), []
+    process, said = proc.start(command, environment=environment), []
     try:
         for line in proc.lines(process):
             said.append(line)
@@ -161,23 +152,7 @@ def sanitize(
         process.wait()
     finally:
         proc.stop(process)
-    errors = sum(
-        int(match[1])
-        for line in said
-        if (match := re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", line))
-    )
-    verdict = (
-        f"{errors} errors"
-        if errors
-        else (
-            "no errors"
-            if process.returncode == 0
-            else f"the command ended with status {process.returncode}"
-        )
-    )
-    typer.echo(f"{tool.value}: {verdict}")
-    if process.returncode:
-        raise typer.Exit(1)
+    return process.returncode, "".join(said)
 
 
 def _cases_of(op: str) -> str:

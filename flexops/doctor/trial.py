@@ -73,9 +73,9 @@ def build(
         timeout=BUILD_SECONDS,
         environment=_environment(place),
     )
-    told = {message.pop("device"): message for message in child.messages}
+    replies = {message.pop("device"): message for message in child.messages}
     failure = _failure(child)
-    return {device: _build_trial(device, told.get(device), failure) for device in devices}
+    return {device: _build_trial(device, replies.get(device), failure) for device in devices}
 
 
 def load(
@@ -90,10 +90,10 @@ def load(
         timeout=BUILD_SECONDS,
         environment=_environment(place),
     )
-    told = {message.pop("device"): message for message in child.messages}
+    replies = {message.pop("device"): message for message in child.messages}
     failure = _failure(child)
     return tuple(
-        _loaded_trial(one, told.get(device), failure) if device in devices else one
+        _loaded_trial(one, replies.get(device), failure) if device in devices else one
         for device, one in built.items()
     )
 
@@ -156,16 +156,16 @@ def _failure(child: Child) -> str:
     return f"its process {child.failure}" if child.failure else "its process said nothing"
 
 
-def _build_trial(device: str, told: dict[str, Any] | None, failure: str) -> BuildTrial:
-    if told is None:
+def _build_trial(device: str, reply: dict[str, Any] | None, failure: str) -> BuildTrial:
+    if reply is None:
         return BuildTrial(device, error=failure)
-    return BuildTrial(device, **{**told, "architectures": tuple(told.get("architectures", ()))})
+    return BuildTrial(device, **{**reply, "architectures": tuple(reply.get("architectures", ()))})
 
 
-def _loaded_trial(built: BuildTrial, told: dict[str, Any] | None, failure: str) -> BuildTrial:
+def _loaded_trial(built: BuildTrial, reply: dict[str, Any] | None, failure: str) -> BuildTrial:
     from dataclasses import replace
 
-    return replace(built, **(told if told is not None else {"error": failure}))
+    return replace(built, **(reply if reply is not None else {"error": failure}))
 
 
 # ---- in the child --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,12 +129,10 @@ def _check(
             "a 0 behind a 1, or at the end",
             "padding at the left: tokenizer.padding_side = 'left'",
         )
-    rotary = any(type(one).__name__.endswith("RotaryEmbedding") for one in model.modules())
-    if not rotary and not bool(mask.all()):
-        # a step counts padding; only distances of rotary embeddings do not depend on that
+    if "position_ids" not in inspect.signature(model.forward).parameters and not bool(mask.all()):
         fail(
             "left padding changes the positions of this model",
-            f"{type(model).__name__}, which has no rotary embedding",
+            f"{type(model).__name__}, whose forward takes no position_ids",
             "prompts of one length, or model.generate",
         )
 
@@ -169,6 +168,7 @@ class _Run:
     ) -> Tensor:
         batch, length = prompt.shape
         total = length + max_new_tokens
+        self.padded = mask is not None and not bool(mask.all())
         logits = self._prefill(prompt, mask)
         key = f"tokens, {len(self.ends)} ends"
         room = self.cache.max_length + 1
@@ -192,10 +192,17 @@ class _Run:
         options: dict[str, Any] = {}
         if self.model._supports_logits_to_keep():
             options["logits_to_keep"] = 1
+        return self._forward(prompt, mask, **options)
+
+    def _forward(self, tokens: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """The model as it is: logits behind ``tokens``; ``mask``: of all tokens so far."""
         if mask is not None:
             options["attention_mask"] = mask
+            if self.padded:
+                positions = mask.long().cumsum(-1).sub(1).clamp(min=0)
+                options["position_ids"] = positions[:, -tokens.shape[1] :]
         output = self.model(
-            input_ids=prompt,
+            input_ids=tokens,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
@@ -261,18 +268,9 @@ class _Run:
 
         def take(length: int) -> None:
             nonlocal seen
-            options: dict[str, Any] = {}
             if seen is not None:
                 seen = torch.cat([seen, seen.new_ones(seen.shape[0], 1)], -1)
-                options["attention_mask"] = seen
-            output = self.model(
-                input_ids=self.buffers.tokens[:, length - 1 : length],
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **options,
-            )
-            self._choose(output.logits[:, -1])
+            self._choose(self._forward(self.buffers.tokens[:, length - 1 : length], seen))
 
         return take
 

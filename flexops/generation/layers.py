@@ -243,6 +243,8 @@ class KVCacheLayer(CacheLayerMixin):
             window_size=(-1 if window is None else window - 1, -1),
             softcap=softcap,
             rotary_interleaved=False,
+            rotary_from_leftpad=True,
+            early=True,
             sinks=sinks,
         )
 

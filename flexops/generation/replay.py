@@ -23,9 +23,10 @@ def replay(
     """The logits behind one more token, ``[batch, 1, words]``; None if no graph gives them.
 
     Args:
-        mask: as of transformers, ``[batch, tokens so far]``; positions: ``[batch or 1, 1]``, None
-            for those of tokens in the cache. Both are looked at in the first step after a prompt;
-            then one grows by ones, the other is the next, as in ``generate``.
+        mask: as of transformers, ``[batch, tokens so far]``.
+        positions: ``[batch or 1, 1]``, padding left out; None: none is. Both are looked at in the
+            first step after a prompt; then one grows by ones, the other is the next, as in
+            ``generate``.
     """
     store, length = cache.store, cache.length
     if tokens.shape[0] != store.batch or store.lengths is None:
@@ -56,13 +57,16 @@ def replay(
 
 def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None) -> bool:
     """Tell the device how many tokens there are, and which are padding; False if those are not at
-    the left, or positions are not those of tokens in the cache."""
+    the left, or positions are not those of tokens behind them."""
     store, length = cache.store, cache.length
+    expected: Any = length
     if mask is not None:
         seen = mask.bool()
         if seen.shape[1] != length + 1 or not bool((seen[:, 1:] >= seen[:, :-1]).all()):
             return False
-    if positions is not None and not bool((positions == length).all()):
+        expected = seen.sum(-1, keepdim=True) - 1
+    given = length if positions is None else positions
+    if not bool(torch.as_tensor(expected == given).all()):
         return False
     store.place(length, mask)
     return True

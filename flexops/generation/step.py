@@ -35,14 +35,14 @@ def refusal(model: Any) -> str:
 
 def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
     """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
-    behind them, ``[batch, words]``. Positions count from the first place of the cache, padding
-    too, as transformers' own are in ``generate``."""
+    behind them, ``[batch, words]``. Positions leave padding out, as transformers' own do in
+    ``generate``."""
     store = cache.store
     with state.step(store.tables):
         output = forward(
             input_ids=tokens,
             attention_mask=state.nothing_hidden(tokens),
-            position_ids=store.lengths.long()[:, None],
+            position_ids=(store.lengths - store.padding).long()[:, None],
             past_key_values=cache,
             use_cache=True,
             return_dict=True,

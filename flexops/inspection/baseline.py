@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ _WITHIN_REGISTERS = 8
 """ptxas gives registers out by eight: fewer than that more are noise of its allocator."""
 
 Baseline = dict[str, dict[str, list[int]]]
-"""``<compiler> <architecture>`` -> ``<family> <kernel>`` -> numbers in the order of ``NAMES``."""
+"""``<compiler> <architecture>`` -> ``<family> <kernel>``, without flexops' own namespace -> numbers
+in the order of ``NAMES``."""
+_OWN = "flexops::"
 
 
 class Change(NamedTuple):
@@ -69,7 +72,7 @@ def of(measured: Iterable[Measured]) -> Baseline:
 
 
 def _key(one: Measured) -> str:
-    return f"{one.family} {one.kernel}"
+    return f"{one.family} {one.kernel.replace(_OWN, '')}"
 
 
 def where(one: Measured) -> str:
@@ -101,10 +104,10 @@ def read(path: Path) -> Baseline:
     found: Baseline = {}
     try:
         document = _json.load(path)
-        for kernel, cells in document["kernels"].items():
-            for place, cell in zip(document["places"], cells, strict=True):
-                if cell:
-                    values = [int(value) for value in cell.split()]
+        for kernel, text in document["kernels"].items():
+            for place, cell in zip(document["places"], _cells(text), strict=True):
+                if cell != _ABSENT:
+                    values = [int(value) for value in cell.split("/")]
                     padded = values + [0] * (len(NAMES) - len(values))
                     found.setdefault(place, {})[kernel] = padded
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
@@ -121,7 +124,8 @@ def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
     """Write the baseline, with what was measured in place of what it had.
 
     One line per kernel, one cell per place: its numbers in the order of ``NAMES``, without zeros
-    at the end; empty where it is not compiled.
+    at the end; ``-`` where it is not compiled; ``32*4`` for four equal cells. The compilers of one
+    architecture are neighbours, because their numbers are mostly the same.
     """
     renewed = {place: dict(kernels) for place, kernels in known.items()}
     for change in compare(known, measured):
@@ -129,18 +133,34 @@ def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
             del renewed[change.where][change.kernel]
     for place, kernels in of(measured).items():
         renewed.setdefault(place, {}).update(kernels)
-    places = sorted(renewed)
-    lines = [
-        f"  {json.dumps(kernel)}:"
-        f" {json.dumps([_cell(renewed[place].get(kernel)) for place in places])}"
-        for kernel in sorted({kernel for kernels in renewed.values() for kernel in kernels})
-    ]
+    places = sorted(renewed, key=_by_architecture)
+    lines = []
+    for kernel in sorted({kernel for kernels in renewed.values() for kernel in kernels}):
+        cells = (_cell(renewed[place].get(kernel)) for place in places)
+        runs = ((cell, len(list(run))) for cell, run in groupby(cells))
+        text = " ".join(f"{cell}*{count}" if count > 1 else cell for cell, count in runs)
+        lines.append(f"  {json.dumps(kernel)}: {json.dumps(text)}")
     head = f' "names": {json.dumps(NAMES)},\n "places": {json.dumps(places)},\n "kernels": {{\n'
     path.write_text("{\n" + head + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+
+
+_ABSENT = "-"
+
+
+def _by_architecture(place: str) -> tuple[int, str]:
+    compiler, _, architecture = place.rpartition(" ")
+    number = architecture.removeprefix("sm_").rstrip("af")
+    return int(number), f"{architecture} {compiler}"
 
 
 def _cell(values: Sequence[int] | None) -> str:
     shown = list(values or ())
     while len(shown) > 1 and not shown[-1]:
         shown.pop()
-    return " ".join(map(str, shown))
+    return "/".join(map(str, shown)) or _ABSENT
+
+
+def _cells(text: str) -> Iterator[str]:
+    for run in text.split(" "):
+        cell, _, count = run.partition("*")
+        yield from repeat(cell, int(count or 1))

@@ -1,4 +1,4 @@
-"""A family's kernels compiled, with what ptxas told of each."""
+"""A family's kernels compiled, with what ptxas reports of each."""
 
 from __future__ import annotations
 

@@ -36,35 +36,15 @@ NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
 _FP8 = '#include "common/fp8.cuh"\n'
 _MENDS = {
-    "cuda_bf16.h": (
-        "bfloat16 is there without a header; for CUDA's own: include=[<a toolkit's include"
-        " directory>]"
-    ),
-    "cuda_fp16.h": (
-        "float16 is there without a header; for CUDA's own: include=[<a toolkit's include"
-        " directory>]"
-    ),
     "__nv_bfloat16": (
         "write bfloat16, which is there without a header and converts to and from float"
     ),
     "__half": "write float16, which is there without a header and converts to and from float",
-    'source file "cmath"': (
-        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
-    ),
-    'source file "math.h"': (
-        "leave it away: sqrtf, expf and the rest of CUDA's mathematics are there without a header"
-    ),
     "unrecognized option": (
         "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them"
     ),
-    "cannot open source file": (
-        "name its directory in include=[...]; NVRTC has no C or C++ library (cstdint's types are"
-        " there without it)"
-    ),
-    '"std"': (
-        "NVRTC has no C++ library: write it without std::, or with CUDA's own (include=[<a"
-        " toolkit's include directory>] has cuda/std)"
-    ),
+    "cannot open source file": "name its directory in include=[...]",
+    '"std"': "#include <the header of C++'s that declares it>, such as <cmath> or <type_traits>",
 }
 """The fix for a compiler error, by its text."""
 
@@ -958,7 +938,12 @@ def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
 
 
 def _mended(error: CompileError, name: str) -> CompileError:
-    fix = next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+    from ..toolchain import device_headers
+
+    missing = re.search(r'cannot open source file "([^"]+)"', error.found)
+    version = re.search(r"NVRTC ([\d.]+)", error.what)
+    fix = device_headers.fix_for(missing[1], version[1]) if missing and version else ""
+    fix = fix or next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
     place = re.search(r"^\s*(\S+)\(\d+\): (?:catastrophic )?error", error.found, re.MULTILINE)
     if fix == error.fix and place and place[1] != f"{name}.cu":
         fix = (

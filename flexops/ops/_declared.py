@@ -85,6 +85,25 @@ def _fake(signature: Callable[[], Signature]) -> Callable[..., Any]:
     return lambda *args, **named: results_of(signature(), *args, **named)
 
 
+def checks_of(
+    name: str, function: str, more: Callable[..., None] | None = None
+) -> Callable[..., None]:
+    """What raises if arguments, by position, are not what the declaration of ``name`` and ``more``
+    require; for a Python function that writes before it calls the operator. While torch.compile
+    traces, the operator's fake kernel is what raises."""
+    declared = families.OPERATORS[name][1]
+    check = _checking(f"flexops.{function}", functools.partial(_signature, declared), more)
+
+    def checked(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        names = _signature(declared).names
+        _register.check_places(f"flexops.{function}", dict(zip(names, args, strict=False)))
+        check(*args)
+
+    return checked
+
+
 def _checking(
     label: str, signature: Callable[[], Signature], more: Callable[..., None] | None
 ) -> Callable[..., None]:
@@ -255,9 +274,25 @@ def results_of(signature: Signature, *args: Any, **named: Any) -> Any:
         there = all(
             given[one.name] is not None if one.optional else given[one.name] for one in conditions
         )
+        if there and output.order:
+            made.append(empty_in_order(given[output.order], dtype))
+            continue
         shape = (output.shape or signature.first) if there else (output.otherwise or "0")
         made.append(first.new_empty(_shape(signature.schema.name, shape, given), dtype=dtype))
     return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+
+def empty_in_order(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A dense tensor of the shape of ``like``, whose dimensions lie in memory in the order of that
+    one's, the last one innermost. A dimension of stride 0 keeps its place among its neighbours."""
+    strides, order = like.stride(), list(range(like.dim()))
+    for end in range(1, like.dim() - 1):
+        at = end
+        while at and 0 < strides[order[at - 1]] < strides[order[at]]:
+            order[at - 1], order[at] = order[at], order[at - 1]
+            at -= 1
+    made = like.new_empty([like.shape[d] for d in order], dtype=dtype)
+    return made.permute([order.index(d) for d in range(like.dim())])
 
 
 def check_results(what: str, found: Any, declared: Any, args: Sequence[Any], fix: str) -> None:

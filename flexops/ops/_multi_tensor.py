@@ -4,7 +4,7 @@ counters, and errors that name an entry."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def call_lists(op: Any, args: Sequence[Any], written: list[Tensor]) -> Any:
     in it there is nothing to do.
 
     Checking thousands of tensors in Python at every call would cost more than the step. The native
-    kernels check, too: only when they have refused is it found out here, by the op's check,
+    kernels check, too: only when they have rejected is it found out here, by the op's check,
     what to tell, in the same words and with the same type for every backend.
     """
     if not args[0]:
@@ -146,6 +146,24 @@ def check_rates(
         raise TypeError(f"flexops.{name}: lr must be a float32 tensor of one element")
     if lr is not None and not isinstance(lr, Tensor) and not lr >= 0.0:
         raise ValueError(f"flexops.{name}: lr must not be negative, got {lr}")
+
+
+_NOT_NEGATIVE = ("lr_decay", "weight_decay", "eps")
+
+
+def step_lists(
+    op: str, lists: Mapping[str, Iterable[Tensor]], lr: float | Tensor, **options: Any
+) -> None:
+    """Make a step of an operator on lists of tensors, by position, with its other arguments by
+    name. The parameters, and copies of them, count as written."""
+    betas = tuple(options[name] for name in ("beta1", "beta2") if name in options)
+    check_rates(op, lr, betas, **{name: options[name] for name in _NOT_NEGATIVE if name in options})
+    made = dict(zip(lists, listed(op, **lists), strict=True))
+    number, tensor = split_lr(lr, on_cpu(made["params"]))
+    call = functools.partial(
+        getattr(torch.ops.flexops, op).default, lr=number, lr_tensor=tensor, **options
+    )
+    write_lists(call, [*made.values()], made["params"] + made.get("copies", []))
 
 
 def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:

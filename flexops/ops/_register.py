@@ -52,7 +52,7 @@ public: dict[str, Any] = {}
 """For each overload (its name) that is the forward pass of another one where there is a gradient,
 that one."""
 references: dict[str, Callable[..., Any]] = {}
-"""The reference of each op (``op.name()``), which is what tests hold native kernels against. Names,
+"""The reference of each op (``op.name()``), which native kernels are verified against. Names,
 because most ops are never called in a process, and to make the object that stands for one takes
 torch longer than to define it."""
 
@@ -85,7 +85,7 @@ def define(
         fake: gives the results' shapes, dtypes and devices from fake tensors.
         check: with the schema's arguments, raises if one is not as the public function says, in its
             words. It is asked before the reference and the fake kernel, and by ``caller`` after
-            native kernels have refused an argument: these check in less time, and a call that is
+            native kernels have rejected an argument: these check in less time, and a call that is
             right waits for no Python. That all tensors are dense and on one device needs no check
             of the op's own.
         always: the part of ``check`` that native kernels lack: asked where the op itself is called
@@ -303,7 +303,7 @@ def caller(op: Any) -> Callable[..., Any]:
     """What gives what ``op`` does at less cost: an op with a gradient goes through Python twice, if
     it is called itself, and through none of autograd's if nothing requires a gradient.
 
-    Public functions call ops through this, before anything is checked: what native kernels refuse
+    Public functions call ops through this, before anything is checked: what native kernels reject
     is looked at by the op's ``check``, for its wording.
     """
     if op not in _callers:
@@ -342,7 +342,7 @@ def _caller(
         except (RuntimeError, TypeError):
             try:
                 refuse(*args)
-            except Exception as told:  # that error in better words: it need not be shown twice
+            except Exception as told:  # that error in better words, shown once
                 raise told from None
             raise
 
@@ -361,7 +361,7 @@ def is_tracing() -> bool:
 
 def _autograd(op: Any, always: Callable[..., None] | None, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch
-    refuses here to differentiate by ``torch.func``, which public functions do elsewhere."""
+    rejects here to differentiate by ``torch.func``, which public functions do elsewhere."""
     if always is not None:
         always(*args)
     if is_grad_enabled() and any_requires_grad(*args):
@@ -521,7 +521,7 @@ def _refusal(
     function: str, names: list[str], check: Callable[..., None] | None
 ) -> Callable[..., None]:
     """What raises if the arguments are not what any op takes (see :func:`check_places`), or not as
-    ``check`` wants them."""
+    ``check`` requires them."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         check_places(function, dict(zip(names, args, strict=False)) | kwargs)
@@ -614,7 +614,7 @@ def references_only() -> Iterator[None]:
 
 
 def has_native(family: str, device: str) -> bool:
-    """Whether a call may count on native kernels: they are loaded if they can be had, but not
+    """Whether a call may count on native kernels: they are loaded if they are available, but not
     inside of :func:`references_only`."""
     return not _thread.references_only and loader.ensure(family, device)
 

@@ -88,7 +88,7 @@ def function_of(text: str) -> Callable[..., Any]:
 
 
 def _called(name: str, *args: Any, **options: Any) -> Any:
-    """One of torch's functions of symbols and numbers: torch itself would refuse some of the
+    """One of torch's functions of symbols and numbers: torch itself would reject some of the
     latter."""
     function = _FUNCTIONS[name]
     symbol = next((arg for arg in args if hasattr(arg, "__torch_function__")), None)

@@ -2,10 +2,11 @@
 
 =================  ===============================================================================
 ``bias_gelu``      ``gelu(x + bias)``; gelu is ``x Phi(x)``, with Phi of the normal distribution
-                   (``approximate="none"``), or
-                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``):
-                   Hendrycks and Gimpel, 2016
+                   (``approximate="none"``),
+                   ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (``"tanh"``) or
+                   ``x sigmoid(1.702 x)`` (``"quick"``): Hendrycks and Gimpel, 2016
 ``bias_silu``      ``silu(x + bias)``; silu is ``x sigmoid(x)``
+``bias_relu2``     ``relu(x + bias) ** 2``
 ``swiglu``         ``silu(gate) * up``: Shazeer, "GLU Variants Improve Transformer", 2020
 ``geglu``          ``gelu(gate) * up``
 =================  ===============================================================================
@@ -33,16 +34,20 @@ from ._register import caller
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Approximation = Literal["none", "tanh"]
+_GELUS = ("none", "tanh", "quick")
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation = "none") -> Tensor:
+def bias_gelu(
+    x: Tensor, bias: Tensor | None = None, approximate: Literal["none", "tanh", "quick"] = "none"
+) -> Tensor:
     """``gelu(x + bias)``, in one pass; the backward pass works out both gradients in one, too.
 
     Args:
         x: float32, bfloat16 or float16, ``[..., n]``, any strides; rows that are slices of longer
             ones are read where they are.
         bias: ``[n]``, of any of these dtypes, or None.
-        approximate: ``"none"`` (erf) or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+        approximate: ``"none"`` (erf) or ``"tanh"``, as in ``torch.nn.functional.gelu``, or
+            ``"quick"``, as in CLIP.
 
     Returns:
         a contiguous tensor of x's shape and dtype. Differentiable, once, with respect to ``x`` and
@@ -52,15 +57,24 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximation 
         TypeError: ``x`` or ``bias`` is no tensor of these dtypes.
         ValueError: a shape or ``approximate`` is not as above.
     """
-    result: Tensor = _bias_gelu(
-        x, bias, approximate == "tanh" or not_tanh("bias_gelu", approximate)
-    )
+    if approximate not in _GELUS:
+        raise ValueError(
+            f'flexops.bias_gelu: approximate must be "none", "tanh" or "quick", got {approximate!r}'
+        )
+    result: Tensor = _bias_gelu(x, bias, _GELUS.index(approximate))
     return result
 
 
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(x + bias)``, ``silu(x) = x * sigmoid(x)``; otherwise like :func:`bias_gelu`."""
     result: Tensor = _bias_silu(x, bias)
+    return result
+
+
+def bias_relu2(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``relu(x + bias) ** 2``: So, Mańke, Liu, Dai, Shazeer and Le, "Primer", 2021; otherwise like
+    :func:`bias_gelu`."""
+    result: Tensor = _bias_relu2(x, bias)
     return result
 
 
@@ -171,21 +185,26 @@ def _phi(x: Tensor) -> Tensor:
 
 
 def _argument(x: Tensor, which: str) -> tuple[Tensor, Tensor]:
-    """``t``, of which silu and gelu(tanh) are ``x * sigmoid(t)`` because ``(1 + tanh(u)) / 2 =
-    sigmoid(2 u)``; and its derivative."""
-    if which == "silu":
-        return x, torch.ones_like(x)
+    """``t``, of which silu, gelu(tanh) and gelu(quick) are ``x * sigmoid(t)`` because ``(1 +
+    tanh(u)) / 2 = sigmoid(2 u)``; and its derivative."""
+    if which in ("silu", "quick"):
+        slope = 1.0 if which == "silu" else 1.702
+        return x * slope, torch.full_like(x, slope)
     square = x.square().clamp(max=100.0)  # beyond that, sigmoid(t) is 0 or 1
     scale = math.sqrt(8 / math.pi)
     return x * (scale + scale * 0.044715 * square), scale + scale * 3 * 0.044715 * square
 
 
 def _activation(x: Tensor, which: str) -> Tensor:
+    if which == "relu2":
+        return x.relu().square()
     return x * (_phi(x) if which == "none" else _argument(x, which)[0].sigmoid())
 
 
 def _slope(x: Tensor, which: str) -> Tensor:
     """The activation's derivative."""
+    if which == "relu2":
+        return 2 * x.relu()
     if which == "none":
         return _phi(x) + x * torch.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
     t, inner = _argument(x, which)
@@ -264,28 +283,40 @@ def _gelu_name(tanh: bool) -> str:
 
 define(
     "bias_gelu",
-    lambda x, bias, tanh: _biased(x, bias, _gelu_name(tanh)),
+    lambda x, bias, number: _biased(x, bias, _GELUS[number]),
     check=lambda x, *_: _check_biased("bias_gelu", x),
     setup_context=_keep,
     backward=lambda ctx, grad: _gradients(ctx, _bias_gelu_backward, grad, ctx.needs_input_grad[1]),
 )
 define(
     "bias_gelu_backward",
-    lambda grad, x, bias, tanh, bias_gradient: _biased_backward(
-        grad, x, bias, _gelu_name(tanh), bias_gradient
+    lambda grad, x, bias, number, bias_gradient: _biased_backward(
+        grad, x, bias, _GELUS[number], bias_gradient
     ),
 )
-define(
-    "bias_silu",
-    lambda x, bias: _biased(x, bias, "silu"),
-    check=lambda x, _: _check_biased("bias_silu", x),
-    setup_context=_keep,
-    backward=lambda ctx, grad: _gradients(ctx, _bias_silu_backward, grad, ctx.needs_input_grad[1]),
-)
-define(
-    "bias_silu_backward",
-    lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, "silu", bias_gradient),
-)
+
+
+def _define_biased(which: str) -> None:
+    """``bias_silu`` and ``bias_relu2``, which have no options."""
+    op = f"bias_{which}"
+    gradient = f"{op}_backward"
+    define(
+        op,
+        lambda x, bias: _biased(x, bias, which),
+        check=lambda x, _: _check_biased(op, x),
+        setup_context=_keep,
+        backward=lambda ctx, grad: _gradients(
+            ctx, getattr(torch.ops.flexops, gradient).default, grad, ctx.needs_input_grad[1]
+        ),
+    )
+    define(
+        gradient,
+        lambda grad, x, bias, bias_gradient: _biased_backward(grad, x, bias, which, bias_gradient),
+    )
+
+
+_define_biased("silu")
+_define_biased("relu2")
 define(
     "swiglu",
     lambda gate, up, interleaved: gated_reference(gate, up, "silu", interleaved),
@@ -317,7 +348,7 @@ define(
 _bias_gelu = caller(torch.ops.flexops.bias_gelu.default)
 _bias_gelu_backward: Any = torch.ops.flexops.bias_gelu_backward.default
 _bias_silu = caller(torch.ops.flexops.bias_silu.default)
-_bias_silu_backward: Any = torch.ops.flexops.bias_silu_backward.default
+_bias_relu2 = caller(torch.ops.flexops.bias_relu2.default)
 _swiglu = caller(torch.ops.flexops.swiglu.default)
 _swiglu_backward: Any = torch.ops.flexops.swiglu_backward.default
 _geglu = caller(torch.ops.flexops.geglu.default)
@@ -339,11 +370,12 @@ def self_check(device: str) -> float:
     with torch.no_grad():
         for which in ("silu", "tanh", "none"):
             gelu = () if which == "silu" else (which == "tanh",)
+            number = () if which == "silu" else (_GELUS.index(which),)
             biased, gated = ("bias_silu", "swiglu") if which == "silu" else ("bias_gelu", "geglu")
             pairs += [
-                (getattr(ops, biased)(x, bias, *gelu), _biased(x, bias, which)),
+                (getattr(ops, biased)(x, bias, *number), _biased(x, bias, which)),
                 *zip(
-                    getattr(ops, f"{biased}_backward")(grad, x, bias, *gelu, True),
+                    getattr(ops, f"{biased}_backward")(grad, x, bias, *number, True),
                     _biased_backward(grad, x, bias, which, True),
                     strict=True,
                 ),

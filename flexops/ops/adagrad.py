@@ -15,13 +15,9 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import (
     Writer,
-    check_rates,
     each_step,
     largest_difference,
-    listed,
-    on_cpu,
-    split_lr,
-    write_lists,
+    step_lists,
 )
 
 
@@ -63,11 +59,17 @@ def adagrad_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    check_rates("adagrad_", lr, (), lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-    lists = listed("adagrad_", params=params, grads=grads, sums=sums, state_steps=state_steps)
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (*lists, number, lr_decay, weight_decay, eps, maximize, tensor, grad_scale, found_inf)
-    write_lists(torch.ops.flexops.adagrad_.default, args, lists[0])
+    step_lists(
+        "adagrad_",
+        {"params": params, "grads": grads, "sums": sums, "state_steps": state_steps},
+        lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
 
 
 def _reference(

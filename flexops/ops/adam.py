@@ -17,25 +17,11 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import (
     Writer,
-    check_rates,
     each_step,
     largest_difference,
-    listed,
-    on_cpu,
     round_to_bfloat16,
-    split_lr,
+    step_lists,
     step_noise,
-    write_lists,
-)
-
-_LIST_NAMES = (
-    "params",
-    "grads",
-    "exp_avgs",
-    "exp_avg_sqs",
-    "max_exp_avg_sqs",
-    "state_steps",
-    "copies",
 )
 
 
@@ -118,23 +104,29 @@ def adam_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else (), state_steps)
-    numbers = {
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "decoupled": decoupled,
+    lists: dict[str, Sequence[Tensor]] = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else (),
+        "state_steps": state_steps,
     }
-    _call(
+    step_lists(
         "adam_",
         lists,
         lr,
-        numbers,
-        {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor},
-        stochastic,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        stochastic=stochastic,
+        grad_factor=grad_factor,
     )
 
 
@@ -174,61 +166,31 @@ def adam_copy_(
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    lists = (
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs if amsgrad else (),
-        state_steps,
-        copies,
-    )
-    numbers = {
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "decoupled": decoupled,
+    lists: dict[str, Sequence[Tensor]] = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else (),
+        "state_steps": state_steps,
+        "copies": copies,
     }
-    _call(
+    step_lists(
         "adam_copy_",
         lists,
         lr,
-        numbers,
-        {"grad_scale": grad_scale, "found_inf": found_inf, "grad_factor": grad_factor},
-        stochastic,
-    )
-
-
-def _call(
-    name: str,
-    sequences: Sequence[Sequence[Tensor]],
-    lr: float | Tensor,
-    numbers: dict[str, Any],
-    scalars: dict[str, Tensor | None],
-    stochastic: bool,
-) -> None:
-    lists = listed(name, **dict(zip(_LIST_NAMES[: len(sequences)], sequences, strict=True)))
-    check_rates(
-        name,
-        lr,
-        (numbers["beta1"], numbers["beta2"]),
-        eps=numbers["eps"],
-        weight_decay=numbers["weight_decay"],
-    )
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    call = functools.partial(
-        getattr(torch.ops.flexops, name).default,
-        lr=number,
-        lr_tensor=tensor,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
         stochastic=stochastic,
-        **numbers,
-        **scalars,
+        grad_factor=grad_factor,
     )
-    written = lists[0] + (lists[6] if len(lists) > 6 else [])
-    write_lists(call, lists, written)
 
 
 def _check(*lists: Any, amsgrad: bool, **_: Any) -> None:

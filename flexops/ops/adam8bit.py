@@ -19,12 +19,8 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import (
     Writer,
-    check_rates,
     each_step,
-    listed,
-    on_cpu,
-    split_lr,
-    write_lists,
+    step_lists,
 )
 
 BLOCK = 256
@@ -83,32 +79,28 @@ def adam8bit_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    check_rates("adam8bit_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = listed(
+    lists = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "exp_avg_scales": exp_avg_scales,
+        "exp_avg_sq_scales": exp_avg_sq_scales,
+        "state_steps": state_steps,
+    }
+    step_lists(
         "adam8bit_",
-        params=params,
-        grads=grads,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        exp_avg_scales=exp_avg_scales,
-        exp_avg_sq_scales=exp_avg_sq_scales,
-        state_steps=state_steps,
+        lists,
+        lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
     )
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (
-        *lists,
-        number,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        maximize,
-        decoupled,
-        tensor,
-        grad_scale,
-        found_inf,
-    )
-    write_lists(torch.ops.flexops.adam8bit_.default, args, lists[0])
 
 
 def blocks(numel: int) -> int:

@@ -97,7 +97,7 @@ def attention(
             to ``i + keys - queries + right``; None or -1 on a side is no limit there.
         bias: broadcastable to ``[batch, heads, queries, keys]`` (packed: of the longest), never
             expanded in memory. A bool one is True where a key takes part; a float32, bfloat16 or
-            float16 one is added. Its gradient, if it wants one, is computed by plain PyTorch, in
+            float16 one is added. Its gradient, if it requires one, is computed by plain PyTorch, in
             pieces.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``, float32 or what is cast to it; no gradient.
         softcap: ``score = softcap tanh(score / softcap)`` before bias and slopes; 0 leaves it out.

@@ -138,9 +138,10 @@ def causal_conv1d_update(
             f" {_shape(conv_state)}"
         )
     with torch.no_grad():
-        offset = None if bias is None else _wide(bias)
+        if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+            weight, bias = _wide(weight), None if bias is None else _wide(bias)
         out: Tensor = torch.ops.flexops.causal_conv1d_update_.default(
-            conv_state, steps, _wide(weight).contiguous(), offset, silu
+            conv_state, steps, weight.contiguous(), bias, silu
         )
     return out.squeeze(-1) if x.dim() == 2 else out
 
@@ -225,8 +226,8 @@ def _update_reference(
     both = torch.cat([state, x], 2)
     width, length = weight.shape[1], x.shape[2]
     recent = _wide(both[:, :, both.shape[2] - length - width + 1 :])
-    out = (recent.unfold(2, width, 1) * weight.unsqueeze(1)).sum(3)
-    out = out if bias is None else out + bias.unsqueeze(1)
+    out = (recent.unfold(2, width, 1) * _wide(weight).unsqueeze(1)).sum(3)
+    out = out if bias is None else out + _wide(bias).unsqueeze(1)
     state.copy_(both[:, :, both.shape[2] - state.shape[2] :])
     return (F.silu(out) if silu else out).to(x.dtype).contiguous()
 

@@ -11,6 +11,7 @@ Each product is rounded to x's dtype before it is activated or added, as linear 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from ._declared import define
 from ._difference import difference
 from ._register import caller
+from .int4_linear import TILE_N, Int4Weight, int4_linear, streams
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 MOST_ROWS, MOST_WEIGHTS = 16, 3
@@ -29,7 +31,7 @@ MOST_ROWS, MOST_WEIGHTS = 16, 3
 
 def few_rows_linear(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Sequence[Int4Weight],
     biases: Sequence[Tensor] = (),
     *,
     norm: Tensor | None = None,
@@ -45,7 +47,9 @@ def few_rows_linear(
     Args:
         x: ``[..., k]``, bfloat16 or float16, at most 16 rows.
         weights: up to three of ``[n_i, k]``, x's dtype, contiguous; two of one shape for an
-            activation.
+            activation. Or :class:`flexops.Int4Weight`, with scales of 16 bits, of one group size,
+            all with zero points or all without; ``n_i`` is a multiple of 16 but of the last one.
+            For more than 8 rows, and on a CPU, these are several launches.
         biases: none, or one ``[n_i]`` for each.
         norm: ``[k]``: the weight of an RMS norm of ``x``; None: no norm.
         eps, offset: the norm's; ``offset`` is added to its weight.
@@ -62,15 +66,14 @@ def few_rows_linear(
         TypeError: a tensor is not of the dtypes above.
         ValueError: shapes or numbers are not as above.
     """
-    result: Tensor = _CALL(
-        *_arguments(x, weights, biases, norm, eps, offset, activation, residual, early)
-    )
+    call, arguments = _call(x, weights, biases, norm, eps, offset, activation, residual, early)
+    result: Tensor = call(*arguments)
     return result
 
 
 def composed(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Sequence[Int4Weight],
     biases: Sequence[Tensor] = (),
     *,
     norm: Tensor | None = None,
@@ -81,64 +84,117 @@ def composed(
     early: bool = False,
 ) -> Tensor:
     """The same in plain PyTorch, of any dtype and number of rows."""
-    return _reference(
-        *_arguments(x, weights, biases, norm, eps, offset, activation, residual, early)
-    )
+    kind = _kind(activation)
+    return _reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early)
 
 
-def _arguments(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], norm: Tensor | None,
-    eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The operator's arguments, from the public ones."""
+@functools.cache
+def _int4_call() -> Any:
+    """Defined in :mod:`.int4_few_rows`."""
+    return caller(torch.ops.flexops.int4_few_rows_linear.default)
+
+
+def _kind(activation: str | None) -> int:
     if activation not in ACTIVATIONS:
         names = ", ".join(repr(name) for name in ACTIVATIONS)
         raise ValueError(
             f"flexops.few_rows_linear: activation must be one of {names}, got {activation!r}"
         )
-    weights, biases = list(weights), list(biases)
-    widths = [one.shape[0] if isinstance(one, Tensor) and one.dim() else 0 for one in weights]
+    return ACTIVATIONS[activation]
+
+
+def _call(
+    x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None,
+    eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
+) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+    """The operator and its arguments, from the public ones."""
+    kind, weights, biases = _kind(activation), list(weights), list(biases)
+    widths = [
+        one.shape[0]
+        if isinstance(one, Int4Weight) or (isinstance(one, Tensor) and one.dim())
+        else 0
+        for one in weights
+    ]
     width = sum(widths) if activation is None else next(iter(widths), 0)
-    kind = ACTIVATIONS[activation]
-    return x, weights, biases, norm, eps, offset, residual, kind, width, early
+    rest = norm, eps, offset, residual, kind, width
+    if not any(isinstance(one, Int4Weight) for one in weights):
+        return _CALL, (x, weights, biases, *rest, early)
+    first = weights[0]
+    alike = all(
+        isinstance(one, Int4Weight)
+        and one.group_size == first.group_size
+        and (one.zeros is None) == (first.zeros is None)
+        for one in weights
+    )
+    if not alike or any(width % TILE_N for width in widths[:-1]):
+        raise ValueError(
+            "flexops.few_rows_linear: weights of 4 bits must have one group size, all or none of"
+            f" them zero points, and {TILE_N} n rows but for the last one; fix: a call for each"
+        )
+    if not all(streams(x, one) for one in weights):
+        check_rows(x, len(weights), len(biases), kind)
+        return _reference, (x, weights, biases, *rest, early)
+    packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
+    zeros = [] if first.zeros is None else zeros
+    return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)
+
+
+def _fail(text: str) -> None:
+    raise ValueError(f"flexops.few_rows_linear: {text}")
+
+
+def check_rows(x: Tensor, weights: int, biases: int, activation: int) -> None:
+    """Raise unless there are few rows, and as many weights and biases as fit each other."""
+    if x.dim() == 0 or x.numel() > MOST_ROWS * x.shape[-1]:
+        _fail(f"x must have at most {MOST_ROWS} rows, got shape {list(x.shape)}")
+    if not 1 <= weights <= MOST_WEIGHTS or (activation and weights != 2):
+        required = 2 if activation else f"1 to {MOST_WEIGHTS}"
+        _fail(f"weights must be {required} tensors, got {weights}")
+    if biases not in (0, weights):
+        _fail(f"biases must be none or {weights} tensors, got {biases}")
 
 
 def _check(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
 ) -> None:  # fmt: skip
-    def fail(text: str) -> None:
-        raise ValueError(f"flexops.few_rows_linear: {text}")
-
     del norm, eps, offset, residual, width, early
-    k = x.shape[-1] if x.dim() else 0
-    if x.dim() == 0 or x.numel() > MOST_ROWS * k:
-        fail(f"x must have at most {MOST_ROWS} rows, got shape {list(x.shape)}")
-    if not 1 <= len(weights) <= MOST_WEIGHTS or (activation and len(weights) != 2):
-        required = 2 if activation else f"1 to {MOST_WEIGHTS}"
-        fail(f"weights must be {required} tensors, got {len(weights)}")
+    check_rows(x, len(weights), len(biases), activation)
+    k = x.shape[-1]
     for i, weight in enumerate(weights):
         if weight.dim() != 2 or weight.shape[1] != k:
-            fail(f"weights[{i}] must have shape [any, {k}], got {list(weight.shape)}")
+            _fail(f"weights[{i}] must have shape [any, {k}], got {list(weight.shape)}")
     if activation and weights[0].shape != weights[1].shape:
-        fail(f"weights[1] must have weights[0]'s shape, got {list(weights[1].shape)}")
-    if biases and len(biases) != len(weights):
-        fail(f"biases must be none or {len(weights)} tensors, got {len(biases)}")
+        _fail(f"weights[1] must have weights[0]'s shape, got {list(weights[1].shape)}")
     for i, (bias, weight) in enumerate(zip(biases, weights, strict=False)):
         if bias.shape != weight.shape[:1]:
-            fail(f"biases[{i}] must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+            _fail(f"biases[{i}] must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
 
 
 def _reference(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
+    x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
 ) -> Tensor:  # fmt: skip
     del width, early
+    products = [
+        functools.partial(
+            int4_linear if isinstance(weight, Int4Weight) else F.linear, weight=weight, bias=bias
+        )
+        for weight, bias in itertools.zip_longest(weights, biases)
+    ]
+    return compute(x, products, norm, eps, offset, residual, activation)
+
+
+def compute(
+    x: Tensor, products: list[Any], norm: Tensor | None, eps: float, offset: float,
+    residual: Tensor | None, activation: int,
+) -> Tensor:  # fmt: skip
+    """The module's formula, with products as functions of ``n``."""
     if norm is not None:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         x = (wide * (norm.float() + offset)).to(x.dtype)
-    made = [F.linear(x, weight, bias) for weight, bias in itertools.zip_longest(weights, biases)]
+    made: list[Tensor] = [product(x) for product in products]
     if activation:
         gate, up = (one.float() for one in made)
         acted = F.silu(gate) if activation == 1 else _gelu(gate, activation)

@@ -1,13 +1,28 @@
 """The gated RMS norm of linear-attention and state-space models (Mamba 2: Dao and Gu, arXiv
-2405.21060), by the kernels of :mod:`.norm` and :mod:`.activation`: one pass for the norm, one for
-the gate."""
+2405.21060), in one pass over memory.
+
+For each group of columns, with ``u = x`` or, if the gate is first, ``u = x * silu(gate)``::
+
+    n = u / sqrt(mean(u * u) + eps)
+    out = weight * n * silu(gate)        or, if the gate is first, weight * n
+
+Everything is computed in float32 and rounded once, to the dtype of ``x``.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import swiglu
-from .norm import rms_norm
+from ._declared import define
+from ._difference import difference
+from ._register import caller, check_places, is_dense
+from .cross_entropy import FLOAT_DTYPES
+
+_PART = 16  # of csrc/gated_norm/gated_norm.cuh
 
 
 def gated_rms_norm(
@@ -20,19 +35,18 @@ def gated_rms_norm(
     groups: int = 1,
 ) -> Tensor:
     """``rms_norm(x) * weight * silu(gate)``, or with ``norm_first=False`` ``rms_norm(x *
-    silu(gate)) * weight``.
+    silu(gate)) * weight``. Formula: see the module.
 
     Args:
         x: ``[..., H]``, float32, float16 or bfloat16.
         gate: the shape and dtype of ``x``.
-        weight: ``[H]`` or None.
+        weight: ``[H]``, of these dtypes, or None.
         eps: added to the mean square.
         norm_first: as Qwen3-Next has it; False: as Mamba 2 and Bamba have it.
         groups: the last dimension is normalized in so many equal parts, each by itself.
 
     Returns:
-        the shape and dtype of ``x``. Each of the two passes computes in float32 and rounds its
-        result to the dtype of ``x``.
+        the shape and dtype of ``x``.
 
     Raises:
         TypeError: a tensor is not of these dtypes.
@@ -41,9 +55,13 @@ def gated_rms_norm(
     Differentiable once, with respect to ``x``, ``gate`` and ``weight``.
     """
     where = "flexops.gated_rms_norm:"
-    for name, one in (("x", x), ("gate", gate)):
+    for name, one in (("x", x), ("gate", gate), ("weight", weight)):
+        if one is None and name == "weight":
+            continue
         if not isinstance(one, Tensor):
             raise TypeError(f"{where} {name} must be a tensor, got {type(one).__name__}")
+        if not is_dense(one):
+            check_places(where[:-1], {name: one})
     if gate.shape != x.shape:
         raise ValueError(
             f"{where} gate must have x's shape {list(x.shape)}, got {list(gate.shape)}"
@@ -57,13 +75,96 @@ def gated_rms_norm(
         raise ValueError(
             f"{where} weight must have shape {list(x.shape[-1:])}, got {list(weight.shape)}"
         )
-    if not norm_first:
-        return _norm(swiglu(gate, x), weight, eps, groups)
-    return swiglu(gate, _norm(x, weight, eps, groups))
+    if weight is not None and weight.dtype in FLOAT_DTYPES and weight.dtype != x.dtype:
+        weight = weight.float()
+    rows = (one.reshape(-1, x.shape[-1]) if x.dim() != 2 else one for one in (x, gate))
+    result: Tensor = _CALL(*rows, weight, eps, groups, norm_first)
+    return result.view(x.shape)
 
 
-def _norm(x: Tensor, weight: Tensor | None, eps: float, groups: int) -> Tensor:
-    if groups == 1:
-        return rms_norm(x, weight, eps)
-    parts = rms_norm(x.unflatten(-1, (groups, -1)), None, eps).flatten(-2)
-    return parts if weight is None else (parts * weight).to(x.dtype)
+# ---- the ops: x, [tokens, H] ---------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:
+    parts = u.unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    scaled: Tensor = (parts * scale).flatten(-2)
+    return scaled
+
+
+def _reference(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int, norm_first: bool
+) -> Tensor:
+    silu, u = F.silu(_wide(gate)), _wide(x)
+    n = _scaled(u if norm_first else u * silu, eps, groups)
+    n = n if weight is None else n * _wide(weight)
+    return (n * silu if norm_first else n).to(x.dtype).contiguous()
+
+
+def _backward_reference(
+    grad: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    groups: int,
+    norm_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight's gradient of each 16 tokens, in float32, and those of ``x`` and ``gate``."""
+    values, gates, upstream = _wide(x), _wide(gate), _wide(grad)
+    half = torch.sigmoid(gates)
+    silu, slope = gates * half, half * (1 + gates * (1 - half))
+    u = values if norm_first else values * silu
+    n = _scaled(u, eps, groups)
+    of_weight = upstream * n * (silu if norm_first else 1)
+    padded = F.pad(of_weight, (0, 0, 0, _PART - x.shape[0] % _PART))
+    partial = padded.unflatten(0, (-1, _PART)).sum(1)
+    weighted = upstream if weight is None else upstream * _wide(weight)
+    parts, of_n, of_parts = (
+        one.unflatten(-1, (groups, -1)) for one in (u, weighted * (silu if norm_first else 1), n)
+    )
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    of_u = (scale * (of_n - of_parts * (of_n * of_parts).mean(-1, keepdim=True))).flatten(-2)
+    of_x = of_u if norm_first else of_u * silu
+    of_gate = slope * (weighted * n if norm_first else of_u * values)
+    return partial.float(), of_x.to(x.dtype).contiguous(), of_gate.to(x.dtype).contiguous()
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, gate, weight = ctx.saved_tensors
+    partial, of_x, of_gate = torch.ops.flexops.gated_rms_norm_backward.default(
+        grad, x, gate, weight, ctx.eps, ctx.groups, ctx.norm_first
+    )
+    of_weight = None
+    if weight is not None and ctx.needs_input_grad[2]:
+        of_weight = partial.sum(0).to(weight.dtype)
+    return of_x, of_gate, of_weight
+
+
+define("gated_rms_norm", _reference, saves=("x", "gate", "weight"), backward=_backward)
+define("gated_rms_norm_backward", _backward_reference)
+_CALL = caller(torch.ops.flexops.gated_rms_norm.default)
+
+
+def self_check(device: str) -> float:
+    """The largest difference between what calls on ``device`` reach and the references."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate, grad = (torch.randn(35, 96, generator=generator).to(device) for _ in range(3))
+    weight = torch.randn(96, generator=generator).to(device)
+    actual: list[Tensor] = []
+    expected: list[Tensor] = []
+    ops = torch.ops.flexops
+    for options in ((1e-6, 1, True), (1e-6, 3, False)):
+        actual += [
+            ops.gated_rms_norm(x, gate, weight, *options),
+            *ops.gated_rms_norm_backward(grad, x, gate, weight, *options),
+        ]
+        expected += [
+            _reference(x, gate, weight, *options),
+            *_backward_reference(grad, x, gate, weight, *options),
+        ]
+    return difference(tuple(actual), tuple(expected))

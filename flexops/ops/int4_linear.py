@@ -19,6 +19,8 @@ number of rows on, it is faster to dequantize the weight and to call torch's pro
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -325,15 +327,9 @@ def _check_weight(where: str, weight: object) -> None:
         )
 
 
-def _check_packed(
-    where: str,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-) -> None:
+def check_packed(where: str, weight: Int4Weight) -> None:
+    """Raise unless the tensors of a weight fit each other."""
+    packed, scales, zeros, n, k, group_size = weight
     _check_tensor(where, "weight.packed", packed, (torch.uint8,))
     _check_tensor(where, "weight.scales", scales, _FLOAT_DTYPES)
     _check_group(where, "weight", k, group_size)
@@ -353,43 +349,26 @@ def _check_packed(
             )
 
 
-def _check_linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-) -> None:
+def _check_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
     where = "flexops.int4_linear"
     _check_tensor(where, "x", x, _FLOAT_DTYPES)
-    if x.dim() == 0 or x.shape[-1] != k:
+    if x.dim() == 0 or x.shape[-1] != weight.k:
         raise ValueError(
-            f"{where}: x must have shape [..., {k}] for a weight of shape {[n, k]}, got"
-            f" {list(x.shape)}"
+            f"{where}: x must have shape [..., {weight.k}] for a weight of shape"
+            f" {list(weight.shape)}, got {list(x.shape)}"
         )
     if bias is not None:
         _check_tensor(where, "bias", bias, (x.dtype,))
-        if bias.shape != (n,):
-            raise ValueError(f"{where}: bias must have shape {[n]}, got {list(bias.shape)}")
-    _check_packed(where, packed, scales, zeros, n, k, group_size)
+        if bias.shape != (weight.n,):
+            raise ValueError(f"{where}: bias must have shape {[weight.n]}, got {list(bias.shape)}")
+    check_packed(where, weight)
 
 
-def _check_unpack(
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> None:
+def _check_unpack(weight: Int4Weight, dtype: torch.dtype) -> None:
     where = "flexops.unpack_int4"
     if dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{where}: dtype must be float32, float16 or bfloat16, got {dtype}")
-    _check_packed(where, packed, scales, zeros, n, k, group_size)
+    check_packed(where, weight)
 
 
 def _padding(size: int, multiple: int) -> int:
@@ -416,68 +395,69 @@ def _unpack_codes(packed: Tensor, n: int, k: int) -> Tensor:
     return codes[:n, :k]
 
 
-def _unpack_reference(
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    groups = k // group_size
-    data = _unpack_codes(packed, n, k).float().unflatten(1, (groups, group_size))
-    zero = 8.0 if zeros is None else _unpack_groups(zeros, n, groups).unsqueeze(-1)
-    values: Tensor = (data - zero) * _unpack_groups(scales, n, groups).unsqueeze(-1)
+def _unpack_reference(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    n, k, groups = weight.n, weight.k, weight.k // weight.group_size
+    data = _unpack_codes(weight.packed, n, k).float().unflatten(1, (groups, weight.group_size))
+    zero: Any = 8.0
+    if weight.zeros is not None:
+        zero = _unpack_groups(weight.zeros, n, groups).unsqueeze(-1)
+    values: Tensor = (data - zero) * _unpack_groups(weight.scales, n, groups).unsqueeze(-1)
     return values.flatten(1).to(dtype).contiguous()
 
 
-def _product_reference(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    _plan: int = 0,
-) -> Tensor:
-    weight = _unpack_reference(packed, scales, zeros, n, k, group_size, torch.float32)
+def product_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """:func:`int4_linear` in plain PyTorch."""
+    dense = _unpack_reference(weight, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        product = F.linear(x.float(), weight, None if bias is None else bias.float())
+        product = F.linear(x.float(), dense, None if bias is None else bias.float())
     result: Tensor = product.to(x.dtype).contiguous()
     return result
 
 
-def _linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-) -> Tensor:
+def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     ops = torch.ops.flexops
-    if x.numel() <= few_rows(x, scales) * k:
-        result: Tensor = ops.int4_product.default(
-            x, packed, scales, zeros, bias, n, k, group_size, 0
+    packed, scales, zeros, n, k, group_size = weight
+    result: Tensor
+    if streams(x, weight):
+        lists = [[] if one is None else [one] for one in (packed, scales, zeros, bias)]
+        result = ops.int4_few_rows_linear.default(
+            x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
         )
-        return result
-    weight = ops.int4_unpack.default(packed, scales, zeros, n, k, group_size, x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        result = F.linear(x, weight, bias)
-    return result.contiguous()
+    elif x.numel() <= _most_rows(x, scales) * k:
+        result = ops.int4_product.default(x, packed, scales, zeros, bias, n, k, group_size, 0)
+    else:
+        dense = ops.int4_unpack.default(*weight, x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            result = F.linear(x, dense, bias).contiguous()
+    return result
 
 
-def few_rows(x: Tensor, scales: Tensor) -> int:
+MOST_STREAMED_ROWS = 8
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def streams(x: Tensor, weight: Int4Weight) -> bool:
+    """Whether the kernel for few rows computes this product: it keeps ``x`` in shared memory, on
+    GPUs from 9.0 on in that of eight multiprocessors."""
+    if not x.is_cuda or x.dtype not in _HALVES or weight.scales.dtype not in _HALVES:
+        return False
+    most = 1 << 15 if _capability(x.device) < (9, 0) else 1 << 18  # elements
+    return x.numel() <= min(most, MOST_STREAMED_ROWS * weight.k)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _most_rows(x: Tensor, scales: Tensor) -> int:
     """The most rows of ``x`` for which kernels read the packed weight: measured on one H200, and on
     one core of a CPU."""
-    if x.device.type == "cuda":
-        return 0 if torch.float32 in (x.dtype, scales.dtype) else 128
-    return 16
+    if x.device.type != "cuda":
+        return 16
+    if torch.float32 in (x.dtype, scales.dtype):
+        return 0
+    return 512 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
@@ -490,11 +470,9 @@ def _product_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    packed, scales, zeros = ctx.saved_tensors
-    return (
-        torch.ops.flexops.int4_linear_backward.default(grad, packed, scales, zeros, *ctx.numbers),
-        *(None,) * 7,
-    )
+    tensors, numbers = ctx.saved_tensors, ctx.numbers
+    made = torch.ops.flexops.int4_linear_backward.default(grad, *tensors, *numbers)
+    return (made, *(None,) * 7)
 
 
 def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
@@ -502,36 +480,45 @@ def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
     ctx.numbers = args[5:]
 
 
-def _backward_reference(
-    grad: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-) -> Tensor:
-    weight = torch.ops.flexops.int4_unpack.default(
-        packed, scales, zeros, n, k, group_size, grad.dtype
-    )
+def _backward_reference(grad: Tensor, *weight: Any) -> Tensor:
+    dense = torch.ops.flexops.int4_unpack.default(*weight, grad.dtype)
     with torch.autocast(grad.device.type, enabled=False):
-        return torch.matmul(grad, weight)
+        return torch.matmul(grad, dense)
+
+
+def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the arguments of an operator, ``function(x, weight, bias)``."""
+
+    def call(
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        n: int,
+        k: int,
+        group_size: int,
+        _plan: int = 0,
+    ) -> Any:
+        return function(x, Int4Weight(packed, scales, zeros, n, k, group_size), bias)
+
+    return call
 
 
 _WEIGHT = "Tensor packed, Tensor scales, Tensor? zeros"
 _NUMBERS = "int n, int k, int group_size"
 define(
     "int4_unpack",
-    _unpack_reference,
+    lambda *args: _unpack_reference(Int4Weight(*args[:6]), args[6]),
     _unpack_fake,
-    check=_check_unpack,
+    check=lambda *args: _check_unpack(Int4Weight(*args[:6]), args[6]),
     function="unpack_int4",
 )
 define(
     "int4_product",
-    _product_reference,
+    _grouped(product_reference),
     _product_fake,
-    check=lambda *args: _check_linear(*args[:8]),
+    check=_grouped(_check_linear),
     hidden=True,
     function="int4_linear",
 )
@@ -543,9 +530,9 @@ define(
 )
 define(
     f"int4_linear(Tensor x, {_WEIGHT}, Tensor? bias, {_NUMBERS}) -> Tensor",
-    _linear,
+    _grouped(_linear),
     _product_fake,
-    check=_check_linear,
+    check=_grouped(_check_linear),
     setup_context=_setup,
     backward=_backward,
 )
@@ -558,12 +545,8 @@ def self_check(device: str) -> float:
     to the largest element."""
     generator = torch.Generator().manual_seed(0)
     weight = quantize_int4(torch.randn(40, 192, generator=generator)).to(device)
-    pairs = [(unpack_int4(weight), _unpack_reference(*weight, torch.float32))]
+    pairs = [(unpack_int4(weight), _unpack_reference(weight, torch.float32))]
     for rows in (1, 5, 40):
         x = torch.randn(rows, 192, generator=generator).to(device)
-        pairs.append((int4_linear(x, weight), _product_reference(x, *_arguments(weight))))
+        pairs.append((int4_linear(x, weight), product_reference(x, weight, None)))
     return difference(*zip(*pairs, strict=True))
-
-
-def _arguments(weight: Int4Weight) -> tuple[Any, ...]:
-    return (*weight[:3], None, *weight[3:])

@@ -51,6 +51,8 @@ def attention_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
+    rotary_from_leftpad: bool = False,
+    early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append ``k`` and ``v`` to the cache in place, and attend ``q`` to it. Formulas: see the
     module. Nothing waits for the GPU, and the call can be captured in a CUDA graph: lengths, tables
@@ -86,6 +88,11 @@ def attention_with_kvcache(
         return_softmax_lse: return ``lse`` too.
         sinks: float32 ``[heads]`` (or bfloat16 or float16), one more score of each row, without a
             value.
+        rotary_from_leftpad: positions of the rotary embedding count from ``cache_leftpad``, as
+            those of left-padded prompts do, not from the cache's first token.
+        early: in a captured graph on GPUs from 9.0 on, cached tokens, ``cache_seqlens``,
+            ``cache_leftpad`` and tables may be read while the kernel before this one still runs.
+            Only where that kernel writes none of them.
 
     Returns:
         the output, ``[batch, queries, heads, v's head_dim]``, contiguous; with
@@ -125,6 +132,8 @@ def attention_with_kvcache(
         _in_float32(alibi_slopes),
         num_splits,
         _in_float32(sinks),
+        rotary_from_leftpad,
+        early,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -157,7 +166,7 @@ def _check(
     cache_seqlens: Any, length: int, cache_batch_idx: Any, cache_leftpad: Any, block_table: Any,
     *numbers: Any,
 ) -> None:  # fmt: skip
-    *_, alibi_slopes, num_splits, sinks = numbers
+    *_, alibi_slopes, num_splits, sinks, _, _ = numbers
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
@@ -274,7 +283,7 @@ def _reference(
     length: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
     block_table: Tensor | None, scale: float | None, left: int, right: int, softcap: float,
     interleaved: bool, alibi_slopes: Tensor | None, _splits: int, sinks: Tensor | None,
-    *, attend: Callable[..., Any] = attention_reference,
+    from_leftpad: bool, _early: bool, *, attend: Callable[..., Any] = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -287,12 +296,12 @@ def _reference(
         # Without a mask all queries stand at one position.
         step = 1 if left >= 0 or right >= 0 else 0
         steps = torch.arange(max(queries, new), device=q.device)
-        q = rotated_reference(
-            q, rotary_cos, rotary_sin, lengths[:, None] + step * steps[:queries], interleaved
-        )
-        k = rotated_reference(
-            k, rotary_cos, rotary_sin, lengths[:, None] + steps[:new], interleaved
-        )
+        first = lengths[:, None]
+        if from_leftpad and cache_leftpad is not None:
+            first = first - cache_leftpad[:, None].clamp(min=0)
+        of_q, of_k = ((first + one).clamp(min=0) for one in (step * steps[:queries], steps[:new]))
+        q = rotated_reference(q, rotary_cos, rotary_sin, of_q, interleaved)
+        k = rotated_reference(k, rotary_cos, rotary_sin, of_k, interleaved)
     out = q.new_empty(batch, queries, heads, v_cache.shape[-1])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
@@ -393,6 +402,6 @@ def self_check(device: str) -> float:
     for function in functions:
         copies = [cache.clone() for cache in caches]
         with torch.no_grad():
-            found = function(q, *copies, k, v, *options, None, 0, None)
+            found = function(q, *copies, k, v, *options, None, 0, None, False, False)
         results.append([*found, *copies])
     return difference(*results) / (1 if dtype == torch.float32 else 32)

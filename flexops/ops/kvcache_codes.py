@@ -201,6 +201,8 @@ def attention_with_compressed_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     num_splits: int = 0,
+    rotary_from_leftpad: bool = False,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A decode step: append one token of each sequence, attend, and quantize the group that leaves
     the ring. It can be captured, as :func:`flexops.attention_with_kvcache`, whose arguments it has.
@@ -224,7 +226,7 @@ def attention_with_compressed_kvcache(
     found: tuple[Tensor, Tensor] = run(
         q, k, v, *cache[:6], rotary_cos, rotary_sin, seqlens, length, cache_leftpad, cache.bits,
         cache.group_size, softmax_scale, *window_size, float(softcap), rotary_interleaved,
-        of_heads[0], num_splits, of_heads[1],
+        of_heads[0], num_splits, of_heads[1], rotary_from_leftpad, early,
     )  # fmt: skip
     return found
 
@@ -307,7 +309,8 @@ def _attend_reference(
     cache_leftpad: Tensor | None, bits: int, group_size: int, scale: float | None, left: int,
     right: int, softcap: float, interleaved: bool, alibi_slopes: Tensor | None,
     num_splits: int,  # noqa: ARG001
-    sinks: Tensor | None,
+    sinks: Tensor | None, from_leftpad: bool,
+    early: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads = q.shape[:3]
     if cache_seqlens is None:
@@ -316,8 +319,11 @@ def _attend_reference(
         lengths = cache_seqlens.long().clamp(min=0)
     if rotary_cos is not None and rotary_sin is not None:
         steps = torch.arange(queries, device=q.device) * (left >= 0 or right >= 0)
-        q = rotated_reference(q, rotary_cos, rotary_sin, lengths[:, None] + steps, interleaved)
-        k = rotated_reference(k, rotary_cos, rotary_sin, lengths[:, None], interleaved)
+        first = lengths[:, None]
+        if from_leftpad and cache_leftpad is not None:
+            first = (first - cache_leftpad[:, None].clamp(min=0)).clamp(min=0)
+        q = rotated_reference(q, rotary_cos, rotary_sin, first + steps, interleaved)
+        k = rotated_reference(k, rotary_cos, rotary_sin, first, interleaved)
     out = q.new_empty(batch, queries, heads, v.shape[-1])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     begins = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()

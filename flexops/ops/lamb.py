@@ -17,15 +17,11 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import (
     Writer,
-    check_rates,
     each_step,
     largest_difference,
-    listed,
-    on_cpu,
     round_to_bfloat16,
-    split_lr,
+    step_lists,
     step_noise,
-    write_lists,
 )
 
 
@@ -78,31 +74,27 @@ def lamb_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    check_rates("lamb_", lr, (beta1, beta2), eps=eps, weight_decay=weight_decay)
-    lists = listed(
+    lists = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "state_steps": state_steps,
+    }
+    step_lists(
         "lamb_",
-        params=params,
-        grads=grads,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        state_steps=state_steps,
+        lists,
+        lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        adapt=adapt,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        stochastic=stochastic,
     )
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (
-        *lists,
-        number,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        adapt,
-        maximize,
-        tensor,
-        grad_scale,
-        found_inf,
-        stochastic,
-    )
-    write_lists(torch.ops.flexops.lamb_.default, args, lists[0])
 
 
 def _update(

@@ -15,15 +15,12 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import (
     Writer,
-    check_rates,
     each_step,
     largest_difference,
     listed,
-    on_cpu,
     round_to_bfloat16,
-    split_lr,
+    step_lists,
     step_noise,
-    write_lists,
 )
 
 
@@ -69,27 +66,25 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    check_rates("lion_", lr, (beta1, beta2), weight_decay=weight_decay)
     lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
-    number, tensor = split_lr(lr, on_cpu(lists[0]))
-    args = (
-        *lists[:3],
-        number,
-        beta1,
-        beta2,
-        weight_decay,
-        maximize,
-        tensor,
-        grad_scale,
-        found_inf,
-        lists[3],
-        stochastic,
+    step_lists(
+        "lion_",
+        {"params": lists[0], "grads": lists[1], "exp_avgs": lists[2]},
+        lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        state_steps=lists[3],
+        stochastic=stochastic,
     )
-    write_lists(torch.ops.flexops.lion_.default, args, lists[0])
 
 
-def _check(*args: Any) -> None:
-    if args[-1] and not args[-2]:
+def _check(*args: Any, **named: Any) -> None:
+    steps, stochastic = (named["state_steps"], named["stochastic"]) if named else args[-2:]
+    if stochastic and not steps:
         raise ValueError("flexops.lion_: state_steps must be given to round stochastically")
 
 

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from .._torch import below_autograd, is_transforming
-from ._declared import define
+from ._declared import checks_of, define, empty_in_order
 from ._difference import difference
-from ._register import caller, check_places, is_dense
-
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ._register import caller, is_dense
 
 
 @overload
@@ -89,10 +87,9 @@ def rotary_embedding(
             ``unbind``.
 
     Returns:
-        the rotated ``(query, key)``, key None if it was. Unless in place, they are dense, in memory
-        ordered by length and then heads if the input's heads are closer to each other than its
-        positions, else by heads and then length. Differentiable, once, with respect to ``query``
-        and ``key``.
+        the rotated ``(query, key)``, key None if it was. Unless in place, they are dense, with
+        their dimensions in the order in memory of the input's, head_dim innermost. Differentiable,
+        once, with respect to ``query`` and ``key``.
 
     Raises:
         TypeError: a tensor is not of the dtypes above.
@@ -100,12 +97,12 @@ def rotary_embedding(
             be written in place is broadcast.
     """
     if interleaved and isinstance(cos, Tensor) and is_dense(cos) and cos.dim() == 3:
-        _check(query, key, cos, sin, positions)
+        _checked(query, key, cos, sin, positions)
         cos, sin = (torch.cat([table[..., ::2]] * 2, -1) for table in (cos, sin))
     if not inplace:
         results = _call(query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
-    _check(query, key, cos, sin, positions)
+    _checked(query, key, cos, sin, positions)
     _check_writable(query, key)
     _rotate_in_place(query, key, cos, sin, positions, interleaved)
     return query, key
@@ -173,21 +170,10 @@ def _fail(message: str, error: type[Exception] = ValueError) -> None:
     raise error(f"flexops.rotary_embedding: {message}")
 
 
-def _check_float(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.dtype not in _FLOAT_DTYPES:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        _fail(f"{name} must be a float32, bfloat16 or float16 tensor, got {got}", TypeError)
-
-
 def _check(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *_: bool
 ) -> None:
-    check_places(
-        "flexops.rotary_embedding",
-        {"query": query, "key": key, "cos": cos, "sin": sin, "positions": positions},
-    )
-    _check_float("query", query)
-    _check_float("cos", cos)
+    """What the declaration does not express."""
     shape, table = query.shape, cos.shape
     if len(shape) != 4:
         _fail(f"query must have shape [batch, heads, length, head_dim], got {list(shape)}")
@@ -213,21 +199,18 @@ def _check(
             "cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's"
             f" head_dim, {shape[3]}, got {list(table)}"
         )
-    if not isinstance(sin, Tensor) or sin.dtype != cos.dtype:
-        _fail(
-            f"sin must be a {cos.dtype} tensor, as cos, got"
-            f" {sin.dtype if isinstance(sin, Tensor) else type(sin).__name__}",
-            TypeError,
-        )
-    if sin.shape != table:
-        _fail(f"sin must have cos's shape {list(table)}, got {list(sin.shape)}")
     _check_constant(
         cos.requires_grad and torch.is_grad_enabled(), sin.requires_grad and torch.is_grad_enabled()
     )
-    if key is not None:
-        _check_key(query.dtype, shape, key)
+    if key is not None and (
+        key.dim() != 4 or key.shape[0] != shape[0] or key.shape[2:] != shape[2:]
+    ):
+        wanted = f"[{shape[0]}, any, {shape[2]}, {shape[3]}]"
+        _fail(f"key must have shape {wanted}, as query, got {list(key.shape)}")
     if positions is not None:
-        _check_positions(shape, positions)
+        if tuple(positions.shape) not in ((shape[2],), (shape[0], shape[2])):
+            wanted = f"[{shape[2]}] or [{shape[0]}, {shape[2]}], as query's length and batch"
+            _fail(f"positions must have shape {wanted}, got {list(positions.shape)}")
     elif len(table) == 2 and table[0] < shape[2]:
         _fail(
             f"cos must have a row for each of query's {shape[2]} positions if positions is None,"
@@ -235,39 +218,12 @@ def _check(
         )
 
 
+_checked = checks_of("rotary_embedding", "rotary_embedding", _check)
+
+
 def _check_constant(cos: bool, sin: bool) -> None:
     if cos or sin:
         _fail(f"{'cos' if cos else 'sin'} must not require a gradient: there is none for it")
-
-
-def _check_key(dtype: torch.dtype, query: torch.Size, key: Tensor) -> None:
-    if not isinstance(key, Tensor) or key.dtype != dtype:
-        _fail(
-            f"key must be a {dtype} tensor, as query, or None, got"
-            f" {key.dtype if isinstance(key, Tensor) else type(key).__name__}",
-            TypeError,
-        )
-    shape = key.shape
-    if len(shape) != 4 or shape[0] != query[0] or shape[2:] != query[2:]:
-        _fail(
-            f"key must have shape [{query[0]}, any, {query[2]}, {query[3]}], as query, got"
-            f" {list(shape)}"
-        )
-
-
-def _check_positions(query: torch.Size, positions: Tensor) -> None:
-    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        _fail(f"positions must be an int64 or int32 tensor or None, got {got}", TypeError)
-    batch, _, length, _ = query
-    if (
-        not (positions.dim() == 1 or (positions.dim() == 2 and positions.size(0) == batch))
-        or positions.size(-1) != length
-    ):
-        _fail(
-            f"positions must have shape [{length}] or [{batch}, {length}], as query's length and"
-            f" batch, got {list(positions.shape)}"
-        )
 
 
 def _check_writable(query: Tensor, key: Tensor | None) -> None:
@@ -326,14 +282,6 @@ def rotated_reference(
     ].transpose(1, 2)
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    """Dense, ordered by length and heads if x is, else by heads and length."""
-    batch, heads, length, head_dim = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
-    return x.new_empty(batch, heads, length, head_dim)
-
-
 def _reference(
     query: Tensor,
     key: Tensor | None,
@@ -346,7 +294,7 @@ def _reference(
     c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
     results = []
     for x in (query,) if key is None else (query, key):
-        out = _empty_like(x)
+        out = empty_in_order(x)
         out[..., : 2 * _pairs(cos)] = _rotated(x, c, s, interleaved)
         out[..., 2 * _pairs(cos) :] = x[..., 2 * _pairs(cos) :]
         results.append(out)
@@ -365,14 +313,6 @@ def _reference_in_place(
     c, s = _angles(cos, query, positions), _angles(-sin if inverse else sin, query, positions)
     for x in (query,) if key is None else (query, key):
         x[..., : 2 * _pairs(cos)] = _rotated(x, c, s, interleaved)
-
-
-def _fake(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_like(query), query.new_empty(0) if key is None else _empty_like(key)
-
-
-def _fake_in_place(*_: Any) -> None:
-    return None
 
 
 def _keep(ctx: Any, args: tuple[Any, ...], _: tuple[Tensor, Tensor]) -> None:
@@ -399,17 +339,11 @@ def _backward(ctx: Any, query: Tensor | None, key: Tensor | None) -> tuple[Tenso
 define(
     "rotary_embedding",
     _reference,
-    _fake,
     check=_check,
     setup_context=_keep,
     backward=_backward,
 )
-define(
-    "rotary_embedding_",
-    _reference_in_place,
-    _fake_in_place,
-    function="rotary_embedding",
-)
+define("rotary_embedding_", _reference_in_place, function="rotary_embedding")
 
 _rotate = torch.ops.flexops.rotary_embedding.default
 _call = caller(_rotate)

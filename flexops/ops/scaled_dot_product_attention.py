@@ -103,7 +103,7 @@ def _torchs(
         or (mask is not None and is_causal)
         or not (of_q == of_k == of_v or _go_together(of_q, of_k, of_v, enable_gqa))
     ):
-        return "meant"  # torch's to compute, or to refuse
+        return "meant"  # torch's to compute, or to reject
     if dtype != key.dtype or dtype != value.dtype or dtype not in FLOATS:
         return "meant"
     if mask is not None and (

@@ -373,7 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return bucket
 
     def _look_up(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The parameters' states, made if they are not there."""
+        """The parameters' states, made if they are missing."""
         states = [cast(dict[str, Any], self.state[param]) for param in params]
         new = not any(states)
         for param, state in zip(params, states, strict=True):
@@ -437,8 +437,8 @@ def _converted(optimizer: FusedOptimizer, saved: dict[str, Any]) -> dict[str, An
 
 
 def _elements(joined: Tensor) -> list[Tensor]:
-    """Each as a tensor with a storage of its own, though their memory is the whole's: nobody who
-    saves, moves or resizes one finds the others in it."""
+    """Each as a tensor with a storage of its own, though their memory is the whole's: a caller that
+    saves, moves or resizes one does not find the others in it."""
     storage, size = joined.untyped_storage(), joined.element_size()
     return [
         joined.new_empty(0).set_(storage[at : at + size], 0, (), ())

@@ -10,81 +10,109 @@ are wider than high it is therefore cheaper to iterate on the small G, and to mu
     Q <- P Q,  G <- P G P,      and at the end X <- Q X
 
 An error of G's small eigenvalues grows by a^2 (about 12) in each iteration, because nothing ties G
-to X any more. After ``_RESTART`` iterations G is therefore computed from X again: rounding to
-bfloat16 then stays below what the plain iterations have. For matrices that are higher than wide,
-``G = X^T X``, and the factors stand to the right of X. Q is then transposed: in exact arithmetic it
-is symmetric, but its rounding errors are those of a left factor.
+to X any more. After a few iterations G is therefore computed anew: of large matrices as Q G Q from
+the first G, which is kept in two parts, rounded and what it was rounded off; of small ones from X,
+to which Q is applied first. In float16, whose rounding is an eighth of bfloat16's, errors then stay
+below those of the plain iterations in bfloat16 (tests/optim/test_muon.py). For matrices that are
+higher than wide, ``G = X^T X``, and the factors stand to the right of X.
+
+float16 has no small numbers, so X is scaled to elements of about 1 while it is iterated, and the
+first G by 1024.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-_RESTART = 3
-_PANELS = 4
+from ..ops.muon import COLUMNS, MIXED, ROWS, product
+
+_RUN = 3  # iterations from one G
+_TIED_FROM = 512  # rows and columns of G
+_TIED_RUN = 2  # iterations before G is computed anew from the first one
+_LARGEST_SCALE = 16384.0  # singular values reach 1.3 times that, below float16's 65504
+_GRAM_SCALE = 1024.0
 
 
-def orthogonalize(
-    x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> Tensor:
-    """The matrices, divided by their Frobenius norms, with their singular values brought near 1.
+def working_dtype(device: torch.device) -> torch.dtype:
+    """What matrices are iterated in: the CPU has no products of float16."""
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def scale_of(rows: int, columns: int) -> float:
+    """The Frobenius norm that matrices are given: elements are about 1."""
+    return min(math.sqrt(max(rows * columns, 1)), _LARGEST_SCALE)
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """``[batch, rows, columns]`` of any floating dtype as ``orthogonalize`` takes it.
 
     Args:
-        x: ``[batch, rows, columns]``; it is overwritten.
+        eps: the least norm that a matrix is divided by.
+    """
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    factor = scale_of(*x.shape[1:]) / norm.clamp(min=eps)
+    return (x * factor).to(working_dtype(x.device))
+
+
+def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """The matrices with their singular values brought near 1.
+
+    Args:
+        x: ``[batch, rows, columns]``, contiguous, of Frobenius norm ``scale_of(rows, columns)``.
         coefficients: a, b and c of each iteration.
         steps: how many iterations, at least 1.
-        eps: the least norm that a matrix is divided by.
 
     Returns:
         ``[batch, rows, columns]`` of x's dtype.
     """
-    a, b, c = coefficients
     rows, columns = x.shape[1:]
-    wide = max(rows, columns) / max(min(rows, columns), 1)
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x.div_(norm.clamp(min=eps))
+    least, most = sorted((rows, columns))
+    scale = scale_of(rows, columns)
+    is_wide = rows <= columns
+    form = ROWS if is_wide else COLUMNS
+    tied = least >= _TIED_FROM and most > 1.5 * least
+    longest = _RUN + _TIED_RUN if tied else _RUN if most > 1.5 * least else 1
     while steps > 0:
-        run = min(steps, _RESTART) if _gram_is_cheaper(wide, min(steps, _RESTART)) else 1
+        run = min(steps, longest)
         steps -= run
-        gram, product = (_gram(x, x.mT) if rows <= columns else _gram(x.mT, x)), None
-        for i in range(run):
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            if run == 1:  # the sum with a X in the product rounds once less
-                break
-            factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = factor if product is None else torch.bmm(factor, product)
-            if i < run - 1:
-                gram = torch.bmm(torch.bmm(gram, factor), factor)
-        if product is None:
-            pair = (factor, x) if rows <= columns else (x, factor)
-            x = torch.baddbmm(x, *pair, beta=a)
+        if run > _RUN:
+            gram = product(x, x, form, symmetric=True, alpha=_GRAM_SCALE / scale**2, low=True)
+            factor = _tied_factor(*gram.chunk(2), coefficients, run)
         else:
-            x = torch.bmm(product, x) if rows <= columns else torch.bmm(x, product.mT)
+            gram = product(x, x, form, symmetric=True, alpha=scale**-2)
+            factor = _factor(gram, 1.0, coefficients, run)
+        pair = (factor, x, MIXED) if is_wide else (x, factor, ROWS)
+        x = product(*pair, alpha=1.0 if steps else 1 / scale)
     return x
 
 
-def _gram_is_cheaper(wide: float, run: int) -> bool:
-    """Multiplications in units of m^3, for matrices of m rows and ``wide m`` columns: iterations on
-    X against those on G."""
-    return run > 1 and 4 * wide + 8 * run - 6 < run * (4 * wide + 2)
+def _factor(
+    gram: Tensor, scale: float, coefficients: tuple[float, float, float], run: int
+) -> Tensor:
+    """The product of the factors of ``run`` iterations from ``scale`` times the Gram matrix."""
+    a, b, c = coefficients
+    factor = None
+    for i in range(run):
+        step = product(
+            gram, gram, symmetric=True, alpha=c / scale**2, added=gram, beta=b / scale, diagonal=a
+        )
+        factor = step if factor is None else product(step, factor, MIXED, symmetric=True)
+        if i < run - 1:
+            half = product(step, gram, symmetric=True)
+            gram, scale = product(half, step, symmetric=True, alpha=1 / scale), 1.0
+    assert factor is not None
+    return factor
 
 
-def _gram(a: Tensor, b: Tensor) -> Tensor:
-    """``a b``, which is known to be symmetric: in panels of rows up to the diagonal, of which what
-    is above it is copied. Saves 3/8 of the multiplications."""
-    size = a.shape[1]
-    if not a.is_cuda or size % (128 * _PANELS) or a.shape[2] <= 2 * size:
-        return torch.bmm(a, b)
-    return _by_panels(a, b)
-
-
-def _by_panels(a: Tensor, b: Tensor) -> Tensor:
-    batch, size = a.shape[:2]
-    out = a.new_empty(batch, size, size)
-    panel = size // _PANELS
-    for start in range(0, size, panel):
-        rows, end = slice(start, start + panel), start + panel
-        torch.bmm(a[:, rows], b[:, :, :end], out=out[:, rows, :end])
-        out[:, :start, rows] = out[:, rows, :start].mT
-    return out
+def _tied_factor(
+    gram: Tensor, low: Tensor, coefficients: tuple[float, float, float], run: int
+) -> Tensor:
+    """The same from both parts of the Gram matrix times ``_GRAM_SCALE``."""
+    first = _factor(gram, _GRAM_SCALE, coefficients, _TIED_RUN)
+    half = product(first, gram, added=product(first, low), beta=1.0)
+    gram = product(half, first, symmetric=True, alpha=1 / _GRAM_SCALE)
+    second = _factor(gram, 1.0, coefficients, run - _TIED_RUN)
+    return product(second, first, MIXED)  # not as symmetric: errors are those of a left factor

@@ -26,9 +26,7 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
     gradients are left to ``torch.optim.Adagrad``.
 
     Args:
-        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
-            change under a captured CUDA graph).
+        params, lr: as for :class:`flexops.optim.Adam`.
         lr_decay: step t is made with ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: L2 factor, added to the gradient.
         initial_accumulator_value: what the sums of squares begin with.

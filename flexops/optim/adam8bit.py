@@ -48,9 +48,7 @@ class AdamW8bit(FusedOptimizer):
     named ``exp_avg`` and ``exp_avg_sq`` load as before.
 
     Args:
-        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
-            change under a captured CUDA graph).
+        params, lr: as for :class:`flexops.optim.Adam`.
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: rate of decoupled weight decay.

@@ -35,9 +35,7 @@ class LAMB(NarrowStates):
     :func:`flexops.optim.clip_grad_norm_` does that.
 
     Args:
-        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
-            change under a captured CUDA graph).
+        params, lr: as for :class:`flexops.optim.Adam`.
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: what of the parameter is added to its update, before the trust ratio.

@@ -23,9 +23,7 @@ class Lion(NarrowStates):
     DTensors, ``GradScaler``, CUDA graphs.
 
     Args:
-        params: parameters, or groups of them with options of their own, as for ``torch.optim``.
-        lr: learning rate, a float or a tensor of one element (read on the device, so that it may
-            change under a captured CUDA graph).
+        params, lr: as for :class:`flexops.optim.Adam`.
         betas: what the average weighs in the step, and in the next average.
         weight_decay: rate of decoupled weight decay.
         maximize: ascend.

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch import not_compiled
 from ..ops._multi_tensor import PARAM_DTYPES
 from ..ops._register import is_distributed
+from ..ops.muon import apply_, average_
 from ._fused import (
     Bucket,
     _is_number,
@@ -24,7 +25,7 @@ from ._fused import (
     plain,
 )
 from ._loading import check_floats, check_names
-from ._orthogonal import orthogonalize
+from ._orthogonal import normalize, orthogonalize, scale_of, working_dtype
 from .adam import _FusedAdam
 
 _BUFFER = "momentum_buffer"
@@ -37,9 +38,9 @@ class Muon(_FusedAdam):
     are no matrices.
 
     A step averages the gradient, makes the average's singular values about 1 by Newton-Schulz
-    iterations in bfloat16, and subtracts the result. Matrices of one shape are iterated as one
-    batch, and wide ones by their Gram matrices, which takes about half of the products; results
-    agree with torch's to the rounding of bfloat16.
+    iterations in float16 (on the CPU in float32), and subtracts the result. Matrices of one shape
+    are iterated as one batch, and wide ones by their Gram matrices, which takes about half of the
+    products; results agree with torch's to the rounding of bfloat16, which torch iterates in.
 
     Parameters of two dimensions are matrices, those of three are batches of matrices (weights of
     experts, ``[experts, rows, columns]``). All others, and groups with ``"muon": False`` (give
@@ -214,24 +215,18 @@ class Muon(_FusedAdam):
             if _BUFFER not in state:
                 state[_BUFFER] = torch.zeros_like(grad, memory_format=torch.preserve_format)
             buffers.append(state[_BUFFER])
-        owned = list(map(plain, params))
-        grads_here, buffers_here = list(map(plain, grads)), list(map(plain, buffers))
-        if scale is not None:
-            grads_here = list(torch._foreach_div(grads_here, scale))
-        momentum = group["momentum"]
-        torch._foreach_lerp_(buffers_here, grads_here, 1 - momentum)
-        averages = buffers_here
-        if group["nesterov"]:
-            averages = list(torch._foreach_lerp(grads_here, buffers_here, momentum))
-        steps = _orthogonal_steps(params, averages, group)
-        lr, decay = group["lr"], group["weight_decay"]
-        factor = lr * _FACTORS[group["adjust_lr_fn"]](*params[0].shape[-2:])
-        torch._foreach_mul_(owned, 1 - lr * decay)
-        for one, step in zip(owned, steps, strict=True):
-            if isinstance(factor, Tensor):
-                one.sub_(step.float() * factor.to(step.device))
-            else:
-                one.add_(step, alpha=-factor)
+        averages = _averages(params, grads, buffers, scale, group)
+        steps = orthogonalize(
+            averages, tuple(group["ns_coefficients"]), int(group["ns_steps"])
+        ).split(_counts(params))
+        owned = [_own_part(one.reshape(p.shape), p) for one, p in zip(steps, params, strict=True)]
+        apply_(
+            list(map(plain, params)),
+            owned,
+            lr=group["lr"],
+            decay=group["weight_decay"],
+            factor=_FACTORS[group["adjust_lr_fn"]](*params[0].shape[-2:]),
+        )
 
 
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
@@ -277,22 +272,49 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
     yield part
 
 
-def _orthogonal_steps(
-    params: list[Tensor], averages: list[Tensor], group: dict[str, Any]
-) -> list[Tensor]:
-    """This rank's part of each average with its singular values near 1, in bfloat16."""
+def _counts(params: list[Tensor]) -> list[int]:
+    """How many matrices each parameter has."""
+    return [param.shape[0] if param.dim() == 3 else 1 for param in params]
+
+
+def _averages(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    scale: Tensor | None,
+    group: dict[str, Any],
+) -> Tensor:
+    """The averages of all matrices, ``[matrices, rows, columns]``, as ``orthogonalize`` takes them;
+    updates the buffers."""
     rows, columns = params[0].shape[-2:]
-    counts = [param.shape[0] if param.dim() == 3 else 1 for param in params]
-    x = averages[0].new_empty(sum(counts), rows, columns, dtype=torch.bfloat16)
-    wholes = x.split(counts)
-    for param, average, whole in zip(params, averages, wholes, strict=True):
+    counts, device = _counts(params), params[0].device
+    if not any(map(is_distributed, params)):
+        x = torch.empty(sum(counts), rows, columns, dtype=working_dtype(device), device=device)
+        lists = [[one for whole in of for one in _matrices(whole)] for of in (grads, buffers)]
+        average_(
+            *lists,
+            list(x),
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            scale=scale_of(rows, columns),
+            eps=group["eps"],
+            grad_scale=scale,
+        )
+        return x
+    # Each rank averages its part, of which the norm says nothing yet.
+    x = grads[0].new_empty(sum(counts), rows, columns)
+    for param, grad, buffer, whole in zip(params, grads, buffers, x.split(counts), strict=True):
+        mine, average = plain(grad), plain(buffer)
+        mine = mine if scale is None else mine / scale
+        average.lerp_(mine, 1 - group["momentum"])
+        if group["nesterov"]:
+            average = mine.lerp(average, group["momentum"])
         whole.copy_(_gathered(average, param).view(whole.shape))
-    coefficients = tuple(group["ns_coefficients"])
-    x = orthogonalize(x, coefficients, int(group["ns_steps"]), group["eps"])
-    return [
-        _own_part(whole.reshape(param.shape), param)
-        for param, whole in zip(params, x.split(counts), strict=True)
-    ]
+    return normalize(x, group["eps"])
+
+
+def _matrices(tensor: Tensor) -> list[Tensor]:
+    return list(tensor) if tensor.dim() == 3 else [tensor]
 
 
 def _gathered(part: Tensor, param: Any) -> Tensor:

@@ -14,11 +14,12 @@ from torch import nn
 
 from ..errors import PatchError
 from . import attention as attending
-from . import convolution, int4, stepping, torch_modules, trl
+from . import classes, int4, stepping, torch_modules, trl
+from . import fp8 as fp8_products
 from . import generation as generating
-from . import projections as projecting
 from . import residuals as adding
 from . import rope as rope_part
+from .forwards import is_ours, plain
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -47,6 +48,7 @@ def patch(
     optimizer: Any = False,
     in_graphs: bool = False,
     weights: Any = None,
+    fp8: str | None = None,
 ) -> Report:
     """Put flexops' operators into a model, in place.
 
@@ -79,6 +81,9 @@ def patch(
             Embeddings and output layers keep 16 bits. :func:`unpatch` cannot bring the 16-bit
             weights back: load the checkpoint again. Layers of 4 bits that compressed-tensors,
             gptqmodel, auto-gptq or autoawq built are converted in any case, with the same values.
+        fp8: matrix products of linear layers in training, by :func:`flexops.fp8_linear`:
+            ``"rowwise"`` or ``"rowwise_with_gw_hp"``. Output layers, small layers and inputs of few
+            rows keep 16-bit products, which the report lists with the reason.
 
     Returns:
         what was swapped, and what was not, with the reason. ``print`` it, or take ``.json()``.
@@ -95,28 +100,20 @@ def patch(
     with the reason in the report; so is code that came with a model (``trust_remote_code``).
     """
     wanted = {
-        "norms": norms,
-        "residuals": residuals and norms,
-        "activations": activations,
-        "rope": rope,
-        "attention": attention,
-    }
-    wanted |= {
-        "projections": projections,
-        "experts": experts,
-        "loss": loss,
-        "generation": generation,
-    }
+        "norms": norms, "residuals": residuals and norms, "activations": activations,
+        "rope": rope, "attention": attention, "projections": projections, "experts": experts,
+        "loss": loss, "generation": generation,
+    }  # fmt: skip
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
-        from . import classes
-
         if weights is not None:
             raise PatchError(
                 "weights= quantizes a model that has its weights",
                 found=f"flexops.patch({model!r}, weights={weights!r})",
                 fix="from_pretrained(..., quantization_config=flexops.patching.Int4Config())",
             )
-        return classes.patch(model, functools.partial(patch, **wanted, in_graphs=in_graphs))
+        return classes.patch(
+            model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
+        )
     if not isinstance(model, nn.Module):
         raise PatchError(
             "flexops.patch takes a module, a class of models or an architecture's name",
@@ -124,31 +121,39 @@ def patch(
         )
     replacements = int4.Replacements(model)
     with _all_or_nothing(model, replacements):
-        outcomes = list(int4.convert(replacements))
+        rows = list(int4.convert(replacements))
         if weights is not None:
-            outcomes += int4.quantize(replacements, int4.Settings.of(weights))
-        inside: set[int] = set()  # activations of blocks that have their row already
-        for module in model.modules():
-            if id(module) not in inside:
-                outcomes += _visit(module, wanted, in_graphs)
-            inside |= _covered(module)
-        outcomes += [row for module in model.modules() for row in _project(module, projections)]
-        outcomes += [row for module in model.modules() for row in _convolve(module, activations)]
-        outcomes += adding.patch(model, wanted["residuals"], in_graphs)
-        for module in model.modules():
-            row = generating.switch(module, "" if generation else "generation=False")
-            outcomes += [] if row is None else [row]
-            if row is not None and row.swapped:
-                _tabulate(module)
-                stepping.prepare(module)
-        made, rows = _optimizer(model, optimizer)
+            rows += int4.quantize(replacements, int4.Settings.of(weights))
+        rows += _replace(model, wanted, in_graphs, fp8)
+        made, of_optimizer = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
             from .int4_loading import adopt
 
             adopt(model)
     if loss:
         trl.install()
-    return Report(type(model).__name__, rows_of([*outcomes, *rows]), made)
+    return Report(type(model).__name__, rows_of([*rows, *of_optimizer]), made)
+
+
+def _replace(
+    model: nn.Module, wanted: dict[str, bool], in_graphs: bool, fp8: str | None
+) -> Iterator[Row]:
+    """Modules first, then what spans several of them: residuals, decode steps."""
+    inside: set[int] = set()  # activations of blocks that have their row already
+    for module in model.modules():
+        if id(module) not in inside:
+            yield from _visit(module, wanted, in_graphs)
+        inside |= _covered(module)
+    yield from adding.patch(model, wanted["residuals"], in_graphs)
+    if fp8 is not None:
+        yield from fp8_products.patch(model, fp8)
+    for module in model.modules():
+        row = generating.switch(module, "" if wanted["generation"] else "generation=False")
+        if row is not None:
+            yield row
+        if row is not None and row.swapped:
+            _tabulate(module)
+            stepping.prepare(module)
 
 
 @contextlib.contextmanager
@@ -176,8 +181,6 @@ def unpatch(model: Any) -> int:
     except 4-bit weights: the 16-bit weights are gone, and these layers keep computing. Returns how
     many modules were restored."""
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
-        from . import classes
-
         return classes.unpatch(model)
     restored = 0
     for module in model.modules():
@@ -187,12 +190,6 @@ def unpatch(model: Any) -> int:
         attending.switch_back(module)
         generating.switch_back(module)
     return restored
-
-
-def is_ours(forward: Any) -> bool:
-    return isinstance(forward, functools.partial) and str(
-        getattr(forward.func, "__module__", "")
-    ).startswith(__package__ or "")
 
 
 # ---- a module ------------------------------------------------------------------------------------
@@ -210,6 +207,9 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
         return
     for pattern in found:
         operator, swap, reason = judge(module, pattern)
+        present = module.__dict__.get("forward")
+        if present is not None and not is_ours(present):
+            reason = "its forward was replaced before, by something else"
         reason = reason if wanted[pattern.part] else f"{pattern.part}=False"
         if not reason:
             put(swap(module), in_graphs)
@@ -235,14 +235,21 @@ def _covered(module: nn.Module) -> set[int]:
     }
 
 
+def forward_of(module: nn.Module, part: str) -> Callable[..., Any]:
+    """What the patch makes a module's ``forward`` for one part; its class's own if nothing."""
+    for pattern in _find(module):
+        if pattern.part == part:
+            _, swap, reason = judge(module, pattern)
+            if not reason:
+                return dict(swap(module))[module]  # type: ignore[no-any-return]
+    return functools.partial(plain, module)
+
+
 def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
     """The operator, the replacement, and why it is none."""
-    present = module.__dict__.get("forward")
     cls = own_class(module)
     code = cls.__dict__["forward"]
     reason = foreign(cls) or foreign(code) or pattern.refuse(module)
-    if present is not None and not is_ours(present):
-        reason = "its forward was replaced before, by something else"
     if reason:
         return pattern.operator, None, reason
     key = (pattern.part, type(module), code, pattern.key(module))
@@ -256,7 +263,9 @@ def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
 def _verdict(module: nn.Module, pattern: Pattern, candidates: list[Candidate]) -> tuple[int, str]:
     first = ""
     for index, (_, swap, *own) in enumerate(candidates):
-        make = own[0] if own else functools.partial(pattern.miniature, module)
+        make = own[0] if own else pattern.miniature and functools.partial(pattern.miniature, module)
+        if make is None:
+            return index, ""
         half = pattern.part in ("norms", "activations")
         without = "logits" if pattern.part == "loss" else ""
         reason = disagreement(make, swap, half, without)
@@ -278,42 +287,6 @@ def _unknown(module: nn.Module) -> str:
     if cls in UNCHANGED:
         return UNCHANGED[cls]
     return "its structure is none that flexops knows" if _LOOKS_LIKE.search(cls.__name__) else ""
-
-
-def _project(module: nn.Module, wanted: bool) -> Iterator[Row]:
-    """What each linear layer computes stays, so that there is nothing to probe. In graphs they are
-    left alone."""
-    reason = projecting.refusal(module)
-    if reason is None:
-        return
-    linears = tuple(getattr(module, name) for name in projecting.NAMES)
-    reason = reason or foreign(own_class(module))
-    if not reason and any(
-        (present := one.__dict__.get("forward")) is not None and not is_ours(present)
-        for one in linears
-    ):
-        reason = "a projection's forward was replaced before, by something else"
-    reason = reason if wanted else "projections=False"
-    for one in () if reason else linears:
-        one.__dict__["forward"] = functools.partial(projecting.projection, one, siblings=linears)
-    last = getattr(module, "o_proj", None)
-    if not reason and type(last) is nn.Linear and "forward" not in last.__dict__:
-        last.__dict__["forward"] = functools.partial(projecting.output, last)
-    yield Row(type(module).__name__, 1, "one product for q, k, v", not reason, reason)
-
-
-def _convolve(module: nn.Module, wanted: bool) -> Iterator[Row]:
-    """Modules whose code calls transformers' causal convolutions."""
-    if not convolution.is_called(own_class(module)):
-        return
-    present = module.__dict__.get("forward")
-    reason = "" if wanted else "activations=False"
-    if present is not None and not is_ours(present):
-        reason = "its forward was replaced before, by something else"
-    reason = reason or convolution.refusal(own_class(module))
-    if not reason:
-        module.__dict__["forward"] = functools.partial(convolution.forward, module)
-    yield Row(type(module).__name__, 1, "causal_conv1d", not reason, reason)
 
 
 def _tabulate(model: nn.Module) -> None:

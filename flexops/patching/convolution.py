@@ -4,6 +4,7 @@ the names that it sees."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import types
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
-from .forwards import replacement
+from .forwards import rebound, replacement
 from .linears import DTYPES
+from .probe import Miniature, Swap, own_class
 
 _WHOLE, _STEP = "causal_conv1d_fn", "causal_conv1d_update"
 _MOST_TAPS = 4
@@ -27,8 +29,8 @@ def _code_of(cls: Any) -> Any:
     return inspect.unwrap(cls.forward)
 
 
-def is_called(cls: type[nn.Module]) -> bool:
-    forward = _code_of(cls)
+def is_called(module: nn.Module) -> bool:
+    forward = _code_of(own_class(module))
     return isinstance(forward, types.FunctionType) and all(
         name in forward.__code__.co_names and callable(forward.__globals__.get(name))
         for name in (_WHOLE, _STEP)
@@ -44,10 +46,9 @@ def _is_supported(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     )
 
 
-def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """transformers' two functions, by flexops; what it does not support goes to the original
-    ones."""
-    whole, step = original[_WHOLE], original[_STEP]
+def whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``causal_conv1d_fn``, by flexops; what it does not support goes to the original
+    one."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,
@@ -58,8 +59,14 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         packed = kwargs.get("seq_idx") is not None or kwargs.get("initial_states") is not None
         if packed or not _is_supported(hidden_states, weight, activation):
-            return whole(hidden_states, weight, bias, activation=activation, **kwargs)
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
         return causal_conv1d(hidden_states, weight, bias, activation=activation)
+
+    return causal_conv1d_fn
+
+
+def step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for ``causal_conv1d_update``."""
 
     def causal_conv1d_update(
         hidden_states: Tensor,
@@ -71,27 +78,19 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         supported = _is_supported(hidden_states, weight, activation)
         no_gradient = not (torch.is_grad_enabled() and hidden_states.requires_grad)
         if not supported or conv_state.dtype != hidden_states.dtype or not no_gradient:
-            return step(hidden_states, conv_state, weight, bias, activation)
+            return original(hidden_states, conv_state, weight, bias, activation)
         return update(hidden_states, conv_state, weight, bias, activation)
 
-    return {_WHOLE: causal_conv1d_fn, _STEP: causal_conv1d_update}
+    return causal_conv1d_update
+
+
+def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    return {_WHOLE: whole(original[_WHOLE]), _STEP: step(original[_STEP])}
 
 
 _made: dict[type, Callable[..., Any]] = {}
 """The code of each class, seeing our functions. No cache of functools', which torch.compile would
 look into."""
-_verdicts: dict[tuple[Any, Any], str] = {}
-
-
-def _prepare(cls: Any) -> None:
-    forward = _code_of(cls)
-    names = {**forward.__globals__, **_functions(forward.__globals__)}
-    del names["__name__"]  # by which torch.compile would look the names up in the module
-    made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    _made[cls] = made
 
 
 @replacement
@@ -99,49 +98,50 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a layer with a causal convolution."""
     cls = type(module)
     if cls not in _made:
-        _prepare(cls)
+        code = _code_of(cls)
+        _made[cls] = rebound(code, _functions(code.__globals__))
     return _made[cls](module, *args, **kwargs)
 
 
-def refusal(cls: type[nn.Module]) -> str:
-    """Why the functions that a class calls cannot be replaced; "" if they can: they compute the
-    same on a small input, gradients and state included."""
-    names: Any = _code_of(cls).__globals__
-    original = {name: names[name] for name in (_WHOLE, _STEP)}
-    key = (original[_WHOLE], original[_STEP])
-    if key not in _verdicts:
+class Convolution(nn.Module):
+    """What is probed: the functions that a class's code calls."""
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        super().__init__()
+        self.functions = {name: functions[name] for name in (_WHOLE, _STEP)}
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, ours: bool = False
+    ) -> Tensor:
+        functions, results = _functions(self.functions) if ours else self.functions, []
         logger = logging.getLogger("transformers.integrations.hub_kernels")
         was_disabled, logger.disabled = logger.disabled, True  # it would report a missing package
         try:
-            _verdicts[key] = "" if _agree(original) else "its convolution computes something else"
-        except Exception as error:
-            _verdicts[key] = f"its convolution raised {type(error).__name__}: {error}"
-        finally:
-            logger.disabled = was_disabled
-    return _verdicts[key]
-
-
-def _agree(original: dict[str, Any]) -> bool:
-    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-        x, weight, bias, state = draw(2, 6, 7), draw(6, 4), draw(6), draw(2, 6, 4)
-        arguments = [each.requires_grad_() for each in (x, weight, bias)]
-        results = []
-        for functions in (original, _functions(original)):
-            made = []
             for activation in (None, "silu"):
-                out = functions[_WHOLE](*arguments, activation=activation)
-                made += [out, *torch.autograd.grad(out.square().sum(), arguments)]
+                results.append(functions[_WHOLE](x, weight, bias, activation=activation))
                 with torch.no_grad():
                     written = state.clone()
-                    step = functions[_STEP](x[..., :1], written, weight, bias, activation)
-                made += [step, written]
-            results.append(made)
-    return all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-        for one, other in zip(*results, strict=True)
-    )
+                    stepped = functions[_STEP](x[..., :1], written, weight, bias, activation)
+                results += [stepped, written]
+        finally:
+            logger.disabled = was_disabled
+        return torch.cat([one.flatten() for one in results])
+
+
+def original(module: Any) -> dict[str, Any]:
+    """The two functions that a module's code calls."""
+    if isinstance(module, Convolution):
+        return module.functions
+    names: dict[str, Any] = _code_of(own_class(module)).__globals__
+    return {name: names[name] for name in (_WHOLE, _STEP)}
+
+
+def swap(module: Any) -> Swap:
+    if isinstance(module, Convolution):
+        return [(module, functools.partial(Convolution.forward, module, ours=True))]
+    return [(module, functools.partial(forward, module))]
+
+
+def miniature(module: Any) -> Miniature:
+    shapes = ((2, 6, 7), (6, 4), (6,), (2, 6, 4))
+    return Convolution(original(module)), tuple(map(torch.randn, shapes)), {}

@@ -14,7 +14,8 @@ from torch import Tensor
 from .._torch import is_unheard
 from ..generation.state import state
 from ..ops import few_rows
-from .linears import is_bare
+from ..ops.int4_linear import TILE_N, streams
+from .linears import is_bare, is_int4
 
 _ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -25,13 +26,32 @@ def takes(x: Tensor, *linears: Any) -> bool:
     return (
         state.active
         and x.numel() <= few_rows.MOST_ROWS * x.shape[-1]
-        and all(
-            is_bare(one) and one.weight.dtype == x.dtype and one.weight.is_contiguous()
-            for one in linears
-        )
+        and (_are_int4(x, linears) or all(_is_plain(x, one) for one in linears))
         and len({one.bias is None for one in linears}) == 1
         and not torch.is_autocast_enabled(x.device.type)
     )
+
+
+def _is_plain(x: Tensor, linear: Any) -> bool:
+    return (
+        is_bare(linear) and linear.weight.dtype == x.dtype and bool(linear.weight.is_contiguous())
+    )
+
+
+def _are_int4(x: Tensor, linears: tuple[Any, ...]) -> bool:
+    """Whether these are layers of 4 bits that one product computes."""
+    if not all(is_int4(one) for one in linears):
+        return False
+    weights = [one.weight for one in linears]
+    return (
+        all(one.n % TILE_N == 0 and (not x.is_cuda or streams(x, one)) for one in weights)
+        and len({(one.k, one.group_size, one.zeros is None, one.dtype) for one in weights}) == 1
+    )
+
+
+def ends_a_block(linear: Any) -> bool:
+    """Whether ``product`` can compute a layer that ends a block."""
+    return is_bare(linear) or is_int4(linear)
 
 
 def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:

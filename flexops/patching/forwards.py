@@ -10,6 +10,7 @@ not take (float64, DTensors) goes to the class's own code.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, tree_map
-from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.activation import bias_gelu, bias_relu2, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
+from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
-from . import decoding
+from . import decoding, fp8
 from .linears import DTYPES as _DTYPES
 from .linears import LINEARS, is_bare, is_plain, pair
 
@@ -46,7 +48,7 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = frozenset(
-    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first")
+    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first", "groups")
 )
 
 
@@ -57,6 +59,24 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What the module's class does."""
     return type(module).forward(module, *args, **kwargs)
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether it is the replacement of a module's ``forward``."""
+    return isinstance(forward, functools.partial) and str(
+        getattr(forward.func, "__module__", "")
+    ).startswith(__package__ or "")
+
+
+def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    """A function with the same code, which sees other functions under these names."""
+    seen = {**forward.__globals__, **names}
+    del seen["__name__"]  # by which torch.compile would look the names up in the module
+    made = types.FunctionType(
+        forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -105,15 +125,13 @@ def layer_norm(
 @replacement
 def gated_rms_norm(
     module: Any, x: Any = None, gate: Any = None, *others: Any,
-    eps: float, offset: float = 0.0, gate_first: bool = False, **more: Any,
+    eps: float, gate_first: bool = False, groups: int = 1, **more: Any,
 ) -> Any:  # fmt: skip
     """``norm(x) * silu(gate)``, or with ``gate_first`` ``norm(x * silu(gate))``."""
     usual = x is not None and x.dtype in _DTYPES and not others and not more
     if not usual or gate is None or gate.dtype != x.dtype or not is_plain(module.weight):
         return plain(module, x, *(() if gate is None else (gate,)), *others, **more)
-    if gate_first:
-        return _rms_norm(swiglu(gate, x), _gain(module, offset), eps)
-    return swiglu(gate, _rms_norm(x, _gain(module, offset), eps))
+    return _gated_rms_norm(x, gate, module.weight, eps, norm_first=not gate_first, groups=groups)
 
 
 def fuses(norm: Any, x: Tensor) -> bool:
@@ -280,6 +298,8 @@ def gated_mlp(
         if decoding.takes(inner, parts[2]):
             return decoding.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
+    if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
+        return y
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return plain(module, x)
@@ -303,6 +323,9 @@ def packed_mlp(
     return _down(getattr(module, names[1]), kind, gate.contiguous(), up.contiguous())
 
 
+_BIASED = {"silu": bias_silu, "relu2": bias_relu2}
+
+
 @replacement
 def mlp(
     module: Any, x: Any = None, *others: Any,
@@ -312,8 +335,11 @@ def mlp(
     ``names`` are those of the two layers, or of the first."""
     usual = _takes(x, others, more) and x.dtype in _DTYPES and _is_as_it_was(module, act)
     first = getattr(module, names[0])
-    if not usual or not is_bare(first, LINEARS) or first.bias is None:
+    if not usual or not is_bare(first, LINEARS) or (first.bias is None and kind != "relu2"):
         return plain(module, *(() if x is None else (x, *others)), **more)
     y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
-    y = bias_silu(y, first.bias) if kind == "silu" else bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
+    if kind in _BIASED:
+        y = _BIASED[kind](y, first.bias)
+    else:
+        y = bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
     return y if len(names) == 1 else getattr(module, names[1])(y)

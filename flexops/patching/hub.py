@@ -1,44 +1,156 @@
 """flexops' operators for HF ``kernels``: what ``kernelize`` puts into models that mark their layers
-with ``use_kernel_forward_from_hub``."""
+and functions with ``use_kernel_forward_from_hub``.
+
+The classes here are also the layers of the Hub repository that ``python -m flexops_tools.hub``
+writes. ``kernels`` requires layers without state or helpers of their own: only ``forward`` is used,
+with the marked module as ``self``. It runs what :func:`flexops.patch` would put in its place, which
+the probe has verified for the module's class; else, and under ``torch.compile``, the class's own
+code.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
-from ..ops.norm import rms_norm
-from .rope import apply_rotary_pos_emb
+from . import convolution, rope
+from .apply import forward_of
+from .forwards import plain
+
+_FOUND = "_flexops_kernel"
 
 
-class RMSNorm(nn.Module):
-    """In place of the layers called ``RMSNorm``: transformers' have a ``weight`` and either name of
-    the epsilon."""
+def _run(
+    module: nn.Module, find: Callable[[Any], Callable[..., Any]], *args: Any, **kwargs: Any
+) -> Any:
+    """What ``find`` gives for a module, which is looked for once."""
+    if torch.compiler.is_compiling():
+        return plain(module, *args, **kwargs)
+    found = module.__dict__.get(_FOUND)
+    if found is None:
+        found = module.__dict__[_FOUND] = find(module)
+    return found(*args, **kwargs)
 
+
+def _norm(module: Any) -> Callable[..., Any]:
+    return forward_of(module, "norms")
+
+
+def _rotation(module: Any) -> Callable[..., Any]:
+    own = functools.partial(plain, module)
+    kind = rope.kind_of(own)
+    return own if kind is None else rope.replaced(own, kind)
+
+
+def _whole(module: Any) -> Callable[..., Any]:
+    return convolution.whole(functools.partial(plain, module))
+
+
+def _step(module: Any) -> Callable[..., Any]:
+    return convolution.step(functools.partial(plain, module))
+
+
+def _experts(module: Any) -> Callable[..., Any]:
+    experts = module.experts
+    experts.__dict__.setdefault("forward", forward_of(experts, "experts"))
+    return functools.partial(plain, module)
+
+
+class _Layer(nn.Module):
     can_torch_compile = True
-    has_backward = True
-    weight: Tensor
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(
-            hidden_states,
-            self.weight,
-            self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps,  # type: ignore[arg-type]
-        )
 
 
-class RotaryPosEmb(nn.Module):
-    """In place of the function called ``rotary_pos_emb``."""
+class RMSNorm(_Layer):
+    def forward(self, hidden_states: Tensor) -> Any:
+        return _run(self, _norm, hidden_states)
 
-    can_torch_compile = True
-    has_backward = True
+
+class RMSNormZeroCentered(_Layer):
+    """``1 + weight``."""
+
+    def forward(self, x: Tensor) -> Any:
+        return _run(self, _norm, x)
+
+
+class RMSNormGated(_Layer):
+    def forward(self, hidden_states: Tensor, gate: Any = None) -> Any:
+        return _run(self, _norm, hidden_states, gate)
+
+
+class RotaryPosEmb(_Layer):
+    """A function: of halves, neighbours or whatever else the probe finds it to be."""
 
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+    ) -> Any:
+        return _run(self, _rotation, q, k, cos, sin, unsqueeze_dim)
+
+
+class CausalConv1d(_Layer):
+    """A function; what it has to support besides goes to the original."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return _run(self, _whole, hidden_states, weight, bias, activation, **kwargs)
+
+
+class CausalConv1dUpdate(_Layer):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
+        return _run(self, _step, hidden_states, conv_state, weight, bias, activation)
+
+
+class MoeMLP(_Layer):
+    """A block of router and experts, whose experts run as :func:`flexops.gated_experts` or
+    :func:`flexops.grouped_linear`: gpt-oss."""
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return _run(self, _experts, hidden_states)
+
+
+LAYERS: dict[str, type[nn.Module]] = {
+    "RMSNorm": RMSNorm,
+    "RMSNormZeroCentered": RMSNormZeroCentered,
+    "RMSNormGated": RMSNormGated,
+    "rotary_pos_emb": RotaryPosEmb,
+    "causal_conv1d_fn": CausalConv1d,
+    "causal_conv1d_update": CausalConv1dUpdate,
+    "MegaBlocksMoeMLP": MoeMLP,
+}
+"""The names that transformers marks, and what runs in their place."""
+UNSUPPORTED = {
+    **dict.fromkeys(
+        ("SiLU", "GeLU", "GeluTanh", "NewGELU", "FastGELU", "QuickGELU"),
+        "an activation alone is one pass over memory in torch too",
+    ),
+    **dict.fromkeys(
+        (
+            "Qwen3_5GatedDeltaNet", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
+            "chunk_kda", "fused_recurrent_kda", "mamba_chunk_scan_combined", "mamba_inner_fn",
+            "mamba_split_conv1d_scan_combined", "selective_scan_fn", "selective_state_update",
+            "MultiScaleDeformableAttention", "EsmFold2TriangleMultiplication",
+        ),
+        "flexops has no such operator",
+    ),
+}  # fmt: skip
+"""The other names that transformers marks, with the reason."""
 
 
 class Layer:
@@ -55,13 +167,10 @@ class Layer:
         return f"flexops' {self.layer.__name__}"
 
 
-_LAYERS: dict[str, type[nn.Module]] = {"RMSNorm": RMSNorm, "rotary_pos_emb": RotaryPosEmb}
-
-
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Layer]]]:
-    """What ``kernels.register_kernel_mapping`` and ``use_kernel_mapping`` take: RMS norms and
-    rotary embeddings by flexops, in training, inference and under ``torch.compile``, on the CPU, on
-    CUDA and on ROCm.
+    """What ``kernels.register_kernel_mapping`` and ``use_kernel_mapping`` take: every layer and
+    function that transformers marks and flexops has (:data:`LAYERS`), in training, inference and
+    under ``torch.compile``, on the CPU, on CUDA and on ROCm.
 
     Raises:
         PatchError: ``kernels`` is not installed.
@@ -78,5 +187,5 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Layer]]]:
     modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
     return {
         name: {device: {mode: Layer(layer) for mode in modes} for device in devices}
-        for name, layer in _LAYERS.items()
+        for name, layer in LAYERS.items()
     }

@@ -10,6 +10,7 @@ adds to the first's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, product_dtype
+from ..nn import Int4Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)
@@ -39,20 +41,51 @@ def is_linear(module: Any, names: tuple[str, ...] = LINEARS) -> bool:
     return known and cls.__name__ in names
 
 
+NAMES = ("projection", "output")
+"""Of the functions that a plain linear layer's forward is replaced by (``projections.py``)."""
+_FOUND = "_flexops_projected"
+
+
+def shared(
+    module: Any, x: Tensor, siblings: tuple[Any, ...], product: Callable[..., list[Tensor] | None]
+) -> Tensor | None:
+    """What ``module`` makes of x: the first of its siblings that is called computes all. None if
+    ``product`` gives None, or another than the first is called."""
+    found = module.__dict__.pop(_FOUND, None)
+    if found is not None and found[0] is x and found[2] == x._version:
+        made: Tensor = found[1]
+        return made
+    results = product(x, siblings) if siblings[0] is module else None
+    if results is None:
+        return None
+    # attention keeps the values, and must not keep all three with them
+    results[-1] = results[-1].contiguous()
+    for one, result in zip(siblings[1:], results[1:], strict=True):
+        one.__dict__[_FOUND] = (x, result, x._version)
+    return results[0]
+
+
 def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1]) -> bool:
     """Whether its weight and bias are all there is to it."""
-    forward = linear.__dict__.get("forward")
-    own = forward is None or (
-        isinstance(forward, functools.partial)
-        and getattr(forward.func, "__name__", "") in ("projection", "output")
-    )
     return (
         is_linear(linear, names)
-        and own
-        and is_unheard(linear)
+        and _computes_its_own(linear)
         and type(linear.weight) is nn.Parameter
         and is_plain(linear.bias)
     )
+
+
+def is_int4(linear: Any) -> bool:
+    """The same of a layer with a weight of 4 bits."""
+    return type(linear) is Int4Linear and _computes_its_own(linear)
+
+
+def _computes_its_own(linear: Any) -> bool:
+    forward = linear.__dict__.get("forward")
+    own = forward is None or (
+        isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") in NAMES
+    )
+    return own and is_unheard(linear)
 
 
 class _Product(torch.autograd.Function):

@@ -79,48 +79,19 @@ def attention(
             required="model.generate_batch, which prepares the cache",
             fix='model.set_attn_implementation("flexops")',
         )
-    unknown = sorted(
-        name
-        for name, x in others.items()
-        if name not in _NO_EFFECT and x is not None and x is not False
-    )
-    if unknown:
-        raise PatchError(
-            f"{NAME} does not support a keyword of {type(module).__name__}",
-            found=", ".join(unknown),
-            required="keywords that do not change attention",
-            fix='model.set_attn_implementation("paged|sdpa")',
-        )
+    _check(module, others)
     # Some classes hand it over, others keep it.
     width = sliding_window or getattr(module, "sliding_window", None)
-    window = (width - 1, 0) if width else (-1, -1)
     if isinstance(cu_seq_lens_k, dict):
         kind = "sliding_attention" if width else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    window = (width - 1, 0) if width else (-1, -1)
     options: dict[str, Any] = {"causal": True, "softcap": softcap or 0.0, "sinks": s_aux}
     if block_table is not None:
-        group, layer = cache.layer_index_to_group_indices[module.layer_idx]
-        query, key, value = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        sequences = query.shape[0]
-        keys, values = (
-            x[layer].view(-1, cache.block_size, *x[layer].shape[-2:])
-            for x in (cache.key_cache, cache.value_cache)
-        )
-        lengths = cu_seq_lens_k[1 : sequences + 1] - cu_seq_lens_k[:sequences] - 1
-        result = attention_with_kvcache(
-            query,
-            keys,
-            values,
-            key,
-            value,
-            cache_seqlens=lengths.int(),
-            block_table=block_table[group],
-            softmax_scale=scaling,
-            window_size=window,
-            **options,
-        )
-        assert isinstance(result, Tensor)
-        return result[:, 0], None
+        options |= {"softmax_scale": scaling, "window_size": window}
+        return _by_tables(
+            module, (query, key, value), cache, cu_seq_lens_k, block_table, options
+        ), None
     keys, values = cache.update(
         key_states=key,
         value_states=value,
@@ -142,6 +113,52 @@ def attention(
     )
     assert isinstance(result, Tensor)
     return result, None
+
+
+def _check(module: Any, others: dict[str, Any]) -> None:
+    unknown = sorted(
+        name
+        for name, x in others.items()
+        if name not in _NO_EFFECT and x is not None and x is not False
+    )
+    if unknown:
+        raise PatchError(
+            f"{NAME} does not support a keyword of {type(module).__name__}",
+            found=", ".join(unknown),
+            required="keywords that do not change attention",
+            fix='model.set_attn_implementation("paged|sdpa")',
+        )
+
+
+def _by_tables(
+    module: Any,
+    new: tuple[Tensor, ...],
+    cache: Any,
+    cu_seq_lens_k: Tensor,
+    block_table: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """One new token of each sequence: ``new`` is its query, key and value."""
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    query, key, value = (x.permute(2, 0, 1, 3) for x in new)
+    sequences = query.shape[0]
+    keys, values = (
+        x[layer].view(-1, cache.block_size, *x[layer].shape[-2:])
+        for x in (cache.key_cache, cache.value_cache)
+    )
+    lengths = cu_seq_lens_k[1 : sequences + 1] - cu_seq_lens_k[:sequences] - 1
+    result = attention_with_kvcache(
+        query,
+        keys,
+        values,
+        key,
+        value,
+        cache_seqlens=lengths.int(),
+        block_table=block_table[group],
+        **options,
+    )
+    assert isinstance(result, Tensor)
+    return result[:, 0]
 
 
 def _prepare_batches() -> None:

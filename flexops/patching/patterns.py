@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import experts, forwards, loss, rope, torch_modules
+from ..nn import Int4Linear
+from . import convolution, experts, forwards, loss, projections, rope, torch_modules
 from .linears import is_linear
 from .probe import (
     CLASSES,
@@ -50,7 +51,7 @@ class Pattern:
         operator: what the report names where nothing is replaced.
         concerns: whether a module is of this kind, by its structure.
         candidates: the replacements that may be meant, in the order in which they are tried.
-        miniature: a small one of its kind, with arguments.
+        miniature: a small one of its kind, with arguments; None: every part computes what it did.
         refuse: why this very module is not replaced; "" if it may be.
         differs: what, beside class and settings, decides what its code does: each is probed.
     """
@@ -59,7 +60,7 @@ class Pattern:
     operator: str
     concerns: Callable[[Any], bool]
     candidates: Callable[[Any], Iterator[Candidate]]
-    miniature: Callable[[Any], Miniature]
+    miniature: Callable[[Any], Miniature] | None
     refuse: Callable[[Any], str] = lambda _: ""
     differs: Callable[[Any], Any] = lambda _: None
 
@@ -155,6 +156,15 @@ def _no_norm(module: Any) -> str:
     return ""
 
 
+def _groups(module: Any) -> list[int]:
+    """Into how many parts a gated norm may cut a row."""
+    weight, own = module._parameters.get("weight"), vars(module)
+    found = [own["n_groups"]] if isinstance(own.get("n_groups"), int) else []
+    if isinstance(own.get("group_size"), int) and weight is not None:
+        found.append(weight.shape[0] // own["group_size"])
+    return [1, *(one for one in found if one > 1)]
+
+
 def _norm_candidates(module: Any) -> Iterator[Candidate]:
     gated = len(inspect.signature(own_class(module).__dict__["forward"]).parameters) > 2
     for eps in _epsilons(module):
@@ -166,8 +176,8 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
         ]
         if gated:
             makes = [
-                ("rms_norm, swiglu", forwards.gated_rms_norm, {"gate_first": first})
-                for first in (False, True)
+                ("gated_rms_norm", forwards.gated_rms_norm, {"gate_first": first, "groups": groups})
+                for first, groups in itertools.product((False, True), _groups(module))
             ]
         for name, forward, options in makes:
             yield name, functools.partial(_one, forward=forward, eps=eps, **options)
@@ -199,8 +209,8 @@ def _tiny_norm(module: Any) -> Miniature:
 
 
 def _kind(act: Any) -> str:
-    """Which activation it is, by what it computes: "silu", "none" or "tanh" (gelus), or "" for
-    another."""
+    """Which activation it is, by what it computes: "silu", "relu2", "none", "tanh" or "quick"
+    (gelus), or "" for another."""
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
         return ""
     x = torch.linspace(-6.0, 6.0, 61, dtype=torch.float32, device="cpu")
@@ -209,7 +219,13 @@ def _kind(act: Any) -> str:
             y = unheard(act)(x)
     except Exception:  # it may require anything
         return ""
-    known = {"silu": F.silu(x), "none": F.gelu(x), "tanh": F.gelu(x, approximate="tanh")}
+    known = {
+        "silu": F.silu(x),
+        "none": F.gelu(x),
+        "tanh": F.gelu(x, approximate="tanh"),
+        "quick": x * torch.sigmoid(1.702 * x),
+        "relu2": x.relu().square(),
+    }
     return next(
         (
             name
@@ -238,7 +254,11 @@ def _activation(module: Any) -> tuple[str, Any]:
 
 
 def _linears(module: Any) -> dict[str, Any]:
-    return {name: one for name, one in module._modules.items() if is_linear(one)}
+    return {
+        name: one
+        for name, one in module._modules.items()
+        if is_linear(one) or type(one) is Int4Linear
+    }
 
 
 def _sizes(one: Any) -> tuple[int, int]:
@@ -267,7 +287,7 @@ def _is_block(module: Any) -> bool:
 def _no_block(module: Any) -> str:
     name, act = _activation(module)
     if name and not _kind(act):
-        return f"its activation, {type(act).__name__}, is neither silu nor gelu"
+        return f"its activation, {type(act).__name__}, is not one of silu, gelu and relu2"
     if not list(_block_candidates(module)):
         first = next(iter(_linears(module).values()))
         if first.bias is None:
@@ -278,19 +298,25 @@ def _no_block(module: Any) -> str:
 
 def _block_candidates(module: Any) -> Iterator[Candidate]:
     linears, (name, act) = _linears(module), _activation(module)
-    for kind in [_kind(act)] if name else ["silu", "none", "tanh"]:
+    for kind in [_kind(act)] if name else ["silu", "none", "tanh", "quick", "relu2"]:
         options = {"kind": kind, "act": (name, type(act))}
         gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
-        biased = "bias_silu" if kind == "silu" else "bias_gelu"
+        biased = f"bias_{kind}" if kind in ("silu", "relu2") else "bias_gelu"
         for names in itertools.permutations(linears):
             shapes = [_sizes(linears[one]) for one in names]
             (inputs, inner), (last, outputs) = shapes[0], shapes[-1]
-            if len(names) == 3 and shapes[0] == shapes[1] and (last, outputs) == (inner, inputs):
+            glu = kind not in ("quick", "relu2")
+            if (
+                glu
+                and len(names) == 3
+                and shapes[0] == shapes[1]
+                and (last, outputs) == (inner, inputs)
+            ):
                 yield (
                     gated,
                     functools.partial(_one, forward=forwards.gated_mlp, names=names, **options),
                 )
-            if len(names) == 2 and inner == 2 * last:
+            if glu and len(names) == 2 and inner == 2 * last:
                 for first in (True, False):
                     yield (
                         gated,
@@ -303,7 +329,7 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
                         ),
                     )
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
-            if fits and linears[names[0]].bias is not None:
+            if fits and (kind == "relu2" or linears[names[0]].bias is not None):
                 yield biased, functools.partial(_one, forward=forwards.mlp, names=names, **options)
 
 
@@ -487,12 +513,28 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "activations",
-        "swiglu_linear / geglu_linear / bias_gelu / bias_silu",
+        "swiglu_linear / geglu_linear / bias_gelu / bias_silu / bias_relu2",
         _is_block,
         _block_candidates,
         _tiny_block,
         _no_block,
         lambda module: _kind(_activation(module)[1]),
+    ),
+    Pattern(
+        "activations",
+        "causal_conv1d",
+        convolution.is_called,
+        lambda _: iter([("causal_conv1d", convolution.swap)]),
+        convolution.miniature,
+        differs=lambda module: tuple(convolution.original(module).values()),
+    ),
+    Pattern(
+        "projections",
+        "one product for q, k, v",
+        projections.concerns,
+        lambda _: iter([("one product for q, k, v", projections.swap)]),
+        None,
+        projections.refuse,
     ),
     Pattern(
         "attention",

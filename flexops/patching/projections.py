@@ -3,37 +3,36 @@ others will be asked for."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from ..generation.state import state
+from ..nn import Int4Linear
 from . import decoding
-from .forwards import replacement
-from .linears import together
+from .forwards import is_ours
+from .linears import shared, together
+from .probe import Swap
 
 NAMES = ("q_proj", "k_proj", "v_proj")
-_FOUND = "_flexops_projected"
 
 
-@replacement
-def projection(module: nn.Module, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
-    """One of them: the first that is called makes what the others will be asked for."""
+def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
+    """One of them: the first that is called makes what the others will be asked for. In graphs each
+    is computed by itself."""
+    if torch.compiler.is_compiling():
+        return _plainly(module, x)
     if decoding.takes(x, *siblings):
         return _in_a_step(module, x, siblings)
-    found = module.__dict__.pop(_FOUND, None)
-    if found is not None and found[0] is x and found[2] == x._version:
-        made: Tensor = found[1]
-        return made
-    results = together(x, siblings) if siblings[0] is module else None
-    if results is None:
-        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    # attention keeps the values, and must not keep all three with them
-    results[-1] = results[-1].contiguous()
-    for one, result in zip(siblings[1:], results[1:], strict=True):
-        one.__dict__[_FOUND] = (x, result, x._version)
-    return results[0]
+    known = shared(module, x, siblings, together)
+    return _plainly(module, x) if known is None else known
+
+
+def _plainly(module: nn.Module, x: Tensor) -> Tensor:
+    made: Tensor = type(module).forward(module, x)
+    return made
 
 
 def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tensor:
@@ -47,23 +46,34 @@ def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tenso
     return found
 
 
-@replacement
-def output(module: nn.Module, x: Tensor) -> Tensor:
+def output(module: Any, x: Tensor) -> Tensor:
     """The linear layer behind attention."""
-    if decoding.takes(x, module):
+    if not torch.compiler.is_compiling() and decoding.takes(x, module):
         return decoding.product(x, (module,), ends=True)
-    return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    return _plainly(module, x)
 
 
-def refusal(module: Any) -> str | None:
-    """Why an attention's projections stay apart; "" if they need not, None if it has no three."""
-    linears = [getattr(module, name, None) for name in NAMES]
-    if not all(isinstance(one, nn.Module) for one in linears):
-        return None
-    if not all(type(one) is nn.Linear for one in linears):
+def swap(module: Any) -> Swap:
+    linears = tuple(getattr(module, name) for name in NAMES)
+    found: Swap = [(one, functools.partial(projection, one, siblings=linears)) for one in linears]
+    last = getattr(module, "o_proj", None)
+    if type(last) in (nn.Linear, Int4Linear) and "forward" not in last.__dict__:
+        found.append((last, functools.partial(output, last)))
+    return found
+
+
+def concerns(module: Any) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in NAMES)
+
+
+def refuse(module: Any) -> str:
+    """Why an attention's projections stay apart; "" if they need not."""
+    linears = [getattr(module, name) for name in NAMES]
+    if {type(one) for one in linears} not in ({nn.Linear}, {Int4Linear}):
         return "its projections are no plain linear layers"
-    return (
-        ""
-        if len({one.in_features for one in linears}) == 1  # type: ignore[union-attr]
-        else "its projections read tensors of different widths"
-    )
+    if len({one.in_features for one in linears}) > 1:
+        return "its projections read tensors of different widths"
+    replaced = (one.__dict__.get("forward") for one in linears)
+    if any(forward is not None and not is_ours(forward) for forward in replaced):
+        return "a projection's forward was replaced before, by something else"
+    return ""

@@ -12,7 +12,10 @@ FAMILIES = {
     **dict.fromkeys(
         ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), ("norm", "norm_backward")
     ),
-    **dict.fromkeys(("swiglu_linear", "geglu_linear", "bias_gelu", "bias_silu"), ("activation",)),
+    **dict.fromkeys(
+        ("swiglu_linear", "geglu_linear", "bias_gelu", "bias_relu2", "bias_silu"), ("activation",)
+    ),
+    "gated_rms_norm": ("gated_norm",),
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),
@@ -21,6 +24,7 @@ FAMILIES = {
     "gated_experts": ("experts", "grouped_linear"),
     "grouped_linear": ("experts", "grouped_linear"),
     "causal_conv1d": ("causal_conv1d",),
+    "fp8_linear": ("fp8_linear", "activation"),
 }
 """What has the kernels of the operators that rows name."""
 

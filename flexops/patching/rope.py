@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..generation import state
 from ..ops.rope import rotary_embedding
-from .forwards import plain, replacement
-from .probe import LENGTH, WIDTH, Miniature
+from .forwards import plain, rebound, replacement
+from .probe import LENGTH, WIDTH, Miniature, Swap, disagreement
 
 _TABLES = "_flexops_tables"
 """The attribute by which cosines of a decode step name the tables that they are from."""
@@ -119,7 +119,10 @@ _NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim", "mrope_section")
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """Also of what HF's kernels make of a function: a module."""
+    """Also of what HF's kernels make of a function: a module, or its code bound to one."""
+    if isinstance(function, functools.partial):
+        (module,) = function.args
+        function = functools.partial(type(module).forward, module)
     return inspect.signature(getattr(function, "forward", function))
 
 
@@ -236,6 +239,19 @@ def miniature(function: Any, kind: str) -> Miniature:
     return made, args, options
 
 
+def kind_of(function: Any) -> str | None:
+    """Which of the variants a function computes; None if none."""
+    for kind in variants(function):
+
+        def swap(tiny: Any, kind: str = kind) -> Swap:
+            call = replaced(function, kind)
+            return [(tiny, functools.partial(Rotation.forward, tiny, call=call))]
+
+        if not disagreement(functools.partial(miniature, function, kind), swap):
+            return kind
+    return None
+
+
 _made: dict[tuple[type, str], Callable[..., Any]] = {}
 """The code of each class, seeing our function. No cache of functools', which torch.compile would
 look into."""
@@ -246,13 +262,7 @@ def prepare(cls: Any, kind: str) -> None:
     forward = cls.__dict__["forward"]
     found = _original(forward)
     assert found is not None
-    names = {**forward.__globals__, found[0]: replaced(found[1], kind)}
-    del names["__name__"]  # by which torch.compile would look the names up in the module
-    made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    _made[cls, kind] = made
+    _made[cls, kind] = rebound(forward, {found[0]: replaced(found[1], kind)})
 
 
 @replacement

@@ -12,7 +12,6 @@ from .._torch import is_unheard
 from ..generation.state import state
 from . import decoding, forwards, residuals
 from .forwards import plain
-from .linears import is_bare
 from .probe import Swap, disagreement
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -80,7 +79,7 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     parts = [getattr(block, name) for name in _names(block)]
     gated = bool(parts) and decoding.takes(x, *parts[:2])
     normed = decoding.without_norm(x, module.post_attention_layernorm, gated)
-    with decoding.leaving(x, gated and is_bare(parts[2])) as add:
+    with decoding.leaving(x, gated and decoding.ends_a_block(parts[2])) as add:
         return add(_inner(block)(normed))
 
 

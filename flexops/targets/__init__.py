@@ -17,7 +17,7 @@ def detect(matrix: Matrix | None = None, *, python: str | None = None) -> Detect
     Args:
         matrix: default the one that ships with flexops.
         python: version of the environment's Python, ``"3.12"``; None is the running one, ``""``
-            means that any can be had (conda).
+            means that any is available (conda).
     """
     from .probe import machine  # starts processes, so it is not even imported before it is needed
 

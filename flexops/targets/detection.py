@@ -19,7 +19,7 @@ class Machine:
 
     Attributes:
         system, architecture: as ``platform`` says: ``"Linux"``, ``"x86_64"``.
-        python: ``"3.12"``, the Python that the environment will have; empty if any can be had
+        python: ``"3.12"``, the Python that the environment will have; empty if any is available
             (conda).
         driver: NVIDIA driver release, ``"580.65.06"``; empty if unknown.
         capabilities: of the NVIDIA GPUs, one for each: ``("8.9", "8.9")``.

@@ -23,7 +23,7 @@ class Target:
         id: the target's name, which is also the image tag: ``cu130-sm90``.
         accelerator: ``cpu``, ``cuda`` or ``rocm``.
         toolkit: release of CUDA or ROCm, ``"13.0.3"``; empty for cpu.
-        toolkit_source: where an nvcc (for people's own sources) or hipcc can be had, best first:
+        toolkit_source: where an nvcc (for people's own sources) or hipcc is available, best first:
             ``index``, ``conda``, ``image``, ``system``.
         capabilities: what is compiled for: ``("9.0",)``, ``("gfx90a",)``; empty for cpu.
         gpus: names of GPUs this runs on, for people.

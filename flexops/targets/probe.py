@@ -20,7 +20,7 @@ _KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 def machine(python: str | None = None) -> Machine:
     """This machine. ``python`` is the environment's, ``"3.12"``; None means the running one, empty
-    means that any can be had."""
+    means that any is available."""
     driver, capabilities, problems = nvidia()
     return Machine(
         system=platform.system(),

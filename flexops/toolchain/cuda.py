@@ -65,7 +65,7 @@ def read(root: str, context: SearchContext) -> CudaToolkit | Rejected | None:
     nvcc = f"{root}/bin/nvcc"
     if not os.path.exists(nvcc):
         return _without_nvcc(root, context)
-    include, library = _include_dir(root, context), _library_dir(root, context)
+    include, library = include_dir(root, context), _library_dir(root, context)
     lacking = [
         what
         for what, there in (("the CUDA headers", include), (_STATIC_RUNTIME, library))
@@ -108,7 +108,8 @@ def _target(context: SearchContext) -> str:
     )
 
 
-def _include_dir(root: str, context: SearchContext) -> str:
+def include_dir(root: str, context: SearchContext) -> str:
+    """The directory of a toolkit's headers; "" if they are incomplete."""
     candidates = (f"{root}/include", f"{root}/targets/{_target(context)}/include")
     return next(
         (
@@ -137,7 +138,7 @@ def _root_of(nvcc: str, context: SearchContext) -> str:
     """The toolkit that an nvcc on PATH belongs to: two levels up, unless it is a wrapper for one
     elsewhere (Debian's, or an own script)."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
-    if _include_dir(root, context) and _library_dir(root, context):
+    if include_dir(root, context) and _library_dir(root, context):
         return root
     return _told_root(nvcc, context) or root
 

@@ -20,6 +20,6 @@ find "$directory" -name '*.conda' | sort | while read -r package; do
   mv "$package" "$named"
   gh release upload "$tag" "$named" --clobber
 done
-# The channel is made of published releases: nobody can reach a draft's files.
+# The channel is made of published releases: a draft's files cannot be downloaded.
 gh release edit "$tag" --draft=false
 gh workflow run docs.yml --ref main

@@ -45,17 +45,17 @@ def main(wheels: list[str]) -> int:
     failed = not wheels
     for wheel in wheels:
         tag = Path(wheel).stem.rpartition("-")[2]
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "auditwheel", "show", "--json", wheel],
             capture_output=True,
             text=True,
             check=False,
         )
-        if not told.stdout.startswith("{"):
-            print(f"{wheel}: auditwheel says {told.stderr.strip()}", file=sys.stderr)
+        if not done.stdout.startswith("{"):
+            print(f"{wheel}: auditwheel says {done.stderr.strip()}", file=sys.stderr)
             failed = True
             continue
-        audit = json.loads(told.stdout)
+        audit = json.loads(done.stdout)
         problems = wrong(tag, audit)
         print(
             f"{wheel}:"

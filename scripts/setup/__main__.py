@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 if __name__ == "__main__":  # the package's name, whatever the folder was run as
@@ -47,85 +47,63 @@ def _parser() -> argparse.ArgumentParser:
         " on PATH); flexops/_aot/ (the compiled operators); flexops_torch.egg-info/,"
         " tools/flexops_tools.egg-info/.",
     )
-    add = parser.add_argument
-    add(
-        "--target",
-        metavar="ID",
-        default="",
-        help=(
-            "a row of the matrix (see --list-targets); default: the best one for this machine. "
-            "It need not be this machine's GPU."
-        ),
-    )
-    add(
-        "--prefix",
-        metavar="DIR",
-        default="",
-        help="where the environment is made; default .venv in this checkout",
-    )
-    add(
-        "--conda",
-        action="store_true",
-        help=(
-            "create it from envs/<target>.yml with mamba, conda, micromamba or pixi; default: "
-            "with uv, which is installed if it is missing, or pip"
-        ),
-    )
-    add(
-        "--python",
-        metavar="PATH",
-        default="",
-        help="the Python to make it with; default: one that the target's torch has wheels for",
-    )
-    add(
-        "--toolkit",
-        metavar="WHERE",
-        choices=TOOLKITS,
-        default="auto",
-        help=(
-            "auto (default: the machine's nvcc if it matches, else the package index's), index "
-            "or system"
-        ),
-    )
-    add(
-        "--index-url",
-        metavar="URL",
-        default="",
-        help="the package index; default: what pip is configured to use",
-    )
-    add(
-        "--no-lock",
-        action="store_true",
-        help=(
-            "install by version, not by the hashes in envs/requirements/<toolkit>.lock (for a "
-            "mirror with wheels of its own)"
-        ),
-    )
-    add(
-        "--jobs",
-        metavar="N",
-        type=_jobs,
-        default=0,
-        help="MAX_JOBS; default: from processors and memory",
-    )
-    add(
-        "--yes",
-        "-y",
-        action="store_true",
-        help="ask nothing, agree to everything, installing ccache with root rights too",
-    )
-    add("--no-root", action="store_true", help="never use root rights")
-    add("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    add(
-        "--print-env",
-        action="store_true",
-        help="print what .flexops/env.sh holds, for eval; do nothing",
-    )
-    add("--list-targets", action="store_true", help="print the targets")
-    add("--uninstall", action="store_true", help="remove what this script made, and only that")
-    add("--tests", action="store_true", help=argparse.SUPPRESS)  # scripts/run_tests.sh
-    add("--system-tools", action="store_true", help=argparse.SUPPRESS)  # the same
+    limits: dict[str, dict[str, Any]] = {
+        "--toolkit": {"choices": TOOLKITS},
+        "--jobs": {"type": _jobs},
+    }
+    for name, metavar, default, described in _VALUES:
+        more = limits.get(name, {})
+        parser.add_argument(name, metavar=metavar, default=default, help=described, **more)
+    for name, described in _SWITCHES.items():
+        parser.add_argument(*name.split(), action="store_true", help=described)
     return parser
+
+
+_VALUES: tuple[tuple[str, str, object, str], ...] = (
+    (
+        "--target",
+        "ID",
+        "",
+        "a row of the matrix (see --list-targets); default: the best one for this machine. It need"
+        " not be this machine's GPU.",
+    ),
+    (
+        "--prefix",
+        "DIR",
+        "",
+        "where the environment is made; default .venv in this checkout",
+    ),
+    (
+        "--python",
+        "PATH",
+        "",
+        "the Python to make it with; default: one that the target's torch has wheels for",
+    ),
+    (
+        "--toolkit",
+        "WHERE",
+        "auto",
+        "auto (default: the machine's nvcc if it matches, else the package index's), index or"
+        " system",
+    ),
+    ("--index-url", "URL", "", "the package index; default: what pip is configured to use"),
+    ("--jobs", "N", 0, "MAX_JOBS; default: from processors and memory"),
+)
+"""Options with a value: name, metavar, default, help."""
+_SWITCHES = {
+    "--conda": "create it from envs/<target>.yml with mamba, conda, micromamba or pixi; default:"
+    " with uv, which is installed if it is missing, or pip",
+    "--no-lock": "install by version, not by the hashes in envs/requirements/<toolkit>.lock (for a"
+    " mirror with wheels of its own)",
+    "--yes -y": "ask nothing, agree to everything, installing ccache with root rights too",
+    "--no-root": "never use root rights",
+    "--dry-run": "print what would be done, and do nothing",
+    "--print-env": "print what .flexops/env.sh holds, for eval; do nothing",
+    "--list-targets": "print the targets",
+    "--uninstall": "remove what this script made, and only that",
+    "--tests": argparse.SUPPRESS,  # scripts/run_tests.sh
+    "--system-tools": argparse.SUPPRESS,  # the same
+}
 
 
 def _jobs(value: str) -> int:

@@ -61,7 +61,7 @@ class Plan:
             or missing. For CUDA one is for people's own .cu sources: flexops' kernels are compiled
             by torch's NVRTC.
         pins: what is installed by version, or as `lock` says, by hash.
-        launcher_from: found, root (can be had with root rights) or none.
+        launcher_from: found, root (is available with root rights) or none.
         verb: what happens to the environment: make, make anew, bring up to date, or keep.
     """
 

@@ -40,6 +40,6 @@ def test_several_names_of_one_family_build_it_once(host_compiler: object) -> Non
     assert [built["name"] for built in json.loads(done.stdout)] == ["activation-cpu"]
 
 
-def test_a_name_that_is_nearly_right_is_told_the_right_one() -> None:
+def test_a_name_that_is_nearly_right_gets_the_right_one() -> None:
     with pytest.raises(FlexopsError, match="did you mean swiglu"):
         CliRunner().invoke(app, ["build", "swigluu", "--device", "cpu"], catch_exceptions=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import settings, targets
@@ -129,6 +130,7 @@ def test_another_projects_kernels_and_what_an_edit_changed_there(
     assert "shared 0 -> 256  WORSE" in run("inspect", "mylib", "--arch", "9.0", "--diff", "HEAD")
 
 
+@pytest.mark.extra
 def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
     """In a process of its own, as people type it: nothing has imported the library there."""
     shutil.copytree(REPOSITORY / "flexops/builder/example", tmp_path, dirs_exist_ok=True)
@@ -144,9 +146,7 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
 
     def typed(*arguments: str) -> str:
         command = [sys.executable, "-c", "from flexops.cli import main; main()", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = completed(command, cwd=tmp_path, env=environment, code=None)
         return done.stdout + done.stderr
 
     assert "mylib::scale_kernel<float>" in typed("inspect", "mylib.scale", "--arch", "9.0")
@@ -177,7 +177,7 @@ def test_no_kernel_takes_more_than_the_baseline_says() -> None:
     assert " 0 worse than the baseline" in done.output
 
 
-def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_refused(require: Any) -> None:
+def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(require: Any) -> None:
     done = CliRunner().invoke(
         app, ["target", "prove", "cu121-sm89", "cu130-sm90", "--op", "lion", "--json"]
     )

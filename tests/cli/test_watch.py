@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builds import child_environment
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import watching
@@ -139,6 +140,7 @@ def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_
     assert [one and one.status for one in found] == [3, 4]
 
 
+@pytest.mark.extra
 def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,13 +174,8 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: i
             str(Path(watching.__file__).with_name("watching_child.py")),
             str(modules.fileno()),
         ]
-        done = subprocess.run(
-            child,
-            input=line,
-            capture_output=True,
-            text=True,
-            env=environment,
-            pass_fds=(modules.fileno(),),
+        done = completed(
+            child, input=line, env=environment, pass_fds=(modules.fileno(),), code=None
         )
     assert done.stdout == "the program a thread\nat the end\n", done.stderr
     assert done.returncode == code, done.stderr

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from conda_world import CpuBuild, World, copy_of_checkout, only_empty
+from processes import completed
 
 from flexops import __version__, targets
 from flexops.errors import ChannelError
@@ -52,16 +52,7 @@ def in_prefix(prefix: Path, *command: str, only: bool = False) -> str:
     environment = check.activated(prefix) | ({"PATH": f"{prefix}/bin"} if only else {})
     environment["FLEXOPS_CACHE_DIR"] = str(prefix.parent / "cache")
     program = [str(prefix / "bin" / command[0]), *command[1:]]
-    done = subprocess.run(
-        program,
-        env=environment,
-        cwd=prefix,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(program, env=environment, cwd=prefix)
     return done.stdout
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conda_world import ROOT
+from processes import completed
 
 from flexops import targets
 from flexops.errors import ChannelError, SettingsError
@@ -186,7 +186,5 @@ def test_the_command_imports_neither_torch_nor_the_bindings() -> None:
         "import sys; sys.orig_argv[1:] = ['-m', 'flexops']; import flexops.cli._app;"
         " print(*{'torch', 'rattler', 'rattler_build'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = completed([sys.executable, "-c", code], cwd=ROOT)
     assert done.stdout.split() == []

@@ -225,7 +225,7 @@ def stale(form: str) -> Callable[[Place], None]:
 FAULTS = {
     "a wrong digest": (wrong_digest, "is not the file that the index lists"),
     "wrong requirements": (wrong_requirements, "is listed with another depends"),
-    "deleted": (deleted, "is listed, and cannot be had"),
+    "deleted": (deleted, "is listed, but cannot be downloaded"),
     "replaced": (replaced, "is not the file that the index lists"),
     "misnamed": (misnamed, "is misnamed: it holds flexops-"),
     "misnamed as another": (
@@ -266,7 +266,7 @@ def test_a_package_that_was_never_indexed_is_noticed(channel: Place) -> None:
     assert "linux-64/flexops-9.9-cpu_h0_0.conda is not listed under flexops" in caught.value.found
 
 
-def test_index_refuses_a_package_that_changed_unless_it_is_told_that_the_packages_are_right(
+def test_index_rejects_a_package_that_changed_unless_it_is_declared_that_the_packages_are_right(
     channel: Place,
 ) -> None:
     replaced(channel)
@@ -277,7 +277,7 @@ def test_index_refuses_a_package_that_changed_unless_it_is_told_that_the_package
     assert audit(channel, "flexops")
 
 
-def test_index_refuses_a_misnamed_package(channel: Place) -> None:
+def test_index_rejects_a_misnamed_package(channel: Place) -> None:
     unlisted(channel)
     with pytest.raises(ChannelError) as caught:
         index(channel)
@@ -360,8 +360,8 @@ def test_where_no_folder_can_be_is_said_before_the_build(
         "http:///conda",
     ],
 )
-def test_addresses_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(ChannelError, match="this is no channel that can be read"):
+def test_addresses_that_cannot_be_read_are_rejected(text: str) -> None:
+    with pytest.raises(ChannelError, match="this is not a channel that can be read"):
         Place.parse(text)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from conda_world import ROOT
+from processes import completed
 
 import flexops
 from flexops import __version__, _toml, targets
@@ -58,7 +58,7 @@ def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendere
             str(recipe),
             *(str(ROOT / name) for name in variants),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = completed(command, code=None)
         require(
             "No module named 'rattler_build'" not in done.stderr,
             "the rattler bindings",
@@ -288,14 +288,7 @@ def test_the_environments_are_read_by_conda_s_own_parser(
         "import json, os, sys, rattler\nfor spec in json.load(sys.stdin): rattler.MatchSpec(spec,"
         " strict=True)\nos._exit(0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(specs),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", code], input=json.dumps(specs), code=None)
     require(
         "No module named 'rattler'" not in done.stderr, "the rattler bindings", with_extra("conda")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def one(found: Finding | object) -> Finding:
 
 def is_(finding: Finding, status: str, *words: str) -> None:
     """The status is right, the words are in it, and whatever is not ok says what is required and
-    how to mend it."""
+    how to fix it."""
     assert finding.status == status, finding
     text = f"{finding.found} {finding.required} {finding.fix}"
     for word in words:
@@ -174,111 +175,41 @@ def test_environment(variables: dict[str, str], status: str) -> None:
     is_(one(machine.environment(variables)), status)
 
 
+def unusable(maker: str) -> GpuFact:
+    return GpuFact(unusable=(f"{maker} GPU at 0000:01:00.0",))
+
+
+KUBERNETES = replace(DOCKER, container="kubernetes")
+FOR_CPU, IN_DOCKER = {"torch": CPU_TORCH}, {"where": DOCKER}
+NOTHING_VISIBLE = {"CUDA_VISIBLE_DEVICES": ""}
+SLICED = "NVIDIA A100 (8.0, 40 GiB, MIG with 7 slices)"
+
+
 @pytest.mark.parametrize(
-    ("fact", "torch", "where", "variables", "accelerator", "status", "word"),
+    ("fact", "changes", "status", "word"),
     [
-        (WITH_GPU, CUDA_TORCH, LINUX, {}, "", "ok", "NVIDIA H200 (9.0, 141 GiB)"),
-        (GpuFact((H200, H200)), CUDA_TORCH, LINUX, {}, "", "ok", "2 x NVIDIA H200"),
-        (NO_GPU, CPU_TORCH, LINUX, {}, "", "ok", "none"),
-        # the default index's wheel on a machine without a GPU
-        (NO_GPU, CUDA_TORCH, LINUX, {}, "", "ok", "none"),
-        (NO_GPU, CUDA_TORCH, DOCKER, {}, "", "warn", "--gpus all"),
-        (
-            NO_GPU,
-            CUDA_TORCH,
-            replace(DOCKER, container="kubernetes"),
-            {},
-            "",
-            "warn",
-            "nvidia.com/gpu",
-        ),
-        (NO_GPU, CPU_TORCH, DOCKER, {}, "", "ok", "none"),
-        (NO_GPU, CUDA_TORCH, LINUX, {}, "cuda", "warn", "nothing is needed"),
-        (NO_GPU, CPU_TORCH, DOCKER, {}, "rocm", "warn", "/dev/kfd"),
-        (
-            GpuFact(unusable=("NVIDIA GPU at 0000:01:00.0",)),
-            CPU_TORCH,
-            LINUX,
-            {},
-            "",
-            "warn",
-            "nvidia-driver",
-        ),
-        (
-            GpuFact(unusable=("NVIDIA GPU at 0000:01:00.0",)),
-            CPU_TORCH,
-            DOCKER,
-            {},
-            "",
-            "warn",
-            "--gpus all",
-        ),
-        (
-            GpuFact(unusable=("AMD GPU at 0000:01:00.0",)),
-            CPU_TORCH,
-            LINUX,
-            {},
-            "",
-            "warn",
-            "amdgpu-dkms",
-        ),
-        (
-            GpuFact(problem="Driver/library version mismatch"),
-            CUDA_TORCH,
-            LINUX,
-            {},
-            "",
-            "fail",
-            "reboot",
-        ),
-        (
-            WITH_GPU,
-            CUDA_TORCH,
-            LINUX,
-            {"CUDA_VISIBLE_DEVICES": ""},
-            "",
-            "warn",
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
-        (
-            GpuFact((replace(A100, slices=7),)),
-            CUDA_TORCH,
-            LINUX,
-            {},
-            "",
-            "ok",
-            "NVIDIA A100 (8.0, 40 GiB, MIG with 7 slices)",
-        ),
-        (
-            GpuFact((replace(A100, slices=0),)),
-            CUDA_TORCH,
-            LINUX,
-            {},
-            "",
-            "fail",
-            "nvidia-smi mig -cgi",
-        ),
-        (
-            GpuFact((replace(A100, slices=0), H200)),
-            CUDA_TORCH,
-            LINUX,
-            {},
-            "",
-            "ok",
-            "MIG with 0 slices",
-        ),
+        (WITH_GPU, {}, "ok", "NVIDIA H200 (9.0, 141 GiB)"),
+        (GpuFact((H200, H200)), {}, "ok", "2 x NVIDIA H200"),
+        (NO_GPU, FOR_CPU, "ok", "none"),
+        (NO_GPU, {}, "ok", "none"),  # the default index's wheel on a machine without a GPU
+        (NO_GPU, IN_DOCKER, "warn", "--gpus all"),
+        (NO_GPU, {"where": KUBERNETES}, "warn", "nvidia.com/gpu"),
+        (NO_GPU, FOR_CPU | IN_DOCKER, "ok", "none"),
+        (NO_GPU, {"accelerator": "cuda"}, "warn", "nothing is needed"),
+        (NO_GPU, FOR_CPU | IN_DOCKER | {"accelerator": "rocm"}, "warn", "/dev/kfd"),
+        (unusable("NVIDIA"), FOR_CPU, "warn", "nvidia-driver"),
+        (unusable("NVIDIA"), FOR_CPU | IN_DOCKER, "warn", "--gpus all"),
+        (unusable("AMD"), FOR_CPU, "warn", "amdgpu-dkms"),
+        (GpuFact(problem="Driver/library version mismatch"), {}, "fail", "reboot"),
+        (WITH_GPU, {"variables": NOTHING_VISIBLE}, "warn", "unset CUDA_VISIBLE_DEVICES"),
+        (GpuFact((replace(A100, slices=7),)), {}, "ok", SLICED),
+        (GpuFact((replace(A100, slices=0),)), {}, "fail", "nvidia-smi mig -cgi"),
+        (GpuFact((replace(A100, slices=0), H200)), {}, "ok", "MIG with 0 slices"),
     ],
 )
-def test_gpu(
-    fact: GpuFact,
-    torch: TorchFact,
-    where: PlatformFact,
-    variables: dict[str, str],
-    accelerator: str,
-    status: str,
-    word: str,
-) -> None:
-    is_(machine.gpu(fact, torch, where, variables, accelerator), status, word)
+def test_gpu(fact: GpuFact, changes: dict[str, Any], status: str, word: str) -> None:
+    given = {"torch": CUDA_TORCH, "where": LINUX, "variables": {}, "accelerator": ""} | changes
+    is_(machine.gpu(fact, *given.values()), status, word)
 
 
 @pytest.mark.parametrize(
@@ -328,51 +259,33 @@ def test_torch(fact: TorchFact, status: str, words: tuple[str, ...]) -> None:
     is_(machine.torch(fact), status, *words)
 
 
-NONE_SHOWN = replace(CUDA_TORCH, gpu_count=0, gpu_error="No CUDA GPUs are available")
+def blind(error: str) -> TorchFact:
+    return replace(CUDA_TORCH, gpu_count=0, gpu_error=error)
+
+
+NONE_SHOWN = blind("No CUDA GPUs are available")
+OLD_DRIVER = blind("The NVIDIA driver on your system is too old")
 
 
 @pytest.mark.parametrize(
-    ("fact", "gpus", "variables", "status", "word"),
+    ("fact", "gpus", "visible", "status", "word"),
     [
-        (CUDA_TORCH, WITH_GPU, {}, "ok", "1 GPU"),
-        (CUDA_TORCH, NO_GPU, {}, "ok", "no GPU"),
-        (TorchFact("broken"), WITH_GPU, {}, "ok", "cannot be imported"),
-        (CPU_TORCH, WITH_GPU, {}, "warn", "CPU build"),
-        (replace(CPU_TORCH, hip="7.2"), WITH_GPU, {}, "warn", "another maker"),
-        (
-            replace(
-                CUDA_TORCH,
-                gpu_count=0,
-                gpu_error="Error 803: system has unsupported display driver",
-            ),
-            WITH_GPU,
-            {},
-            "fail",
-            "ldconfig",
-        ),
-        (
-            replace(
-                CUDA_TORCH, gpu_count=0, gpu_error="The NVIDIA driver on your system is too old"
-            ),
-            WITH_GPU,
-            {},
-            "fail",
-            "update the NVIDIA driver",
-        ),
-        (
-            replace(CUDA_TORCH, gpu_count=0),
-            WITH_GPU,
-            {"CUDA_VISIBLE_DEVICES": "-1"},
-            "warn",
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
-        (NONE_SHOWN, WITH_GPU, {"CUDA_VISIBLE_DEVICES": "MIG-gone"}, "fail", "MIG-gone names none"),
-        (NONE_SHOWN, WITH_GPU, {}, "fail", "the driver must work first"),
+        (CUDA_TORCH, WITH_GPU, None, "ok", "1 GPU"),
+        (CUDA_TORCH, NO_GPU, None, "ok", "no GPU"),
+        (TorchFact("broken"), WITH_GPU, None, "ok", "cannot be imported"),
+        (CPU_TORCH, WITH_GPU, None, "warn", "CPU build"),
+        (replace(CPU_TORCH, hip="7.2"), WITH_GPU, None, "warn", "another maker"),
+        (blind("Error 803: unsupported display driver"), WITH_GPU, None, "fail", "ldconfig"),
+        (OLD_DRIVER, WITH_GPU, None, "fail", "update the NVIDIA driver"),
+        (blind(""), WITH_GPU, "-1", "warn", "unset CUDA_VISIBLE_DEVICES"),
+        (NONE_SHOWN, WITH_GPU, "MIG-gone", "fail", "MIG-gone names none"),
+        (NONE_SHOWN, WITH_GPU, None, "fail", "the driver must work first"),
     ],
 )
 def test_torch_gpu(
-    fact: TorchFact, gpus: GpuFact, variables: dict[str, str], status: str, word: str
+    fact: TorchFact, gpus: GpuFact, visible: str | None, status: str, word: str
 ) -> None:
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     is_(machine.torch_gpu(fact, gpus, variables), status, word)
 
 
@@ -404,77 +317,57 @@ OTHER_NVRTC = Choice[DeviceCompiler](
 )
 
 
+PASSED_OVER = Choice(FOUND.taken, OTHER_NVRTC.rejected, ("a torch of another minor",))
+
+
 @pytest.mark.parametrize(
-    ("choice", "torch", "gpu", "needed", "jit", "status", "words"),
+    ("choice", "torch", "changes", "status", "words"),
     [
-        (FOUND, CUDA_TORCH, True, True, True, "ok", ("NVRTC 13.0", "found via site-packages")),
-        (
-            Choice(FOUND.taken, OTHER_NVRTC.rejected, ("a torch of another minor",)),
-            CUDA_TORCH,
-            True,
-            True,
-            True,
-            "ok",
-            ("not taken", "minor"),
-        ),
-        (Choice(), CPU_TORCH, False, True, True, "ok", ("none is needed",)),
-        (Choice(), CUDA_TORCH, True, False, True, "ok", ("compiled already",)),
-        (OTHER_NVRTC, CUDA_TORCH, True, True, True, "fail", ("another major", "nvidia-cuda-nvrtc")),
-        (OTHER_NVRTC, CUDA_TORCH, True, True, False, "warn", ("nvidia-cuda-nvrtc",)),
-        (OTHER_NVRTC, CUDA_TORCH, False, True, True, "warn", ("nvidia-cuda-nvrtc",)),
+        (FOUND, CUDA_TORCH, {}, "ok", ("NVRTC 13.0", "found via site-packages")),
+        (PASSED_OVER, CUDA_TORCH, {}, "ok", ("not taken", "minor")),
+        (Choice(), CPU_TORCH, {"gpu": False}, "ok", ("none is needed",)),
+        (Choice(), CUDA_TORCH, {"needed": False}, "ok", ("compiled already",)),
+        (OTHER_NVRTC, CUDA_TORCH, {}, "fail", ("another major", "nvidia-cuda-nvrtc")),
+        (OTHER_NVRTC, CUDA_TORCH, {"jit": False}, "warn", ("nvidia-cuda-nvrtc",)),
+        (OTHER_NVRTC, CUDA_TORCH, {"gpu": False}, "warn", ("nvidia-cuda-nvrtc",)),
     ],
 )
 def test_device_compiler(
     choice: Choice[DeviceCompiler],
     torch: TorchFact,
-    gpu: bool,
-    needed: bool,
-    jit: bool,
+    changes: dict[str, bool],
     status: str,
     words: tuple[str, ...],
 ) -> None:
-    is_(tools.device_compiler(choice, torch, gpu=gpu, needed=needed, jit=jit), status, *words)
+    given = {"gpu": True, "needed": True, "jit": True} | changes
+    is_(tools.device_compiler(choice, torch, **given), status, *words)
+
+
+FOR_ROCM = BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2"))
 
 
 @pytest.mark.parametrize(
-    ("found", "torch", "gpu", "needed", "jit", "status", "words"),
+    ("found", "torch", "changes", "status", "words"),
     [
-        (WHOLE, CUDA_TORCH, True, True, True, "ok", ("CUDA 13.0", "/usr/local/cuda-13.0")),
-        (WHOLE, CPU_TORCH, False, True, True, "ok", ("CUDA 13.0",)),
-        (BARE, CPU_TORCH, False, True, True, "ok", ("CPU build",)),
-        (BARE, CUDA_TORCH, True, True, True, "ok", ("your own .cu sources",)),
-        (BARE, ROCM_TORCH, False, True, True, "ok", ("no GPU is here",)),
-        (BARE, ROCM_TORCH, True, False, True, "ok", ("compiled already",)),
-        (
-            BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2")),
-            ROCM_TORCH,
-            True,
-            True,
-            True,
-            "fail",
-            ("rocm-hip-sdk",),
-        ),
-        (
-            BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2")),
-            ROCM_TORCH,
-            True,
-            True,
-            False,
-            "warn",
-            ("rocm-hip-sdk",),
-        ),
+        (WHOLE, CUDA_TORCH, {}, "ok", ("CUDA 13.0", "/usr/local/cuda-13.0")),
+        (WHOLE, CPU_TORCH, {"gpu": False}, "ok", ("CUDA 13.0",)),
+        (BARE, CPU_TORCH, {"gpu": False}, "ok", ("CPU build",)),
+        (BARE, CUDA_TORCH, {}, "ok", ("your own .cu sources",)),
+        (BARE, ROCM_TORCH, {"gpu": False}, "ok", ("no GPU is here",)),
+        (BARE, ROCM_TORCH, {"needed": False}, "ok", ("compiled already",)),
+        (FOR_ROCM, ROCM_TORCH, {}, "fail", ("rocm-hip-sdk",)),
+        (FOR_ROCM, ROCM_TORCH, {"jit": False}, "warn", ("rocm-hip-sdk",)),
     ],
 )
 def test_toolkit(
     found: Toolchain,
     torch: TorchFact,
-    gpu: bool,
-    needed: bool,
-    jit: bool,
+    changes: dict[str, bool],
     status: str,
     words: tuple[str, ...],
 ) -> None:
-    is_(tools.toolkit(found, torch, gpu=gpu, needed=needed, jit=jit), status, *words)
+    given = {"gpu": True, "needed": True, "jit": True} | changes
+    is_(tools.toolkit(found, torch, **given), status, *words)
 
 
 def test_toolkit_says_what_was_not_taken() -> None:
@@ -779,76 +672,48 @@ def test_libraries() -> None:
     is_(findings[0], "warn", "adam-cuda", "the GPU is 9.0")
 
 
+def built(**changes: Any) -> BuildTrial:
+    return BuildTrial("cpu", **{"build_seconds": 0.7, "load_seconds": 0.002, **changes})
+
+
+ON_GPU = BuildTrial("cuda", build_seconds=1.2, load_seconds=0.003, architectures=("9.0",))
+OUT_OF_MEMORY = BuildTrial("cpu", error="the compiler ran out of memory", fix="MAX_JOBS=1")
+UNLOADABLE = built(load_seconds=None, error="OSError: undefined symbol")
+
+
 @pytest.mark.parametrize(
     ("fact", "status", "words"),
     [
-        (
-            BuildTrial("cpu", build_seconds=0.7, load_seconds=0.002, max_error=0.0),
-            "ok",
-            ("0.70 s", "2.0 ms", "right result"),
-        ),
-        (
-            BuildTrial("cuda", build_seconds=1.2, load_seconds=0.003, architectures=("9.0",)),
-            "ok",
-            ("for 9.0", "not run"),
-        ),
+        (built(max_error=0.0), "ok", ("0.70 s", "2.0 ms", "right result")),
+        (ON_GPU, "ok", ("for 9.0", "not run")),
         (BuildTrial("cpu", skipped="no C++ compiler was found"), "ok", ("not tried",)),
-        (
-            BuildTrial("cpu", error="the compiler ran out of memory", fix="MAX_JOBS=1"),
-            "fail",
-            ("out of memory", "MAX_JOBS=1"),
-        ),
-        (
-            BuildTrial("cpu", build_seconds=0.7, error="OSError: undefined symbol"),
-            "fail",
-            ("cannot be loaded", "undefined symbol"),
-        ),
-        (
-            BuildTrial("cpu", build_seconds=0.7, load_seconds=0.002, max_error=3.0),
-            "fail",
-            ("off by 3",),
-        ),
-        (
-            BuildTrial("cpu", build_seconds=0.7, load_seconds=0.002, max_error=float("nan")),
-            "fail",
-            ("off by nan",),
-        ),
+        (OUT_OF_MEMORY, "fail", ("out of memory", "MAX_JOBS=1")),
+        (UNLOADABLE, "fail", ("cannot be loaded", "undefined symbol")),
+        (built(max_error=3.0), "fail", ("off by 3",)),
+        (built(max_error=float("nan")), "fail", ("off by nan",)),
     ],
 )
 def test_build_trial(fact: BuildTrial, status: str, words: tuple[str, ...]) -> None:
     is_(build.build_trial(fact), status, *words)
 
 
+def trial(device: str = "cpu", backend: str = "jit", *more: Any, **changes: Any) -> OpTrial:
+    return OpTrial("adam", device, backend, *more, **changes)
+
+
+PLAIN = trial("cpu", "reference", "no C++ compiler", "apt-get install g++", 0.0)
+
+
 @pytest.mark.parametrize(
     ("fact", "fallback", "status", "words"),
     [
-        (
-            OpTrial("adam", "cpu", "jit", "found in the cache", max_error=1e-7),
-            "warn",
-            "ok",
-            ("1e-07", "found in the cache"),
-        ),
-        (OpTrial("adam", "cuda:0", "aot", max_error=0.0), "warn", "ok", ("compiled at install",)),
-        (
-            OpTrial("adam", "cpu", "reference", "no C++ compiler", "apt-get install g++", 0.0),
-            "warn",
-            "warn",
-            ("plain PyTorch", "apt-get install g++"),
-        ),
-        (
-            OpTrial("adam", "cpu", "reference", "no C++ compiler", "apt-get install g++", 0.0),
-            "forbid",
-            "fail",
-            ("plain PyTorch",),
-        ),
-        (OpTrial("adam", "cpu", "jit", max_error=0.5), "warn", "fail", ("0.5", "at most 0.001")),
-        (OpTrial("adam", "cpu", "jit", max_error=float("nan")), "warn", "fail", ("nan",)),
-        (
-            OpTrial("adam", "cpu", "jit", error="its process was killed by SIGSEGV"),
-            "warn",
-            "fail",
-            ("SIGSEGV",),
-        ),
+        (trial("cpu", "jit", "in the cache", max_error=1e-7), "warn", "ok", ("1e-07", "in the c")),
+        (trial("cuda:0", "aot", max_error=0.0), "warn", "ok", ("compiled at install",)),
+        (PLAIN, "warn", "warn", ("plain PyTorch", "apt-get install g++")),
+        (PLAIN, "forbid", "fail", ("plain PyTorch",)),
+        (trial(max_error=0.5), "warn", "fail", ("0.5", "at most 0.001")),
+        (trial(max_error=float("nan")), "warn", "fail", ("nan",)),
+        (trial(error="its process was killed by SIGSEGV"), "warn", "fail", ("SIGSEGV",)),
     ],
 )
 def test_op_trial(fact: OpTrial, fallback: str, status: str, words: tuple[str, ...]) -> None:
@@ -1010,7 +875,7 @@ def test_target_libraries() -> None:
         "adam, quant",
     )
     is_(target.libraries(targets.load().find("cu121-sm90"), compiled, OPS), "warn", "adam, quant")
-    # A refusal for this machine's GPU says nothing about the target's.
+    # A rejection for this machine's GPU says nothing about the target's.
     is_(
         target.libraries(ROW, [replace(one_, refusal="the GPU is 8.0") for one_ in compiled], OPS),
         "ok",

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops.doctor import examination, report, trial
@@ -357,12 +357,6 @@ def test_importing_doctor_needs_the_standard_library_only() -> None:
         " flexops.doctor.__main__; print(*sys.modules)"
     )
     environment = {"PYTHONPATH": str(Path(flexops.__file__).parents[1])}
-    listed = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    )
+    listed = completed([sys.executable, "-S", "-c", program], env=environment)
     names = {name.split(".")[0] for name in listed.stdout.split()}
     assert names - set(sys.stdlib_module_names) == {"flexops", "__main__"}

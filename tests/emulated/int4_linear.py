@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import flexops
+from flexops.ops import few_rows
 from flexops.ops import int4_linear as reference
 
-FEW, MANY = (2 << 24 | 8 << 8 | 1), (2 << 24 | 2 << 16 | 4 << 8 | 1)
+FEW, MANY = (4 << 24 | 1 << 16 | 3 << 8 | 1), (2 << 16 | 4 << 8 | 1)
 
 
 def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4Weight:
@@ -20,6 +21,12 @@ def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4W
     return flexops.pack_int4(codes, scales, zeros, group_size=group_size)
 
 
+def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    eps = torch.finfo(out.dtype).eps
+    atol = wanted.abs().max() * 2e-3
+    torch.testing.assert_close(out.double(), wanted, rtol=2 * eps, atol=atol)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -27,13 +34,13 @@ def weight_of(n: int, k: int, group_size: int, symmetric: bool) -> flexops.Int4W
     [
         (1, 40, 1024, 64, False, FEW),
         (3, 33, 96, 32, False, FEW),
-        (8, 70, 256, 128, True, 2 << 24 | 2 << 8 | 1),
-        (16, 100, 192, 64, False, 2 << 24 | 8 << 8 | 1),
-        (13, 100, 160, 32, True, 2 << 24 | 4 << 8 | 1),
+        (8, 70, 1152, 128, True, 8 << 24 | 2 << 16 | 2 << 8 | 1),
+        (7, 100, 192, 64, False, FEW),
+        (2, 300, 2656, 32, True, 8 << 24 | 1 << 16 | 2 << 8 | 1),
+        (5, 40, 192, 64, False, 0),
         (20, 100, 640, 64, False, MANY),
         (70, 70, 224, 32, False, MANY),
-        (33, 130, 256, 128, True, 2 << 24 | 8 << 16 | 8 << 8 | 1),
-        (5, 40, 192, 64, False, 0),
+        (33, 130, 256, 128, True, 8 << 16 | 8 << 8 | 1),
         (20, 40, 192, 64, False, 0),
     ],
 )
@@ -44,13 +51,39 @@ def test_a_product_is_the_references(
     generator = torch.Generator().manual_seed(m)
     x = torch.randn(m, k, generator=generator).to(dtype)
     bias = torch.randn(n, generator=generator).to(dtype)
-    arguments = (x, *weight[:3], bias, *weight[3:])
-    out = torch.ops.flexops.int4_product(*arguments, plan).double()
-    exact = reference._unpack_reference(*weight, torch.float32).double()
-    wanted = x.double() @ exact.t() + bias.double()
-    torch.testing.assert_close(
-        out, wanted, rtol=2 * torch.finfo(dtype).eps, atol=wanted.abs().max() * 2e-3
-    )
+    if m <= 8:
+        lists = [[] if one is None else [one] for one in (*weight[:3], bias)]
+        out = torch.ops.flexops.int4_few_rows_linear(
+            x, *lists, None, 0.0, 0.0, None, 0, n, group_size, plan
+        )
+    else:
+        out = torch.ops.flexops.int4_product(x, *weight[:3], bias, *weight[3:], plan)
+    exact = reference._unpack_reference(weight, torch.float32).double()
+    close(out, x.double() @ exact.t() + bias.double())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_norms_gates_and_residuals(rows: int, activation: str | None) -> None:
+    widths = (48, 32, 21) if activation is None else (48, 48)
+    weights = [weight_of(n, 320, 64, False) for n in widths]
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    residual = random(rows, sum(widths) if activation is None else 48)
+    options = {
+        "biases": [random(n) for n in widths],
+        "norm": random(320),
+        "offset": 1.0,
+        "activation": activation,
+        "residual": residual,
+    }
+    x = random(rows, 320)
+    out = flexops.few_rows_linear(x, weights, **options)
+    close(out, few_rows.composed(x, weights, **options).double())
 
 
 @torch.no_grad()
@@ -58,5 +91,5 @@ def test_a_product_is_the_references(
 def test_a_weight_is_unpacked_exactly(dtype: torch.dtype) -> None:
     for n, k, group_size, symmetric in ((40, 96, 32, False), (17, 256, 128, True)):
         weight = weight_of(n, k, group_size, symmetric)
-        wanted = reference._unpack_reference(*weight, dtype)
+        wanted = reference._unpack_reference(weight, dtype)
         assert torch.equal(flexops.unpack_int4(weight, dtype), wanted)

@@ -246,6 +246,7 @@ FUNCTIONS = (
     "causal_conv1d",
     "cross_entropy",
     "few_rows",
+    "gated_norm",
     "logprobs",
     "norm",
     "quant",
@@ -261,20 +262,23 @@ def test_a_few_kernels(machine: dict[str, str]) -> None:
     assert emulated(machine, *files, "-k", selection) == len(files)
 
 
+@pytest.mark.extra
 def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str]) -> None:
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
+@pytest.mark.extra
 def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
-    selection = "bfloat16 and (1-40 or 20-100 or exactly)"
-    assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 3
+    selection = "bfloat16 and (1-40 or 20-100 or exactly) or None-3"
+    assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 4
 
 
 @pytest.mark.slow
 def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
-    assert emulated(machine, "tests/emulated/int4_linear.py") == 23
+    assert emulated(machine, "tests/emulated/int4_linear.py") == 29
 
 
+@pytest.mark.extra
 def test_attention_over_a_cache(machine: dict[str, str]) -> None:
     """Appends, rotates, looks up pages and attends."""
     selection = "small_cases and (several_tokens or a_token)"

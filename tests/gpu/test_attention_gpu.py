@@ -8,7 +8,6 @@ import ctypes
 import functools
 import math
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pytest
 import score_mod_cases
 import torch
 from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact
+from processes import completed
 from torch import Tensor
 
 import flexops
@@ -768,15 +768,7 @@ def test_backward_is_the_first_thing_on_autograds_thread() -> None:
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", BACKWARD_FIRST],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed([sys.executable, "-c", BACKWARD_FIRST], env=environment)
 
 
 def test_first_launch_in_graph_capture() -> None:
@@ -784,15 +776,7 @@ def test_first_launch_in_graph_capture() -> None:
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_LAUNCH],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed([sys.executable, "-c", FIRST_LAUNCH], env=environment)
 
 
 # ---- what kernels do not take --------------------------------------------------------------------
@@ -803,7 +787,9 @@ def test_first_launch_in_graph_capture() -> None:
     ("columns", "dtype", "reason"),
     [(64, torch.float32, "float32 on a GPU"), (320, torch.bfloat16, "head_dim of 320")],
 )
-def test_the_reason_of_plain_pytorch_is_told(columns: int, dtype: torch.dtype, reason: str) -> None:
+def test_the_reason_of_plain_pytorch_is_reported(
+    columns: int, dtype: torch.dtype, reason: str
+) -> None:
     assert_close(errors(*qkv(50, 70, 4, 2, columns, dtype=dtype), causal=True), torch.bfloat16)
     assert any(
         reason in one.reason

@@ -46,6 +46,21 @@ def test_cuda_gives_what_the_reference_gives(
         state = draw(shape[0], channels, 4).to(dtype)
         other, steps = state.clone(), x[:, :3].transpose(1, 2)
         step = (steps, weight.t().contiguous(), bias, silu)
+        for kind in {dtype, torch.float32}:
+            filters = (
+                weight.t().to(kind).contiguous(),
+                None if bias is None else bias.to(kind),
+                silu,
+            )
+            one = draw(shape[0], channels, 4).to(dtype)
+            two = one.clone()
+            for length in (1, 2):
+                torch.testing.assert_close(
+                    ops.causal_conv1d_update_(one, x[:, :length].transpose(1, 2), *filters),
+                    module._update_reference(two, x[:, :length].transpose(1, 2), *filters),
+                    **near,
+                )
+                torch.testing.assert_close(one, two)
         torch.testing.assert_close(
             ops.causal_conv1d_update_(state, *step), module._update_reference(other, *step), **near
         )

@@ -89,7 +89,7 @@ def test_the_native_sum_takes_the_memory_of_the_gradient_alone(
     native, wide = peak("native"), peak("float32")
     assert native < weight.nbytes + 4 * 256 * 50000 * 2 + 2 * x.nbytes
     assert wide - native >= weight.nbytes  # four bytes an element and not two
-    for free, expected in ((2**40, wide), (0, native)):  # whoever else uses this GPU
+    for free, expected in ((2**40, wide), (0, native)):  # what other processes leave of this GPU
         monkeypatch.setattr(linear_cross_entropy_module, "_found_free", {})
         monkeypatch.setattr(
             linear_cross_entropy_module, "_ask_free_bytes", lambda *_, free=free: free

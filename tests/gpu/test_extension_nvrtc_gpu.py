@@ -4,7 +4,6 @@ torch's operators give, wherever they are called from."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import completed
 
 import flexops
 from flexops_tools.bench.build_runner import EDITED
@@ -315,7 +315,7 @@ def test_structs_packs_lambdas_in_kernels_and_kernels_by_pointer(people: Any) ->
         assert torch.equal(y, x.ceil() if up else x.floor())
 
 
-def test_a_launch_that_the_gpu_refuses_is_an_exception_and_no_more(people: Any) -> None:
+def test_a_launch_that_the_gpu_rejects_is_an_exception_and_no_more(people: Any) -> None:
     x = torch.randn(10, device="cuda")
     with pytest.raises(RuntimeError, match=r"could not be launched: invalid argument.*step_kernel"):
         people.refused(x)
@@ -379,10 +379,7 @@ def child(program: str, sources: Path, **more: str) -> None:
         **more,
     }
     command = [sys.executable, "-c", START + textwrap.dedent(program), str(sources / "people.cu")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(command, env=environment)
 
 
 @pytest.mark.usefixtures("people")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 pytestmark = pytest.mark.gpu
 
@@ -46,14 +47,7 @@ def _child(program: str, cache: Path, **environment: str) -> subprocess.Complete
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         **environment,
     }
-    return subprocess.run(
-        [sys.executable, "-c", START + textwrap.dedent(program)],
-        env=known,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return completed([sys.executable, "-c", START + textwrap.dedent(program)], env=known, code=None)
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +55,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that has rope's and Adam's libraries for CUDA and their kernels for the GPU here, but
     the rare ones."""
     cache = tmp_path_factory.mktemp("built") / "cache"
-    done = subprocess.run(
+    completed(
         [sys.executable, "-m", "flexops", "build", "rope", "adam"],
         env={**os.environ, "FLEXOPS_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return cache
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flexops
+from flexops.ops import few_rows
 from flexops.ops import int4_linear as module
 
 pytestmark = pytest.mark.gpu
@@ -18,6 +19,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module", autouse=True)
 def native(native_kernels: Callable[[str, str], None]) -> None:
     native_kernels("int4_linear", "cuda")
+    native_kernels("int4_few_rows", "cuda")
 
 
 def weight_of(
@@ -33,7 +35,7 @@ def weight_of(
 
 def distance(out: torch.Tensor, x: torch.Tensor, weight: flexops.Int4Weight) -> float:
     """From float64's result, relative to its norm."""
-    wanted = x.double() @ module._unpack_reference(*weight, torch.float32).double().t()
+    wanted = x.double() @ module._unpack_reference(weight, torch.float32).double().t()
     return float((out.double() - wanted).norm() / wanted.norm())
 
 
@@ -60,39 +62,88 @@ def test_products_are_float64s(
         assert distance(flexops.int4_linear(x, weight), x, weight) < BOUNDS[dtype]
 
 
-PLANS = [
-    (1, 2, 0, 4, 1),
-    (5, 2, 0, 16, 8),
-    (8, 2, 0, 8, 2),
-    (8, 2, 0, 16, 1),
-    (16, 2, 0, 8, 8),
-    (9, 2, 0, 8, 1),
-    (3, 2, 2, 4, 1),
-    (20, 2, 2, 8, 8),
-    (20, 2, 8, 8, 1),
-    (64, 2, 8, 8, 2),
-    (100, 2, 2, 8, 2),
+FEW_PLANS = [
+    (1, 0x401, 2, 1),
+    (1, 0x802, 2, 1),
+    (2, 0x401, 6, 8),
+    (3, 0x402, 2, 2),
+    (8, 0x801, 3, 4),
 ]
-"""Rows of x, then a plan's numbers: csrc/int4_linear/int4_linear_cuda.cpp."""
+"""Rows of x, then a plan's numbers: csrc/int4_few_rows/int4_few_rows_cuda.cpp."""
+PLANS = [
+    (3, 2, 4, 1),
+    (20, 2, 8, 8),
+    (20, 8, 8, 1),
+    (64, 8, 8, 2),
+    (100, 2, 8, 2),
+    (20, 32, 12, 1),
+    (50, 64, 12, 4),
+    (300, 128, 12, 2),
+]
+"""The same of csrc/int4_linear/int4_linear_cuda.cpp."""
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("few", "plan"),
+    [*((True, one) for one in FEW_PLANS), *((False, one) for one in PLANS)],
+    ids=str,
+)
 def test_every_configuration_gives_float64s_result(
-    dtype: torch.dtype, plan: tuple[int, int, int, int, int]
+    few: bool, plan: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    rows, tiles, beside, warps, cluster = plan
-    if torch.cuda.get_device_capability()[0] < 9:
-        cluster = 1
-    number = tiles << 24 | beside << 16 | warps << 8 | cluster
-    for group_size in (32, 64):
-        weight = weight_of(1000, 2048, group_size, False)
+    rows, first, second, cluster = plan
+    capability = torch.cuda.get_device_capability()
+    if first >= 32 and capability != (9, 0):
+        return  # wgmma's
+    cluster = cluster if capability[0] >= 9 else 1
+    number = first << 16 | second << 8 | cluster
+    for group_size in (32, 64, 128):
+        weight = weight_of(1000, 2048, group_size, False, dtype)
         x = random_x(rows, 2048, dtype)
-        out = torch.ops.flexops.int4_product(x, *weight[:3], None, *weight[3:], number)
+
+        def call(weight: flexops.Int4Weight = weight, x: torch.Tensor = x) -> torch.Tensor:
+            if not few:
+                return torch.ops.flexops.int4_product(x, *weight[:3], None, *weight[3:], number)
+            lists = [[one] for one in weight[:3]]
+            return torch.ops.flexops.int4_few_rows_linear(
+                x, *lists, [], None, 0.0, 0.0, None, 0, weight.n, weight.group_size, number
+            )
+
+        out = call()
         assert distance(out, x, weight) < BOUNDS[dtype]
-        again = torch.ops.flexops.int4_product(x, *weight[:3], None, *weight[3:], number)
-        assert torch.equal(out, again)
+        assert torch.equal(out, call())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("widths", "activation"),
+    [((48, 32, 21), None), ((4096, 1024, 1024), None), ((14336, 14336), "silu"), ((40,), None)],
+)
+def test_norms_gates_and_residuals(
+    rows: int, widths: tuple[int, ...], activation: str | None
+) -> None:
+    k = 4096
+    weights = [weight_of(n, k, 64, False) for n in widths]
+    width = widths[0] if activation else sum(widths)
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    options = {
+        "biases": [random(n) for n in widths],
+        "norm": random(k),
+        "offset": 1.0,
+        "activation": activation,
+        "residual": 10 * random(rows, width),
+    }
+    x = random(rows, k)
+    out = flexops.few_rows_linear(x, weights, **options).double()  # type: ignore[arg-type]
+    wanted = few_rows.composed(x, weights, **options).double()  # type: ignore[arg-type]
+    assert (out - wanted).norm() < 8e-3 * wanted.norm()
 
 
 @torch.no_grad()

@@ -29,7 +29,19 @@ def test_the_parameter_space_of_flash_attn(part: int, dtype: torch.dtype) -> Non
 
 
 SMALL = {
-    "a_token": Config(1, 339, 64, 2, 1, True, rotary=1.0, interleaved=False, indexed=True),
+    "a_token": Config(
+        1,
+        339,
+        64,
+        2,
+        1,
+        True,
+        rotary=1.0,
+        interleaved=False,
+        indexed=True,
+        leftpad=True,
+        from_leftpad=True,
+    ),
     "short_sequences": Config(1, 40, 128, 1, 1, True, rotary=0.5, splits=3),
     "several_tokens": Config(5, 300, 80, 2, 3, True, (100, -1), 0.5, page=48, splits=2, sinks=True),
     "many_tiles": Config(70, 200, 64, 1, 70, True, page=32, leftpad=True, rotary=1.0),

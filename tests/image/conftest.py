@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import wheel_index
 from image_command import BASE, REPOSITORY, Image
+from processes import completed
 
 from flexops import targets
 
@@ -133,7 +134,7 @@ def private_index_url(wheels: Path) -> Iterator[str]:
 def _has_buildkit(program: Path) -> bool:
     """Whether a client has BuildKit: built in up to 22, by its plugin buildx from 23 on."""
     plugin = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    version = completed([program, "--version"], code=None)
     found = re.search(r"version (\d+)\.", version.stdout)
     return plugin.returncode == 0 or (found is not None and int(found[1]) < 23)
 

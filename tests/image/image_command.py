@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import completed
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = "flexops-test-base:1"
 _NETWORK = "host"  # an engine in a container or a small virtual machine may have no other
@@ -28,14 +30,8 @@ class Image:
     ) -> subprocess.CompletedProcess[str]:
         variables = self.environment(checkout, environment)
         # In the checkout, because `python -m` looks for flexops in the working directory first.
-        return subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            cwd=checkout,
-            env=variables,
-            timeout=1800,
-            check=False,
+        return completed(
+            self.command(*arguments), cwd=checkout, env=variables, timeout=1800, code=None
         )
 
     def build(

@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import registry
 from image_command import BASE, REPOSITORY, Image
+from processes import completed
 from wheel_index import CREDENTIALS
 
 from flexops import targets
@@ -181,7 +182,7 @@ def test_credentials_of_an_index_are_kept_nowhere(
     if os.geteuid() == 0 and root.is_dir():
         places = [str(root / name) for name in ("image", "buildkit", "containers", "overlay2")]
         search = ["grep", "-rlF", "--include=*.json", "--include=*.db", "--include=*.conf"]
-        found = subprocess.run([*search, secret, *places], capture_output=True, text=True)
+        found = completed([*search, secret, *places], code=None)
         assert found.stdout == ""
     broken = small_checkout / "csrc/lion/lion_cpu.cpp"
     broken.write_text(broken.read_text() + "\nint broken = no_such_thing;\n")
@@ -534,7 +535,7 @@ def test_an_image_is_pushed_to_the_registry_in_its_name(engine: Any, small: str)
         engine.images.remove(name)
 
 
-def test_a_registry_that_refuses_is_one_clear_error(engine: Any, small: str) -> None:
+def test_a_registry_that_rejects_is_one_clear_error(engine: Any, small: str) -> None:
     with registry.serve(refuses=True) as server:
         name = f"{server.host}/team/flexops:cpu"
         engine.images.get(small).tag(*naming.split(name))
@@ -568,17 +569,17 @@ def test_a_broken_kernel_shows_the_compilers_error(
     assert containers(engine) == before
 
 
-def test_a_base_that_cannot_be_had(image: Image) -> None:
+def test_a_base_that_is_not_available(image: Image) -> None:
     done = image(
         "build", "cpu", "--build-base", "registry.invalid/no/such:base", "--runtime-base", BASE
     )
     assert done.returncode == 10
-    assert "the base image cannot be had" in done.stderr
+    assert "the base image is not available" in done.stderr
     assert "registry.invalid/no/such:base" in done.stderr
     assert "fix: --build-base" in done.stderr
 
 
-def test_a_base_without_the_rows_compiler_is_refused_before_anything_is_downloaded(
+def test_a_base_without_the_rows_compiler_is_rejected_before_anything_is_downloaded(
     image: Image,
 ) -> None:
     done = image(
@@ -629,13 +630,8 @@ def test_a_socket_that_may_not_be_used(
         "import os, docker.transport, docker.errors, flexops_tools.images.engine as e; os.setgroups([]);"
         " os.setgid(65534); os.setuid(65534); e.connect()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=image.environment(REPOSITORY),
-        check=False,
+    done = completed(
+        [sys.executable, "-c", script], cwd=tmp_path, env=image.environment(REPOSITORY), code=None
     )
     assert "may not use the container engine" in done.stderr
     assert "usermod -aG docker" in done.stderr

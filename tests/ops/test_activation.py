@@ -33,6 +33,12 @@ SHAPES: tuple[Shape, ...] = ((3, 8), (2, 5, 100), (64, 1032))
 SMALL = torch.zeros(3, 8)
 
 
+def wrong(
+    message: str, function: Any, args: Any, error: type[Exception] = ValueError, **options: Any
+) -> Refusal:
+    return Refusal(lambda: function(*args, **options), error, message)
+
+
 def biased_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
     return make(*shape, scale=2.0), make(shape[-1])
 
@@ -53,43 +59,22 @@ def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., ::2], x[..., 1::2]
 
 
-def biased(
-    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
-) -> Case:
-    return Case(name, "activation", call, biased_inputs, oracle, names=("x", "bias"), differentiable=(0, 1), parameters=(1,), shapes=SHAPES,
-                huge=(2**18 + 3, 2**13), **more)  # fmt: skip
+def kind(
+    inputs: Callable[..., tuple[Tensor, ...]], *names: str, **more: Any
+) -> Callable[..., Case]:
+    """Makes the cases of one kind of call; ``more`` and what a case adds are options of Case."""
+
+    def case(name: str, call: Any, oracle: Any, **options: Any) -> Case:
+        known = {"names": names, "differentiable": tuple(range(len(names))), "shapes": SHAPES}
+        return Case(name, "activation", call, inputs, oracle, **(known | more | options))
+
+    return case
 
 
-def gated(
-    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
-) -> Case:
-    return Case(
-        name,
-        "activation",
-        call,
-        gated_inputs,
-        oracle,
-        names=("gate", "up"),
-        differentiable=(0, 1),
-        shapes=SHAPES,
-        **more,
-    )
-
-
-def packed(
-    name: str, call: Callable[..., Tensor], oracle: Callable[..., Tensor], **more: Any
-) -> Case:
-    return Case(
-        name,
-        "activation",
-        call,
-        packed_inputs,
-        oracle,
-        names=("gate",),
-        differentiable=(0,),
-        shapes=SHAPES,
-        **more,
-    )
+biased = kind(biased_inputs, "x", "bias", parameters=(1,), huge=(2**18 + 3, 2**13))
+plain = kind(plain_inputs, "x", huge=(2**18 + 3, 2**13))
+gated = kind(gated_inputs, "gate", "up")
+packed = kind(packed_inputs, "gate")
 
 
 def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
@@ -100,72 +85,54 @@ def packed_layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
     return *packed_inputs(make, shape), make(6, shape[-1], scale=shape[-1] ** -0.5)
 
 
+layer = kind(layer_inputs, "gate", "up", "weight", "bias", parameters=(2, 3), inductor=False)
+packed_layer = kind(packed_layer_inputs, "gate", "weight", parameters=(1,), inductor=False)
+
+
 class TestLayerContract(Contract):
     cases = (
-        Case(
+        layer(
             "swiglu_linear",
-            "activation",
             flexops.swiglu_linear,
-            layer_inputs,
             lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
-            names=("gate", "up", "weight", "bias"),
-            differentiable=(0, 1, 2, 3),
-            parameters=(2, 3),
-            shapes=SHAPES,
-            inductor=False,
             refusals=(
-                Refusal(
-                    lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 7)),
-                    ValueError,
+                wrong(
                     r"weight must have shape \[any, 8\], got \[5, 7\]",
+                    flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 7)),
                 ),
-                Refusal(
-                    lambda: flexops.swiglu_linear(SMALL, None, torch.zeros(5, 8)),
-                    ValueError,
+                wrong(
                     r"weight must have shape \[any, 4\]",
+                    flexops.swiglu_linear,
+                    (SMALL, None, torch.zeros(5, 8)),
                 ),
-                Refusal(
-                    lambda: flexops.swiglu_linear(SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)),
-                    ValueError,
+                wrong(
                     r"bias must have shape \[5\]",
+                    flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)),
                 ),
-                Refusal(
-                    lambda: flexops.swiglu_linear(SMALL, SMALL[:2], torch.zeros(5, 8)),
-                    ValueError,
+                wrong(
                     r"up must have gate's shape",
+                    flexops.swiglu_linear,
+                    (SMALL, SMALL[:2], torch.zeros(5, 8)),
                 ),
-                Refusal(
-                    lambda: flexops.geglu_linear(
-                        SMALL, SMALL, torch.zeros(5, 8), approximate="erf"
-                    ),  # type: ignore[arg-type]
-                    ValueError,
+                wrong(
                     'geglu_linear: approximate must be "none" or "tanh"',
+                    flexops.geglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8)),
+                    approximate="erf",
                 ),
             ),
         ),
-        Case(
+        layer(
             "geglu_linear",
-            "activation",
             lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"),
-            layer_inputs,
             lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b),
-            names=("gate", "up", "weight", "bias"),
-            differentiable=(0, 1, 2, 3),
-            parameters=(2, 3),
-            shapes=SHAPES,
-            inductor=False,
         ),
-        Case(
+        packed_layer(
             "geglu_linear of pairs",
-            "activation",
             lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True),
-            packed_layer_inputs,
             lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w),
-            names=("gate", "weight"),
-            differentiable=(0, 1),
-            parameters=(1,),
-            shapes=SHAPES,
-            inductor=False,
         ),
     )
 
@@ -257,26 +224,19 @@ class TestContract(Contract):
             flexops.bias_gelu,
             lambda x, b: F.gelu(x + b),
             refusals=(
-                Refusal(
-                    lambda: flexops.bias_gelu(SMALL, torch.zeros(7)),
-                    ValueError,
+                wrong(
                     r"bias_gelu: bias must have shape \[8\], .*got \[7\]",
+                    flexops.bias_gelu,
+                    (SMALL, torch.zeros(7)),
                 ),
-                Refusal(
-                    lambda: flexops.bias_gelu(SMALL, torch.zeros(1, 8)),
-                    ValueError,
-                    "bias must have shape",
+                wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
+                wrong(
+                    'approximate must be "none", "tanh" or "quick"',
+                    flexops.bias_gelu,
+                    (SMALL,),
+                    approximate="erf",
                 ),
-                Refusal(
-                    lambda: flexops.bias_gelu(SMALL, approximate="erf"),
-                    ValueError,
-                    'approximate must be "none" or "tanh"',
-                ),  # type: ignore[arg-type]
-                Refusal(
-                    lambda: flexops.bias_gelu(torch.zeros(())),
-                    ValueError,
-                    "x must have at least one dimension",
-                ),
+                wrong("x must have at least one dimension", flexops.bias_gelu, (torch.zeros(()),)),
             ),
         ),
         biased(
@@ -285,17 +245,16 @@ class TestContract(Contract):
             lambda x, b: F.gelu(x + b, approximate="tanh"),
             inductor=False,
         ),
-        Case(
-            "bias_gelu without a bias",
-            "activation",
-            flexops.bias_gelu,
-            plain_inputs,
-            F.gelu,
-            names=("x",),
-            differentiable=(0,),
-            shapes=SHAPES,
-            huge=(2**18 + 3, 2**13),
+        biased(
+            "bias_gelu quick",
+            lambda x, b: flexops.bias_gelu(x, b, "quick"),
+            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
+            inductor=False,
         ),
+        biased(
+            "bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(), inductor=False
+        ),
+        plain("bias_gelu without a bias", flexops.bias_gelu, F.gelu),
         biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
         gated(
             "swiglu",
@@ -303,31 +262,22 @@ class TestContract(Contract):
             lambda g, u: F.silu(g) * u,
             huge=(2**18 + 3, 2**13),
             refusals=(
-                Refusal(
-                    lambda: flexops.swiglu(SMALL, SMALL[:2]),
-                    ValueError,
+                wrong(
                     r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]",
+                    flexops.swiglu,
+                    (SMALL, SMALL[:2]),
                 ),
-                Refusal(
-                    lambda: flexops.swiglu(SMALL, SMALL, interleaved=True),
-                    ValueError,
-                    "interleaved must be False",
+                wrong(
+                    "interleaved must be False", flexops.swiglu, (SMALL, SMALL), interleaved=True
                 ),
-                Refusal(
-                    lambda: flexops.swiglu(SMALL, SMALL.half()),
-                    TypeError,
+                wrong(
                     "up must be float32, as gate, got float16",
+                    flexops.swiglu,
+                    (SMALL, SMALL.half()),
+                    error=TypeError,
                 ),
-                Refusal(
-                    lambda: flexops.swiglu(SMALL[:, :7]),
-                    ValueError,
-                    "gate must have an even last dimension",
-                ),
-                Refusal(
-                    lambda: flexops.swiglu(torch.zeros(())),
-                    ValueError,
-                    "gate must have at least one dimension",
-                ),
+                wrong("gate must have an even last dimension", flexops.swiglu, (SMALL[:, :7],)),
+                wrong("gate must have at least one dimension", flexops.swiglu, (torch.zeros(()),)),
             ),
         ),
         packed(
@@ -345,11 +295,7 @@ class TestContract(Contract):
             flexops.geglu,
             lambda g, u: F.gelu(g) * u,
             refusals=(
-                Refusal(
-                    lambda: flexops.geglu(SMALL, approximate="none "),
-                    ValueError,
-                    "geglu: approximate must be",
-                ),  # type: ignore[arg-type]
+                wrong("geglu: approximate must be", flexops.geglu, (SMALL,), approximate="none "),
             ),
         ),
         packed(
@@ -540,8 +486,8 @@ def test_the_ops_themselves_check_too() -> None:
     address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ops.bias_gelu(x.double(), None, False), "bias_gelu: x must be float32"),
-        (lambda: ops.bias_gelu(x, torch.zeros(7), False), r"bias_gelu: bias must have shape \[8\]"),
+        (lambda: ops.bias_gelu(x.double(), None, 0), "bias_gelu: x must be float32"),
+        (lambda: ops.bias_gelu(x, torch.zeros(7), 0), r"bias_gelu: bias must have shape \[8\]"),
         (
             lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
             "bias_silu: bias must be float32",

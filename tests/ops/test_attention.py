@@ -612,7 +612,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     actual = torch.autograd.grad(
         checkpoint(call, q, k, v, use_reentrant=False).square().sum(), (q, k, v)
     )
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_autocast_casts_as_torchs_attention_does() -> None:
@@ -702,7 +702,7 @@ def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-def test_what_kernels_do_not_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_do_not_take_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     loader.decline("attention", "cuda", reason)

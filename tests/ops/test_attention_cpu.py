@@ -4,7 +4,6 @@ instruction set, as exact as torch's flash kernel."""
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from contract import ISA_LEVELS, at_each_isa, isa_limit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import first_of
+from processes import completed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -210,9 +210,7 @@ flexops.attention(q, q, q).sum().backward()
 assert any(one.op == "attention" and one.path for one in flexops.status()), flexops.status()
 print(peak() - before)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    run = completed([sys.executable, "-c", program])
     assert int(run.stdout) < 100 * 1024  # KiB
 
 
@@ -238,7 +236,7 @@ def test_what_is_packed_together_is_not_copied() -> None:
             actual = with_gradients(call, tensors, given_grad)
             assert torch.equal(actual[0], expected[0])
             if given_grad.shape == grad.shape and torch.equal(given_grad, grad):
-                assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+                assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("window", [None, (100, 0), (0, 5), (None, -1), (500, 500)])

@@ -98,30 +98,29 @@ def wrong_calls() -> tuple[Refusal, ...]:
     x, t = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 
     def wrong(
-        message: str, *args: Any, error: type[Exception] = ValueError, **options: Any
+        message: str, args: Any, error: type[Exception] = ValueError, **options: Any
     ) -> Refusal:
         return Refusal(lambda: flexops.cross_entropy(*args, **options), error, message)
 
     return (
         wrong(
-            r"target must have shape \(3,\), one class for each row of logits, got \(2,\)", x, t[:2]
+            r"target must have shape \(3,\), one class for each row of logits, got \(2,\)",
+            (x, t[:2]),
         ),
         wrong(
             "target must be an int64 tensor of class numbers, got torch.int32",
-            x,
-            t.int(),
+            (x, t.int()),
             error=TypeError,
         ),
-        wrong("target must be on the device of logits, cpu, got meta", x, t.to("meta")),
+        wrong("target must be on the device of logits, cpu, got meta", (x, t.to("meta"))),
         wrong(
             r"logits must have at least one class in their last dimension, got shape \(3, 0\)",
-            x[:, :0],
-            t,
+            (x[:, :0], t),
         ),
-        wrong("logits must have at least one dimension, got a scalar", x[0, 0], t[0]),
-        wrong("reduction must be 'mean', 'sum' or 'none', got 'max'", x, t, reduction="max"),
-        wrong(r"label_smoothing must be in \[0, 1\], got 1.5", x, t, label_smoothing=1.5),
-        wrong("z_loss must be at least 0, got -1", x, t, z_loss=-1),
+        wrong("logits must have at least one dimension, got a scalar", (x[0, 0], t[0])),
+        wrong("reduction must be 'mean', 'sum' or 'none', got 'max'", (x, t), reduction="max"),
+        wrong(r"label_smoothing must be in \[0, 1\], got 1.5", (x, t), label_smoothing=1.5),
+        wrong("z_loss must be at least 0, got -1", (x, t), z_loss=-1),
     )
 
 
@@ -129,49 +128,42 @@ def wrong_layers() -> tuple[Refusal, ...]:
     x, w, t = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64)
 
     def wrong(
-        message: str, *args: Any, error: type[Exception] = ValueError, **options: Any
+        message: str, args: Any, error: type[Exception] = ValueError, **options: Any
     ) -> Refusal:
         return Refusal(lambda: flexops.linear_cross_entropy(*args, **options), error, message)
 
     return (
         wrong(
-            r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)", x, w[:, :3], t
+            r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)",
+            (x, w[:, :3], t),
         ),
-        wrong(r"bias must have shape \[5\], got \(4,\)", x, w, t, w[0]),
-        wrong("weight must be on x's device, cpu, got meta", x, w.to("meta"), t),
-        wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
+        wrong(r"bias must have shape \[5\], got \(4,\)", (x, w, t, w[0])),
+        wrong("weight must be on x's device, cpu, got meta", (x, w.to("meta"), t)),
+        wrong("chunk_size must be at least 1, or None, got 0", (x, w, t), chunk_size=0),
         wrong(
-            r"target must have shape \(3,\), one class for each row of x, got \(1,\)", x, w, t[:1]
+            r"target must have shape \(3,\), one class for each row of x, got \(1,\)", (x, w, t[:1])
         ),
-        wrong("softcap must be greater than 0, or None, got 0", x, w, t, softcap=0.0),
+        wrong("softcap must be greater than 0, or None, got 0", (x, w, t), softcap=0.0),
         wrong(
             "accumulate must be 'float32', 'native' or None, got 'bfloat16'",
-            x,
-            w,
-            t,
+            (x, w, t),
             accumulate="bfloat16",
         ),
-        wrong(r"class_weight must have shape \[5\], got \(4,\)", x, w, t, class_weight=w[0]),
+        wrong(r"class_weight must have shape \[5\], got \(4,\)", (x, w, t), class_weight=w[0]),
         wrong(
             "class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
-            x,
-            w,
-            t,
+            (x, w, t),
             class_weight=[1.0] * 5,
             error=TypeError,
         ),
         wrong(
             "class_weight must not require a gradient",
-            x,
-            w,
-            t,
+            (x, w, t),
             class_weight=torch.ones(5, requires_grad=True),
         ),
         wrong(
             "label_smoothing must be 0 with class_weight, got 0.1",
-            x,
-            w,
-            t,
+            (x, w, t),
             class_weight=torch.ones(5),
             label_smoothing=0.1,
         ),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexops
+from flexops.ops import few_rows
 from flexops.testing import Case, Contract
 from flexops.testing.case import Make
 
@@ -86,3 +87,44 @@ def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None
     given["x"] = given["x"].bfloat16()
     with pytest.raises(ValueError, match=message):
         flexops.few_rows_linear(given.pop("x"), given.pop("weights"), **given)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_weights_of_4_bits(activation: str | None) -> None:
+    """The operator's reference is the linear layers, one after another."""
+    widths = (32, 16, 21) if activation is None else (32, 32)
+    weights = [flexops.quantize_int4(torch.randn(n, 128)) for n in widths]
+    weights = [one._replace(scales=one.scales.half(), zeros=one.zeros.half()) for one in weights]
+    width = sum(widths) if activation is None else 32
+    x, norm, residual = (torch.randn(n).bfloat16() for n in ((3, 128), (128,), (3, width)))
+    biases = [torch.randn(n).bfloat16() for n in widths]
+    options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual}
+    packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
+    kind = few_rows.ACTIVATIONS[activation]
+    found = torch.ops.flexops.int4_few_rows_linear(
+        x, packed, scales, zeros, biases, norm, 1e-6, 0.0, residual, kind, width, 64, 0
+    )
+    assert torch.equal(
+        flexops.few_rows_linear(x, weights, biases, **options),
+        few_rows.composed(x, weights, biases, **options),
+    )
+    wanted = few_rows.composed(x, weights, biases, **options)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
+    x = torch.zeros(2, 128).bfloat16()
+    one, other = (flexops.quantize_int4(torch.randn(32, 128).half(), size) for size in (64, 32))
+    part = flexops.quantize_int4(torch.randn(20, 128).half())
+    for weights in ([one, other], [part, one], [one, torch.zeros(32, 128).bfloat16()]):
+        with pytest.raises(ValueError, match=r"must have one group size.*fix: a call for each"):
+            flexops.few_rows_linear(x, weights)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at most 16 rows"):
+        flexops.few_rows_linear(x.repeat(9, 1), [one])
+    with pytest.raises(ValueError, match=r"x must have shape \[..., 128\]"):
+        flexops.few_rows_linear(x[:, :64].contiguous(), [one])
+    lists = ([part] for part in one[:3])
+    with pytest.raises(ValueError, match="at most 8 rows"):
+        torch.ops.flexops.int4_few_rows_linear(
+            x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
+        )

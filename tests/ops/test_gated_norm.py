@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from contract import Case, Contract, Make, Shape
+from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -13,6 +16,34 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 import flexops
 
 WIDTH = 48
+
+
+def inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    return make(*shape), make(*shape), make(shape[-1])
+
+
+def case(name: str, **options: Any) -> Case:
+    def ours(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return flexops.gated_rms_norm(x, gate, weight, **options)
+
+    def plain(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        first, groups = options.get("norm_first", True), options.get("groups", 1)
+        u = x if first else x * F.silu(gate)
+        parts = u.unflatten(-1, (groups, -1))
+        scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-6)
+        n = (parts * scale).flatten(-2) * weight
+        return n * F.silu(gate) if first else n
+
+    return Case(
+        name, "gated_norm", ours, inputs, plain,
+        names=("x", "gate", "weight"), differentiable=(0, 1, 2), parameters=(2,),
+        shapes=((3, 6), (2, 5, 24), (37, 600)), empty=(), broadcasts=False,
+        rounding=2.0**-22, slack=(4.0, 1.6), inductor=False,
+    )  # fmt: skip
+
+
+class TestContract(Contract):
+    cases = (case("norm first"), case("gate first, groups", norm_first=False, groups=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -92,7 +92,7 @@ def test_unpacked_values_are_those_of_the_formula(
         parts = parts_of(n, k, group_size, symmetric)
         weight = flexops.pack_int4(*parts, group_size=group_size)
         wanted = formula(*parts, group_size, torch.float32).to(dtype)
-        assert torch.equal(module._unpack_reference(*weight, dtype), wanted)
+        assert torch.equal(module._unpack_reference(weight, dtype), wanted)
         with isa_limit(level):
             assert torch.equal(flexops.unpack_int4(weight, dtype), wanted)
 

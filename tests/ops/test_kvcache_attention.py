@@ -34,6 +34,7 @@ class Config(NamedTuple):
     splits: int = 0
     dtype: torch.dtype = torch.float32
     batch: int = 3
+    from_leftpad: bool = False
 
 
 def configs(count: int, dtype: torch.dtype, seed: int, **fixed: Any) -> list[Config]:
@@ -65,6 +66,7 @@ def configs(count: int, dtype: torch.dtype, seed: int, **fixed: Any) -> list[Con
                 draw.random() < 0.2,
                 draw.choice([0, 0, 1, 3, 7]),
                 dtype,
+                from_leftpad=draw.random() < 0.5,
             )._replace(**fixed)
         )
     return made
@@ -116,7 +118,7 @@ class Problem:
             "cache_leftpad": self.leftpad, "block_table": self.table, "causal": c.causal,
             "window_size": c.window, "softcap": c.softcap, "rotary_interleaved": c.interleaved,
             "alibi_slopes": self.slopes, "num_splits": c.splits, "sinks": self.sinks,
-            "return_softmax_lse": True,
+            "return_softmax_lse": True, "rotary_from_leftpad": c.from_leftpad,
         }  # fmt: skip
         return flexops.attention_with_kvcache(
             self.q, self.k_cache, self.v_cache, **arguments | others
@@ -130,6 +132,7 @@ class Problem:
         for b in range(c.batch):
             n = int(self.lengths[b])
             end = n + c.new
+            turned = int(self.leftpad[b]) if c.from_leftpad and self.leftpad is not None else 0
             if self.table is not None:
                 at = [(int(self.table[b, t // c.page]), t % c.page) for t in range(end)]
             else:
@@ -139,10 +142,10 @@ class Problem:
                           for x in (list(zip(*at, strict=True)) or ([], [])))  # fmt: skip
             if self.k is not None and self.v is not None:
                 into = tuple(x[n:] for x in where)
-                k_cache[into] = self.rotated(self.k[b], range(n, end)).to(c.dtype)
+                k_cache[into] = self.rotated(self.k[b], range(n - turned, end - turned)).to(c.dtype)
                 v_cache[into] = self.v[b]
             masked = c.causal or c.window != (-1, -1)
-            positions = [n + i * masked for i in range(c.queries)]
+            positions = [n - turned + i * masked for i in range(c.queries)]
             q = self.rotated(self.q[b], positions).to(c.dtype).to(d)
             group = q.shape[1] // c.key_heads
             keys, values = (x[where].to(d).repeat_interleave(group, 1) for x in (k_cache, v_cache))

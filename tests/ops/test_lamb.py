@@ -106,7 +106,7 @@ def test_the_passes_of_sharded_parameters_are_the_step(device: str) -> None:
     torch.ops.flexops.lamb_apply_(lists[0], *lists[2:], norms, 0.0, *numbers, True, step, None)
     torch.ops.flexops.lamb_(*whole, 0.0, *numbers, True, True, step, None, None)
     for found, wanted in zip(lists, whole, strict=True):
-        assert all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_opcheck_of_the_passes() -> None:
@@ -125,7 +125,7 @@ def test_opcheck_of_the_passes() -> None:
     )
 
 
-def test_norms_of_the_wrong_shape_are_refused() -> None:
+def test_norms_of_the_wrong_shape_are_rejected() -> None:
     params, _, *states = make_lists(TestStep.step, torch.float32, torch.float32, "cpu")
     with pytest.raises(
         RuntimeError, match=r"flexops::lamb_apply_: norms must have shape \[11, 2\], got \[3, 2\]"

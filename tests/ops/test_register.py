@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import completed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -76,7 +77,7 @@ class TestTransforms:
         ours, theirs = (torch.vmap(torch.func.grad(_loss(function)))(x) for function in PAIRS[name])
         torch.testing.assert_close(ours, theirs)
 
-    def test_second_and_forward_derivatives_are_refused(self, name: str, x: Tensor) -> None:
+    def test_second_and_forward_derivatives_are_rejected(self, name: str, x: Tensor) -> None:
         loss = _loss(PAIRS[name][0])
         with pytest.raises(RuntimeError, match="differentiate twice"):
             torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
@@ -110,7 +111,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_fake_tensors_are_refused_in_the_same_words(name: str, x: Tensor) -> None:
+def test_fake_tensors_are_rejected_in_the_same_words(name: str, x: Tensor) -> None:
     with pytest.raises(ValueError, match=f"^flexops.{name}: ") as native:
         WRONG[name](x)
     with (
@@ -131,7 +132,7 @@ def messages() -> dict[str, str]:
     return found
 
 
-def test_references_refuse_in_the_same_words(tmp_path: Path) -> None:
+def test_references_reject_in_the_same_words(tmp_path: Path) -> None:
     """Where there is no native library."""
     code = """
 import json, torch, flexops, test_register
@@ -139,13 +140,8 @@ flexops.swiglu(torch.ones(2))
 print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | without,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
+    process = completed(
+        [sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent
     )
     found, backends = json.loads(process.stdout)
     assert set(backends) == {"reference", "unasked"}
@@ -270,7 +266,7 @@ def test_the_page_of_operators_has_them_all() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if name not in ("QuantizedTensor", "Int4Weight")]
 )
-def test_nothing_in_place_of_a_tensor_is_refused_by_name(name: str) -> None:
+def test_nothing_in_place_of_a_tensor_is_rejected_by_name(name: str) -> None:
     function = getattr(flexops, name)
     first, *rest = (
         parameter
@@ -357,7 +353,7 @@ assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit",
     )
 
 
-def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(
+def test_the_reference_stands_in_for_a_kernel_that_is_not_available(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU,
@@ -382,7 +378,7 @@ def test_the_reference_stands_in_for_a_kernel_that_cannot_be_had(
     monkeypatch.setitem(_register.references, op.func.name(), lambda x, by: x * by + 100)
     _register._stand_in("standing", "CPU")
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
-    # before torch 2.9 the kernel whose place another takes cannot be had: what is lacking is said
+    # before torch 2.9 the kernel whose place another takes is not available: what is lacking is said
     if not hasattr(torch.library, "get_kernel"):
         with pytest.raises(RuntimeError, match="twice<odd>"):
             op(torch.ones(3))

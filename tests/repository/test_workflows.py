@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 
 from flexops import targets
 from flexops.targets import loading
@@ -30,15 +31,7 @@ ISA_OF_RUNNER = {"ubuntu-24.04": "x86_64", "ubuntu-24.04-arm": "aarch64"}
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    return completed(command, cwd=ROOT, env={**os.environ, **environment}, code=None)
 
 
 def uses(path: Path) -> list[str]:
@@ -215,8 +208,7 @@ def test_an_image_that_fails_its_check_is_not_pushed(tmp_path: Path) -> None:
     subprocess.run(commit, cwd=root, check=True)
     command = ["bash", str(root / "scripts/ci/publish_image.sh"), "build", "cpu", "x86_64"]
     variables = {**os.environ, **places, "IMAGE": "ghcr.io/someone/flexops"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    completed(command, env=variables, code=1)
     calls = (tmp_path / "calls").read_text()
     assert " --load " in calls
     assert "push" not in calls
@@ -289,7 +281,7 @@ def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
         ((), "not understood"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(arguments: tuple[str, ...], said: str) -> None:
+def test_what_is_asked_wrongly_is_rejected(arguments: tuple[str, ...], said: str) -> None:
     done = publish(*arguments)
     assert done.returncode == 2
     assert said in done.stderr

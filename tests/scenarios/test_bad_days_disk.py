@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from builds import answer, child_environment, copy_csrc, run_child, tiny_plan
+from processes import completed
 
 from flexops import settings
 from flexops.build.compile import device_code
@@ -187,12 +188,8 @@ def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path
     source = tmp_path / "answer.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     code = f"import flexops; flexops.load('answer', [{str(source)!r}], is_python_module=False)"
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "FLEXOPS_PCH": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
+    said = completed(
+        [sys.executable, "-c", code], env={**environment, "FLEXOPS_PCH": "0"}, code=None
     ).stderr
     assert "CacheError: extension answer cannot be loaded" in said
     assert "mounted noexec" in said
@@ -248,7 +245,7 @@ def test_a_place_where_no_cache_can_be(folder: Path, obedient: tuple[str, ...], 
         parent.chmod(0o755)
 
 
-def test_a_cache_of_somebody_else_is_neither_read_nor_written(
+def test_a_cache_of_another_user_is_neither_read_nor_written(
     folder: Path, require: Callable[..., None]
 ) -> None:
     require(
@@ -285,7 +282,7 @@ def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) ->
     assert [path for path in (folder / "new").rglob("*") if path.lstat().st_mode & 0o022] == []
 
 
-def test_an_op_with_a_cache_of_somebody_else_still_runs(
+def test_an_op_with_a_cache_of_another_user_still_runs(
     tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require(
@@ -385,7 +382,7 @@ def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: 
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_and_mended(folder: Path, what: str) -> None:
+def test_damage_is_noticed_and_fixed(folder: Path, what: str) -> None:
     library = Path(build(folder, folder / "cache")["library"])
     DAMAGE[what](library)
     assert_right(build(folder, folder / "cache"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from builds import CHILDREN, REPOSITORY, child_environment, copy_csrc, run_child
+from processes import completed
 
 from flexops.toolchain.model import HostCompiler
 
@@ -89,7 +90,7 @@ def test_fallback_allowed_is_silent(no_native: Callable[[str], dict[str, Any]]) 
     assert (result["values"], result["warnings"]) == (SQUARED, [])
 
 
-def test_fallback_forbidden_raises_with_reason_and_mend(
+def test_fallback_forbidden_raises_with_reason_and_fix(
     no_native: Callable[[str], dict[str, Any]],
 ) -> None:
     result = no_native("forbid")
@@ -233,14 +234,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return completed([sys.executable, *arguments], env=environment, code=None)
 
 
 def test_flexops_imports_and_says_what_is_wrong_when_it_is_used(broken: dict[str, str]) -> None:

@@ -155,7 +155,7 @@ def test_an_nvcc_of_another_major_comes_first(
 def test_only_an_nvcc_of_another_major(
     csrc: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """What was found and why it was refused is said, and where the right one comes from."""
+    """What was found and why it was rejected is said, and where the right one comes from."""
     site = pretended_torch(tmp_path / "site", "99.0")
     environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
     other = fake_toolkit(tmp_path / "cuda-11.8", "11.8.89")
@@ -273,7 +273,7 @@ def test_a_moved_checkout_hits(
 def test_torch_changes_under_the_cache(
     csrc: Path, environment: dict[str, str], host_compiler: HostCompiler
 ) -> None:
-    """A library of the stable ABI serves the next torch; for a torch without it, it is refused by
+    """A library of the stable ABI serves the next torch; for a torch without it, it is rejected by
     its manifest, not by an undefined symbol."""
     assert host_compiler
     library = build(csrc, environment)["library"]

@@ -3,21 +3,14 @@ compiled twice; docs/clusters.md has its figures."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from processes import completed
 
 
 def simulate(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "flexops_tools.cluster_simulation", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed([sys.executable, "-m", "flexops_tools.cluster_simulation", *arguments])
     return done.stdout
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 REPOSITORY = Path(__file__).parents[2]
 PLACES = {
@@ -49,6 +49,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
 def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
     for place, text in blocks().items():
@@ -63,15 +64,11 @@ def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
             path.write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     tests = "test_accuracy or test_opcheck or test_gradcheck or test_compile or refus or layout"
-    process = subprocess.run(
+    process = completed(
         [*command, "tests/ops/test_relu_squared.py", "-k", tests, "-n", "0"],
         cwd=clone,
         env=os.environ | {"PYTHONPATH": str(clone)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", process.stdout)[0]) >= 10, process.stdout
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 pytestmark = pytest.mark.usefixtures("transformers_models")
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ("plain_loop", "hf_trainer")
+MARKS = {"plain_loop": (), "hf_trainer": pytest.mark.extra}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "text")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in EXAMPLES],
 )
 def test_the_example_trains(name: str, tmp_path: Path) -> None:
     environment = os.environ | {
@@ -28,15 +28,6 @@ def test_the_example_trains(name: str, tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, ROOT / "examples" / f"{name}.py"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = completed(command, cwd=tmp_path, env=environment)
     assert "linear_cross_entropy" in done.stdout
     assert " -> " in done.stdout.splitlines()[-1]

@@ -4,12 +4,12 @@ broken on purpose is found."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 from builds import REPOSITORY
+from processes import completed
 
 BREAK = """
 import json, runpy, sys
@@ -51,13 +51,7 @@ FAULTS = {
 
 def campaign(*arguments: str, fault: str = "") -> tuple[int, dict[str, dict[str, object]]]:
     code = BREAK.format(repository=str(REPOSITORY), fault=fault)
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--json", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", code, "--json", *arguments], code=None)
     assert done.stdout, done.stderr
     return done.returncode, {part["name"]: part for part in json.loads(done.stdout)["parts"]}
 

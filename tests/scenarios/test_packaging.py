@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 from builds import REPOSITORY, child_environment
+from marks import first_of
+from processes import completed
 
 from flexops.build.plan import kernel_names
 from flexops.build.store import manifest as manifests
@@ -58,9 +60,7 @@ def wheel(source: Path, out: Path, *options: str, **variables: str) -> Done[str]
         str(source),
     ]
     environment = child_environment(PIP_DISABLE_PIP_VERSION_CHECK="1", **variables)
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    return completed(command, env=environment, code=None)
 
 
 @pytest.fixture(scope="module")
@@ -151,15 +151,7 @@ print(json.dumps({"backend": status.backend, "path": str(status.path), "reason":
         PYTHONPATH=str(site), FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid", FLEXOPS_AOT_DIR=None,
         FLEXOPS_CACHE_DIR=str(tmp_path / "no-cache"),
     )  # fmt: skip
-    used = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert used.returncode == 0, used.stderr
+    used = completed([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     told = json.loads(used.stdout)
     assert told["backend"] == "aot", told
     assert told["path"].startswith(str(site))
@@ -241,10 +233,10 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
 @pytest.mark.usefixtures("can_build")
 @pytest.mark.parametrize(
     ("variables", "said"),
-    [
+    first_of(
         ({"FLEXOPS_AOT": "nothing_of_that_name"}, "no op called"),
         ({"FLEXOPS_AOT": "all", "TORCH_CUDA_ARCH_LIST": "hoper"}, "hoper"),
-    ],
+    ),
 )
 def test_a_wish_that_is_not_understood_fails_the_install(
     source: Path, tmp_path: Path, variables: dict[str, str], said: str, nvcc_toolkit: CudaToolkit
@@ -378,9 +370,7 @@ def test_build_says_which_op_failed_and_builds_the_others(
         PYTHONPATH=str(broken), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), FLEXOPS_LOG="info"
     )
     command = [sys.executable, "-m", "flexops", "build", "--device", "cpu"]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = completed(command, env=environment, cwd=tmp_path, code=None)
     assert done.returncode == CompileError.exit_code, done.stdout + done.stderr
     assert "baseline, avx2, avx512" in done.stdout
     assert "quant-cpu could not be built" in done.stdout
@@ -407,12 +397,8 @@ def test_build_errors_are_said_in_one_piece(
     arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit
 ) -> None:
     assert nvcc_toolkit
-    done = subprocess.run(
-        [sys.executable, "-m", "flexops", "build", *arguments],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = completed(
+        [sys.executable, "-m", "flexops", "build", *arguments], env=child_environment(), code=None
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stderr

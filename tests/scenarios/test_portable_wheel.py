@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from builds import REPOSITORY, child_environment
 from marks import first_of
+from processes import completed
 
 from flexops import settings
 from flexops.build.deliver import aot
@@ -66,11 +67,10 @@ def build(machine: settings.Machine, package: Path) -> dict[str, Path]:
 
 
 def readelf(library: Path, option: str) -> str:
-    return subprocess.run(
-        ["readelf", "-W", option, str(library)], capture_output=True, text=True, check=True
-    ).stdout
+    return completed(["readelf", "-W", option, str(library)]).stdout
 
 
+@pytest.mark.extra
 def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches(
     tmp_path: Path, require: Callable[..., None]
 ) -> None:
@@ -92,15 +92,7 @@ def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches
         PYTHONPATH=str(package.parent), PATH="/nonexistent", FLEXOPS_JIT="0", FLEXOPS_AOT_DIR=None,
         FLEXOPS_CACHE_DIR=str(tmp_path / "empty"),
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed([sys.executable, "-c", RUN], env=environment, cwd=tmp_path)
     assert "params[0] must be float32, bfloat16 or float16, got int32" in done.stdout
     names = kernel_names.names_in(built["cuda"])
     assert any(name.startswith("flexops::lion::") for name in names), (
@@ -159,7 +151,7 @@ def audit(wheel: Path, *libraries: Path) -> subprocess.CompletedProcess[str]:
             archive.write(library, f"flexops/_aot/{number}/{library.name}")
         archive.writestr(f"{record}/RECORD", "".join(f"{name},,\n" for name in archive.namelist()))
     command = [sys.executable, str(REPOSITORY / "scripts/ci/audit_wheel.py"), str(wheel)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return completed(command, code=None)
 
 
 def test_a_wheels_tag_is_true_or_the_check_fails(
@@ -224,18 +216,11 @@ def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
     environment = child_environment(
         PYTHON=sys.executable, FLEXOPS_CACHE_DIR=str(tmp_path / "cache")
     )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(command, env=environment)
     (file,) = tmp_path.glob("*.whl")
     assert file.name.endswith(f"-py3-none-manylinux_2_28_{machine}.whl")
     assert file.stat().st_size < 8 * 2**20
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts/ci/audit_wheel.py"), str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed([sys.executable, str(REPOSITORY / "scripts/ci/audit_wheel.py"), str(file)])
     libraries = [name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")]
     assert len(libraries) == sum(len(spec.devices) for spec in catalog.CATALOG), (
         "each family, for the CPU and for CUDA"
@@ -263,8 +248,7 @@ def test_the_aarch64_wheel_computes_what_it_should(
         "--",
         *tests,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(command)
     families = len(catalog.CATALOG)
     assert re.search(
         rf"^{families} of {families} families right; [1-9]\d* tests passed, 0 failed",

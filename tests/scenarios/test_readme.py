@@ -225,6 +225,7 @@ def _torch_of_this_environment(site: Path, environment: Path) -> None:
     (target / "torch.pth").write_text(f"{site}\n")
 
 
+@pytest.mark.extra
 def test_readme_s_blocks_run_in_order(tmp_path: Path, require: Callable[..., None]) -> None:
     pytest.importorskip("docker.utils.build")
     pytest.importorskip("rattler_build")

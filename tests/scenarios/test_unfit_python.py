@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 import flexops
 
@@ -38,13 +38,7 @@ def test_others_are_let_in() -> None:
 def test_importing_calls_it() -> None:
     program = "import sys; sys.platform = 'win32'; sys.modules['torch'] = None; import flexops"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", program], env=environment, code=None)
     assert "ImportError: flexops does not run on Windows" in done.stderr
 
 
@@ -57,12 +51,5 @@ def test_an_old_python_gets_a_report_of_doctors(tmp_path: Path) -> None:
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
         "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "flexops.doctor"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = completed([sys.executable, "-m", "flexops.doctor"], env=environment, code=None)
     assert done.stdout.startswith("flexops doctor"), done.stderr

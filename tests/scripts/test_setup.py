@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from marks import first_of
+from processes import completed
 
 from scripts.setup import indexes
 
@@ -137,14 +138,13 @@ class Checkout:
             if not name.startswith(("FLEXOPS_", "CCACHE_", "CONDA", "PIP_", "UV_"))
         } | {"PIP_CONFIG_FILE": os.devnull}
         command = ["bash", SCRIPT, *arguments, *python]
-        return subprocess.run(
+        return completed(
             command,
             cwd=self.root,
             env={**clean, "PATH": self.path, **environ},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=1200,
+            code=None,
         )
 
     @property
@@ -368,7 +368,7 @@ def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout:
     assert "uv could not install that; pip tries" in done.stderr
 
 
-@pytest.mark.parametrize("uv_is_to_be_had", [True, False])
+@pytest.mark.parametrize("uv_is_to_be_had", first_of(True, False))
 def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
     checkout: Checkout, uv_is_to_be_had: bool
 ) -> None:
@@ -385,6 +385,7 @@ def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
     assert ("going on with pip" in done.stderr) != uv_is_to_be_had
 
 
+@pytest.mark.extra
 def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> None:
     (checkout.tools / "home").touch()
     done = checkout.run(
@@ -399,6 +400,7 @@ def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> 
     assert checkout.calls[0].startswith(f"UV_CACHE_DIR={checkout.root}/.flexops/cache/uv uv pip")
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("death", first_of("INT", "TERM", "KILL"))
 def test_an_environment_whose_making_was_interrupted_is_made_anew(
     checkout: Checkout, death: str
@@ -450,13 +452,7 @@ def test_any_shell_runs_the_script(
         program,
         f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does",
     )
-    done = subprocess.run(
-        [program, *options, script, "--help"],
-        cwd=checkout.root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed([program, *options, script, "--help"], cwd=checkout.root, code=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
@@ -477,7 +473,8 @@ def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
     assert "--dry-run" in done.stdout
 
 
-def test_fish_is_told_how_to_use_the_environment(
+@pytest.mark.extra
+def test_fish_is_shown_how_to_use_the_environment(
     checkout: Checkout, require: Callable[..., None]
 ) -> None:
     require(
@@ -490,9 +487,7 @@ def test_fish_is_told_how_to_use_the_environment(
     file = checkout.root / ".flexops" / "env.sh"
     command = f"""bash -c "source '{file}'; exec fish\""""
     assert command in done.stdout
-    told = subprocess.run(
-        ["fish", "-c", f"source {_quoted(file)}"], capture_output=True, text=True, check=False
-    )
+    told = completed(["fish", "-c", f"source {_quoted(file)}"], code=None)
     assert (told.stderr, told.stdout) == (
         "",
         (
@@ -500,13 +495,7 @@ def test_fish_is_told_how_to_use_the_environment(
             f" {command}\n"
         ),
     )
-    within = subprocess.run(
-        ["bash", "-c", command],
-        input="echo $VIRTUAL_ENV",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    within = completed(["bash", "-c", command], input="echo $VIRTUAL_ENV", code=None)
     assert within.stdout.strip() == str(checkout.root / ".venv"), within.stderr
 
 
@@ -556,6 +545,7 @@ def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> N
     assert mine.read_text() == "precious"
 
 
+@pytest.mark.extra
 def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> None:
     before = checkout.files()
     assert checkout.run("--yes", "--no-root", "--target", "cpu", "--prefix", "env").returncode == 0
@@ -620,6 +610,7 @@ def test_the_environment_file_can_be_undone(
     assert f"PATH={checkout.root}/it's an env/bin:" in within
 
 
+@pytest.mark.extra
 def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: Checkout) -> None:
     done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -648,6 +639,7 @@ def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: C
     )
 
 
+@pytest.mark.extra
 def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
     """pip's own settings name one that rejects, one whose name is unknown, and a folder; the
     target's extra index is not reached either."""
@@ -674,7 +666,8 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
     assert "secret" not in done.stdout + done.stderr
 
 
-def test_an_index_that_refuses_us_answers(tmp_path: Path) -> None:
+@pytest.mark.extra
+def test_an_index_that_rejects_us_answers(tmp_path: Path) -> None:
     """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is
     silent, and costs seconds."""
 
@@ -721,9 +714,7 @@ def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
     }
     settings = indexes.pip_settings(environ, str(tmp_path))
     command = [sys.executable, "-m", "pip", "config", "list"]
-    told = subprocess.run(
-        command, env={**environ, "PATH": os.defpath}, capture_output=True, text=True, check=True
-    )
+    told = completed(command, env={**environ, "PATH": os.defpath})
     for line in told.stdout.splitlines():  # pip's view: the last of a name's lines wins
         name, _, value = line.partition("=")
         name = name.rpartition(".")[2]
@@ -754,6 +745,7 @@ def test_no_password_of_an_index_is_printed() -> None:
         assert "https://host/simple" in indexes.without_credentials(text)
 
 
+@pytest.mark.extra
 def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)
@@ -765,6 +757,7 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
     assert bool([call for call in checkout.calls if call == "apt-get install -y -q ccache"]) == may
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("tool", "expected"),
     first_of(

@@ -163,7 +163,7 @@ def azure_container(endpoint: str, name: str) -> None:
 
 
 def find_azurite(folder: Path) -> str | None:
-    """azurite-blob, installed, or brought by npm; None where neither can be had."""
+    """azurite-blob, installed, or brought by npm; None where neither is available."""
     if found := shutil.which("azurite-blob"):
         return found
     if npm := shutil.which("npm"):
@@ -242,7 +242,7 @@ def s3rver(program: str, folder: Path) -> Iterator[str]:
 
 
 def find_s3rver(folder: Path) -> str | None:
-    """s3rver, brought by npm; None where it cannot be had."""
+    """s3rver, brought by npm; None where it is not available."""
     if found := shutil.which("s3rver"):
         return found
     if npm := shutil.which("npm"):
@@ -283,12 +283,12 @@ def wait_for_port(port: int) -> None:
 
 
 def find_registry(folder: Path) -> str | None:
-    """docker-registry; None where it cannot be had."""
+    """docker-registry; None where it is not available."""
     return _find_in_debian("docker-registry", "usr/bin/docker-registry", folder)
 
 
 def find_nginx(folder: Path) -> str | None:
-    """nginx; None where it cannot be had."""
+    """nginx; None where it is not available."""
     return _find_in_debian("nginx", "usr/sbin/nginx", folder)
 
 

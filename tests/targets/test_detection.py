@@ -237,7 +237,7 @@ def test_the_python_of_the_environment(
     assert asked == [python]
 
 
-def test_a_python_that_is_no_version_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_python_that_is_no_version_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         __main__.main(["detect", "--python", "new"])
     assert "'new' is not a version such as 3.12" in capsys.readouterr().err

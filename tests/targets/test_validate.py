@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import completed
 
 from flexops import _toml, targets
 from flexops.errors import FlexopsError, TargetError
@@ -281,12 +281,5 @@ def test_the_matrix_is_there_without_torch_or_anything_installed() -> None:
     )
     # -S: no site-packages; -m would do, but then nothing could look at sys.modules afterwards
     script = f"import sys; sys.path.insert(0, {str(root)!r}); {code}"
-    done = subprocess.run(
-        [sys.executable, "-S", "-B", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-S", "-B", "-c", script], cwd="/")
     assert "cu130-sm90" in done.stdout

@@ -495,7 +495,7 @@ def test_ops_are_chosen_by_family_or_function() -> None:
     assert [source.family for source in cases.sources(("rms_norm", "quant"))] == ["norm", "quant"]
     with pytest.raises(FlexopsError, match="no benchmark for sqrt"):
         cases.sources(("sqrt",))
-    with pytest.raises(FlexopsError, match="no such device") as caught:
+    with pytest.raises(FlexopsError, match="this device cannot be measured") as caught:
         ops.run(Setup("gpu"), ("rope",))
     assert "cpu" in caught.value.required
     with pytest.raises(FlexopsError, match="no such mode") as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -15,12 +14,15 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from processes import completed
 
 import flexops
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BUILD = ROOT / "tools/flexops_tools/docs.py"
+
+pytestmark = pytest.mark.extra  # the site takes a quarter of a minute
 
 
 class Page(HTMLParser):
@@ -42,25 +44,12 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Every page of the site, built as CI builds it."""
     out = tmp_path_factory.mktemp("docs") / "site"
-    done = subprocess.run(
-        [sys.executable, str(BUILD), "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed([sys.executable, str(BUILD), "--out", str(out)])
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 
-def test_who_lacks_what_builds_it_is_told_what_makes_an_environment() -> None:
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", str(BUILD)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_who_lacks_what_builds_it_gets_what_makes_an_environment() -> None:
+    done = completed([sys.executable, "-I", "-S", str(BUILD)], code=None)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert "no sphinx" in done.stderr
     assert "fix: bash scripts/ci/build_site.sh" in done.stderr
@@ -209,6 +198,6 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
         str(tmp_path),
         str(tmp_path / "out"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = completed(command, code=None)
     assert done.returncode != 0
     assert "missing.md" in done.stderr

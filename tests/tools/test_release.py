@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 import flexops
 from flexops import _toml
@@ -38,9 +39,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    return completed(["git", "-C", str(root), *arguments]).stdout
 
 
 def commit(root: Path) -> None:
@@ -50,7 +49,7 @@ def commit(root: Path) -> None:
 
 def release(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flexops_tools.release", "--root", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return completed(command, code=None)
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -78,7 +77,7 @@ def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
     }
 
 
-def test_preparing_shows_and_writes_nothing_unless_told_to(clone: Path) -> None:
+def test_preparing_shows_and_writes_nothing_without_write(clone: Path) -> None:
     done = release(clone, "prepare", "9.8.7", "--date", "2031-02-03")
     assert done.returncode == 0, done.stderr
     assert '+__version__ = "9.8.7"' in done.stdout
@@ -151,7 +150,7 @@ def test_an_unclean_tree_is_neither_prepared_nor_tagged(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v9.8.7", "9.8", "9.8.7-rc1", ""])
-def test_what_is_no_version_is_refused(clone: Path, version: str) -> None:
+def test_what_is_no_version_is_rejected(clone: Path, version: str) -> None:
     done = release(clone, "prepare", version)
     assert done.returncode == 1
     assert "is not a version" in done.stderr

@@ -161,7 +161,7 @@ class Running:
 
 
 def be_one_process(with_torch: bool) -> None:
-    """A process of a node: it wants every kernel, one after the other, as launches do."""
+    """A process of a node: it requests every kernel, one after the other, as launches do."""
     if with_torch:
         import flexops  # noqa: F401  (and torch)
     else:

@@ -1,5 +1,5 @@
 """A release: its version everywhere, the changelog's section, checks, the tag. Writes nothing
-unless told to.
+without --write.
 
     python -m flexops_tools.release COMMAND
 
@@ -128,7 +128,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def check(root: Path) -> None:
-    """Everything that can be told without building: a clean tree, one version, a changelog in
+    """Everything that can be checked without building: a clean tree, one version, a changelog in
     order, rendered files that are up to date."""
     found = list(faults(read(root)))
     if changes := git(root, "status", "--porcelain"):
@@ -151,7 +151,7 @@ def check(root: Path) -> None:
 def prepare(root: Path, version: str, date: str, write: bool) -> None:
     if write and git(root, "status", "--porcelain"):
         raise ReleaseError(
-            "the tree is not clean, so a release could not be told from other changes\n  fix: git"
+            "the tree is not clean, so the release's changes cannot be identified\n  fix: git"
             " stash, or commit"
         )
     before = read(root)

@@ -102,7 +102,7 @@ class Worker:
             "expressions": plan.expressions or (plan.expression,),
             "options": options,
         }
-        job |= {"ptx": not plan.architecture.sass, "output": str(output), "empty": plan.standard}
+        job |= {"ptx": not plan.architecture.sass, "output": str(output), "headers": plan.texts}
         if self._child is None:
             library, builtins = str(self.compiler.path), str(self.compiler.builtins)
             self._child = proc.JsonChild(_WORKER, library, builtins)

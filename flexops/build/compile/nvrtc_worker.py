@@ -6,10 +6,10 @@ Run as a script, by ``kernel_compiler``.
 Reads jobs from standard input, one JSON object a line, and answers each with one line:
 
     {"source": "...", "expressions": ["flexops::rope::rotate<float>"],
-     "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE", "empty": []}
+     "options": ["--gpu-architecture=sm_90"], "ptx": false, "output": "FILE", "headers": []}
     {"symbol": "_ZN7flexops4rope6rotate...", "log": "..."}    the code is in FILE; one symbol a line
 
-``empty``: headers that there is nothing in.
+``headers``: pairs of a header's name and its text.
     {"error": "...", "log": "..."}
 
 NVRTC holds a lock while it compiles, so what shall run at the same time runs in several of these.
@@ -29,21 +29,17 @@ class Nvrtc:
     def compile(self, job: dict[str, object]) -> dict[str, str]:
         lib, program = self.library, ctypes.c_void_p()
         source = str(job["source"]).encode("utf-8", "surrogateescape")
-        expressions, options, empty = (
+        expressions, options = (
             [str(item).encode() for item in job[name]]  # type: ignore[attr-defined]
-            for name in ("expressions", "options", "empty")
+            for name in ("expressions", "options")
         )
-        texts = (
-            (
-                (ctypes.c_char_p * len(empty))(*[b""] * len(empty)),
-                (ctypes.c_char_p * len(empty))(*empty),
-            )
-            if empty
-            else (None, None)
+        pairs = [[one.encode() for one in pair] for pair in job["headers"]]  # type: ignore[attr-defined]
+        array = ctypes.c_char_p * len(pairs)
+        texts, names = array(*[pair[1] for pair in pairs]), array(*[pair[0] for pair in pairs])
+        created = lib.nvrtcCreateProgram(
+            ctypes.byref(program), source, b"kernel.cu", len(pairs), texts, names
         )
-        self._check(
-            lib.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", len(empty), *texts)
-        )
+        self._check(created)
         try:
             for expression in expressions:
                 self._check(lib.nvrtcAddNameExpression(program, expression))

@@ -46,7 +46,7 @@ def declarations(namespace: str, signatures: Sequence[Signature]) -> str:
     """The header that is included before each launcher's source: the launchers as the binding calls
     them."""
     lines = [
-        "// Written by flexops: the launchers as the schemas want them.",
+        "// Written by flexops: the launchers as the schemas require them.",
         "#pragma once",
         '#include "common/tensor_view.h"',
     ]
@@ -369,6 +369,8 @@ def _laid_out(signature: Signature) -> Iterator[str]:
                 f'  broadcast(kOp, "{name}", {name}, {name}_view, "{to}", {_view(signature, to)},'
                 f" {name}_strides);"
             )
+        elif layout == "columns":
+            yield f"  take_columns({name}, {name}_view);"
         else:
             flags = f", {_bool('rows' in layout)}, {_bool('aligned' in layout)}" if layout else ""
             yield f"  take({name}, {name}_view{flags});"
@@ -381,6 +383,8 @@ def _made(signature: Signature, shape: str, output: Output) -> str:
         _place(signature),
         _whole(signature, shape),
     )
+    if output.order and shape == output.order:
+        return f"empty_in_order({like}_view, {dtype}, {place})"
     if like and like not in signature.numbers:
         return f"empty({like}_view.sizes, {like}_view.dim, {dtype}, {place})"
     return f"{_shape(signature, shape)}.make({dtype}, {place})"

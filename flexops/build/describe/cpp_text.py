@@ -45,7 +45,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 class Unclear(Exception):
-    """Something that is not surely understood: what it is, and the line."""
+    """Something that is not understood with certainty: what it is, and the line."""
 
     def __init__(self, what: str, line: int) -> None:
         super().__init__(what)
@@ -253,15 +253,20 @@ def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[st
 
 
 def own_headers(
-    text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None] | None = None
+    text: str,
+    folder: str,
+    include_dirs: Sequence[str],
+    found: dict[str, None] | None = None,
+    missing: dict[str, None] | None = None,
 ) -> list[str]:
     """Every file of the user's own that a source can reach, whichever branch of a condition its
     ``#include`` stands in.
 
     ``found`` has those of the sources before it, with the same include path: each is read once.
+    ``missing`` gets the names that are no such file.
     """
     found = {} if found is None else found
-    _collect(text, folder, include_dirs, found)
+    _collect(text, folder, include_dirs, found, {} if missing is None else missing)
     return list(found)
 
 
@@ -297,17 +302,24 @@ def _follow(
     return _scan(header, _read(path), os.path.dirname(path), include_dirs, seen)
 
 
-def _collect(text: str, folder: str, include_dirs: Sequence[str], found: dict[str, None]) -> None:
+def _collect(
+    text: str,
+    folder: str,
+    include_dirs: Sequence[str],
+    found: dict[str, None],
+    missing: dict[str, None],
+) -> None:
     for word, rest in _directives(text):
         match = _FILE.match(rest) if word == "include" else None
-        path = (
-            resolve(match[1] or match[2], folder if match[2] else None, include_dirs)
-            if match
-            else None
-        )
-        if path and path not in found:
+        if match is None:
+            continue
+        name = match[1] or match[2]
+        path = resolve(name, folder if match[2] else None, include_dirs)
+        if path is None:
+            missing[name] = None
+        elif path not in found:
             found[path] = None
-            _collect(_read(path), os.path.dirname(path), include_dirs, found)
+            _collect(_read(path), os.path.dirname(path), include_dirs, found, missing)
 
 
 def included(text: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Reads a `.cu`: its own headers with it, its macros as far as they are attributes, its
 declarations, and what at a launch is the kernel.
 
-Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.
+Nothing is guessed. What is not understood with certainty raises ``Unsplittable``;
+nvcc compiles it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ block>>>(x)` is `(Configured(grid, block), k(x))`. The device code is what is le
 functions and torch's headers. Lines stay where they are, or ``#line`` says where they were, so
 that errors name the user's.
 
-Nothing is guessed. What this does not surely understand raises ``Unsplittable``, and it is nvcc's.
+Nothing is guessed. What is not understood with certainty raises ``Unsplittable``;
+nvcc compiles it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def split(
         defined: macros that the command defines.
 
     Raises:
-        Unsplittable: something in it is not surely understood.
+        Unsplittable: something in it is not understood with certainty.
     """
     file = reading.read(path, text, include_dirs)
     halves = _Halves(number, reading.macros_of(list(reading.files_of(file)), defined))

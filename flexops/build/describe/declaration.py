@@ -23,12 +23,15 @@ class Output(NamedTuple):
             one is given, or several, with ``and``. Else the operator returns a tensor of no
             elements, and the launcher gets a view that is false.
         otherwise: the shape that it has else, in the place of that.
+        order: a tensor argument of the result's shape: the result is dense, and its dimensions lie
+            in memory in the order of that tensor's, the last one innermost. "" for row-major.
     """
 
     shape: str = ""
     dtype: str = ""
     when: str = ""
     otherwise: str = ""
+    order: str = ""
 
     @property
     def conditions(self) -> tuple[str, ...]:

@@ -121,6 +121,7 @@ _CONVOLUTION: dict[str, Any] = {
     "dtypes": {"weight": "float32", "bias": "float32"},
     "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
 }
+_GATED_NORM = "Tensor x, Tensor gate, Tensor? weight, float eps, int groups, bool norm_first"
 _OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
 _LOGPROBS = (
     "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
@@ -144,6 +145,26 @@ _LOGPROB_GRADIENTS: dict[str, Any] = {
     },
 }
 
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+_ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
+_ROPE: dict[str, Any] = {
+    "dtypes": {
+        "key": "query",
+        "cos": _FLOATS,
+        "sin": "cos",
+        "positions": ("int64", "int32"),
+    },
+    "shapes": {"sin": "cos"},
+    "strided": {
+        "query": "any",
+        "key": "any",
+        "cos": "columns",
+        "sin": "columns",
+        "positions": "any",
+    },
+}
+
 # ---- families with a binding of their own --------------------------------------------------------
 
 
@@ -157,7 +178,6 @@ def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
 
 
 _STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
-_ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
 ATTENTION_OPTIONS = (
     "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
     " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
@@ -173,7 +193,7 @@ KVCACHE_ATTENTION = (
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
     " cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, float? scale, int window_left,"
     " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
-    " Tensor? sinks) -> (Tensor, Tensor)"
+    " Tensor? sinks, bool from_leftpad, bool early) -> (Tensor, Tensor)"
 )
 
 _CODES = "Tensor({}!) k_codes, Tensor({}!) k_steps, Tensor({}!) v_codes, Tensor({}!) v_steps"
@@ -182,7 +202,7 @@ KVCACHE_CODES = (
     " recent_k, Tensor(f!) recent_v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
     " int length, Tensor? cache_leftpad, int bits, int group_size, float? scale, int window_left,"
     " int window_right, float softcap, bool interleaved, Tensor? alibi_slopes, int num_splits,"
-    " Tensor? sinks) -> (Tensor, Tensor)",
+    " Tensor? sinks, bool from_leftpad, bool early) -> (Tensor, Tensor)",
     f"kvcache_compress_(Tensor k, Tensor v, {_CODES.format(*'abcd')}, int first, int bits, int"
     " group_size) -> ()",
 )
@@ -190,15 +210,20 @@ KVCACHE_CODES = (
 CATALOG: tuple[OpSpec, ...] = (
     _family(
         "activation",
-        _op("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor", **_BIASED),
+        _op("bias_gelu(Tensor x, Tensor? bias, int approximate) -> Tensor", **_BIASED),
         _op(
-            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, bool bias_gradient)"
-            f" {_PAIR}",
+            "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, int approximate, bool"
+            f" bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("bias_silu(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
         _op(
             f"bias_silu_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
+            **_BIASED_BACKWARD,
+        ),
+        _op("bias_relu2(Tensor x, Tensor? bias) -> Tensor", **_BIASED),
+        _op(
+            f"bias_relu2_backward(Tensor grad, Tensor x, Tensor? bias, bool bias_gradient) {_PAIR}",
             **_BIASED_BACKWARD,
         ),
         _op("swiglu(Tensor gate, Tensor? up, bool interleaved) -> Tensor", **_GATED),
@@ -300,6 +325,42 @@ CATALOG: tuple[OpSpec, ...] = (
             f"quantize_int8(Tensor x) {_PAIR}",
             "dequantize_int8(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
         ),
+    ),
+    _family(
+        "fp8_linear",
+        _op(
+            "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales)",
+            strided={"x": "aligned rows"},
+            split="whole",
+            outputs=(Output("rows, x[1]", "float8_e4m3fn"), Output("rows, 1", "float32")),
+        ),
+        _op(
+            "fp8_gated_rows(Tensor packed, Tensor? grad, int activation) -> (Tensor codes, Tensor"
+            " scales, Tensor grad_codes, Tensor grad_scales)",
+            shapes={"grad": "packed[0], packed[1] // 2"},
+            strided={"packed": "aligned rows", "grad": "aligned rows"},
+            split="whole",
+            outputs=(
+                Output("packed[0], packed[1] // 2", "float8_e4m3fn"),
+                Output("packed[0], 1", "float32"),
+                Output("packed", "float8_e4m3fn", when="grad"),
+                Output("packed[0], 1", "float32", when="grad"),
+            ),
+        ),
+        _op(
+            "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, int rows) -> (Tensor codes,"
+            " Tensor scales, Tensor largest)",
+            dtypes={"x": (*_FLOATS, "float8_e4m3fn"), "row_scales": "float32"},
+            shapes={"row_scales": "x[0], 1"},
+            strided={"x": "aligned rows"},
+            split="whole",
+            outputs=(
+                Output("x[1], rows", "float8_e4m3fn"),
+                Output("x[1], 1", "float32"),
+                Output("x[1]", "float32"),
+            ),
+        ),
+        hip=False,
     ),
     _family(
         "experts",
@@ -425,6 +486,49 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=(8, 0),
     ),
     _family(
+        "muon",
+        _op(
+            "muon_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? added, int form, bool"
+            " symmetric, float alpha, float beta, float diagonal) -> ()",
+            dtypes={"out": ("float16",), "a": "out", "b": "out", "added": "out"},
+            shapes={"added": "out"},
+            strided={"a": "aligned", "b": "aligned"},
+            split="whole",
+        ),
+        _op(
+            "muon_average_(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] averages, float"
+            " momentum, bool nesterov, float scale, float eps, Tensor? grad_scale) -> ()",
+            rows=Rows(("grads", "buffers", "averages")),
+            numbers=("grad_scale",),
+        ),
+        _op(
+            "muon_apply_(Tensor(a!)[] params, Tensor[] steps, float lr, float decay, float factor,"
+            " Tensor? lr_tensor) -> ()",
+            rows=Rows(("params", "steps")),
+            numbers=("lr_tensor",),
+        ),
+        hip=False,
+        least_capability=_LISTS,
+    ),
+    _family(
+        "int4_few_rows",
+        _op(
+            "int4_few_rows_linear(Tensor x, Tensor[] packed, Tensor[] scales, Tensor[] zeros,"
+            " Tensor[] biases, Tensor? norm, float eps, float offset, Tensor? residual, int"
+            " activation, int width, int group_size, int plan) -> Tensor",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "packed": ("uint8",),
+                "scales": ("float16", "bfloat16"),
+                "zeros": ("float16",),
+            },
+            shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
+            outputs=(Output("x[:-1], width"),),
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "int4_linear",
         _op(
             f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
@@ -509,8 +613,16 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "rope",
-        *_by_hand(f"rotary_embedding(Tensor query, Tensor? key, {_ROTATED}) {_PAIR}", plain=True),
-        *_by_hand(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()"),
+        _op(
+            f"rotary_embedding(Tensor query, Tensor? key, {_ROTATED}) {_PAIR}",
+            outputs=(
+                Output("query", order="query"),
+                Output("key", order="key", when="key"),
+            ),
+            plain=True,
+            **_ROPE,
+        ),
+        _op(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()", **_ROPE),
     ),
     _family(
         "softmax",
@@ -574,10 +686,30 @@ CATALOG: tuple[OpSpec, ...] = (
         _op(
             "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
             " silu) -> Tensor",
-            dtypes={"x": "state", "weight": "float32", "bias": "float32"},
+            dtypes={"x": "state", "weight": _FLOATS, "bias": "weight"},
             shapes={"bias": "x[1]"},
             strided={"x": "any"},
             outputs=(Output("x", "x"),),
+        ),
+    ),
+    _family(
+        "gated_norm",
+        _op(
+            f"gated_rms_norm({_GATED_NORM}) -> Tensor",
+            dtypes={"x": _FLOATS, "gate": "x", "weight": _FLOATS},
+            shapes={"gate": "x", "weight": "x[1]"},
+            split="rows",
+        ),
+        _op(
+            f"gated_rms_norm_backward(Tensor grad, {_GATED_NORM}) -> (Tensor, Tensor, Tensor)",
+            dtypes={"grad": "x", "x": _FLOATS, "gate": "x", "weight": _FLOATS},
+            shapes={"grad": "x", "gate": "x", "weight": "x[1]"},
+            outputs=(
+                Output("x[0] // 16 + 1, x[1]", "float32"),
+                Output("x", "x"),
+                Output("x", "x"),
+            ),
+            split="rows",
         ),
     ),
     _family(

@@ -62,9 +62,9 @@ _RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
 _DIMENSIONS = re.compile(
     r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?(?:\s*\+\s*(\d+))?"
 )
-LAYOUTS = ("any", "rows", "aligned", "aligned rows")
+LAYOUTS = ("any", "columns", "rows", "aligned", "aligned rows")
 """How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast
-to x."""
+to x. ``columns``: elements of the last dimension are neighbours."""
 MOST_ARRAYS = 6
 """Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
@@ -143,7 +143,8 @@ def _argument(schema: str, text: str) -> Argument:
     match = _ARGUMENT.fullmatch(text)
     if (
         match is None
-        or ((match[2] or match[3]) and (match[1] != "Tensor" or match[4]))
+        or ((match[2] or match[3]) and match[1] != "Tensor")
+        or (match[3] and match[4])
         or (match[1] == "ScalarType" and match[4])
     ):
         known = (
@@ -294,7 +295,7 @@ def declare(
             fix=fix,
         )
     made = tuple(outputs) or (Output(),) * len(read.results)
-    # nothing is copied in their stead
+    # no copy replaces them
     lists = {
         argument.name: "any" for argument in read.arguments if argument.many and argument.written
     }
@@ -487,6 +488,8 @@ def _check_outputs(
                 'shape and dtype, such as Output("len(params)", "float32"): there are rows of'
                 " tensors",
             )
+        if output.order and output.order != output.shape:
+            raise refuse("outputs", f"order={output.order!r}", "the tensor that shape= names")
         if (
             output.dtype
             and output.dtype not in (*DTYPES, *single)
@@ -504,9 +507,13 @@ def _check_shapes(
 ) -> None:
     """Shapes can be read, and name ints and tensors that are always there."""
     schema, scalars = signature.schema, _scalars(signature.schema)
-    for shape in (
-        *dict(signature.shapes).values(),
-        *(shape for output in signature.outputs for shape in (output.shape, output.otherwise)),
+    for shape, given in (
+        *((shape, ()) for shape in dict(signature.shapes).values()),
+        *(
+            (shape, there)
+            for output in signature.outputs
+            for shape, there in ((output.shape, output.conditions), (output.otherwise, ()))
+        ),
     ):
         try:
             parts = dimensions(shape)
@@ -526,7 +533,7 @@ def _check_shapes(
                     shape,
                     "one dimension, or an int, where it is multiplied, divided or added to",
                 )
-            if part.name and not plain and part.name not in always:
+            if part.name and not plain and part.name not in (*always, *given):
                 raise refuse(
                     "outputs or shapes",
                     part.name,
@@ -590,3 +597,6 @@ def _check_layouts(
                 "any, or no word, since it is a list or written: no copy that is laid out so takes"
                 " its place",
             )
+    for argument in signature.schema.arguments:
+        if argument.optional and argument.written and signature.layout(argument.name) != "any":
+            raise refuse("strided", f"{argument.name}: contiguous", "any: it is optional, written")

@@ -87,27 +87,25 @@ def explained(function: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return function(*args, **kwargs)
         except (OSError, ImportError, FlexopsError) as error:
-            if problem := _no_descriptor():
-                raise problem from error
-            raise
+            reason = os.strerror(errno.EMFILE)
+            if reason not in str(error) and not _no_descriptor():
+                raise
+            raise FlexopsError(
+                f"no file can be opened: {reason}",
+                required="some dozens: for sources, the cache, the compiler's pipes and locks",
+                fix="ulimit -n 1024, or close files",
+            ) from error
 
     return call
 
 
-def _no_descriptor() -> FlexopsError | None:
-    """The error of a process that has no file descriptor left; imports nothing, as that would take
-    one."""
+def _no_descriptor() -> bool:
+    """Whether this process has no file descriptor left. Imports nothing, as that would take one."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            required = "some dozens: for sources, the cache, the compiler's pipes and locks"
-            return FlexopsError(
-                f"no file can be opened: {error.strerror}",
-                required=required,
-                fix="ulimit -n 1024, or close files",
-            )
-    return None
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 @explained
@@ -353,7 +351,7 @@ def _by_either(
         if (
             prepared := _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen)
         ) is None:
-            raise ToolchainError("torch's own headers of CUDA's runtime are not there")
+            raise ToolchainError("torch's own headers of CUDA's runtime are missing")
         _require_nvrtc(chosen)
         return _by_nvrtc(prepared, chosen, cache)
     except (ToolchainError, CompileError) as problem:

@@ -83,7 +83,7 @@ _FOR_THE_PREPROCESSOR = re.compile(
 
 
 class Flags(NamedTuple):
-    """nvcc's arguments, told apart."""
+    """nvcc's arguments, by what they are for."""
 
     host: tuple[str, ...]
     device: tuple[str, ...]
@@ -137,7 +137,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             host.append(one)
         elif _OWN_ARCHITECTURE.search(one) or not _NO_MATTER.fullmatch(one):
             raise ToolchainError(
-                f"the argument {one} is nvcc's, and means nothing that is known to NVRTC",
+                f"the argument {one} is nvcc's, and NVRTC has no equivalent",
                 required="nvcc, or to do without it",
             )
     return Flags(tuple(host), tuple(device), tuple(include))
@@ -373,7 +373,7 @@ def kernel_plans(programs: Sequence[Program], chosen: Settings) -> list[KernelPl
     choice = provider.compiler_for(chosen, detected, asked=chosen.arch_list)
     if choice.compiler.kind != "nvrtc":
         raise ToolchainError(
-            "there is no NVRTC, and no nvcc that is wanted",
+            "there is no NVRTC, and nvcc is not to be used",
             fix=toolchain.nvrtc_fix(choice.compiler.version),
         )
     architectures = list(single(choice.architectures))

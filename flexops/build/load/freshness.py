@@ -57,4 +57,4 @@ def _made_of_less(entry: Entry, spec: OpSpec) -> Rejection | None:
         ),
         None,
     )
-    return Rejection(f"{new} was not there yet when it was built", "flexops build") if new else None
+    return Rejection(f"{new} was missing when it was built", "flexops build") if new else None

@@ -3,7 +3,7 @@ there is none.
 
     already loaded -> ahead-of-time library in the package -> cache -> JIT build -> reference
 
-Every refusal on the way is kept as a reason; ``status()`` returns them. What builds is imported
+Every rejection on the way is kept as a reason; ``status()`` returns them. What builds is imported
 only when something is built, because a warm start should cost next to nothing.
 """
 
@@ -71,7 +71,7 @@ where none can be compiled."""
 
 
 def ensure(op: str, device: str) -> bool:
-    """Load the native kernels of ``op`` for a device type if they can be had; True if they are
+    """Load the native kernels of ``op`` for a device type if they are available; True if they are
     loaded.
 
     The work is done at the first call for an op and device type; the answer is kept for the life of
@@ -236,7 +236,7 @@ def _sources(
     else:
         refusals.append(
             Rejection(
-                "nothing that fits in the cache, and FLEXOPS_JIT=0 rules out compiling",
+                "no fitting library in the cache, and FLEXOPS_JIT=0 rules out compiling",
                 f"flexops build {spec.name}",
             )
         )
@@ -269,7 +269,7 @@ def _fitting(
     cache: BuildCache,
     refusals: list[Rejection],
 ) -> list[Entry]:
-    """Cache entries made from these very sources that can run here, told by their manifests alone.
+    """Cache entries made from these very sources that can run here, by their manifests alone.
 
     This is not a look-up by key: that would need the compilers, which a machine that only runs need
     not have, and which take longer to find than all the rest. So an entry from another machine's
@@ -394,7 +394,7 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
 
 
 def _open(entry: Entry, spec: OpSpec) -> Rejection | None:
-    """Open a library, if its kernels can be had."""
+    """Open a library, if its kernels are available."""
     torch = toolchain.torch_build()
     # for AMD GPUs the kernels are in it
     asks = entry.manifest.device == "cuda" and not (torch and torch.hip)
@@ -448,7 +448,7 @@ def open_library(
 
 
 def _no_kernels(entry: Entry, spec: OpSpec) -> Rejection | None:
-    """Why a library's kernels can be had for the GPUs here neither by compiling them when they are
+    """Why a library's kernels are not available for the GPUs here, neither compiled when they are
     launched nor compiled already."""
     capabilities = toolchain.local_capabilities()
     # it will not be called: a build for another machine, or a look at what was built

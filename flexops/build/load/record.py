@@ -120,7 +120,10 @@ def read(paths: Iterable[Path]) -> Record:
         except (ValueError, KeyError, TypeError) as error:
             required = "lines that FLEXOPS_RECORD wrote"
             raise FlexopsError(
-                "this is no record of a run", found=place, required=required, fix="record it again"
+                "this is not a record of a run",
+                found=place,
+                required=required,
+                fix="record it again",
             ) from error
     own = tuple(texts[key] for key in sorted(texts))
     return Record(

@@ -144,7 +144,7 @@ def digest_fields(fields: Iterable[tuple[str, str]]) -> str:
 
 def source_digests(plan: BuildPlan) -> Digests:
     """The digests of the plan's sources, recipe and libraries; raises ``FileNotFoundError`` naming
-    one that is not there."""
+    one that is missing."""
     texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in plan.texts}
     libraries = {
         plan.relocatable(str(library)): library_state(library) for library in plan.libraries

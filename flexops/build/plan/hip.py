@@ -3,11 +3,12 @@ difference, so nothing is hipified."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import ArchitectureError, ToolchainError
 from ...toolchain import missing
-from ...toolchain.model import Toolchain
+from ...toolchain.model import HostCompiler, RocmToolkit, Toolchain, TorchBuild
 from ...toolchain.resources import Resources
 from ..describe.spec import BINDING, OpSpec
 from .plan import (
@@ -46,62 +47,14 @@ def plan_hip_op(
         raise ToolchainError("the ROCm toolchain is incomplete", fix="flexops doctor")
     if not architectures:
         raise no_architecture()
-    own = spec.project.roots(csrc)[0][1]
     common = (*include_flags(spec, csrc), "-DFLEXOPS_DEVICE_CUDA=1", "-fPIC", "-fvisibility=hidden")
-    binding = str(own / spec.binding) if spec.binding else BINDING
-    command = (
-        str(host.path),
-        "-O1",
-        *common,
-        "-DUSE_ROCM",
-        "-D__HIP_PLATFORM_AMD__=1",
-        *binding_flags(torch),
-        "-c",
-        binding,
-        "-o",
-        "binding.o",
-    )
-    header = BINDING_HEADER if host.kind == "gcc" else ""
-    steps = [
-        Step(
-            "host", "binding.o", (binding,), command, TORCH_HEADER_STEP_BYTES, shared_header=header
-        )
-    ]
     offload = [f"--offload-arch={name}" for name in architectures]
-    for source in spec.cuda_sources:
-        path, output = str(own / source), f"{Path(source).stem}.hip.o"
-        device = (
-            str(rocm.hipcc.path),
-            "-x",
-            "hip",
-            "-std=c++17",
-            "-O3",
-            *common,
-            *declared(spec),
-            *offload,
-            "-c",
-            path,
-            "-o",
-            output,
-        )
-        steps.append(Step("device", output, (path,), device, DEVICE_STEP_BYTES))
+    steps = [
+        _binding_step(spec, csrc, host, torch, common),
+        *_device_steps(spec, csrc, rocm, (*common, *declared(spec), *offload)),
+    ]
     objects = [step.output for step in steps]
-    libraries = (
-        f"-L{torch.library_dir}",
-        "-ltorch_cpu",
-        "-lc10",
-        *(f"-L{path}" for path in rocm.library_dirs),
-        "-lamdhip64",
-    )
-    library = library_name(spec, "cuda")
-    steps.append(
-        Step(
-            "link",
-            library,
-            tuple(objects),
-            (str(host.path), "-shared", *objects, "-o", library, *libraries),
-        )
-    )
+    steps.append(_link_step(library_name(spec, "cuda"), objects, host, torch, rocm))
     recipe = Path(__file__).resolve()
     identity = (("hipcc", rocm.hipcc.identity), ("architectures", " ".join(architectures)))
     plan = plan_of(
@@ -121,6 +74,39 @@ def plan_hip_op(
         environment=(("HIP_PLATFORM", "amd"), ("ROCM_PATH", str(rocm.root))),
         recipe=(recipe, recipe.with_name("plan.py")),
     )
+
+
+def _binding_step(
+    spec: OpSpec, csrc: Path, host: HostCompiler, torch: TorchBuild, common: Sequence[str]
+) -> Step:
+    own = spec.project.roots(csrc)[0][1]
+    binding = str(own / spec.binding) if spec.binding else BINDING
+    flags = ("-O1", *common, "-DUSE_ROCM", "-D__HIP_PLATFORM_AMD__=1", *binding_flags(torch))
+    command = (str(host.path), *flags, "-c", binding, "-o", "binding.o")
+    header = BINDING_HEADER if host.kind == "gcc" else ""
+    return Step(
+        "host", "binding.o", (binding,), command, TORCH_HEADER_STEP_BYTES, shared_header=header
+    )
+
+
+def _device_steps(
+    spec: OpSpec, csrc: Path, rocm: RocmToolkit, flags: Sequence[str]
+) -> Iterator[Step]:
+    own = spec.project.roots(csrc)[0][1]
+    compiler = (str(rocm.hipcc.path), "-x", "hip", "-std=c++17", "-O3")
+    for source in spec.cuda_sources:
+        path, output = str(own / source), f"{Path(source).stem}.hip.o"
+        command = (*compiler, *flags, "-c", path, "-o", output)
+        yield Step("device", output, (path,), command, DEVICE_STEP_BYTES)
+
+
+def _link_step(
+    library: str, objects: Sequence[str], host: HostCompiler, torch: TorchBuild, rocm: RocmToolkit
+) -> Step:
+    places = (f"-L{path}" for path in (torch.library_dir, *rocm.library_dirs))
+    libraries = (*places, "-ltorch_cpu", "-lc10", "-lamdhip64")
+    command = (str(host.path), "-shared", *objects, "-o", library, *libraries)
+    return Step("link", library, tuple(objects), command)
 
 
 def no_architecture() -> ArchitectureError:

@@ -14,7 +14,7 @@ from ...compute_capability import Architecture, ComputeCapability
 from ...errors import CompileError
 from ..describe import cpp_text
 from ..describe.spec import OpSpec
-from . import cache_key
+from . import cache_key, device_library
 from .cache_key import Digests
 from .kernel_names import artifact_name, fitted
 
@@ -42,7 +42,7 @@ class KernelPlan(NamedTuple):
         options: of this kernel alone, as NVRTC spells them.
         expressions, symbols: of a program with several kernels, as C++ names them and as the host
             compiler mangled them; ``expression`` then names the program.
-        standard: headers that it finds and that have nothing in them.
+        texts: headers by name that are given as text.
     """
 
     name: str
@@ -56,7 +56,7 @@ class KernelPlan(NamedTuple):
     options: tuple[str, ...] = ()
     expressions: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
-    standard: tuple[str, ...] = ()
+    texts: tuple[tuple[str, str], ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -103,11 +103,15 @@ def plan_kernel(
         + f'#include "{header.partition(">/")[2]}"\n'
         + (f"using namespace {namespace};\n" if namespace else "")
     )
-    files = {
-        name: cache_key.file_digest(place_of(name, roots))
-        for name in (header, *_reached(header, roots))
-    }
-    key = _key([("kernel", expression), ("source", source)], architecture, compiler, files)
+    reached, missing = _reached(header, roots)
+    library = device_library.needed((), set(missing) - device_library.STANDARD, compiler)
+    files = {name: cache_key.file_digest(place_of(name, roots)) for name in (header, *reached)}
+    key = _key(
+        [("kernel", expression), ("source", source), *_identity(library)],
+        architecture,
+        compiler,
+        files,
+    )
     return KernelPlan(
         artifact_name(family, architecture.code, text + expression),
         key,
@@ -115,9 +119,15 @@ def plan_kernel(
         source,
         architecture,
         compiler,
-        roots,
+        device_library.searched(roots, library),
         files,
+        library.options,
+        texts=library.texts,
     )
+
+
+def _identity(library: device_library.Library) -> list[tuple[str, str]]:
+    return [("headers", library.identity)] if library.identity else []
 
 
 def _key(
@@ -157,7 +167,20 @@ class TextKernel(NamedTuple):
         return artifact_name(self.family, architecture, self._digest(self._reached()))
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
-        reached, roots = self._reached(), self._roots()
+        missing = dict[str, None]()
+        reached, roots = self._reached(missing), self._roots()
+        nested = {
+            name
+            for path in reached
+            if not path.startswith(f"{self.csrc}/")
+            for name in cpp_text.included(Path(path).read_text("utf-8", "replace"))
+        }
+        library = device_library.needed(
+            [name for name in cpp_text.included(self.text) if name in missing],
+            nested & missing.keys(),
+            compiler,
+            names_std="std::" in self.text,
+        )
         files = {
             name_under(path, roots): digest
             for path, digest in reached.items()
@@ -166,18 +189,19 @@ class TextKernel(NamedTuple):
         digest = self._digest(reached)
         name, key = (
             artifact_name(self.family, architecture.code, digest),
-            _key([("text", digest)], architecture, compiler, files),
+            _key([("text", digest), *_identity(library)], architecture, compiler, files),
         )
         return KernelPlan(
             name,
             key,
             self.expression,
-            self.text,
+            library.prelude + self.text,
             architecture,
             compiler,
-            roots,
+            device_library.searched(roots, library),
             files,
-            self.options,
+            (*library.options, *self.options),
+            texts=library.texts,
         )
 
     def fix_for(self, _: ComputeCapability) -> str:
@@ -191,12 +215,11 @@ class TextKernel(NamedTuple):
         )
         return (*own, ("<csrc>", self.csrc))
 
-    def _reached(self) -> Digests:
+    def _reached(self, missing: dict[str, None] | None = None) -> Digests:
+        roots = [str(root) for _, root in self._roots()]
         return {
             path: cache_key.file_digest(path)
-            for path in cpp_text.own_headers(
-                self.text, os.getcwd(), [str(root) for _, root in self._roots()]
-            )
+            for path in cpp_text.own_headers(self.text, os.getcwd(), roots, missing=missing)
         }
 
     def _digest(self, reached: Digests) -> str:
@@ -222,7 +245,7 @@ def defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
     """The header that defines a kernel, by its relocatable name; "" if none does that the sources
     reach."""
     for source in sources:
-        for header in _reached(f"{roots[0][0]}/{source}", roots):
+        for header in _reached(f"{roots[0][0]}/{source}", roots)[0]:
             with open(place_of(header, roots), encoding="utf-8") as stream:
                 if re.search(rf"__global__\s[^;{{]*\b{kernel}\s*(?:<\w+>)?\(", stream.read()):
                     return header
@@ -230,13 +253,18 @@ def defining_header(sources: tuple[str, ...], kernel: str, roots: Roots) -> str:
 
 
 @functools.cache
-def _reached(source: str, roots: Roots) -> tuple[str, ...]:
-    path = place_of(source, roots)
+def _reached(source: str, roots: Roots) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The headers that a file reaches, by their relocatable names; and the names that are in no
+    root."""
+    path, missing = place_of(source, roots), dict[str, None]()
     with open(path, encoding="utf-8") as stream:
         found = cpp_text.own_headers(
-            stream.read(), os.path.dirname(path), [str(root) for _, root in roots]
+            stream.read(),
+            os.path.dirname(path),
+            [str(root) for _, root in roots],
+            missing=missing,
         )
-    return tuple(name_under(reached, roots) for reached in found)
+    return tuple(name_under(reached, roots) for reached in found), tuple(missing)
 
 
 def name_under(path: str, roots: Roots) -> str:

@@ -349,7 +349,7 @@ def _require(toolchain: Toolchain) -> TorchBuild:
 
     if error := missing(toolchain, "cpu"):  # host code only
         raise error
-    if toolchain.torch is None:  # missing() has just ruled it out; this tells the type checker
+    if toolchain.torch is None:  # missing() has just ruled it out; this is for the type checker
         raise ToolchainError("torch was not found")
     return toolchain.torch
 
@@ -500,7 +500,7 @@ def _serves_all(spec: OpSpec, host: HostCompiler) -> bool:
 
 
 def _for_device(device: DeviceType) -> tuple[str, ...]:
-    """What the linker tells a binding that is compiled once for all device types
+    """What the linker defines for a binding that is compiled once for all device types
     (csrc/common/device_type.h)."""
     answer, other = ("flexops_yes", "cpu") if device == "cuda" else ("flexops_no", "cuda")
     return (

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..describe import cpp_text
 from ..describe.cuda_names import ACCESSORS
 from ..describe.spec import OpSpec
-from . import cache_key
+from . import cache_key, device_library
+from .device_library import DEVICE_HEADER
 from .kernel_names import artifact_name
 from .kernel_plan import KernelPlan
 
@@ -19,55 +21,15 @@ if TYPE_CHECKING:
     from ...compute_capability import Architecture, ComputeCapability
     from ...toolchain.nvrtc import DeviceCompiler
 
-DEVICE_HEADER = "common/extension_device.cuh"
 _ACCESSORS = "common/extension_accessors.cuh"
-# Headers that have nothing in them for device code: C's and C++'s, in whose place DEVICE_HEADER
-# stands, and those that extension_accessors.cuh does without.
-_STANDARD = (
-    "algorithm",
-    "array",
-    "assert.h",
-    "bit",
-    "cassert",
-    "cfloat",
-    "climits",
-    "cmath",
-    "cstddef",
-    "cstdint",
-    "cstdio",
-    "cstdlib",
-    "cstring",
-    "float.h",
-    "iosfwd",
-    "iostream",
-    "istream",
-    "limits",
-    "limits.h",
-    "math.h",
-    "numeric",
-    "functional",
-    "initializer_list",
-    "iterator",
-    "memory",
-    "vector",
-    "string",
-    "sstream",
-    "stdexcept",
+# Torch's headers that have nothing in them for device code: extension_accessors.cuh does without.
+_TORCH = (
     "torch/headeronly/util/Exception.h",
     "torch/headeronly/util/HeaderOnlyArrayRef.h",
     "c10/util/ArrayRef.h",
     "c10/util/Deprecated.h",
     "c10/util/Exception.h",
     "c10/util/irange.h",
-    "ostream",
-    "stddef.h",
-    "stdint.h",
-    "stdio.h",
-    "stdlib.h",
-    "string.h",
-    "tuple",
-    "type_traits",
-    "utility",
 )
 _CUDA_HALF = re.compile(r"(?:__)?(?:nv_)?(?:half|bfloat16)2?(?:_raw)?")
 TORCH_TYPES = re.compile(r"\b(?:c10|at|torch)::(?:headeronly::)?(\w+)")
@@ -111,9 +73,11 @@ class Program(NamedTuple):
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
         digest, files = self.digest, self._files()
+        library = device_library.of_program(self.text, self.roots, _TORCH, compiler)
         key = cache_key.digest_fields(
             [
                 ("program", digest),
+                ("headers", library.identity),
                 ("architecture", architecture.code),
                 ("compiler", compiler.identity),
                 *sorted(files.items()),
@@ -127,12 +91,12 @@ class Program(NamedTuple):
             self._program(),
             architecture,
             compiler,
-            self.roots,
+            device_library.searched(self.roots, library),
             files,
             self.options,
             self.expressions,
             self.symbols,
-            _STANDARD,
+            library.texts,
         )
 
     def fix_for(self, _: ComputeCapability) -> str:
@@ -144,6 +108,7 @@ class Program(NamedTuple):
     def _headers(self) -> Iterator[str]:
         """What the program includes first: what torch's and CUDA's headers would have brought, as
         far as it is used."""
+        yield from device_library.first(cpp_text.included(self.text))
         yield DEVICE_HEADER
         types = {match for one in self.expressions for match in TORCH_TYPES.findall(one)}
         if ACCESSORS & (types | self.words):

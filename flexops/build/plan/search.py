@@ -37,7 +37,7 @@ class SearchPath(NamedTuple):
     Attributes:
         quote: first, for names in double quotes (after the directory of the file that includes).
         angle: then, and for names in angle brackets.
-        missing: directories that it was told of and that are not there.
+        missing: directories that its arguments name and that are missing.
     """
 
     quote: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ def _ask(command: tuple[str, ...]) -> SearchPath:
     except (
         OSError,
         ValueError,
-    ):  # a compiler that does not say: the directories that it was told of are known
+    ):  # a compiler that does not report them: those that its arguments name are known
         given = [word.removeprefix("-isystem").removeprefix("-I") for word in command[1:]]
         return SearchPath((), tuple(path for path in given if os.path.isabs(path)))
 

@@ -179,7 +179,7 @@ class BuildCache:
         )
 
     def problem(self) -> str:
-        """Why this directory must not be read from: someone else could have put code there; "" if
+        """Why this directory must not be read from: another user could have put code there; "" if
         it is fine or absent."""
         try:
             if not self.shared:
@@ -298,7 +298,7 @@ class BuildCache:
             yield
 
     def publish(self, built: Path, manifest: Manifest, headers: Digests) -> Entry:
-        """As ``store``, for a build whose headers the compiler told: the next look-up knows
+        """As ``store``, for a build whose headers the compiler reported: the next look-up knows
         them."""
         entry = self.store(built, manifest)
         self.record_headers(manifest, headers)
@@ -436,7 +436,7 @@ class BuildCache:
         if entry is None:
             reason = refusal.reason.replace(str(directory), str(source)) if refusal else str(source)
             fix = (refusal.fix if refusal else "") or "build it again"
-            raise CacheError("this is no intact build", found=reason, fix=fix)
+            raise CacheError("this build is not intact", found=reason, fix=fix)
         kept = self._kept(directory)
         for path in directory.iterdir():
             if path.name not in kept:

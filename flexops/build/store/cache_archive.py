@@ -90,7 +90,7 @@ def import_archive(
         except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             raise CacheError(
-                "this is no archive of flexops cache entries",
+                "this is not an archive of flexops cache entries",
                 found=f"{file}: {reason}",
                 fix="make one: flexops cache export FILE",
             ) from error
@@ -203,10 +203,12 @@ def _next(archive: _Bounded) -> tarfile.TarInfo | None:
         if block == bytes(_BLOCK):
             return None
         if len(block) < _BLOCK:
-            raise EOFError("it ends without an end")
+            raise EOFError("it has no end marker")
         member = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         if member.type == tarfile.DIRTYPE and member.size == 0:
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not member.size >= 0:
-            raise tarfile.TarError(f"{member.name[:200]!r} is no plain file (type {member.type!r})")
+            raise tarfile.TarError(
+                f"{member.name[:200]!r} is not a plain file (type {member.type!r})"
+            )
         return member

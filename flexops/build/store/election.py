@@ -114,8 +114,8 @@ def _ranks() -> Any:
 
 
 class _Ranks:
-    """Asks in naps, not with the store's own ``wait``: that would keep the connection from whoever
-    else needs it, such as a collective's set-up."""
+    """Asks in naps, not with the store's own ``wait``: that would block the connection for
+    others, such as a collective's set-up."""
 
     def __init__(self, store: Any, cache: BuildCache, seconds: float) -> None:
         self.store, self.cache, self.seconds = store, cache, seconds

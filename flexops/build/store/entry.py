@@ -119,14 +119,14 @@ def read_entry(
     directory: Path, demands: Demands | None = None
 ) -> tuple[Entry | None, Rejection | None]:
     """The entry in a directory, its library verified. Both None: there is nothing there; only a
-    refusal: it is damaged."""
+    rejection: it is damaged."""
     if not directory.is_dir():
         return None, None
     demands = demands or Demands()
     entry = read_manifest(directory, own=demands.own)
     if entry is None:
         return None, Rejection(
-            f"{directory / FILE_NAME} is missing, damaged or not yours", "flexops cache clear"
+            f"{directory / FILE_NAME} is missing, damaged or another user's", "flexops cache clear"
         )
     refusal = demands.refuse(entry)
     return (None, refusal) if refusal else (entry, None)

@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process holds the lock; True also where that cannot be told."""
+    """Whether a live process holds the lock; True also if that is unknown."""
     try:
         descriptor = _open(path)
     except OSError:

@@ -50,7 +50,7 @@ class Manifest(NamedTuple):
             relocatable name -> sha256.
         kernel, symbol, compiler: of device code: the kernel as C++ names it and as the driver does,
             and what compiled it.
-        resources: of device code: registers, stack, spills and shared memory, as ptxas told them.
+        resources: of device code: registers, stack, spills and shared memory, by ptxas.
         flexops: the version of flexops that planned the build.
         abi: ``ABI`` of that flexops; 0 in manifests that do not say.
         own_crc32: of the other fields, so that a flipped bit does not turn one architecture into

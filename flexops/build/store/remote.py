@@ -169,7 +169,7 @@ class Remote:
     # ---- entries ---------------------------------------------------------------------------------
 
     def fetch(self, cache: BuildCache, name: str, key: str) -> Entry | None:
-        """Bring an entry into the local cache, verified as an import is; None if it cannot be had.
+        """Bring an entry into the local cache, verified as an import is; None if that fails.
         Raises nothing."""
         if self.problem:
             return None
@@ -465,7 +465,7 @@ class Remote:
 
 
 class ClientError(RemoteError):
-    """The client of a store does not start. ``missing``: for want of a package."""
+    """The client of a store does not start. ``missing``: for lack of a package."""
 
     missing = False
 

@@ -21,7 +21,7 @@ request, answered by one line:
 ``conditional`` is false where the client or the store has no such condition: the object was
 looked up, then written. Every answer has ``seconds``, what the request took here.
 ``{"error": "..."}`` answers what failed, with the command that fixes it as ``fix``, or with
-``missing``, for want of that package. The process ends when nothing was asked for a minute.
+``missing``, for lack of that package. The process ends when nothing was asked for a minute.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def _write(file: str, parts: Iterable[Any], most: int) -> None:
         for part in parts:
             most -= stream.write(part)
             if most < 0:
-                raise OSError("more bytes than it may have")
+                raise OSError("it is larger than it may be")
 
 
 def _answer(store: Bucket | Registry, asked: dict[str, Any]) -> dict[str, object]:

@@ -80,7 +80,7 @@ def _headers_fix(fact: PythonFact, installer: str) -> str:
 
 
 def package(fact: PythonFact) -> Iterator[Finding]:
-    """Whether another project's distribution wants the same modules; nothing is said where there is
+    """Whether another project's distribution has the same modules; nothing is said where there is
     none."""
     if fact.namesake:
         found = (

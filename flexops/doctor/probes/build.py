@@ -34,8 +34,11 @@ def tools(chosen: Settings, device: DeviceType) -> Toolchain:
 
 def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
     from ...toolchain import device_compiler as find
+    from ...toolchain import device_headers
 
-    return find(chosen)
+    choice = find(chosen)
+    roots = device_headers.roots(choice.value) if choice.value else ()
+    return choice._replace(notes=(*choice.notes, *(f"headers of {one}" for one in roots)))
 
 
 def unregistered() -> tuple[tuple[str, str], ...]:
@@ -51,7 +54,7 @@ def resources() -> Resources:
 
 
 def launcher(found: Toolchain) -> LauncherFact:
-    """The launcher's own statistics, since it was last told to forget them."""
+    """The launcher's own statistics, since they were last reset."""
     if found.launcher is None:
         return LauncherFact()
     if found.launcher.path.name == "sccache":

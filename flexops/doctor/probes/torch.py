@@ -28,12 +28,14 @@ def torch(timeout: float = SECONDS) -> TorchFact:
 
 def read(child: Child, timeout: float = SECONDS) -> TorchFact:
     """What the child's end means."""
-    told = child.messages[0] if child.messages else None
-    if told is not None and "version" in told:
-        loaded = tuple(LoadedLibrary(*pair) for pair in told.pop("loaded"))
-        return TorchFact(state="ok", loaded=loaded, installed=tuple(told.pop("installed")), **told)
-    if told is not None:
-        error = str(told["error"])
+    reply = child.messages[0] if child.messages else None
+    if reply is not None and "version" in reply:
+        loaded = tuple(LoadedLibrary(*pair) for pair in reply.pop("loaded"))
+        return TorchFact(
+            state="ok", loaded=loaded, installed=tuple(reply.pop("installed")), **reply
+        )
+    if reply is not None:
+        error = str(reply["error"])
         return TorchFact(state="absent" if error == _ABSENT else "broken", detail=error)
     if child.returncode is None:
         return TorchFact(

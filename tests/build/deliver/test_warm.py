@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from builds import child_environment, made_up_entry, tiny_plan
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import settings, toolchain
@@ -46,15 +46,7 @@ print(json.dumps({"reason": status.reason, "stats": flexops.cache_stats()}))
 
 
 def run(**variables: str | None) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        env=child_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-c", RUN], env=child_environment(**variables))
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
@@ -171,7 +163,7 @@ def test_kernels_for_architectures_that_are_elsewhere(tmp_path: Path, cache_dir:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_somebodys_own_kernel(
+def test_a_users_own_kernel(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))

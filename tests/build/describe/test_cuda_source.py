@@ -155,7 +155,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=60).map("".join))
-def test_any_text_is_split_or_refused(text: str) -> None:
+def test_any_text_is_split_or_rejected(text: str) -> None:
     """Tokens are the text less blanks and comments, in order; and whatever the text is, there is an
     answer, on whose every line the user's is."""
     try:
@@ -174,7 +174,7 @@ def test_any_text_is_split_or_refused(text: str) -> None:
 
 
 @given(st.text(alphabet="<>(){};:,\"'/*\\\n #kT1=", max_size=80))
-def test_any_characters_are_split_or_refused(text: str) -> None:
+def test_any_characters_are_split_or_rejected(text: str) -> None:
     with contextlib.suppress(Unsplittable):
         halves(text)
 
@@ -492,7 +492,7 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
         ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
     ],
 )
-def test_what_is_not_surely_understood_is_refused_by_name_and_line(line: str, what: str) -> None:
+def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line: str, what: str) -> None:
     text = f"// a comment\n{line}\n" + ("#endif\n" if line.startswith("#if ") else "")
     at = 2 if "backslash" in what else 3 if "#include within" in what else 2 + line.count("\n")
     with pytest.raises(Unsplittable) as caught:
@@ -531,7 +531,7 @@ def test_symbols_are_compared_without_what_is_a_compilers_own() -> None:
     assert alike("_Z1kIfEvPT_") != alike("_Z1kIdEvPT_")
 
 
-def test_nvccs_arguments_are_told_apart() -> None:
+def test_nvccs_arguments_are_distinguished() -> None:
     flags = flags_of(
         [
             "-O3",

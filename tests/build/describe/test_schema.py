@@ -55,10 +55,10 @@ def test_every_kind_of_argument_is_read() -> None:
         ("scale(Tensor contiguous) -> Tensor", "contiguous is what the binding calls"),
         ("scale(Tensor x) -> (Tensor x_view, Tensor y)", "x_view is what the binding calls"),
         ("scale(Tensor x, ScalarType? dtype) -> Tensor", "no argument that the builder knows"),
-        ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "no argument that the builder knows"),
+        ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "y: contiguous"),
     ],
 )
-def test_what_is_no_schema_is_refused_with_the_reason(text: str, said: str) -> None:
+def test_what_is_no_schema_is_rejected_with_the_reason(text: str, said: str) -> None:
     with pytest.raises(FlexopsError) as caught:
         declare(text)
     assert said in caught.value.found
@@ -98,15 +98,16 @@ def test_shapes() -> None:
         ({"split": "columns"}, "columns"),
         ({"numbers": ("factor",)}, "factor"),
         ({"shapes": {"x": "len(factor)"}}, "factor"),
-        ({"strided": {"x": "columns"}}, "'columns'"),
+        ({"strided": {"x": "even rows"}}, "'even rows'"),
         ({"strided": {"x": "as x"}}, "'as x'"),
         ({"strided": {"x": "as factor"}}, "'as factor'"),
         ({"outputs": (Output(when="x"),)}, "when='x'"),
         ({"outputs": (Output(otherwise="4"),)}, "which says when"),
+        ({"outputs": (Output("4", order="x"),)}, "order='x'"),
         ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
     ],
 )
-def test_a_constraint_on_what_is_not_there_is_refused(
+def test_a_constraint_on_what_is_not_there_is_rejected(
     constraint: dict[str, object], said: str
 ) -> None:
     with pytest.raises(FlexopsError) as caught:
@@ -180,7 +181,9 @@ NORMS = (Output("len(params)", "float32"),)
         ),
     ],
 )
-def test_rows_that_cannot_be_are_refused(rows: Rows, constraint: dict[str, Any], said: str) -> None:
+def test_rows_that_cannot_be_are_rejected(
+    rows: Rows, constraint: dict[str, Any], said: str
+) -> None:
     with pytest.raises(FlexopsError) as caught:
         declare(STEP, rows=rows, **{"outputs": NORMS, **constraint})
     assert said in str(caught.value)

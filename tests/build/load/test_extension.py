@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from extension_tools import AUDIT, MODULE, environment, run, start, write_module
+from processes import completed
 
 import flexops
 from flexops import settings
@@ -217,7 +217,7 @@ def test_a_standalone_executable(tmp_path: Path) -> None:
         build_directory=tmp_path / "build",
     )
     assert path == str(tmp_path / "build" / "alone")
-    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout == "alone\n"
+    assert completed([path]).stdout == "alone\n"
 
 
 def test_build_directory_gets_the_result(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_text_sources(tmp_path: Path, cache: Path) -> None:
         flexops.load_inline("inline", "not C++", no_implicit_headers=True)
 
 
-def test_awkward_names_work_or_are_refused_in_words(tmp_path: Path) -> None:
+def test_awkward_names_work_or_are_rejected_in_words(tmp_path: Path) -> None:
     folder = tmp_path / "it's $HOME #1: 100%"
     folder.mkdir()
     for number, name in enumerate(
@@ -320,15 +320,23 @@ def test_a_source_that_is_deleted_meanwhile(
         flexops.load("deleted", [source])
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_process_that_may_open_no_file(tmp_path: Path, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("limit", "before"),
+    [
+        (3, False),
+        (3, True),
+        pytest.param(6, False, id="no compiler starts"),
+        pytest.param(8, False, id="no ninja starts"),
+    ],
+)
+def test_a_process_that_may_open_few_files(tmp_path: Path, limit: int, before: bool) -> None:
     source = write_module(tmp_path, "1")
     code = f"""
 import resource, flexops
 flexops.load
 if {before}: flexops.load("full", [{str(source)!r}])
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, most))
 try:
     flexops.load("full", [{str(source)!r}])
 except Exception as error:

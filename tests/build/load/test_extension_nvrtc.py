@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from extension_tools import ROOT, environment
+from processes import completed
 
 from flexops import settings, toolchain
 from flexops.build.compile.kernel_compiler import Worker
@@ -193,15 +194,7 @@ def world(tmp_path: Path, libraries: Path) -> World:
             **more,
         }
         command = [sys.executable, "-c", f"{PROGRAM}{program}\nprint(json.dumps(said))"]
-        done = subprocess.run(
-            command,
-            env=environment(tmp_path / "cache", **known),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = completed(command, env=environment(tmp_path / "cache", **known))
         return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
 
     return World(tmp_path, tmp_path / "cache", run)
@@ -432,7 +425,7 @@ load("unopened", device_compiler="auto")
     )
 
 
-def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_mend(
+def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(
     tmp_path: Path, without_nvcc: Toolchain
 ) -> None:
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
@@ -828,9 +821,7 @@ def test_mathematics_on_the_host_is_nvccs(
     said = {}
     for name, command in commands.items():
         subprocess.run([*command, "-o", str(tmp_path / name)], check=True, capture_output=True)
-        said[name] = subprocess.run(
-            [str(tmp_path / name)], check=True, capture_output=True, text=True
-        ).stdout.splitlines()
+        said[name] = completed([str(tmp_path / name)]).stdout.splitlines()
     assert len(said["host"]) == len(calls)
     assert dict(zip(calls, said["host"], strict=True)) == dict(
         zip(calls, said["nvcc"], strict=True)
@@ -927,14 +918,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("cell", &cell); }
     env = environment(
         tmp_path / "cache", **world_, STAND_IN_PARAMETERS="1", TORCH_CUDA_ARCH_LIST="9.0"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + program],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-c", PROGRAM + program], env=env)
     said = json.loads(done.stdout.splitlines()[-1])
     assert "error" not in said, said
     accessors, scale = [line.split()[2:] for line in said["log"] if line.startswith("parameters")]
@@ -1071,13 +1055,5 @@ def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
     env = environment(
         tmp_path / "cache", TORCH_CUDA_ARCH_LIST="" if torch.cuda.is_available() else "9.0"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    completed([sys.executable, "-c", program], cwd=tmp_path, env=env)
     assert list((tmp_path / "cache").glob("soft.cu-*/*/manifest.json")), "NVRTC's kernels"

@@ -51,7 +51,7 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.extra
-def test_pybind11_modules_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_pybind11_modules_of_one_name_are_distinguished(tmp_path: Path) -> None:
     """pybind11 from 3.0 keeps the modules of a process by name: the second of a name would silently
     be the first."""
 
@@ -196,6 +196,7 @@ def test_a_changed_shared_library(
     assert len(list((cache / "stale").glob("*/manifest.json"))) == 2
 
 
+@pytest.mark.extra
 def test_with_ccache_too(tmp_path: Path, cache: Path, ccache: Path) -> None:
     """Its quick look-up knows a source by the headers that were read the last time."""
     source = write(tmp_path / "module.cpp", f"#include <number.h>\n{MODULE}")

@@ -4,12 +4,12 @@ distribution's hipcc. What the result computes, only an AMD GPU can show."""
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from builds import SQUARE
+from processes import completed
 from typer.testing import CliRunner
 
 from flexops import settings
@@ -77,10 +77,5 @@ def test_a_projects_operator_whose_binding_the_builder_writes(
     assert not spec.binding
     entry = build([spec])[0].require()
     assert f"hipv4-amdgcn-amd-amdhsa--{ARCHITECTURE}".encode() in entry.library.read_bytes()
-    defined = subprocess.run(
-        ["nm", "-DC", "--defined-only", str(entry.library)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    defined = completed(["nm", "-DC", "--defined-only", str(entry.library)]).stdout
     assert "scale_kernel" in defined

@@ -230,7 +230,7 @@ def test_memory_estimate_covers_what_runs_at_once() -> None:
     ("changes", "said"),
     [({"torch": None}, "torch"), ({"host": None}, "compiler"), ({"ninja": None}, "ninja")],
 )
-def test_what_is_missing_is_said_with_its_mend(changes: dict[str, None], said: str) -> None:
+def test_what_is_missing_is_said_with_its_fix(changes: dict[str, None], said: str) -> None:
     with pytest.raises(ToolchainError) as caught:
         paper_plan(ADAM, "cuda", TOOLS._replace(**changes))
     assert said in caught.value.what

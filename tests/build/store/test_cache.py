@@ -214,7 +214,7 @@ def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: B
     assert cache.lookup(plan)
 
 
-def test_a_cache_of_somebody_else_is_not_read(
+def test_a_cache_of_another_user_is_not_read(
     cache: BuildCache, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(cache, plan)
@@ -407,7 +407,9 @@ def archives(tmp_path: Path) -> dict[str, Path]:
         "a truncated archive",
     ],
 )
-def test_a_bad_archive_is_refused(cache: BuildCache, archives: dict[str, Path], which: str) -> None:
+def test_a_bad_archive_is_rejected(
+    cache: BuildCache, archives: dict[str, Path], which: str
+) -> None:
     with pytest.raises(CacheError) as caught:
         cache_archive.import_archive(cache, archives[which])
     assert caught.value.fix
@@ -502,7 +504,7 @@ class Zeros(io.RawIOBase):
 
 
 @pytest.mark.parametrize("which", BOMBS)
-def test_an_archive_that_would_fill_the_disk_is_refused_early(
+def test_an_archive_that_would_fill_the_disk_is_rejected_early(
     cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process that may have little memory and write little: what is rejected only after it was
@@ -515,7 +517,7 @@ def test_an_archive_that_would_fill_the_disk_is_refused_early(
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + 2 * room, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * room, resource.RLIM_INFINITY))
-        with pytest.raises(CacheError, match="no archive") as caught:
+        with pytest.raises(CacheError, match="not an archive") as caught:
             cache_archive.import_archive(cache, archive)
         return caught.value.found
 
@@ -585,10 +587,10 @@ def in_child(work: Callable[[], str]) -> str:
         "./a/k/lib.so",
     ],
 )
-def test_a_name_that_flexops_does_not_write_is_refused(
+def test_a_name_that_flexops_does_not_write_is_rejected(
     cache: BuildCache, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(CacheError, match="no archive") as caught:
+    with pytest.raises(CacheError, match="not an archive") as caught:
         cache_archive.import_archive(cache, archive_of(tmp_path / "names.tar.gz", {name: b"x"}))
     assert "unexpected name" in caught.value.found
     assert caught.value.found.isprintable()
@@ -599,7 +601,7 @@ def test_an_archive_may_not_hold_more_than_the_cache(
 ) -> None:
     add(cache, plan, os.urandom(100_000))
     cache_archive.export(cache, tmp_path / "cache.tar.gz")
-    with pytest.raises(CacheError, match="no archive") as caught:
+    with pytest.raises(CacheError, match="not an archive") as caught:
         cache_archive.import_archive(
             BuildCache(tmp_path / "small", max_bytes=50_000), tmp_path / "cache.tar.gz"
         )

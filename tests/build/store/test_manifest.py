@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builds import OLD_TORCH, TORCH
+from processes import completed
 
 from flexops.build.store import manifest as module
 from flexops.build.store.manifest import Manifest, judge, needed_versions, verify
@@ -67,7 +67,7 @@ def test_unknown_fields_of_a_later_version_are_left_out() -> None:
         {"torch_abi": 1},
     ],
 )
-def test_a_damaged_field_is_refused(changes: dict[str, Any]) -> None:
+def test_a_damaged_field_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="manifest"):
         Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
 
@@ -94,7 +94,7 @@ def test_a_damaged_field_is_refused(changes: dict[str, Any]) -> None:
         {"files": {"\ud800": "1"}},
     ],
 )
-def test_a_value_that_no_build_writes_is_refused(changes: dict[str, Any]) -> None:
+def test_a_value_that_no_build_writes_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"manifest field|JSON"):
         Manifest.from_json(json.dumps({**json.loads(MANIFEST.to_json()), **changes}))
 
@@ -136,7 +136,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         "9" * 5000,
     ],
 )
-def test_a_damaged_file_is_refused(text: str) -> None:
+def test_a_damaged_file_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         Manifest.from_json(text)
 
@@ -187,11 +187,8 @@ def test_this_process_knows_its_own_libraries() -> None:
         "import ctypes, ctypes.util; ctypes.CDLL('libstdc++.so.6'); from flexops.build.store import"
         " manifest as m; print(m._glibc(), m._libstdcxx())"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code],
-        capture_output=True,
-        text=True,
-        check=True,
+    said = completed(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + code]
     ).stdout.split()
     assert said[0].startswith("2.")
     assert "libstdc++" in said[1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import http.server
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,8 @@ from urllib.parse import quote
 import pytest
 import remote_stores as stores
 from builds import answer, child_environment, tiny_plan
+from marks import first_of
+from processes import completed
 from remote_machines import Machines, Open, claim
 
 from flexops.build.compile import building
@@ -61,7 +62,7 @@ def nginx(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[tu
         yield url.replace("://", f"://{stores.USER}:{password}@"), certificate
 
 
-@pytest.fixture(params=["s3rver", "oci", "https"])
+@pytest.fixture(params=first_of("oci", "s3rver", "https"))
 def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> str:
@@ -424,11 +425,7 @@ def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_pa
     script.write_text(FALLS_BACK.format(initialised=initialised, folder=str(said)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = child_environment(OMP_NUM_THREADS="1", FLEXOPS_CACHE_DIR=str(tmp_path / "c"))
-    done = subprocess.run(
-        [*command, "--nproc-per-node=3", str(script)], env=environment, capture_output=True,
-        text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    completed([*command, "--nproc-per-node=3", str(script)], env=environment)  # fmt: skip
     assert sorted(path.read_text() for path in said.iterdir()) == ["0 1", "0 1", "1 1"]
     text = counters.prometheus(counters.of_cache(tmp_path / "c"))
     assert "flexops_fallbacks_total 3" in text.splitlines()

@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from processes import completed
+
 from flexops.build.describe import layout
 
 DRIVER = """
@@ -103,14 +105,7 @@ def test_shared_memory_is_asked_for_once(tmp_path: Path, host_compiler: Any) -> 
     ]
     subprocess.run([compiler, "-std=c++17", "-O1", f"-I{layout.csrc_root()}", *program], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    result = subprocess.run(
-        [str(tmp_path / "program")],
-        check=True,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = completed([str(tmp_path / "program")], env=environment)
     assert result.stdout.splitlines() == [
         "gpu 0, 1000 bytes: asked 0, launched 1, well",
         "gpu 0, 90000 bytes: asked 1, launched 2, well",

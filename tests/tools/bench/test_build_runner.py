@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from builds import child_environment
+from processes import completed
 
 from flexops.toolchain.model import CudaToolkit
 from flexops_tools.bench.build_ladder import RUNGS
@@ -20,10 +20,7 @@ def test_a_quick_ladder_on_this_machine(nvcc_toolkit: CudaToolkit, tmp_path: Pat
     asserted."""
     assert nvcc_toolkit
     command = [sys.executable, "-m", "flexops", "bench", "build", "--quick", "--json"]
-    done = subprocess.run(
-        command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed(command, env=child_environment(), cwd=tmp_path)
     told = {rung["id"]: rung for rung in json.loads(done.stdout)["rungs"]}
     assert [
         rung.id

@@ -101,6 +101,7 @@ def test_a_torch_is_tested_on_its_processor_and_gpu_and_by_its_tests() -> None:
     ]
 
 
+@pytest.mark.extra
 def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n image\n")
     (tmp_path / "some").mkdir()

@@ -41,9 +41,13 @@ def matrix() -> targets.Matrix:
 
 def test_the_golden_case(project: Path) -> None:
     found, expected = tree(project), tree(GOLDEN / "expected")
-    assert set(found) == set(expected)
+    dockerfiles = {path for path in found if "Dockerfile." in path}
+    assert set(found) == set(expected) | dockerfiles
     for path, text in expected.items():
         assert found[path] == text, path
+    for path in dockerfiles:  # those of this checkout, with other defaults
+        lines = zip(found[path].splitlines(), (ROOT / path).read_text().splitlines(), strict=True)
+        assert all(one == other or one.startswith(("#", "ARG ")) for one, other in lines), path
 
 
 def test_this_checkout_follows_its_matrix() -> None:
@@ -63,7 +67,7 @@ def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) 
     } == before
 
 
-def test_missing_differing_and_stray_files_are_listed_and_mended(
+def test_missing_differing_and_stray_files_are_listed_and_fixed(
     project: Path, matrix: targets.Matrix
 ) -> None:
     (project / "envs/cpu.yml").unlink()
@@ -124,7 +128,7 @@ class TestCommandLine:
         monkeypatch.setattr(render, "checkout", lambda: tmp_path)
         self.run = lambda *arguments: CliRunner().invoke(app, ["target", *arguments])
 
-    def test_check_exits_1_and_lists_then_render_mends(self) -> None:
+    def test_check_exits_1_and_lists_then_render_fixes(self) -> None:
         checked = self.run("render", "--check")
         assert checked.exit_code == 1
         assert "missing  envs/cu121-sm89.yml" in checked.output

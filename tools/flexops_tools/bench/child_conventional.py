@@ -48,7 +48,7 @@ def _setuptools(cpp_extension: Any, request: dict[str, Any]) -> None:
     built = next(Path(request["directory"]).glob(f"{name}*.so"))
     spec = importlib.util.spec_from_file_location(name, built)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{built} is no extension module")
+        raise ImportError(f"{built} is not an extension module")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

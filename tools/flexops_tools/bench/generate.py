@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,33 +65,64 @@ class Run:
         return cls(**{**data, "results": results})
 
 
-Call = Callable[[Any, Tensor, int], object]
+Call = Callable[[int], object]
+"""Generates so many tokens."""
 
 
-def _transformers(model: Any, prompt: Tensor, tokens: int, **options: Any) -> object:
-    return model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens,
-        min_new_tokens=tokens, pad_token_id=0, **options,
-    )  # fmt: skip
+def _transformers(model: Any, prompt: Tensor, _: int, **options: Any) -> Call:
+    def call(tokens: int) -> object:
+        return model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
+            max_new_tokens=tokens, min_new_tokens=tokens, **options,
+        )  # fmt: skip
+
+    return call
 
 
-def _static(model: Any, prompt: Tensor, tokens: int) -> object:
-    return _transformers(model, prompt, tokens, cache_implementation="static")
+def _static(model: Any, prompt: Tensor, most: int) -> Call:
+    return _transformers(model, prompt, most, cache_implementation="static")
 
 
-def _flexops(model: Any, prompt: Tensor, tokens: int) -> object:
+def _flexops(model: Any, prompt: Tensor, _: int, cache: Any = None) -> Call:
     import flexops
 
-    return flexops.generate(model, prompt, max_new_tokens=tokens, eos_token_id=())
+    def call(tokens: int) -> object:
+        if cache is not None:
+            cache.crop_to(0)
+        return flexops.generate(model, prompt, max_new_tokens=tokens, eos_token_id=(), cache=cache)
+
+    return call
 
 
-CONTENDERS: dict[str, tuple[Call, bool]] = {
-    "transformers": (_transformers, False),
-    "transformers, static cache, torch.compile": (_static, False),
-    "flexops.patch": (_transformers, True),
-    "flexops.generate": (_flexops, True),
+def _compressed(model: Any, prompt: Tensor, most: int) -> Call:
+    import flexops
+
+    cache = flexops.KVCache(model.config, prompt.shape[1] + most, bits=4)
+    return _flexops(model, prompt, most, cache)
+
+
+class Contender(NamedTuple):
+    """Who generates.
+
+    Attributes:
+        make: its call for a model, prompts and the most tokens.
+        patch: the options of ``flexops.patch`` before; None: not patched.
+    """
+
+    make: Callable[[Any, Tensor, int], Call]
+    patch: dict[str, Any] | None = None
+
+
+CONTENDERS: dict[str, Contender] = {
+    "transformers": Contender(_transformers),
+    "transformers, static cache, torch.compile": Contender(_static),
+    "flexops.patch": Contender(_transformers, {}),
+    "flexops.generate": Contender(_flexops, {}),
+    "flexops.generate, int4": Contender(_flexops, {"weights": "int4"}),
+    "flexops.generate, int4, 4-bit cache": Contender(_compressed, {"weights": "int4"}),
 }
-"""How each generates, and whether the model is patched before."""
+"""In this order: 4-bit weights stay 4-bit."""
+QUICK = tuple(name for name in CONTENDERS if "compile" not in name)
 
 
 def run(
@@ -101,13 +132,16 @@ def run(
     *,
     batches: Sequence[int] = BATCHES,
     prompts: Sequence[int] = PROMPTS,
-    tokens: int = 72,
+    tokens: int = 200,
+    repeats: int = 3,
     report: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Measure contenders (none named: all).
 
     Args:
         tokens: new tokens of the longer call, more than eight.
+        repeats: the fastest of so many calls counts.
+        report: receives a line for each result, when it is there.
 
     Raises:
         FlexopsError: transformers is not installed, or a name is no contender's.
@@ -122,28 +156,33 @@ def run(
     if tokens <= FEW:
         raise SettingsError("too few tokens", found=str(tokens), required=f"more than {FEW}")
     model = make_model(replace(shape, length=max(prompts) + tokens), device, 0).eval()
-    results: list[Result] = []
-    absent: dict[str, str] = {}
-    for name in names or CONTENDERS:
-        call, patched = CONTENDERS[name]
-        if patched:
-            flexops.patch(model)
-        for batch in batches:
-            for prompt in prompts:
-                report(f"{name}: {batch} x {prompt}")
-                ids = _prompt(shape, batch, prompt, device)
-                try:
-                    results.append(_measure(name, call, model, ids, tokens, device, patched))
-                except torch.OutOfMemoryError as error:
-                    absent[f"{name}, {batch} x {prompt}"] = str(error).splitlines()[0]
-                _release()
-        if patched:
-            flexops.unpatch(model)
     limits = {
         f"{batch} x {prompt}": _limit(shape, model, device, batch, prompt + tokens // 2)
         for batch in batches
         for prompt in prompts
     }
+    results: list[Result] = []
+    absent: dict[str, str] = {}
+    for name in [one for one in CONTENDERS if not names or one in names]:
+        contender = CONTENDERS[name]
+        if contender.patch is not None:
+            flexops.patch(model, **contender.patch)
+        for batch in batches:
+            for prompt in prompts:
+                key = f"{batch} x {prompt}"
+                call = contender.make(model, _prompt(shape, batch, prompt, device), tokens)
+                try:
+                    found = _measure(call, tokens, device, repeats)
+                except torch.OutOfMemoryError as error:
+                    absent[f"{name}, {key}"] = str(error).splitlines()[0]
+                else:
+                    ours = contender.patch is not None
+                    results.append(Result(name, batch, prompt, *found, ours))
+                    report(f"{key}  {name}: {found[1]:.3f} ms a token, {found[0]:.2f} to the first")
+                del call
+                _release()
+        if contender.patch is not None:
+            flexops.unpatch(model)
     what = f"{shape}, {str(model.dtype)[6:]}, torch {torch.__version__}"
     machine = (
         torch.cuda.get_device_name()
@@ -159,29 +198,24 @@ def _prompt(shape: Shape, batch: int, length: int, device: str) -> Tensor:
     return torch.randint(3, shape.vocabulary, (batch, length), generator=generator).to(device)
 
 
-def _measure(
-    name: str, call: Call, model: Any, prompt: Tensor, tokens: int, device: str, ours: bool
-) -> Result:
+def _measure(call: Call, tokens: int, device: str, repeats: int) -> tuple[float, float, float]:
+    """Milliseconds to the first token, and for each further one; GiB."""
     for count in (1, FEW, tokens):  # compiles and captures what there is
-        call(model, prompt, count)
+        call(count)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first, few, many = (
-        min(_seconds(call, model, prompt, count, device) for _ in range(3))
-        for count in (1, FEW, tokens)
+        min(_seconds(call, count, device) for _ in range(repeats)) for count in (1, FEW, tokens)
     )
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    batch, length = prompt.shape
     token = max(many - few, 0.0) / (tokens - FEW)
-    return Result(
-        name, batch, length, round(1e3 * first, 2), round(1e3 * token, 3), round(peak, 2), ours
-    )
+    return round(1e3 * first, 2), round(1e3 * token, 3), round(peak, 2)
 
 
-def _seconds(call: Call, model: Any, prompt: Tensor, tokens: int, device: str) -> float:
+def _seconds(call: Call, tokens: int, device: str) -> float:
     _wait(device)
     started = time.perf_counter()
-    call(model, prompt, tokens)
+    call(tokens)
     _wait(device)
     return time.perf_counter() - started
 

@@ -59,6 +59,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, 4, 2048),
+    "8b-4": Shape(4096, 4, 32, 8, 14336, 128256, 4, 2048),
     "tiny": Shape(64, 2, 4, 2, 128, 512, 2, 32),
 }
 WARM_UP = 20
@@ -114,7 +115,14 @@ class Contender:
     """A model and what makes its steps."""
 
     def __init__(
-        self, shape: Shape, device: str, *, seed: int = 0, kind: str = "", compiled: bool = False
+        self,
+        shape: Shape,
+        device: str,
+        *,
+        seed: int = 0,
+        kind: str = "",
+        compiled: bool = False,
+        fp8: str | None = None,
     ) -> None:
         self.model = make_model(shape, device, seed)
         self.swap: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -124,7 +132,7 @@ class Contender:
         if kind == "flexops":
             import flexops
 
-            flexops.patch(self.model)
+            flexops.patch(self.model, fp8=fp8)
             self.optimizer: Any = flexops.optim.AdamW(
                 self.model.parameters(), lr=RATE, state_dtype="param", max_norm=1.0
             )
@@ -157,6 +165,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "Liger": {"kind": "Liger"},
     "flexops.patch": {"kind": "flexops"},
     "flexops.patch, torch.compile": {"kind": "flexops", "compiled": True},
+    "flexops.patch, fp8": {"kind": "flexops", "fp8": "rowwise"},
+    "flexops.patch, fp8, gw_hp": {"kind": "flexops", "fp8": "rowwise_with_gw_hp"},
 }
 OTHER_SEED = "transformers, another seed"
 

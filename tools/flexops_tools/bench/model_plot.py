@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from . import plot
+
 PANELS = (("milliseconds", "milliseconds a step", ".0f"), ("gibibytes", "GiB at the peak", ".1f"))
 OURS, OTHERS = "#1f6feb", "#9aa5b1"
 STYLES = {
@@ -26,14 +28,7 @@ def _figure(size: tuple[float, float]) -> Any:
 
 
 def save(figure: Any, data: dict[str, Any], file: Path) -> None:
-    figure.supxlabel(
-        f"{data['machine']}, {data['date']}", fontsize=8, color="#57606a", x=0.01, ha="left"
-    )
-    import matplotlib
-
-    # text as text: a third of the size
-    with matplotlib.rc_context({"svg.hashsalt": "flexops", "svg.fonttype": "none"}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix in (".svg", ".pdf") else None)
+    plot.write(figure, f"{data['machine']}, {data['date']}", file)
 
 
 def draw(data: dict[str, Any], file: Path) -> None:

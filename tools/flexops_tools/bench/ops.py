@@ -58,10 +58,10 @@ def _check(setup: Setup) -> None:
             else f"cuda, and torch {torch.__version__} sees no GPU"
         )
         raise SettingsError(
-            "there is no such device to measure on",
+            "this device cannot be measured",
             found=found,
             required=" or ".join(devices),
-            fix="leave --device away, or flexops doctor",
+            fix="omit --device, or flexops doctor",
         )
     if setup.compile and setup.compile not in (modes := compile_modes()):
         raise FlexopsError(

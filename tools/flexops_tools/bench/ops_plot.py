@@ -4,13 +4,11 @@ same data give the same .svg, byte by byte."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flexops.errors import FlexopsError
-
+from . import plot
 from .results import FLEXOPS, Results, Timing
 
 if TYPE_CHECKING:
@@ -59,13 +57,9 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
     Raises:
         FlexopsError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlexopsError(
-            "a chart needs matplotlib", found=str(error), fix="pip install matplotlib"
-        ) from error
+    plot.check(file)
+    from matplotlib.figure import Figure
+
     rows = {measure: panels for measure in MEASURES if (panels := _panels(results, measure))}
     tallest = [max(map(len, panels.values())) for panels in rows.values()] or [1]
     wide = max(map(len, rows.values()), default=1)
@@ -89,21 +83,7 @@ def save(results: Results, title: str, note: str, file: Path) -> None:
             fontsize=8,
             frameon=False,
         )
-    figure.supxlabel(
-        "\n".join(textwrap.wrap(note, 210)), fontsize=7, color="#57606a", x=0.01, ha="left"
-    )
-    try:
-        # text as text: a third of the size
-        with matplotlib.rc_context({"svg.hashsalt": "flexops", "svg.fonttype": "none"}):
-            figure.savefig(
-                file, dpi=130, metadata={"Date": None} if file.suffix == ".svg" else None
-            )
-    except (OSError, ValueError) as error:
-        raise FlexopsError(
-            "the chart cannot be written",
-            found=f"{file}: {error}",
-            required="a .png, .svg or .pdf in a writable directory",
-        ) from error
+    plot.write(figure, note, file, 210)
 
 
 def _panels(results: Results, measure: Measure) -> dict[str, list[tuple[Timing, ...]]]:

@@ -33,7 +33,7 @@ def title(results: Results, device: str) -> str:
 
 
 def lines(results: Results) -> Iterator[str]:
-    """A heading for each case, below it who took part; then the cases in which somebody else is
+    """A heading for each case, below it who took part; then the cases in which another one is
     faster, and who could not take part."""
     groups = list(results.groups())
     rows = [

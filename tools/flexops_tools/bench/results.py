@@ -99,7 +99,7 @@ class Results:
             raise SettingsError(
                 f"nothing was measured of {', '.join(unknown)}",
                 required=", ".join(sorted(known)),
-                fix="leave --op away",
+                fix="omit --op",
             )
         timings = tuple(item for item in self.timings if {item.op, item.function} & set(names))
         cases = {item.case for item in timings}

@@ -123,7 +123,7 @@ def _strike(victim: Child, how: str, after: float, world: World, below: list[int
 
 
 def crowd(world: World) -> None:
-    """32 processes want the same from one cache, and some of them are killed."""
+    """32 processes request the same entry of one cache, and some of them are killed."""
     for number in world.each():
         world.guarded(partial(_crowd_one, world, number + 1), f"round {number}")
 
@@ -233,7 +233,7 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
 
 
 def disks(world: World) -> None:
-    """A disk that is full, read-only or mounted noexec, or a directory of somebody else's: done, or
+    """A disk that is full, read-only or mounted noexec, or a directory of another user's: done, or
     said; and right once that has ended."""
     with mounted(world.folder / "disk", "size=1m") as disk:
         for number in world.each():

@@ -103,7 +103,7 @@ class Child:
 
     def wait(self) -> dict[str, Any]:
         """What it said; ``{"killed": N}`` if a signal ended it. Raises ``Fault`` if it hangs or
-        raised what nobody promised."""
+        raised an undocumented error."""
         try:
             return self._said(self._ended())
         finally:

@@ -190,7 +190,7 @@ class _Kernel(NamedTuple):
 
 
 class _Driver:
-    """Takes numbers for code, and refuses all else as the real one refuses no code."""
+    """Takes numbers for code, and rejects all else as the real one rejects no code."""
 
     def cuda(self) -> Version:
         return Version((13, 0))

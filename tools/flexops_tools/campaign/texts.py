@@ -258,7 +258,7 @@ def mutated(dice: random.Random, text: str) -> str:
 
 
 def archives(world: World) -> None:
-    """Archives with hostile members, and good ones with hostile bytes: refused, or whole; nothing
+    """Archives with hostile members, and good ones with hostile bytes: rejected, or whole; nothing
     is written elsewhere, nothing takes long or much."""
     plan = tiny_plan(world.folder / "tiny")
     made_up_entry(BuildCache(world.folder / "cache"), plan, b"library" * 1000)

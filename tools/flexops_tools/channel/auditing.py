@@ -1,4 +1,4 @@
-"""What the clients of a channel are told of its packages, and whether that is so. Runs in a process
+"""What a channel reports of its packages, and whether that is true. Runs in a process
 of its own, for it takes the bindings."""
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def _facts(record: Any) -> dict[str, Any]:
 
 
 def _same(one: Listing, other: Listing) -> bool:
-    def told(listing: Listing) -> dict[str, Any]:
+    def digests(listing: Listing) -> dict[str, Any]:
         return {
             path: (_facts(record), record.sha256, record.size) for path, record in listing.items()
         }
 
-    return told(one) == told(other)
+    return digests(one) == digests(other)
 
 
 def _difference(truth: Listing, other: Listing) -> str:
@@ -122,7 +122,7 @@ async def _faults(record: Any, work: Path) -> list[Fault]:
     try:
         await download_to_path(Client(), record.url, file)
     except Exception as error:  # the bindings raise many types
-        return [f"is listed, and cannot be had: {error}"]
+        return [f"is listed, but cannot be downloaded: {error}"]
     try:
         if record.sha256 is None:
             return ["is listed without its sha256: nothing can be verified"]

@@ -108,7 +108,7 @@ def solve(
         packages: of ours, in the channel; by default those in its folder.
 
     Raises:
-        ChannelError: nothing fits it, or a dependency is nowhere to be had.
+        ChannelError: nothing fits it, or a dependency is missing.
     """
     request = {"channels": [place.url, *upstream], "specs": list(specs)}
     log = place.logs / "check.log"
@@ -175,7 +175,7 @@ def install_and_examine(
         raise ChannelError(
             "the prefix is not fresh",
             found=str(where),
-            required="a folder that is empty or not there",
+            required="a folder that is empty or missing",
             fix=f"rm -r {where}",
         )
     try:

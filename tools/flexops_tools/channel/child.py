@@ -100,7 +100,8 @@ def build(request: Request) -> Answer:
 
 
 def _why_unsolvable(error: str, specs: list[str], request: Request) -> str:
-    """rattler-build's bindings say that a solve failed and not why: solve once more, to be told."""
+    """rattler-build's bindings report that a solve failed, not why: a second one gives
+    the reason."""
     if "resolve dependencies" not in error or not specs:
         return ""
     try:
@@ -116,8 +117,8 @@ def _why_unsolvable(error: str, specs: list[str], request: Request) -> str:
                 }
             )
         )
-    except Exception as told:
-        return str(told)
+    except Exception as reason:
+        return str(reason)
     return ""
 
 

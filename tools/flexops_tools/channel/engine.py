@@ -118,12 +118,12 @@ def _conda_build() -> Engine | str:
     if path is None:
         return "no conda-build on PATH"
     try:
-        told = subprocess.run(
+        shown = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=120, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}: {error}"
-    release = re.search(r"(\d+)\.(\d+)", told)
+    release = re.search(r"(\d+)\.(\d+)", shown)
     if release is None or Version((int(release[1]), int(release[2]))) < LEAST_CONDA_BUILD:
-        return f"{path}: {told.strip() or 'says no version'}"
+        return f"{path}: {shown.strip() or 'says no version'}"
     return Engine("conda-build", (path,))

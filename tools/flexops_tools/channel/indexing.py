@@ -19,7 +19,7 @@ def index(place: Place, *, force: bool = False) -> int:
 
     A package that the index does not list yet is read whole first: an index that promises a damaged
     package is worse than none. One that it lists must be the file that it was: whoever has it
-    cached keeps the old one, and the others refuse it for its digest.
+    cached keeps the old one, and the others reject it for its digest.
 
     Args:
         force: the packages are right, whatever the index says: read them all, and write it anew.
@@ -96,7 +96,7 @@ def audit(place: Place, name: str) -> list[Path]:
     # read from a server on this machine
     local = {} if place.address else {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     try:
-        told = child("audit", request, log=place.logs / "audit.log", environment=local)
+        audited = child("audit", request, log=place.logs / "audit.log", environment=local)
     except ChannelError as error:
         raise ChannelError(
             f"the index of {place.url} cannot be read",
@@ -104,8 +104,8 @@ def audit(place: Place, name: str) -> list[Path]:
             fix=error.fix or "see the log",
             log=error.log,
         ) from error
-    unlisted = sorted({_name(path) for path in place.packages(name)} - set(told["listed"]))
-    faults = [*told["faults"], *(f"{path} is not listed under {name}" for path in unlisted)]
+    unlisted = sorted({_name(path) for path in place.packages(name)} - set(audited["listed"]))
+    faults = [*audited["faults"], *(f"{path} is not listed under {name}" for path in unlisted)]
     if faults:
         found = "".join(f"\n    {fault}" for fault in faults)
         raise ChannelError(
@@ -114,11 +114,11 @@ def audit(place: Place, name: str) -> list[Path]:
             required="an index of just the packages that are there",
             fix=_mend(place),
         )
-    if not told["listed"]:
+    if not audited["listed"]:
         raise ChannelError(
             f"the channel has no {name}", found=place.url, fix="flexops channel build"
         )
-    return [Path(path) for path in told["listed"]]
+    return [Path(path) for path in audited["listed"]]
 
 
 def _mend(place: Place) -> str:

@@ -50,7 +50,7 @@ class Place:
                 text.rstrip("/"),
             )
         raise ChannelError(
-            "this is no channel that can be read",
+            "this is not a channel that can be read",
             found=text,
             required="a folder, or an http(s):// address without a user name in it",
         )

@@ -103,7 +103,7 @@ def child(
             environment={**_import_path(), **(environment or {})},
         )
         try:
-            told: dict[str, Any] = _json.load(answer)
+            reply: dict[str, Any] = _json.load(answer)
         except (OSError, ValueError):
             died = (
                 f"was killed by {signal.Signals(-code).name}"
@@ -111,9 +111,9 @@ def child(
                 else f"exited {code} without an answer"
             )
             raise ChannelError(f"{action} {died}", fix="flexops doctor", log=log) from None
-    if "error" in told:
-        raise ChannelError(f"{action} failed", found=told["error"], log=log)
-    return told
+    if "error" in reply:
+        raise ChannelError(f"{action} failed", found=reply["error"], log=log)
+    return reply
 
 
 def last_lines(output: str, count: int = 12) -> str:

@@ -29,15 +29,15 @@ def source_date(root: Path) -> int:
     Raises:
         SettingsError: ``SOURCE_DATE_EPOCH`` is no such number.
     """
-    if told := os.environ.get("SOURCE_DATE_EPOCH", "").strip():
-        if not (told.isascii() and told.isdigit() and len(told) <= 10):
+    if given := os.environ.get("SOURCE_DATE_EPOCH", "").strip():
+        if not (given.isascii() and given.isdigit() and len(given) <= 10):
             raise SettingsError(
                 "SOURCE_DATE_EPOCH is not a time",
-                found=told,
+                found=given,
                 required="seconds since 1970",
                 fix="unset SOURCE_DATE_EPOCH",
             )
-        return int(told)
+        return int(given)
     try:
         command = ["git", "-C", str(root), "log", "-1", "--format=%ct", "--", *INPUTS]
         committed = subprocess.run(

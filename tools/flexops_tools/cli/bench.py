@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -31,6 +32,7 @@ from ..bench.build_ladder import Ladder
 from ..bench.machine import Machine
 from ..bench.results import Results
 
+_Result = TypeVar("_Result")
 _SAVE_HELP = (
     "Keep the results here (JSON) as they come; the same command goes on after an interruption,"
     " without what it holds already."
@@ -40,13 +42,29 @@ _COMPILE_HELP = (
     " CUDA, if not given."
 )
 
+_Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+_Markdown = Annotated[
+    bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
+]
+_Chart = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
+]
+_Earlier = Annotated[
+    Path | None,
+    typer.Option(
+        "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
+    ),
+]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")]
+_Contenders = Annotated[
+    list[str] | None, typer.Option(help="A contender (repeatable); default: all.")
+]
+
 
 def build(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
-    ] = None,
+    as_json: _Json = False,
+    chart: _Chart = None,
     quick: Annotated[
         bool,
         typer.Option(
@@ -69,15 +87,8 @@ def build(
         str, typer.Option(help="The architecture of the rungs with one architecture.")
     ] = build_ladder.DEFAULT_ARCHITECTURE,
     saved: Annotated[Path | None, typer.Option("--save", metavar="FILE", help=_SAVE_HELP)] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
+    as_markdown: _Markdown = False,
+    earlier: _Earlier = None,
 ) -> None:
     """The build-time ladder on one op: the conventional way with more and more of the usual advice,
     then flexops; and flexops's families, one by one.
@@ -155,13 +166,18 @@ def _climb(arch: str, quick: bool, only: tuple[str, ...], saved: Path | None) ->
 
 
 def _read_ladder(file: Path) -> Ladder:
+    return _read(file, "build", Ladder.from_dict)
+
+
+def _read(file: Path, command: str, parse: Callable[[Any], _Result]) -> _Result:
+    """The results of an earlier run."""
     try:
-        return Ladder.from_dict(_json.load(file))
+        return parse(_json.load(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlexopsError(
             "the results cannot be read",
             found=f"{file}: {error}",
-            required="what flexops bench build --json printed",
+            required=f"what flexops bench {command} --json printed",
         ) from error
 
 
@@ -189,27 +205,17 @@ def ops(
             help="An op to measure, by family or by function (repeatable); all if none is named.",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
+    device: _Device = None,
     small: Annotated[
         bool, typer.Option("--small", help="Smaller tensors, for a quick look.")
     ] = False,
     mode: Annotated[
         str | None, typer.Option("--compile", metavar="MODE", help=_COMPILE_HELP)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
-    ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
+    as_json: _Json = False,
+    chart: _Chart = None,
+    as_markdown: _Markdown = False,
+    earlier: _Earlier = None,
 ) -> None:
     """Every op against torch's own ways to do the same, with the copy bandwidth of the same run."""
     if chart:
@@ -244,6 +250,10 @@ class _Run:
     def as_dict(self) -> dict[str, Any]:
         return {"machine": self.machine.as_dict(), "device": self.device, **self.results.as_dict()}
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> _Run:
+        return cls(Machine(**data["machine"]), data["device"], Results.from_dict(data))
+
 
 def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: str | None) -> _Run:
     from flexops.bench.setup import Setup, default_device, device_name
@@ -272,15 +282,7 @@ def _measure_ops(device: str | None, names: tuple[str, ...], small: bool, mode: 
 
 
 def _read_run(file: Path, names: tuple[str, ...]) -> _Run:
-    try:
-        data = _json.load(file)
-        run = _Run(Machine(**data["machine"]), data["device"], Results.from_dict(data))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlexopsError(
-            "the results cannot be read",
-            found=f"{file}: {error}",
-            required="what flexops bench ops --json printed",
-        ) from error
+    run = _read(file, "ops", _Run.from_dict)
     return replace(run, results=run.results.only(names)) if names else run
 
 
@@ -304,9 +306,7 @@ def model(
             )
         ),
     ] = "",
-    contender: Annotated[
-        list[str] | None, typer.Option(help="A contender (repeatable); default: all.")
-    ] = None,
+    contender: _Contenders = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
     budget: Annotated[
@@ -318,8 +318,8 @@ def model(
     curve_batch: Annotated[
         int, typer.Option(min=0, help="Sequences a step of these; those of the timing if 0.")
     ] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    device: _Device = None,
+    as_json: _Json = False,
     chart: Annotated[
         Path | None,
         typer.Option(
@@ -328,15 +328,8 @@ def model(
             help="Also draw the bars; the losses go to FILE's name with -losses.",
         ),
     ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as tables in Markdown.")
-    ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
+    as_markdown: _Markdown = False,
+    earlier: _Earlier = None,
 ) -> None:
     """A training step of a whole model: transformers' own, compiled, by Liger, and with one line of
     flexops."""
@@ -346,7 +339,7 @@ def model(
     if chart:
         plot.check(chart)
     found = (
-        _read_model_run(earlier)
+        _read(earlier, "model", bench_model.Run.from_dict)
         if earlier
         else _measure_model(
             size, device, contender or [], batch, length, budget, curve, curve_batch
@@ -380,12 +373,7 @@ def _measure_model(
     from ..bench import model as bench_model
 
     where = device or default_device()
-    size = size or ("1b" if where == "cuda" else "tiny")
-    if size not in bench_model.SHAPES:
-        raise SettingsError(
-            "there is no such model", found=size, required=" or ".join(bench_model.SHAPES)
-        )
-    shape = bench_model.SHAPES[size]
+    shape = _shape(bench_model.SHAPES, size, where)
     shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
     console = Console(stderr=True)
     with console.status("flexops: starting") as status:
@@ -400,17 +388,11 @@ def _measure_model(
         )
 
 
-def _read_model_run(file: Path) -> Any:
-    from ..bench import model as bench_model
-
-    try:
-        return bench_model.Run.from_dict(_json.load(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FlexopsError(
-            "the results cannot be read",
-            found=f"{file}: {error}",
-            required="what flexops bench model --json printed",
-        ) from error
+def _shape(shapes: Mapping[str, _Result], size: str, device: str) -> _Result:
+    size = size or ("1b" if device == "cuda" else "tiny")
+    if size not in shapes:
+        raise SettingsError("there is no such model", found=size, required=" or ".join(shapes))
+    return shapes[size]
 
 
 def generate(
@@ -423,9 +405,7 @@ def generate(
             )
         ),
     ] = "",
-    contender: Annotated[
-        list[str] | None, typer.Option(help="A contender (repeatable); default: all.")
-    ] = None,
+    contender: _Contenders = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences (repeatable); default: 1 and 16.")
     ] = None,
@@ -433,22 +413,16 @@ def generate(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a prompt (repeatable); default: 512 and 4096."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 72,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is a GPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw a chart (.png, .svg, .pdf)."),
-    ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the results as a table in Markdown.")
+    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 200,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One sequence and prompt of 512, without torch.compile."),
     ] = False,
-    earlier: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show the JSON of an earlier run instead of measuring."
-        ),
-    ] = None,
+    device: _Device = None,
+    as_json: _Json = False,
+    chart: _Chart = None,
+    as_markdown: _Markdown = False,
+    earlier: _Earlier = None,
 ) -> None:
     """Generation: transformers' own, compiled, patched by flexops, and flexops.generate, beside the
     memory limit."""
@@ -457,16 +431,16 @@ def generate(
     if chart:
         plot.check(chart)
     if earlier:
-        try:
-            found = bench_generate.Run.from_dict(_json.load(earlier))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FlexopsError(
-                "the results cannot be read",
-                found=f"{earlier}: {error}",
-                required="what flexops bench generate --json printed",
-            ) from error
+        found = _read(earlier, "generate", bench_generate.Run.from_dict)
     else:
-        found = _measure_generation(size, device, contender, batch, prompt, tokens)
+        found = _measure_generation(
+            size,
+            device,
+            contender or (bench_generate.QUICK if quick else ()),
+            batch or (bench_generate.BATCHES[:1] if quick else bench_generate.BATCHES),
+            prompt or (bench_generate.PROMPTS[:1] if quick else bench_generate.PROMPTS),
+            tokens,
+        )
     if chart:
         bench_generate.draw(found.as_dict(), chart)
     typer.echo(
@@ -481,9 +455,9 @@ def generate(
 def _measure_generation(
     size: str,
     device: str | None,
-    names: list[str] | None,
-    batches: list[int] | None,
-    prompts: list[int] | None,
+    names: Sequence[str],
+    batches: Sequence[int],
+    prompts: Sequence[int],
     tokens: int,
 ) -> Any:
     from flexops.bench.setup import default_device
@@ -491,18 +465,15 @@ def _measure_generation(
     from ..bench import generate as bench_generate
 
     where = device or default_device()
-    size = size or ("1b" if where == "cuda" else "tiny")
-    if size not in bench_generate.SHAPES:
-        raise SettingsError(
-            "there is no such model", found=size, required=" or ".join(bench_generate.SHAPES)
-        )
-    with Console(stderr=True).status("flexops: starting") as status:
+    shape = _shape(bench_generate.SHAPES, size, where)
+    console = Console(stderr=True)
+    with console.status("flexops: measuring"):
         return bench_generate.run(
-            bench_generate.SHAPES[size],
+            shape,
             where,
-            names or (),
-            batches=batches or bench_generate.BATCHES,
-            prompts=prompts or bench_generate.PROMPTS,
+            names,
+            batches=batches,
+            prompts=prompts,
             tokens=tokens,
-            report=status.update,
+            report=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
         )

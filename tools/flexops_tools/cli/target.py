@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -95,14 +96,14 @@ def prove(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels as rows of the matrix do, and hold registers, spills and shared memory
-    against the baseline; exit 1 if any is worse.
+    """Compile the kernels as rows of the matrix do, and compare registers, spills and shared
+    memory with the baseline; exit 1 if any is worse.
 
-    Rows for AMD GPUs are compiled by the hipcc that is here, of whatever ROCm, and held against
-    nothing.
+    Rows for AMD GPUs are compiled by the hipcc that is here, of whatever ROCm, and are
+    not compared.
 
     With --torch, in an environment that has a row's torch: compile and link every library against
-    it, open each, and hold every operator's native results on the CPU against its reference;
+    it, open each, and verify every operator's native results on the CPU against its reference;
     --tests runs tests there, too, and records how many passed and failed in each folder.
 
     --update writes the measured resources into tests/golden/kernel-resources.json, and what was
@@ -119,54 +120,31 @@ def prove(
     rows = [targets.load().find(one) for one in ids or ()]
     amd = hip_proof.prove([one.id for one in rows if one.accelerator == "rocm"], op or (), chosen)
     nvidia = [one.id for one in rows if one.accelerator != "rocm"]
-    measured: list[Measured] = []
-    changes: list[baseline.Change] = []
+    found = _Proof(amd=amd)
     if nvidia or not rows:
         with progress.shown("kernels", "quiet" if as_json or as_markdown else chosen.log) as report:
             measured, changes = proving.prove(
                 nvidia, op or (), known, chosen, quick=quick, progress=report
             )
-    failed = [one for one in amd if one.error]
-    if not measured and not amd:
+        found = _Proof(measured, changes, amd)
+    if not found.measured and not amd:
         raise TargetError(
             "no kernel was compiled, so nothing is proven",
             found=" ".join(f"--op {one}" for one in op or ()),
             required="families with kernels for these architectures",
             fix="flexops target prove --help",
         )
+    failed = any(one.error for one in amd)
     if update:
-        _keep(root, known, measured, amd, whole=not (op or failed))
+        _keep(root, known, found.measured, amd, whole=not (op or failed))
     if as_json:
-        differences = [{**change._asdict(), "worse": change.worse} for change in changes]
-        typer.echo(
-            json.dumps(
-                {
-                    "kernels": [one.as_dict() for one in measured],
-                    "changes": differences,
-                    "amd": [one._asdict() for one in amd],
-                },
-                indent=1,
-            )
-        )
+        typer.echo(json.dumps(found.as_dict(), indent=1))
     elif as_markdown:
-        typer.echo(proving.report(measured, amd), nl=False)
+        typer.echo(proving.report(found.measured, amd), nl=False)
     else:
-        for one in amd:
-            typer.echo(
-                f"{one.family} by {one.compiler} for {one.architecture}:"
-                f" {one.error or f'{len(one.kernels)} kernels'}"
-            )
-        new = sum(not change.was and not change.worse for change in changes)
-        for change in changes:
-            if change.was or change.worse:
-                typer.echo(str(change))
-        worse = sum(change.worse for change in changes)
-        if measured or not amd:
-            typer.echo(
-                f"{len(measured)} kernels: {worse} worse than the baseline, {new} that it does not"
-                f" know, {len(changes) - worse - new} others changed"
-            )
-    if failed or (any(change.worse for change in changes) and not update):
+        for line in found.lines():
+            typer.echo(line)
+    if failed or (found.worse and not update):
         typer.echo(
             "fix: correct the kernels"
             + ("" if failed else "; or, if it is meant: flexops target prove --update"),
@@ -175,11 +153,47 @@ def prove(
         raise typer.Exit(1)
 
 
+class _Proof(NamedTuple):
+    """What was compiled: NVIDIA's kernels with their changes against the baseline, and AMD's."""
+
+    measured: Sequence[Measured] = ()
+    changes: Sequence[baseline.Change] = ()
+    amd: Sequence[hip_proof.Compiled] = ()
+
+    @property
+    def worse(self) -> int:
+        return sum(change.worse for change in self.changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kernels": [one.as_dict() for one in self.measured],
+            "changes": [{**one._asdict(), "worse": one.worse} for one in self.changes],
+            "amd": [one._asdict() for one in self.amd],
+        }
+
+    def lines(self) -> Iterator[str]:
+        for one in self.amd:
+            found = one.error or f"{len(one.kernels)} kernels"
+            yield f"{one.family} by {one.compiler} for {one.architecture}: {found}"
+        new = 0
+        for change in self.changes:
+            if change.was or change.worse:
+                yield str(change)
+            else:
+                new += 1
+        if self.measured or not self.amd:
+            others = len(self.changes) - self.worse - new
+            yield (
+                f"{len(self.measured)} kernels: {self.worse} worse than the baseline, {new} that it"
+                f" does not know, {others} others changed"
+            )
+
+
 def _keep(
     root: Path,
     known: baseline.Baseline,
-    measured: list[Measured],
-    amd: list[hip_proof.Compiled],
+    measured: Sequence[Measured],
+    amd: Sequence[hip_proof.Compiled],
     *,
     whole: bool,
 ) -> None:

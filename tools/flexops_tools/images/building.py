@@ -96,7 +96,7 @@ def build(client: DockerClient, wish: Wish, root: Path, report: Report | None = 
 
     Raises:
         ImageError: what failed, why, and the fix.
-        KeyboardInterrupt: as it came, after the engine was told to stop.
+        KeyboardInterrupt: as it came, after the engine has stopped.
     """
     started, log = time.monotonic(), log_path(root, wish)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, s
     )
     if code:
         raise ImageError(
-            f"{wish.target.id}: the image cannot say what is in it",
+            f"{wish.target.id}: the image's contents cannot be read",
             found=err.strip(),
             fix=f"flexops image build --no-cache {wish.target.id}",
         )

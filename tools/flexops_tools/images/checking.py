@@ -102,7 +102,7 @@ def check(
 def _facts(
     client: DockerClient, row: Target, name: str, options: Mapping[str, Any]
 ) -> ImageFacts | str:
-    """What is in the image, by its own account, or why that cannot be had."""
+    """What the image reports about its contents, or why it reports nothing."""
     code, out, err, _ = run_quietly(client, row, name, FACTS_COMMAND, options)
     try:
         return _last(err) or f"exit code {code}" if code else ImageFacts.from_dict(json.loads(out))

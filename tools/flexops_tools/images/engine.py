@@ -1,4 +1,4 @@
-"""The container engine: reaching it through the docker SDK, and what its refusals mean."""
+"""The container engine: reaching it through the docker SDK, and what its rejections mean."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def connect() -> DockerClient:
 
 
 def unreachable(message: str) -> ImageError:
-    """Why no engine can be used, told from what the SDK says."""
+    """Why no engine can be used, by what the SDK reports."""
     if "Permission denied" in message or "PermissionError" in message:
         return ImageError(
             "this user may not use the container engine",

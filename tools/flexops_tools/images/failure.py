@@ -79,7 +79,7 @@ _STEP_RULES = (
     ),
     _Rule(
         r"exit code: 137",
-        "the step was killed, as a rule for want of memory",
+        "the step was killed, usually because memory ran out",
         "more memory for the engine",
         "--jobs 1",
     ),
@@ -151,7 +151,7 @@ def _base(target_id: str, step: Step | None, message: str, log: Path | None) -> 
     image, stage = (words[1], words[-1]) if len(words) >= 2 else ("the base image", "")
     option = "--runtime-base" if stage == "installed" else "--build-base"
     return ImageError(
-        f"{target_id}: the base image cannot be had",
+        f"{target_id}: the base image is not available",
         found=" ".join(message.split()),
         required=f"{image}, or one like it",
         fix=(

@@ -12,7 +12,7 @@ zig. Nothing is compiled under emulation, and nothing may stand in for a native 
 torch is the newest whose wheel for aarch64 on the package index is one for the CPU: those for CUDA,
 from 2.11 on, need gigabytes of libraries to be imported. 2.10 has every function of the stable C
 ABI that the libraries call, which is looked at first, but calls itself older than the least that
-they are for: so its copy here is told to say 2.11.
+they are for: so its copy here reports 2.11.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "FLEXOPS_CACHE_DIR": str(work / "cache"),
         "FLEXOPS_LOG": "quiet",
     }
-    told = subprocess.run(
+    output = subprocess.run(
         [str(python), "-c", TRIAL],
         check=True,
         cwd=place,
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stdout=subprocess.PIPE,
         text=True,
     ).stdout
-    trials = json.loads(told.splitlines()[-1])
+    trials = json.loads(output.splitlines()[-1])
     wrong = [
         one
         for one in trials

@@ -50,7 +50,7 @@ def prove(chosen: Settings, *, say: Say = lambda _: None) -> tuple[Facts, list[s
     torch = toolchain.torch_build()
     if torch is None:
         raise ToolchainError(
-            "there is no torch to prove anything of",
+            "this environment has no torch",
             required="an environment with a row's torch",
             fix="flexops target show ID",
         )
@@ -106,12 +106,12 @@ def load(results: Sequence[Result]) -> list[str]:
         timeout=_LOAD_SECONDS,
         environment={"FLEXOPS_JIT": "0", "FLEXOPS_LOG": "quiet"},
     )
-    told = {message["library"]: message["error"] for message in child.messages}
+    replies = {message["library"]: message["error"] for message in child.messages}
     failure = f"its process {child.failure}" if child.failure else "its process said nothing"
     return [
         f"{name} cannot be opened: {error}"
         for library, name in libraries.items()
-        if (error := told.get(library, failure))
+        if (error := replies.get(library, failure))
     ]
 
 

@@ -46,7 +46,7 @@ def inputs(matrix: Matrix, header: str) -> dict[str, str]:
         text = input_text(target, header)
         if rendered.setdefault(input_path(target), text) != text:
             raise TargetError(
-                f"target {target.id} installs something else than the other rows of"
+                f"target {target.id} installs other packages than the other rows of"
                 f" {target.toolkit_name}",
                 required="one set of pins for each toolkit",
                 fix="give it a [toolkit.*] of its own",

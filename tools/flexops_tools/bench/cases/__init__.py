@@ -58,6 +58,7 @@ SOURCES: tuple[Source, ...] = (
     Source("experts", "experts", "experts", ("gated_experts",)),
     Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
     Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
+    Source("gated_norm", "causal_conv1d", "gated_norm", ("gated_rms_norm",)),
     Source(
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
     ),
@@ -65,6 +66,7 @@ SOURCES: tuple[Source, ...] = (
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
+    Source("muon", "optim", "muon", ("Muon",)),
     Source("adagrad", "optim", "adagrad", ("Adagrad",)),
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
@@ -73,6 +75,7 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),
+    Source("fp8_linear", "fp8", "fp8_linear", ("fp8_linear",)),
 )
 
 

@@ -223,7 +223,7 @@ class Backward:
 
 def _backward(label: str, function: Function, args: Sequence[Any]) -> Callable[[], object]:
     call = Backward(function, args)
-    # the backward pass, too, has to be told
+    # the backward pass, too, must run on the reference
     return on_reference(call) if label == REFERENCE else call
 
 

@@ -1,4 +1,4 @@
-"""causal_conv1d with its gradient, on the layout that models have."""
+"""causal_conv1d and gated_rms_norm with their gradients, on the layouts that models have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexops.ops import causal_conv1d as op
+from flexops.ops import gated_norm as gated
 
 from .case import Case, Setup, contenders
 from .cross_entropy import with_gradient
@@ -30,6 +31,33 @@ def causal_conv1d(setup: Setup) -> Iterator[Case]:
         "reads x twice and the gradient, writes the result and x's gradient",
         "queued",
     )
+
+
+def gated_norm(setup: Setup) -> Iterator[Case]:
+    rows = setup.rows(32768)
+    for columns, norm_first in ((128, True), (4096, False)):
+        tokens = rows * 4096 // columns if setup.device == "cuda" else rows
+        x, gate, weight = (setup.randn(*n) for n in ((tokens, columns),) * 2 + ((columns,),))
+
+        def call(x: Tensor, gate: Tensor, weight: Tensor, first: bool = norm_first) -> Tensor:
+            return gated.gated_rms_norm(x, gate, weight, norm_first=first)
+
+        def plain_norm(x: Tensor, gate: Tensor, weight: Tensor, first: bool = norm_first) -> Tensor:
+            return gated._reference(x, gate, weight, 1e-6, 1, first)
+
+        yield Case(
+            "gated_norm",
+            "gated_rms_norm",
+            f"gated_rms_norm, {'norm' if norm_first else 'gate'} first, bf16 {tokens}x{columns}",
+            "forward + backward",
+            8 * x.nbytes,
+            {
+                label: with_gradient(one, (x, gate, weight), (0, 1, 2))
+                for label, one in contenders(setup, call, plain_norm).items()
+            },
+            "reads x and the gate twice and the gradient, writes the result and two gradients",
+            "queued",
+        )
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flexops
 from flexops.ops import fp8 as op
 
 from .case import (
@@ -70,6 +71,24 @@ def fp8(setup: Setup) -> Iterator[Case]:
     small: Functions = {FLEXOPS: op.quantize_fp8, TORCH: fp8_rows}
     yield from small_calls(
         setup, FAMILY, "quantize_fp8", small, lambda n: (setup.randn(n, 4096),), "4096 bf16"
+    )
+
+
+def fp8_linear(setup: Setup) -> Iterator[Case]:
+    """Gate and up of a Llama of 1.24 B parameters."""
+    rows = setup.rows(8192)
+    x = setup.randn(rows, 2048, grad=True)
+    weight = setup.randn(16384, 2048).mul_(0.02).requires_grad_()
+    operations = 2 * rows * weight.numel()
+    yield from forward_and_backward(
+        "fp8_linear",
+        "fp8_linear",
+        f"fp8_linear bf16 {rows}x2048 -> 16384",
+        {FLEXOPS: flexops.fp8_linear, f"{TORCH} bf16": torch.nn.functional.linear},
+        (x, weight),
+        (0, ""),
+        (0, ""),
+        (operations, 2 * operations),
     )
 
 

@@ -93,6 +93,20 @@ def lion(setup: Setup) -> Iterator[Case]:
         yield from _step(setup, "lion", "Lion", _name("Lion", count, shape), size, calls, moved)
 
 
+def muon(setup: Setup) -> Iterator[Case]:
+    """Matrices of a layer of 2048 columns, in bfloat16."""
+    size, half = 256 if setup.small else 1024 if setup.device == "cpu" else 2048, torch.bfloat16
+    for count, shape in ((8, (size, size)), (8, (4 * size, size))):
+        calls: Calls = {FLEXOPS: _steps(setup, optim.Muon, count, shape, half)}
+        if hasattr(torch.optim, "Muon"):  # torch 2.9
+            calls["torch"] = _steps(setup, torch.optim.Muon, count, shape, half)
+        name = _name("Muon", count, shape).replace("fp32", "bf16")
+        moved = (
+            "products, not memory, decide; reads parameter, gradient and state, writes two: 10 B"
+        )
+        yield from _step(setup, "muon", "Muon", name, 10 * _elements(count, shape), calls, moved)
+
+
 def adagrad(setup: Setup) -> Iterator[Case]:
     for count, shape in _shapes(setup, 27):
         calls: Calls = {
@@ -153,7 +167,7 @@ def _step(
     """Steps in a row, as queued; of many tensors, whose lists can take the host longer than the
     device takes to step them, once more with the host ahead."""
     case = Case(family, function, name, "step", size, calls, f"{count} an element", "queued")
-    # whoever measures a case empties it
+    # measuring a case empties it
     ahead = replace(case, name=f"{name}, host ahead", measure="device", contenders=dict(calls))
     yield case
     if setup.device == "cuda" and f", {MANY} " in name:

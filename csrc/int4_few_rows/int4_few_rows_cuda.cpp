@@ -1,0 +1,134 @@
+// The launcher of products of a few rows with 4-bit weights: how the weight is divided, and the
+// grid.
+
+#include "int4_few_rows/int4_few_rows.h"
+
+#include "common/launch.h"
+#include "int4_few_rows/int4_few_rows.cuh"
+
+namespace flexops {
+namespace {
+
+using int4::FewParams;
+
+/// A configuration: as a number, for measurements, `chunk << 24 | resident << 16 | stages << 8 |
+/// cluster`.
+struct FewPlan {
+  int chunk;     // tiles of a stage, 4 or 8
+  int resident;  // blocks of a multiprocessor
+  int stages;    // of a warp's ring
+  int cluster;   // blocks that share the columns of a row tile
+};
+
+/// What follows from it.
+struct FewGrid {
+  int chunks, pass_rows;
+  int64_t blocks, bytes;
+};
+
+FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
+  const int64_t groups = int64_t{gpu.processors} * plan.resident / plan.cluster;
+  const int64_t used = least(groups, p.units);
+  const int64_t rows = ceil_div(p.units, used) * (p.activation ? 2 : 1);
+  const auto chunks =
+      static_cast<int>(ceil_div(ceil_div(p.tiles_k, plan.chunk), int64_t{plan.cluster}));
+  const int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
+  const int4::FewLayout layout(plan.chunk, p.m, p.m <= 2 ? 2 : 8, chunks, pass_rows, plan.stages,
+                               p.group_shift == 5, p.norm);
+  return {chunks, pass_rows, used * plan.cluster, layout.bytes};
+}
+
+bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
+  return plan.stages >= 2 && grid_of(p, gpu, plan).bytes <= gpu.shared_of_block;
+}
+
+/// Large weights have large chunks, of which two blocks of a multiprocessor stream two each; small
+/// ones are divided finer. Tuned on one H200.
+FewPlan choose(const FewParams& p, const Gpu& gpu) {
+  const bool clusters = gpu.capability >= 90;
+  const int64_t rows = ceil_div(p.units, gpu.processors) * (p.activation ? 2 : 1);
+  const bool large = rows >= 5 || p.tiles_k >= 192;
+  FewPlan plan = {4, 1, 4, 1};
+  if (large && p.m <= 2) {
+    plan = {8, 2, 2, 1};
+  } else if (large) {
+    plan = {8, 1, 3, 1};
+  }
+  // Rows of x take memory and time; a cluster's blocks share them.
+  if (clusters && p.m > 2 && (!large || p.tiles_k >= 192)) plan.cluster = 2;
+  if (clusters && 4 * p.units <= 3 * gpu.processors) plan.cluster = 2;
+  const int64_t half = gpu.shared_of_processor / 2 - 1024;
+  if (plan.resident == 2 && grid_of(p, gpu, plan).bytes > half) plan = {8, 1, 3, plan.cluster};
+  while (!fits(p, gpu, plan)) {
+    if (plan.chunk == 8) {
+      plan.chunk = 4;
+    } else if (plan.stages > 2) {
+      --plan.stages;
+    } else if (clusters && plan.cluster < 8) {
+      plan.cluster *= 2;
+    } else {
+      break;
+    }
+  }
+  return plan;
+}
+
+template <class T, int kChunk, int kSlots>
+void launch_few(const FewParams& p, const LaunchConfig& config) {
+  if (p.group_shift == 5)
+    return launch(rare_kernel<int4::few_rows_int4<T, kChunk, kSlots, true>>, config, p);
+  launch(kernel<int4::few_rows_int4<T, kChunk, kSlots, false>>, config, p);
+}
+
+template <class T>
+void launch_few(const FewParams& p, int chunk, const LaunchConfig& config) {
+  if (chunk == 8) return p.m <= 2 ? launch_few<T, 8, 4>(p, config) : launch_few<T, 8, 1>(p, config);
+  p.m <= 2 ? launch_few<T, 4, 4>(p, config) : launch_few<T, 4, 1>(p, config);
+}
+
+}  // namespace
+
+const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
+  const Gpu& gpu = gpu_facts();
+  FewParams p = {};
+  p.x = call.x.data, p.norm = call.norm.data, p.residual = call.residual.data;
+  p.out = call.out.data;
+  p.m = static_cast<int>(call.x.rows()), p.k = static_cast<int>(call.x.columns());
+  p.width = static_cast<int>(call.out.columns()), p.count = static_cast<int>(call.packed.count);
+  p.tiles_k = static_cast<int>(ceil_div(p.k, 64));
+  p.group_shift = call.group_size == 32 ? 5 : call.group_size == 64 ? 6 : 7;
+  p.groups = static_cast<int>(ceil_div(int64_t{p.tiles_k} * 64, call.group_size));
+  p.activation = static_cast<int>(call.activation), p.eps = call.eps, p.offset = call.offset;
+  p.half_scales = call.scales[0].dtype == Dtype::f16;
+  for (int i = 0; i < p.count; ++i) {
+    FewParams::Weight& weight = p.weights[i];
+    const auto numbers = [&](const TensorViews& of) {
+      return of.count ? static_cast<const uint16_t*>(of[i].data) : nullptr;
+    };
+    weight.packed = call.packed[i].as<uint8_t>();
+    weight.scales = numbers(call.scales), weight.zeros = numbers(call.zeros);
+    weight.bias = call.biases.count ? call.biases[i].data : nullptr;
+    weight.start = p.activation ? 0 : 16 * p.units;
+    const int tiles = static_cast<int>(call.packed[i].size(0));
+    weight.columns = static_cast<int>(least(16 * tiles, p.width - weight.start));
+    p.units = p.activation ? tiles : p.units + tiles;
+    weight.end = p.units;
+  }
+  const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
+  const FewPlan plan = call.plan ? FewPlan{byte(24), byte(16), byte(8), byte(0)} : choose(p, gpu);
+  if (!fits(p, gpu, plan)) return "these rows do not fit into shared memory";
+  const FewGrid grid = grid_of(p, gpu, plan);
+  p.cluster = plan.cluster, p.stages = plan.stages;
+  p.chunks = grid.chunks, p.pass_rows = grid.pass_rows;
+  const LaunchConfig config = {blocks(grid.blocks),
+                               {32 * int4::kFewWarps},
+                               stream,
+                               grid.bytes,
+                               static_cast<unsigned>(plan.cluster),
+                               gpu.capability >= 90};
+  call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, plan.chunk, config)
+                              : launch_few<f16>(p, plan.chunk, config);
+  return last_error();
+}
+
+}  // namespace flexops

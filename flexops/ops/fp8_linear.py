@@ -1,0 +1,412 @@
+"""Linear layers whose matrix products are of fp8: forward pass, gradient of the input and gradient
+of the weight.
+
+Every operand is quantized to float8_e4m3fn with a float32 scale for each row or column, along the
+dimension that the product sums over (``value = code * scale``)::
+
+    largest = max(|x|) over the row or column
+    scale   = the least power of two with largest <= 448 * scale, at least 2**-126;
+              1 if largest is 0
+    code    = x / scale, rounded to the nearest code (halves to even)
+
+    y  = rows(x) @ rows(weight).T + bias
+    dx = rows(grad) @ columns(weight)
+    dw = columns(rows(grad)).T @ columns(rows(x))
+
+``columns(rows(x))`` quantizes the values of the rows' codes again, so that of ``x`` only its codes
+are kept for the backward pass. Powers of two keep the second rounding from changing what the first
+one gave, except codes that are subnormal in their column. These are the recipes of torchao's
+``Float8LinearConfig.from_recipe_name``.
+
+A row with a NaN or an infinity has codes 0 and the scale NaN; so have all columns of a matrix with
+such a row. The products become NaN there, as they would in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._torch import product_dtype, scaled_product, scaled_product_refusal
+from ._declared import define
+from ._difference import difference
+from ._register import check_places
+from .activation import FLOAT_DTYPES, gated_backward_reference, gated_reference
+
+RECIPES = ("rowwise", "rowwise_with_gw_hp")
+ACTIVATIONS = ("silu", "none", "tanh")
+"""Of gated blocks, in the order of their numbers here; gelu is named by its approximation."""
+MULTIPLE = 16
+"""What both dimensions of a weight must be a multiple of."""
+_CODES = torch.float8_e4m3fn
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str = "rowwise"
+) -> Tensor:
+    """``torch.nn.functional.linear(x, weight, bias)`` with matrix products of fp8, in the backward
+    pass, too. Formulas: see the module.
+
+    Args:
+        x: ``[..., k]``, float32, bfloat16 or float16, any number of rows.
+        weight: ``[n, k]`` of these dtypes; ``n`` and ``k`` are multiples of 16.
+        bias: ``[n]`` of these dtypes, or None.
+        recipe: ``"rowwise"``; or ``"rowwise_with_gw_hp"``, whose gradient of the weight is a
+            product of x's dtype, for which x is kept.
+
+    Returns:
+        ``[..., n]`` of x's dtype, or of autocast's. Sums are rounded to bfloat16. Differentiable,
+        once, with respect to the three tensors.
+
+    Raises:
+        TypeError: a tensor is not of these dtypes.
+        ValueError: ``recipe`` or a shape is not as above.
+
+    On a GPU the products are ``torch._scaled_mm``'s, which requires compute capability 8.9 and row
+    scales in that torch; elsewhere on a GPU this is ``torch.nn.functional.linear``
+    (:func:`fp8_refusal` gives the reason). On the CPU the same codes are multiplied in float32.
+    """
+    _check(x, weight, bias, recipe)
+    if x.numel() == 0 or weight.numel() == 0 or fp8_refusal(x.device):
+        return F.linear(x, weight, bias)
+    return fp8_linears(x, (weight,), () if bias is None else (bias,), recipe)
+
+
+def fp8_refusal(device: torch.device | str) -> str:
+    """Why products on that device are not of fp8; "" if they are."""
+    device = torch.device(device)
+    return scaled_product_refusal(device) if device.type == "cuda" else ""
+
+
+def fp8_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    recipe: str,
+    *,
+    keep_input: bool = False,
+) -> Tensor:
+    """:func:`fp8_linear` with several weights as one, unchecked: the results side by side.
+
+    Args:
+        keep_input: keep ``x`` for the backward pass, not its codes: where something else keeps it
+            anyway.
+    """
+    result: Tensor = _Linears.apply(
+        x, product_dtype(x), recipe, keep_input, len(weights), *weights, *biases
+    )
+    return result
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
+    where = "flexops.fp8_linear:"
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{where} {name} must be float32, bfloat16 or float16, got {found}")
+    if recipe not in RECIPES:
+        raise ValueError(
+            f"{where} recipe must be {' or '.join(map(repr, RECIPES))}, got {recipe!r}"
+        )
+    check_places(where[:-1], {"x": x, "weight": weight, "bias": bias})
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{where} weight must have shape [n, k] for an x of shape [..., k], got"
+            f" {list(weight.shape)} and {list(x.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{where} bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
+        )
+    if any(size % MULTIPLE for size in weight.shape):
+        raise ValueError(
+            f"{where} both dimensions of weight must be multiples of {MULTIPLE}, got"
+            f" {list(weight.shape)}; fix: torch.nn.functional.linear"
+        )
+
+
+# ---- quantization --------------------------------------------------------------------------------
+
+
+def _scales(largest: Tensor) -> Tensor:
+    """448 is 1.75 * 2**8: a fraction above .75 carries into the exponent."""
+    bits = largest.view(torch.int32)
+    bits = ((bits + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+    scales = bits.clamp(min=1 << 23).view(torch.float32)
+    return scales.masked_fill(largest == 0, 1.0).masked_fill(~largest.isfinite(), torch.nan)
+
+
+def _encode(x: Tensor, scales: Tensor) -> Tensor:
+    codes = x * scales.reciprocal()
+    return codes.masked_fill(scales.isnan(), 0.0).to(_CODES)
+
+
+def _stack(x: Tensor, more: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x, *more]) if more else x
+
+
+def _check_matrices(x: Tensor, more: Sequence[Tensor], *_: Any) -> None:
+    matrices = [x, *more]
+    if any(one.dim() != 2 or one.shape[1] != x.shape[-1] for one in matrices):
+        raise ValueError(
+            "flexops: x and more must be matrices of one width, got shapes"
+            f" {[list(one.shape) for one in matrices]}"
+        )
+    if x.shape[1] % MULTIPLE or any(one.shape[0] % MULTIPLE for one in matrices[:-1]):
+        raise ValueError(
+            f"flexops: the width, and the rows of all matrices but the last, must be multiples of"
+            f" {MULTIPLE}, got shapes {[list(one.shape) for one in matrices]}"
+        )
+
+
+def _rows_reference(x: Tensor, more: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    data = _stack(x, more).float()
+    scales = _scales(data.abs().amax(1, keepdim=True))
+    return _encode(data, scales), scales
+
+
+def _columns_reference(
+    x: Tensor, more: Sequence[Tensor], row_scales: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    data = _stack(x, more).float() if row_scales is None else x.float() * row_scales
+    largest = data.abs().amax(0)
+    scales = _scales(largest)
+    codes = _encode(data, scales).t()
+    if rows == data.shape[0]:
+        return codes.contiguous(), scales[:, None], largest
+    padded = codes.new_zeros(codes.shape[0], rows)
+    padded[:, : codes.shape[1]] = codes
+    return padded, scales[:, None], largest
+
+
+def _gated_rows_reference(
+    packed: Tensor, grad: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    product = gated_reference(packed, None, ACTIVATIONS[activation], False)
+    if grad is None:
+        none = packed.new_empty(0, dtype=_CODES), packed.new_empty(0, dtype=torch.float32)
+        return *_rows_reference(product, (), len(product)), *none
+    of_packed, _ = gated_backward_reference(grad, packed, None, ACTIVATIONS[activation], False)
+    return (
+        *_rows_reference(product, (), len(product)),
+        *_rows_reference(of_packed, (), len(of_packed)),
+    )
+
+
+define("fp8_gated_rows", _gated_rows_reference, hidden=True)
+define("fp8_rows", _rows_reference, check=_check_matrices, hidden=True)
+define(
+    "fp8_columns",
+    _columns_reference,
+    check=_check_matrices,
+    hidden=True,
+)
+
+
+def _rows(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    args = matrices[0], list(matrices[1:]), sum(one.shape[0] for one in matrices)
+    if not matrices[0].is_cuda:  # the CPU has no kernels
+        return _rows_reference(*args)
+    codes, scales = torch.ops.flexops.fp8_rows.default(*args)
+    return codes, scales
+
+
+def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    """``rows(act(gate) * up)``; and with the gradient of the product the rows of gate's and up's,
+    side by side."""
+    args = packed, grad, ACTIVATIONS.index(activation)
+    if not packed.is_cuda:
+        return _gated_rows_reference(*args)
+    results: tuple[Tensor, ...] = torch.ops.flexops.fp8_gated_rows.default(*args)
+    return results
+
+
+def _columns(matrices: Sequence[Tensor], row_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``[columns, rows]``; the rows are filled up with zeros to a multiple of 16."""
+    count = sum(one.shape[0] for one in matrices)
+    rows = -(-count // MULTIPLE) * MULTIPLE
+    args = matrices[0], list(matrices[1:]), row_scales, rows
+    if not matrices[0].is_cuda:
+        return _columns_reference(*args)[:2]
+    codes, scales, _ = torch.ops.flexops.fp8_columns.default(*args)
+    return codes, scales
+
+
+def _product(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``a @ b.T + bias``."""
+    if a[0].is_cuda:
+        return scaled_product(a[0], b[0], a[1], b[1], bias).to(dtype)
+    result = (a[0].float() * a[1]) @ (b[0].float() * b[1]).t()
+    return (result if bias is None else result + bias).to(dtype)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+class _Linears(torch.autograd.Function):
+    """``linear(x, cat(weights), cat(biases))``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, recipe: str, keep_input: bool, count: int,
+        *parts: Tensor,
+    ) -> Tensor:  # fmt: skip
+        weights, biases = parts[:count], parts[count:]
+        rows = x.reshape(-1, x.shape[-1])
+        codes = _rows((rows,))
+        bias = torch.cat(biases).to(torch.bfloat16) if biases else None
+        result = _product(codes, _rows(weights), dtype, bias)
+        ctx.x_dtype, ctx.shape, ctx.recipe, ctx.count = x.dtype, x.shape, recipe, count
+        ctx.dtypes = [part.dtype for part in parts]
+        ctx.keeps = keep_input or recipe != RECIPES[0]
+        # frozen weights need no gradient, for which x would be kept
+        wanted = any(ctx.needs_input_grad[5 : 5 + count])
+        kept = (rows, None) if ctx.keeps else codes
+        ctx.save_for_backward(*(kept if wanted else (None, None)), *weights)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scales, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[5:]
+        rows, of_x = grad.reshape(-1, grad.shape[-1]), None
+        of_parts: list[Any] = [None] * len(wanted)
+        with torch.autocast(grad.device.type, enabled=False):
+            codes = _rows((rows,))
+            if ctx.needs_input_grad[0]:
+                of_x = _product(codes, _columns(weights), ctx.x_dtype).view(ctx.shape)
+            if any(wanted[: ctx.count]):
+                high = None if ctx.recipe == RECIPES[0] else rows
+                whole = _weight_gradient(high, codes, x, scales, ctx.dtypes[0])
+                of_parts[: ctx.count] = whole.split([weight.shape[0] for weight in weights])
+            if any(wanted[ctx.count :]):
+                sums = rows.sum(0, dtype=torch.float32)
+                of_parts[ctx.count :] = sums.split([weight.shape[0] for weight in weights])
+        given = [
+            part.to(dtype) if asked and part is not None else None
+            for part, dtype, asked in zip(of_parts, ctx.dtypes, wanted, strict=True)
+        ]
+        return of_x, None, None, None, None, *given
+
+
+def _weight_gradient(
+    grad: Tensor | None,
+    codes: tuple[Tensor, Tensor],
+    x: Tensor,
+    scales: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of ``grad``, rows whose codes are there, as a 16-bit product; without it in fp8. ``x`` is
+    codes if it has ``scales``."""
+    if grad is not None:
+        return (grad.t() @ x.to(grad.dtype)).to(dtype)
+    return _product(_columns((codes[0],), codes[1]), _columns((x,), scales), dtype)
+
+
+def fp8_gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, recipe: str
+) -> Tensor:
+    """``linear(act(linear(x, gate)) * linear(x, up), down)``, unchecked. Of what is between the
+    products, their results are kept for the backward pass, not ``act(...) * ...``.
+
+    Args:
+        activation: ``"silu"``, or gelu's approximation: ``"none"`` or ``"tanh"``.
+    """
+    result: Tensor = _GatedMlp.apply(x, product_dtype(x), activation, recipe, gate, up, down)
+    return result
+
+
+class _GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, activation: str, recipe: str,
+        gate: Tensor, up: Tensor, down: Tensor,
+    ) -> Tensor:  # fmt: skip
+        rows = x.reshape(-1, x.shape[-1])
+        codes = _rows((rows,))
+        packed = _product(codes, _rows((gate, up)), dtype)
+        inner = _gated_rows(packed, None, activation)
+        result = _product((inner[0], inner[1]), _rows((down,)), dtype)
+        ctx.x_dtype, ctx.shape, ctx.activation, ctx.recipe = x.dtype, x.shape, activation, recipe
+        kept = codes if recipe == RECIPES[0] else (rows, None)
+        wanted = any(ctx.needs_input_grad[4:6])
+        ctx.save_for_backward(*(kept if wanted else (None, None)), packed, gate, up, down)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scales, packed, gate, up, down = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        rows, of_x, of_down = grad.reshape(-1, grad.shape[-1]), None, None
+        halves: tuple[Any, ...] = (None, None)
+        with torch.autocast(grad.device.type, enabled=False):
+            codes, of_packed = _rows((rows,)), None
+            high = None if ctx.recipe == RECIPES[0] else rows
+            of_product = _product(codes, _columns((down,)), packed.dtype)
+            if high is None:
+                product, its_scales, *inner = _gated_rows(packed, of_product, ctx.activation)
+            else:
+                product, its_scales = _gated(packed, ctx.activation), None
+                of_packed = _gated_gradient(of_product, packed, ctx.activation)
+                inner = list(_rows((of_packed,)))
+            del of_product
+            if wanted[6]:
+                of_down = _weight_gradient(high, codes, product, its_scales, down.dtype)
+            del product
+            codes = inner[0], inner[1]
+            if wanted[0]:
+                of_x = _product(codes, _columns((gate, up)), ctx.x_dtype).view(ctx.shape)
+            if wanted[4] or wanted[5]:
+                halves = _weight_gradient(of_packed, codes, x, scales, gate.dtype).chunk(2)
+        of_gate, of_up = (
+            half if asked else None for half, asked in zip(halves, wanted[4:6], strict=True)
+        )
+        return of_x, None, None, None, of_gate, of_up, of_down
+
+
+def _gated(packed: Tensor, activation: str) -> Tensor:
+    ops = torch.ops.flexops
+    result: Tensor = (
+        ops.swiglu.default(packed, None, False)
+        if activation == "silu"
+        else ops.geglu.default(packed, None, activation == "tanh", False)
+    )
+    return result
+
+
+def _gated_gradient(grad: Tensor, packed: Tensor, activation: str) -> Tensor:
+    ops = torch.ops.flexops
+    results: tuple[Tensor, Tensor] = (
+        ops.swiglu_backward.default(grad, packed, None, False)
+        if activation == "silu"
+        else ops.geglu_backward.default(grad, packed, None, activation == "tanh", False)
+    )
+    return results[0]
+
+
+def self_check(device: str) -> float:
+    """The largest difference between the values and scales of codes that calls on ``device`` reach
+    and the references'."""
+    x = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(device)
+    found, known = _rows((x,)), _rows_reference(x, (), 72)
+    turned, expected = (
+        _columns((found[0],), found[1]),
+        _columns_reference(known[0], (), known[1], 80),
+    )
+    return difference(
+        (found[0].float() * found[1], turned[0].float() * turned[1]),
+        (known[0].float() * known[1], expected[0].float() * expected[1]),
+    )

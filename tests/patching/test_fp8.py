@@ -1,0 +1,151 @@
+"""``flexops.patch(model, fp8=...)``: what is replaced, and that the model trains as before."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import flexops
+from flexops.errors import PatchError
+from flexops.patching import fp8
+
+IDS = torch.arange(48).view(2, 24) * 7 % 61
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(fp8, "LEAST_ROWS", 8)
+    monkeypatch.setattr(fp8, "LEAST_WEIGHT", 1024)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=61,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def gradients(model: Any, times: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    for _ in range(times):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+    return loss.detach(), {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def distance(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert actual.keys() == wanted.keys()
+    return max(((actual[one] - wanted[one]).norm() / wanted[one].norm()).item() for one in wanted)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.extra)]
+)
+def test_a_patched_model_trains(model: Any, recipe: str) -> None:
+    plain, wanted = gradients(model)
+    before = {name: one.data_ptr() for name, one in model.state_dict().items()}
+    report = flexops.patch(model, fp8=recipe)
+    rows = {
+        (row.swapped, row.reason): row.count for row in report.rows if row.operator == "fp8_linear"
+    }
+    small = "fewer than 1024 weights: fp8 would be slower"
+    head = "an output layer or a shared weight: its products stay 16-bit"
+    assert rows == {(True, ""): 10, (False, small): 4, (False, head): 1}  # k and v are small
+    assert "fp8_linear" in report.families()
+    loss, found = gradients(model)
+    assert 0 < abs(loss - plain) < 0.02 * plain
+    assert 1e-3 < distance(found, wanted) < 0.2
+    assert distance(gradients(model, 2)[1], {name: 2 * one for name, one in found.items()}) < 1e-6
+    again = copy.deepcopy(model)
+    again.gradient_checkpointing_enable()
+    assert distance(gradients(again)[1], found) < 1e-6
+    assert {name: one.data_ptr() for name, one in model.state_dict().items()} == before
+    flexops.unpatch(model)
+    assert distance(gradients(model)[1], wanted) == 0
+
+
+def test_layers_that_read_one_tensor_are_one_product(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "LEAST_WEIGHT", 1)
+    flexops.patch(model, fp8="rowwise")
+    joined, wanted = gradients(model)
+    called: list[int] = []
+    whole = fp8.fp8_linears
+
+    def count(x: Tensor, weights: Any, *args: Any, **kwargs: Any) -> Tensor:
+        called.append(len(weights))
+        return whole(x, weights, *args, **kwargs)
+
+    monkeypatch.setattr(fp8, "fp8_linears", count)
+    gradients(model)
+    assert called == [3, 1] * 2  # q, k and v; o; feed-forward blocks are one function
+    monkeypatch.setattr(fp8, "shared", lambda *_: None)
+    monkeypatch.setattr(fp8, "gated_mlp", lambda *_: None)
+    apart, found = gradients(model)
+    assert torch.allclose(apart, joined, rtol=1e-3)
+    assert distance(found, wanted) < 0.1
+
+
+def test_few_rows_and_other_inputs_keep_16_bits(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, wanted = gradients(model)
+    flexops.patch(model, fp8="rowwise")
+    monkeypatch.setattr(fp8, "LEAST_ROWS", 49)
+    loss, found = gradients(model)
+    assert torch.allclose(loss, plain)
+    assert distance(found, wanted) < 1e-3
+
+
+def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is a requirement of the tests")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    _, wanted = gradients(adapted)
+    flexops.patch(adapted, fp8="rowwise")
+    patched = {name for name, one in adapted.named_modules() if fp8.recipe_of(one)}
+    assert any(name.endswith("q_proj.base_layer") for name in patched)
+    assert not any("lora" in name for name in patched)
+    _, found = gradients(adapted)
+    assert all("lora" in name for name in found)
+    assert distance(found, wanted) < 0.3
+
+
+@pytest.mark.extra
+def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
+    flexops.patch(model, fp8="rowwise")
+    loss, _ = gradients(model)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    found = compiled(input_ids=IDS, labels=IDS, use_cache=False).loss
+    assert torch.allclose(found, loss, rtol=1e-2)
+    parts = [one for one in graphs[0].modules() if isinstance(one, torch.fx.GraphModule)]
+    assert "float8_e4m3fn" in "".join(one.code for one in parts)
+
+
+def test_sizes_and_recipes(model: Any) -> None:
+    model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 72, bias=False)
+    report = flexops.patch(model, fp8="rowwise")
+    assert any("72 x 32, is not a multiple of 16" in row.reason for row in report.not_swapped)
+    with pytest.raises(PatchError, match="no such fp8 recipe"):
+        flexops.patch(model, fp8="tensorwise")

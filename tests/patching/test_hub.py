@@ -1,0 +1,108 @@
+"""HF's kernels with flexops' layers: by :func:`flexops.patching.kernel_mapping`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import test_convolution
+import tiny
+import torch
+import transformers
+import zoo
+from test_apply import distance, results
+from torch import nn
+
+import flexops
+from flexops.patching import hub
+
+OF_ZOO = ("glm4", "gpt_oss", "qwen3_5_text")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(name: str) -> tuple[Any, dict[str, Any]]:
+    if name in test_convolution.MODELS:
+        torch.manual_seed(0)
+        model = zoo.shaken(test_convolution.MODELS[name]())
+        tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
+        return model, {"input_ids": tokens, "labels": tokens}
+    if name in OF_ZOO:
+        model = zoo.tiny(name)
+        return model, zoo.batch(model, False)
+    return tiny.model(name), tiny.batch(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "expected_layers"),
+    [
+        ("llama", "INFERENCE", "RMSNorm RotaryPosEmb"),
+        ("qwen3_next", "TRAINING", "CausalConv1d RMSNormGated"),
+        *(
+            pytest.param(*case, marks=pytest.mark.extra)
+            for case in (
+                ("llama", "TRAINING", "RMSNorm RotaryPosEmb"),
+                ("qwen3", "TRAINING", "RMSNorm RotaryPosEmb"),
+                ("glm4", "TRAINING", "RMSNorm"),
+                ("gpt_oss", "TRAINING", "MoeMLP RMSNorm RotaryPosEmb"),
+                ("qwen3_5_text", "TRAINING", "CausalConv1d RMSNormGated RMSNormZeroCentered"),
+                ("falcon_h1", "TRAINING", "CausalConv1d RMSNorm RotaryPosEmb"),
+                ("lfm2", "INFERENCE", "CausalConv1d RMSNorm RotaryPosEmb"),
+            )
+        ),
+    ],
+)
+def test_kernelize_takes_our_mapping(
+    name: str, mode: str, expected_layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients are the model's; each marked layer runs flexops' code, not its own."""
+    model, inputs = made(name)
+    expected = results(model, inputs)
+    ran: set[str] = set()
+    original = hub._run
+
+    def run(module: nn.Module, find: Any, *args: Any, **kwargs: Any) -> Any:
+        def looked_for(one: Any) -> Any:
+            forward = find(one)
+            own = getattr(forward, "func", None) is hub.plain and find is not hub._experts
+            if not own:
+                ran.add(module.forward.__func__.__qualname__.split(".")[0])
+            return forward
+
+        return original(module, looked_for, *args, **kwargs)
+
+    monkeypatch.setattr(hub, "_run", run)
+    monkeypatch.setattr(hub, "_FOUND", f"_{name}_{mode}")  # functions are shared between models
+    mapping: Any = flexops.patching.kernel_mapping()
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        model = kernels.kernelize(
+            model.train(mode == "TRAINING"), mode=getattr(kernels.Mode, mode), device="cpu"
+        )
+        differences = distance(results(model, inputs), expected)
+    assert max(differences.values()) < 2e-5, differences
+    assert set(expected_layers.split()) <= ran, ran
+
+
+@pytest.mark.extra
+def test_every_mark_of_transformers_has_a_layer_or_a_reason() -> None:
+    folder = Path(transformers.__file__).parent
+    pattern = re.compile(
+        r'^@use_kernel_(?:forward|func)_from_hub(?:_with_fallback)?\(\s*"(\w+)"', re.MULTILINE
+    )
+    marks = {
+        name
+        for path in (*folder.glob("models/*/modeling_*.py"), folder / "activations.py")
+        for name in pattern.findall(path.read_text())
+    }
+    assert marks == {*hub.LAYERS, *hub.UNSUPPORTED} & marks
+    assert set(hub.LAYERS) <= marks
