@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .generation.generate import generate as generate
     from .kernels.definition import Kernel as Kernel
     from .kernels.definition import kernel as kernel
+    from .kernels.tensor_map import tensor_map as tensor_map
     from .ops._score_mod import ScoreMod as ScoreMod
     from .ops.activation import bias_gelu as bias_gelu
     from .ops.activation import bias_relu2 as bias_relu2
@@ -90,6 +91,7 @@ from ._version import __version__
 _NAMES = {
     "builder": ("builder",),
     "kernels.definition": ("Kernel", "kernel"),
+    "kernels.tensor_map": ("tensor_map",),
     "nn": ("nn",),
     "build.store.counters": ("cache_stats",),
     "build.load.extension": ("load",),

@@ -63,10 +63,12 @@ struct AttentionBackward {
 // text. `workspace`: so many bytes, multiples of 256 from its beginning, whose contents do not
 // matter. ----
 
-int64_t attention_workspace(const AttentionForward& call);
-int64_t attention_workspace(const AttentionBackward& call);
-const char* attention_cuda(const AttentionForward& call, void* workspace, void* stream);
-const char* attention_backward_cuda(const AttentionBackward& call, void* workspace, void* stream);
+FLEXOPS_CUDA_DECLARE(int64_t attention_workspace(const AttentionForward& call))
+FLEXOPS_CUDA_DECLARE(int64_t attention_workspace(const AttentionBackward& call))
+FLEXOPS_CUDA_DECLARE(const char* attention_cuda(const AttentionForward& call, void* workspace,
+                                                void* stream))
+FLEXOPS_CUDA_DECLARE(const char* attention_backward_cuda(const AttentionBackward& call,
+                                                         void* workspace, void* stream))
 
 // ---- CPU: the work is cut into items, none of which writes what another does: forward a tile of
 // queries of a sequence and head, backward a key head of a sequence, with all query heads that
@@ -114,10 +116,10 @@ static inline int64_t attention_cpu_workspace(const AttentionBackward& call) {
   return parts > 1 ? parts * p.batch * p.heads_k * p.length_k * columns : 0;
 }
 
-FLEXOPS_ISA_DECLARE(bool attention_cpu(const AttentionForward& call, int64_t* taken);
-                    bool attention_backward_cpu(const AttentionBackward& call, float* workspace,
-                                                int64_t* taken);
-                    void attention_add_parts_cpu(const AttentionBackward& call, float* workspace,
+FLEXOPS_ISA_DECLARE(bool attention_cpu(const AttentionForward& call, int64_t* taken))
+FLEXOPS_ISA_DECLARE(bool attention_backward_cpu(const AttentionBackward& call, float* workspace,
+                                                int64_t* taken))
+FLEXOPS_ISA_DECLARE(void attention_add_parts_cpu(const AttentionBackward& call, float* workspace,
                                                  int64_t begin, int64_t end))
 
 }  // namespace flexops

@@ -213,8 +213,8 @@ void launch_sums(const AttentionBackward& c, const BackwardParams& p, void* stre
          s);
 }
 
-/// The kernel of a tiling, between those of rows. `params`: its parameters, of what it is told of a
-/// call.
+/// The kernel of a tiling, between those of rows. `params` makes its parameters
+/// of a call.
 template <class Params, class MakeParams>
 const char* launch_backward(const AttentionBackward& c, const Backward<Params>& tiling,
                             const Workspace& workspace, void* stream, const MakeParams& params) {

@@ -57,8 +57,8 @@ struct BackwardHopper {
   static_assert(kStages > 2 || !kQueryGradient,
                 "the server loads a tile when the last but one is done");
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
-  /// Of 504, shared out to consumers and server: ptxas wants 24 more than what accumulates. At 128
-  /// columns the server then has room for 32 columns of dQ at once.
+  /// Of 504, shared out to consumers and server: ptxas requires 24 more than what accumulates. At
+  /// 128 columns the server then has room for 32 columns of dQ at once.
   static constexpr int kConsumerRegisters = !kQueryGradient ? 240 : kDim > 64 ? 224 : 208;
   static constexpr int kServerRegisters = !kQueryGradient ? 24 : kDim > 64 ? 56 : 88;
   static constexpr int kQueries = kSplit ? kM / kGroups : kM;  // of a consumer's scores

@@ -7,7 +7,7 @@
 //   blocks of its own
 //
 // Rows are padded: each sequence's begin at a multiple of kRowTile, so that tiles of queries do not
-// straddle sequences, and rows that are not there have an exponent of +inf, which makes their
+// straddle sequences, and missing rows have an exponent of +inf, which makes their
 // weights zero.
 #pragma once
 

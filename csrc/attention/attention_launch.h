@@ -1,5 +1,5 @@
-// What attention's launchers share: the kernels of a tiling, by type and score modifier, and what
-// they are told of a call. Each direction's launcher chooses among its tilings; the kernels' pages
+// What attention's launchers share: the kernels of a tiling, by type and score modifier, and their
+// parameters. Each direction's launcher chooses among its tilings; the kernels' pages
 // say what the tiles are, and which ones are taken was measured (docs/benchmarks/README.md).
 #pragma once
 

@@ -64,14 +64,23 @@ inline void take(std::optional<Tensor>& tensor, TensorView& view, bool rows = fa
   if (tensor) take(*tensor, view, rows, aligned);
 }
 
-/// Replaces a tensor by a contiguous copy, unless elements of its last dimension are neighbours.
-[[gnu::noinline]] inline void take_columns(Tensor& tensor, TensorView& view) {
-  if (view.columns() <= 1 || view.stride(-1) == 1) return;
+/// Replaces a tensor by a contiguous copy, unless elements of its last dimension are neighbours
+/// and, with `aligned`, on a GPU, rows begin at multiples of 16 bytes.
+[[gnu::noinline]] inline void take_columns(Tensor& tensor, TensorView& view, bool aligned) {
+  bool fits = view.columns() <= 1 || view.stride(-1) == 1;
+  if (FLEXOPS_DEVICE_CUDA && aligned) {
+    fits = fits && flexops::aligned(view.data);
+    for (int64_t d = 0; d < view.dim - 1; ++d) {
+      const int64_t bytes = view.strides[d] * dtype_size(view.dtype);
+      fits = fits && (view.sizes[d] <= 1 || (bytes > 0 && bytes % 16 == 0));
+    }
+  }
+  if (fits) return;
   tensor = contiguous_copy(tensor);
   view = view_of(tensor);
 }
-inline void take_columns(std::optional<Tensor>& tensor, TensorView& view) {
-  if (tensor) take_columns(*tensor, view);
+inline void take_columns(std::optional<Tensor>& tensor, TensorView& view, bool aligned) {
+  if (tensor) take_columns(*tensor, view, aligned);
 }
 
 /// A dense tensor of the shape of `like`, whose dimensions lie in memory in the order of that

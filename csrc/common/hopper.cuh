@@ -144,6 +144,16 @@ struct Ring {
   }
 };
 
+/// How kernels that stream long rows through clusters divide them: vectors of a row that a thread
+/// has at most, rows that a block has in shared memory, and blocks that share a multiprocessor.
+template <int kHeld_, int kStages_, int kBlocks_>
+struct RowShape {
+  static constexpr int kThreads = 512;  // that compute
+  static constexpr int kHeld = kHeld_, kStages = kStages_, kBlocks = kBlocks_;
+  static constexpr int kPart = kHeld * kThreads;  // vectors of a row that a block has at most
+  static constexpr int kBytes = kStages * kPart * 16;
+};
+
 // ---- Clusters ----
 
 inline constexpr int kMostClusterBlocks = 8;  // what every GPU with clusters has
@@ -153,11 +163,12 @@ FLEXOPS_DEVICE void cluster_sync() {
   FLEXOPS_SM90(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
 }
-/// Arrives at the barrier that lies at this address in block `rank` of the cluster.
+/// Arrives at the barrier that lies at this address in block `rank` of the cluster. Without a fence,
+/// which would cost more than a stage's products: it is for stages that wgmma has read.
 FLEXOPS_DEVICE void arrive_at(u32 barrier, u32 rank) {
   FLEXOPS_SM90(
       "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank) : "memory");
 }
 /// This block's number within its cluster.

@@ -35,8 +35,17 @@ class Host {
   template <typename T>
   T* workspace(int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    kept_.push_back(empty(&bytes, 1, Dtype::u8, where_));
+    kept_.push_back(flexops::empty(&bytes, 1, Dtype::u8, where_));
     return kept_.back().template data<T>();
+  }
+
+  /// Uninitialised results on the tensors' device (Output.by_host).
+  Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype) const {
+    return flexops::empty(sizes, dim, dtype, where_);
+  }
+  Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim,
+                       Dtype dtype) const {
+    return flexops::empty_strided(sizes, strides, dim, dtype, where_);
   }
 
   /// torch's current one on the tensors' GPU.

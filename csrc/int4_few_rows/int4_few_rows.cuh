@@ -9,6 +9,7 @@
 // With one or two rows of x, six of the eight columns of an mma would be empty. There column
 // 2 slot + token has the rows of x in every fourth unit (64 columns; 32 in groups of 32) only, and
 // zeros elsewhere: an accumulator then holds the sums of four groups, and scales are applied once.
+// With up to four rows there are two slots.
 #pragma once
 
 #include "common/async.cuh"
@@ -89,7 +90,7 @@ struct FewTile {
   }
 };
 
-/// `kSlots`: units that an accumulator keeps apart, 4 (of at most 2 rows of x) or 1.
+/// `kSlots`: units that an accumulator keeps apart, of at most 8 / kSlots rows of x.
 template <class T, int kChunk, int kSlots, bool kSmall>
 __global__ void __launch_bounds__(32 * kFewWarps, 2)
     few_rows_int4(const FLEXOPS_GRID_CONSTANT FewParams p) {
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   const int in_unit = p.activation ? 2 : 1,
             rows = (p.units - block + blocks - 1) / blocks * in_unit;  // row tiles
   const int count = rows * p.chunks;
-  few_rows::let_next_start();
+  let_next_start();
 
   // The ring: the chunk to fetch next is `ahead`, in the row tile and columns that belong to it.
   u8* const ring = shared + at.ring + warp * p.stages * kStage;
@@ -168,9 +169,9 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kFewWarps) {
     if (i % kPad >= p.m) sums[i] = 0.0f;
   }
-  few_rows::wait_for_previous();
+  wait_for_previous();
   u8* const rows_of_x = shared + kZeroBytes;
-  constexpr int kAhead = 4;
+  constexpr int kAhead = kSlots == 4 ? 8 : 4;
   const int per_row = p.chunks * (kChunk / 4), all = p.m * per_row;  // pieces: a vector a lane
   for (int first = warp; first < all; first += kAhead * kFewWarps) {
     uint4 values[kAhead], gains[kAhead];
@@ -222,12 +223,13 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   }
 
   // A lane's part of x: the row and slot of column g of an mma.
-  const int token = kSlots == 4 ? g % 2 : g;
-  const bool valid = token < p.m;
-  const u8* const x = valid ? rows_of_x + token * at.x_stride + 16 * t : shared + 16 * t;
-  const int slot = kSlots == 4 ? g / 2 : 0;
+  const bool valid = g % kPad < p.m;
+  const u8* const x = valid ? rows_of_x + g % kPad * at.x_stride + 16 * t : shared + 16 * t;
+  const int slot = g / kPad;
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
+  // Of an accumulator's columns 2 t and 2 t + 1.
+  const int of_slot = 2 * t / kPad, token = 2 * t % kPad;
   float acc[4] = {};
   const auto multiply = [&](const u8* stage, int chunk) {
     const uint4* const words = reinterpret_cast<const uint4*>(stage) + lane;
@@ -248,8 +250,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
                     less = -Code<T>::kOffset - (has_zeros ? half_of<f16>(zero, half) : 8.0f);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int token = kSlots == 4 ? i : 2 * t + i;
-          acc[2 * half + i] += factor * (part[2 * half + i] + less * sum[unit * kPad + token]);
+          acc[2 * half + i] += factor * (part[2 * half + i] + less * sum[unit * kPad + token + i]);
         }
       }
     };
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) part[0][i] += part[1][i];
-      apply(part[0], first + (kSlots == 4 ? t : 0));
+      apply(part[0], first + of_slot);
     }
   };
 
@@ -304,13 +305,14 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       if (row == before) continue;
       // The row tile's sums.
       float* const to = parts + ((before - first_row) * kFewWarps + warp) * kPart;
-      if constexpr (kSlots == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] = warp_reduce<4>(acc[i], Sum());
-        const float low = t % 2 == 0 ? acc[0] : acc[1], high = t % 2 == 0 ? acc[2] : acc[3];
-        to[4 * g + t] = t < 2 ? low : high;
-      } else {
-        reinterpret_cast<float4*>(to)[lane] = {acc[0], acc[1], acc[2], acc[3]};
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int other = kPad / 2; other < 4; other *= 2) acc[i] += shuffle_xor(acc[i], other);
+      }
+      if (of_slot == 0) {
+        *reinterpret_cast<float2*>(to + g * kPad + token) = {acc[0], acc[1]};
+        *reinterpret_cast<float2*>(to + (g + 8) * kPad + token) = {acc[2], acc[3]};
       }
       acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
     }
@@ -344,9 +346,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       const FewParams::Weight& weight = p.weights[tile.which];
       const int column = static_cast<int>(tile.tile) * 16 + line;
       if (column >= weight.columns) continue;
-      const int element = kSlots == 4
-                              ? 4 * (line % 8) + 2 * (line / 8) + token
-                              : (4 * (line % 8) + token / 2) * 4 + 2 * (line / 8) + token % 2;
+      const int element = line * kPad + token;
       const float factor =
           p.norm ? rsqrtf(of_cluster(squares + token) / static_cast<float>(p.k) + p.eps) : 1.0f;
       const auto result = [&](int of, int which) {

@@ -33,8 +33,11 @@ FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
   const auto chunks =
       static_cast<int>(ceil_div(ceil_div(p.tiles_k, plan.chunk), int64_t{plan.cluster}));
   const int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
-  const int4::FewLayout layout(plan.chunk, p.m, p.m <= 2 ? 2 : 8, chunks, pass_rows, plan.stages,
-                               p.group_shift == 5, p.norm);
+  const int4::FewLayout layout(plan.chunk, p.m,
+                               p.m <= 2   ? 2
+                               : p.m <= 4 ? 4
+                                          : 8,
+                               chunks, pass_rows, plan.stages, p.group_shift == 5, p.norm);
   return {chunks, pass_rows, used * plan.cluster, layout.bytes};
 }
 
@@ -80,10 +83,16 @@ void launch_few(const FewParams& p, const LaunchConfig& config) {
   launch(kernel<int4::few_rows_int4<T, kChunk, kSlots, false>>, config, p);
 }
 
+template <class T, int kChunk>
+void launch_few(const FewParams& p, const LaunchConfig& config) {
+  if (p.m <= 2) return launch_few<T, kChunk, 4>(p, config);
+  if (p.m <= 4) return launch_few<T, kChunk, 2>(p, config);
+  launch_few<T, kChunk, 1>(p, config);
+}
+
 template <class T>
 void launch_few(const FewParams& p, int chunk, const LaunchConfig& config) {
-  if (chunk == 8) return p.m <= 2 ? launch_few<T, 8, 4>(p, config) : launch_few<T, 8, 1>(p, config);
-  p.m <= 2 ? launch_few<T, 4, 4>(p, config) : launch_few<T, 4, 1>(p, config);
+  chunk == 8 ? launch_few<T, 8>(p, config) : launch_few<T, 4>(p, config);
 }
 
 }  // namespace

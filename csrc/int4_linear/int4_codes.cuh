@@ -2,6 +2,7 @@
 // of a cluster read of each other. The layout of the weight: flexops/ops/int4_linear.py.
 #pragma once
 
+#include "common/async.cuh"
 #include "common/dtypes.cuh"
 #include "common/hopper.cuh"
 
@@ -62,13 +63,6 @@ FLEXOPS_DEVICE void mma(float (&acc)[4], const u32 (&left)[4], u32 right0, u32 r
 FLEXOPS_DEFINE_INT4(bf16, "bf16")
 FLEXOPS_DEFINE_INT4(f16, "f16")
 #undef FLEXOPS_DEFINE_INT4
-
-/// Lets the next kernel start; and waits until what the one before it has written is there (the
-/// weight is not among that: no kernel that starts the next one early writes one).
-FLEXOPS_DEVICE void let_next_start() {
-  FLEXOPS_SM90("griddepcontrol.launch_dependents;" :: : "memory");
-}
-FLEXOPS_DEVICE void wait_for_previous() { FLEXOPS_SM90("griddepcontrol.wait;" :: : "memory"); }
 
 FLEXOPS_DEVICE void cluster_sync() {
   FLEXOPS_SM90(

@@ -219,6 +219,8 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int gro
   using B = typename Shape<kForm>::B;
   const u32 lane = threadIdx.x % 32;
   const int step = static_cast<int>(gridDim.x) / 2;
+  // The address of a cluster's second block has its rank above what a descriptor holds.
+  const Shape<kForm> operands(shape.memory & 0x3ffff);
   RingState<Shape<kForm>::kStages> at;
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x) / 2; tile < p.tiles; tile += step) {
@@ -228,7 +230,7 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kForm>& shape, int gro
 #pragma unroll 1
     for (int k = 0; k < p.k; k += 64, at.next()) {
       shape.ring().wait(at);
-      const u32 a = shape.a(at.stage), b = shape.b(at.stage);
+      const u32 a = operands.a(at.stage), b = operands.b(at.stage);
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s) {

@@ -193,8 +193,8 @@ class CacheFact:
 
 @dataclass(frozen=True)
 class LockFile:
-    """A lock file of torch's cpp_extension. ``held``: some live process has it open (None: that
-    cannot be told)."""
+    """A lock file of torch's cpp_extension. ``held``: some live process has it open (None:
+    unknown)."""
 
     path: str
     age_seconds: float

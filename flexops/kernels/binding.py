@@ -25,6 +25,7 @@ from ..build.describe.schema import Dimensions, dimensions
 from ..errors import FlexopsError
 from .limits import launch_error
 from .signature import ELEMENTS, SCALARS, CudaSignature, Parameter
+from .structs import StructType
 
 Function = Callable[..., Any]
 _DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
@@ -85,6 +86,7 @@ class KernelOptions(NamedTuple):
     strided: bool = False
     check: Any = None
     shapes: Mapping[str, str] = {}
+    cooperative: bool = False
 
 
 class Bound(NamedTuple):
@@ -115,8 +117,12 @@ def bind(
     schema: KernelSchema,
     options: KernelOptions,
     reference: Function | None = None,
+    structs: Mapping[str, StructType] | None = None,
 ) -> Bound:
-    """Raises ``FlexopsError`` for a definition whose parts do not fit together."""
+    """``structs`` are those of the source that can be passed by value.
+
+    Raises ``FlexopsError`` for a definition whose parts do not fit together.
+    """
     functions: dict[str, Any] = {}
     inputs = [argument.name for argument in schema.arguments]
     known = [*inputs, *schema.results]
@@ -124,16 +130,23 @@ def bind(
     written = {*schema.results, *(one.name for one in schema.tensors if one.mutable)}
     for parameter in signature.parameters:
         _check_parameter(parameter, signature, schema, written)
-        if not parameter.pointer and parameter.type not in SCALARS:
+        by_value = (structs or {}).get(parameter.type) if not parameter.pointer else None
+        if not parameter.pointer and not by_value and parameter.type not in SCALARS:
             raise _wrong(
                 schema,
                 f"the parameter {parameter} cannot be passed by value",
-                f"one of {', '.join(SCALARS)}, or a pointer",
+                f"one of {', '.join(SCALARS)}, a pointer, CUtensorMap, or a struct of the source"
+                " that has only such members and arrays of them",
             )
-        letters.append("Q" if parameter.pointer else SCALARS[parameter.type])
-        values.append(
-            _value(parameter.name, parameter.pointer, schema, options, functions, known, signature)
+        value = _value(
+            parameter.name, parameter.pointer, schema, options, functions, known, signature
         )
+        if by_value:
+            functions[f"_pack_{by_value.name}"] = by_value.pack
+            value = f"_pack_{by_value.name}({value})"
+        kind = by_value.letter if by_value else SCALARS.get(parameter.type, "Q")
+        letters.append("Q" if parameter.pointer else kind)
+        values.append(value)
     if unused := sorted(set(options.args) - {parameter.name for parameter in signature.parameters}):
         raise _wrong(
             schema,
@@ -484,7 +497,8 @@ def _launched(
     given = "".join(f"{value}, " for value in values)
     yield "_memory, _config, _attribute, _extra = _buffers.all"
     yield "try:"
-    attribute = "_attribute, 1" if options.cluster else "0, 0"
+    attributes = bool(options.cluster) + options.cooperative
+    attribute = f"_attribute, {attributes}" if attributes else "0, 0"
     yield (
         f"    _pack(_memory, 0, {grid}, {block}, {shared}, _stream(_device), {attribute}, {given})"
     )

@@ -31,6 +31,7 @@ from ..toolchain import libcuda
 from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
 from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter, kernels, unclosed
+from .structs import TENSOR_MAP, TENSOR_MAP_TEXT, structs
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
@@ -63,6 +64,7 @@ def kernel(
     block: int | Sequence[int] | Callable[..., Any] = 256,
     shared: int | Callable[..., int] = 0,
     cluster: int | Sequence[int] | None = None,
+    cooperative: bool = False,
     name: str | None = None,
     args: Mapping[str, Any] | None = None,
     template: Mapping[str, Any] | None = None,
@@ -103,8 +105,12 @@ def kernel(
         block: threads of a block, likewise.
         shared: bytes of dynamic shared memory.
         cluster: blocks of a cluster (Hopper and newer), a number or up to three.
+        cooperative: all blocks run at once, as ``cooperative_groups::this_grid().sync()`` requires;
+            a grid that is too large for that is an error of the driver.
         name: the kernel's in the source, if it is not the operator's: a source may have several.
-        args: parameter -> constant or function.
+        args: parameter -> constant or function. A struct of the source by value gets a mapping, a
+            sequence or an object with its members, an array in it a sequence; ``CUtensorMap`` what
+            :func:`tensor_map` returns.
         template: template parameter -> constant or function; a type as C++ text or a
             ``torch.dtype``. What is not given follows from the tensors (``T`` of ``const T* x`` by
             x's dtype) or is the argument of its name.
@@ -147,10 +153,20 @@ def kernel(
         )
     signature = _chosen(source, name or parsed.name, schema)
     given = KernelOptions(
-        grid, block, shared, cluster, args or {}, template or {}, out, strided, check, shapes or {}
+        grid,
+        block,
+        shared,
+        cluster,
+        args or {},
+        template or {},
+        out,
+        strided,
+        check,
+        shapes or {},
+        cooperative,
     )
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    bound = binding.bind(signature, parsed, given, reference)
+    bound = binding.bind(signature, parsed, given, reference, structs(source))
     flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
     made = KernelCode(
         source,
@@ -283,7 +299,9 @@ class KernelCode:
             "_MISSING": (ToolchainError, NativeUnavailableError),
             "_NOT_PACKED": (struct.error, OverflowError, TypeError),
             "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
-            "_buffers": launch.Buffers(format_, (*cluster, 1, 1)[:3]),
+            "_buffers": launch.Buffers(
+                format_, (*cluster, 1, 1)[:3], cooperative=options.cooperative
+            ),
             "_pack": struct.Struct(format_).pack_into,
             "_launch": self._first_launch,
             "_empty_like": torch.empty_like,
@@ -388,6 +406,8 @@ class KernelCode:
 
     def text_kernel(self, expression: str) -> kernel_plan.TextKernel:
         first = _FP8 if "flexops::e" in expression else ""
+        if any(one.type == TENSOR_MAP for one in self.signature.parameters):
+            first += TENSOR_MAP_TEXT
         text = f'{_PRELUDE}{first}#line 1 "{self.schema.name}.cu"\n{self.source}\n'
         return kernel_plan.TextKernel(
             self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags
@@ -568,7 +588,7 @@ class KernelCode:
         )
         for name, letter, value in [*named, *parameters]:
             try:
-                struct.pack("=" + letter, value)
+                struct.pack("=" + letter.partition("@")[0], value)
             except (struct.error, OverflowError, TypeError) as error:
                 kind = (
                     TypeError

@@ -18,7 +18,7 @@ CONFIG = "3I3II4xQQI4x"
 _CONFIG_SIZE = struct.calcsize("=" + CONFIG)
 # CUlaunchAttribute: behind the kind are 64 bytes, of which a cluster takes 12
 _ATTRIBUTE = struct.Struct("=I4x3I52x")
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_COOPERATIVE, _CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._CLUSTER_DIMENSION
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_...
 NO_CONTEXT = (3, 201)  # not initialized, invalid context
 OUT_OF_RESOURCES = 701
@@ -28,11 +28,12 @@ SHARED_WITHOUT_ASKING = 40000
 
 def layout(letters: Sequence[str]) -> str:
     """The format of a buffer with parameters of these ``struct`` letters, each aligned to its size,
-    as C++ has them."""
+    as C++ has them; or to what follows an @: a struct's bytes, ``24s@8``."""
     text, offset = "=" + CONFIG, 0
-    for letter in letters:
+    for one in letters:
+        letter, _, alignment = one.partition("@")
         size = struct.calcsize("=" + letter)
-        padding = -offset % size
+        padding = -offset % int(alignment or size)
         text += f"{padding}x{letter}" if padding else letter
         offset += padding + size
     return text
@@ -43,11 +44,13 @@ class Buffers(threading.local):
     memory, address of the configuration and of its attributes, and of what shows the driver where
     the parameters are."""
 
-    def __init__(self, format_: str, cluster: Sequence[int]) -> None:
+    def __init__(self, format_: str, cluster: Sequence[int], *, cooperative: bool = False) -> None:
         self._memory = ctypes.create_string_buffer(struct.calcsize(format_))
         config = ctypes.addressof(self._memory)
+        attributes = [_ATTRIBUTE.pack(_COOPERATIVE, 1, 0, 0)] if cooperative else []
+        attributes.append(_ATTRIBUTE.pack(_CLUSTER, *cluster))
         self._attribute = ctypes.create_string_buffer(
-            _ATTRIBUTE.pack(_CLUSTER, *cluster), _ATTRIBUTE.size
+            b"".join(attributes), _ATTRIBUTE.size * len(attributes)
         )
         self._size = ctypes.c_size_t(len(self._memory) - _CONFIG_SIZE)
         self._extra = (ctypes.c_void_p * 5)(

@@ -274,6 +274,8 @@ def results_of(signature: Signature, *args: Any, **named: Any) -> Any:
         there = all(
             given[one.name] is not None if one.optional else given[one.name] for one in conditions
         )
+        if output.by_host:
+            raise TypeError(f"{signature.schema.name} must have a fake kernel of its own")
         if there and output.order:
             made.append(empty_in_order(given[output.order], dtype))
             continue

@@ -342,8 +342,8 @@ def _caller(
         except (RuntimeError, TypeError):
             try:
                 refuse(*args)
-            except Exception as told:  # that error in better words, shown once
-                raise told from None
+            except Exception as clearer:  # that error in better words, shown once
+                raise clearer from None
             raise
 
     return call
@@ -559,13 +559,13 @@ def check_places(function: str, arguments: dict[str, Any]) -> None:
             )
             raise TypeError(f"{function}: {name} must be a dense (strided) tensor, got {found}")
         if is_distributed(tensor):
-            mend = (
+            fix = (
                 f"call it in the forward pass of the module that holds {name}, where fully_shard"
                 f" has gathered it, or with {name}.full_tensor()"
             )
             raise TypeError(
                 f"{function}: {name} must be a plain tensor, got a DTensor, of which each rank has"
-                f" a part: {mend} (docs/training.md)"
+                f" a part: {fix} (docs/training.md)"
             )
         first = first or (name, tensor.device)
         if tensor.device != first[1]:

@@ -91,9 +91,8 @@ def average_(
         grads, buffers, averages: a matrix each, all of one shape; the last two are written.
         grad_scale: one float32 element that gradients are divided by first.
     """
-    means = torch.ops.flexops.muon_average_.default
-    if not _is_native(grads[0]):
-        means = _average_reference
+    native = _is_native(grads[0])
+    means: Any = torch.ops.flexops.muon_average_.default if native else _average_reference
     means(grads, buffers, averages, momentum, nesterov, scale, eps, grad_scale)
 
 

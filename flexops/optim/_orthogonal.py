@@ -54,7 +54,8 @@ def normalize(x: Tensor, eps: float) -> Tensor:
     """
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     factor = scale_of(*x.shape[1:]) / norm.clamp(min=eps)
-    return (x * factor).to(working_dtype(x.device))
+    scaled: Tensor = x * factor
+    return scaled.to(working_dtype(x.device))
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -80,7 +81,7 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
         steps -= run
         if run > _RUN:
             gram = product(x, x, form, symmetric=True, alpha=_GRAM_SCALE / scale**2, low=True)
-            factor = _tied_factor(*gram.chunk(2), coefficients, run)
+            factor = _tied_factor(gram, coefficients, run)
         else:
             gram = product(x, x, form, symmetric=True, alpha=scale**-2)
             factor = _factor(gram, 1.0, coefficients, run)
@@ -107,10 +108,9 @@ def _factor(
     return factor
 
 
-def _tied_factor(
-    gram: Tensor, low: Tensor, coefficients: tuple[float, float, float], run: int
-) -> Tensor:
+def _tied_factor(parts: Tensor, coefficients: tuple[float, float, float], run: int) -> Tensor:
     """The same from both parts of the Gram matrix times ``_GRAM_SCALE``."""
+    gram, low = parts.chunk(2)
     first = _factor(gram, _GRAM_SCALE, coefficients, _TIED_RUN)
     half = product(first, gram, added=product(first, low), beta=1.0)
     gram = product(half, first, symmetric=True, alpha=1 / _GRAM_SCALE)

@@ -290,9 +290,9 @@ def _averages(
     counts, device = _counts(params), params[0].device
     if not any(map(is_distributed, params)):
         x = torch.empty(sum(counts), rows, columns, dtype=working_dtype(device), device=device)
-        lists = [[one for whole in of for one in _matrices(whole)] for of in (grads, buffers)]
         average_(
-            *lists,
+            _matrices(grads),
+            _matrices(buffers),
             list(x),
             momentum=group["momentum"],
             nesterov=group["nesterov"],
@@ -313,8 +313,8 @@ def _averages(
     return normalize(x, group["eps"])
 
 
-def _matrices(tensor: Tensor) -> list[Tensor]:
-    return list(tensor) if tensor.dim() == 3 else [tensor]
+def _matrices(tensors: list[Tensor]) -> list[Tensor]:
+    return [one for whole in tensors for one in (whole if whole.dim() == 3 else (whole,))]
 
 
 def _gathered(part: Tensor, param: Any) -> Tensor:

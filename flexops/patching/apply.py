@@ -306,45 +306,25 @@ def _optimizer(model: nn.Module, wanted: Any) -> tuple[Any, Iterable[Row]]:
     from .. import optim
 
     if wanted is True:
-        made = optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad]
-        )
-        return made, (Row("optimizer", 1, "AdamW", True),)
-    name = type(wanted).__name__
-    known: dict[str, Callable[..., Any]] = {
-        "Adam": optim.Adam,
-        "AdamW": optim.AdamW,
-        "Adagrad": optim.Adagrad,
-    }
-    if (
-        not isinstance(wanted, torch.optim.Optimizer)
-        or type(wanted).__module__.partition(".")[0] != "torch"
-        or name not in known
-    ):
-        return wanted, (
-            Row("optimizer", 1, "-", False, f"{name} is none of torch.optim's {', '.join(known)}"),
-        )
-    made = known[name](
-        [
-            {key: value for key, value in group.items() if key in _GROUP}
-            for group in wanted.param_groups
-        ]
-    )
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        return optim.AdamW(parameters), (Row("optimizer", 1, "AdamW", True),)
+    name, known = type(wanted).__name__, ("Adam", "AdamW", "Adagrad")
+    torchs = type(wanted).__module__.partition(".")[0] == "torch"
+    if not torchs or not isinstance(wanted, torch.optim.Optimizer) or name not in known:
+        reason = f"{name} is none of torch.optim's {', '.join(known)}"
+        return wanted, (Row("optimizer", 1, "-", False, reason),)
+    groups = [
+        {key: value for key, value in group.items() if key in _GROUP}
+        for group in wanted.param_groups
+    ]
+    made = getattr(optim, name)(groups)
     if wanted.state:
-        made.load_state_dict(
-            {**wanted.state_dict(), "param_groups": made.state_dict()["param_groups"]}
-        )
+        states = {**wanted.state_dict(), "param_groups": made.state_dict()["param_groups"]}
+        made.load_state_dict(states)
     return made, (Row("optimizer", 1, name, True),)
 
 
 _GROUP = (
-    "params",
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "lr_decay",
+    "params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "lr_decay",
     "initial_accumulator_value",
-)
+)  # fmt: skip

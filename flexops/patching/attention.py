@@ -23,7 +23,7 @@ from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
 from .paged import register_paged
-from .probe import LENGTH, WIDTH, bare, disagreement, foreign, parameter
+from .probe import LENGTH, WIDTH, Miniature, bare, disagreement, foreign, parameter
 from .report import Row
 
 NAME = "flexops"
@@ -98,17 +98,8 @@ def hide_nothing(
         for name in ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")
     ):
         return None
-    inputs = next(
-        (
-            x
-            for x in (
-                *args,
-                *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")),
-            )
-            if x is not None
-        ),
-        None,
-    )
+    named = map(kwargs.get, ("input_ids", "inputs_embeds", "pixel_values"))
+    inputs: Any = next((x for x in (*args, *named) if x is not None), None)
     if inputs is None or module.config._attn_implementation != NAME:
         return None
     window = _window(module.config)
@@ -118,46 +109,30 @@ def hide_nothing(
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    *,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+    *, local_size: int | None = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """None where :func:`attention` supports the pattern itself, else what transformers makes for
     torch's attention (True where a key takes part). ``local_size`` is a window's size,
     or a chunk's."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     config = kwargs.get("config")
-    device = torch.device(kwargs.get("device", "cpu"))
     whole = (
-        attention_mask is None
-        and allow_is_causal_skip
+        kwargs.get("attention_mask") is None
+        and kwargs.get("allow_is_causal_skip", True)
         and isinstance(q_offset, int)
         and q_offset == 0
         and q_length == kv_length
     )
     passed = whole and local_size is not None and _passes_window(config, local_size)
-    if passed and _windows_are_cheap(device):
+    if passed and _windows_are_cheap(torch.device(kwargs.get("device", "cpu"))):
         return None
     make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask
     made: Tensor | None = make(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        **kwargs,
-    )
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        kv_offset=kv_offset, local_size=local_size, **kwargs,
+    )  # fmt: skip
     return made
 
 
@@ -251,7 +226,10 @@ def attention(
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if not special:
-        return _torchs_way(query, key, value, attention_mask, dropout, causal, scaling), None
+        return _drop_in.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal,
+            scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2).contiguous(), None  # fmt: skip
     result = _ops.attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -265,28 +243,6 @@ def attention(
     )
     assert isinstance(result, Tensor)
     return result, None
-
-
-def _torchs_way(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scaling: float | None,
-) -> Tensor:
-    result = _drop_in.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return result.transpose(1, 2).contiguous()
 
 
 def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
@@ -323,8 +279,9 @@ def _by_transformers(
     if "position_bias" in keywords and not keywords.keys() - NO_EFFECT - BY_SDPA:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        keywords = {**keywords, "dropout": dropout, "scaling": scaling}
-        found = sdpa_attention_forward(module, query, key, value, hidden, **keywords)
+        found = sdpa_attention_forward(
+            module, query, key, value, hidden, dropout=dropout, scaling=scaling, **keywords
+        )
         return found
     eager = eager_of(type(module))
     if eager is None:
@@ -519,30 +476,25 @@ class _Attending(nn.Module):
     def __init__(self, part: Any) -> None:
         super().__init__()
         self.part, self.eager = bare(part), eager_of(type(part))
-        self.part.head_dim = WIDTH
+        self.part.head_dim, groups = WIDTH, _groups(part)
+        if hasattr(part, "num_key_value_groups"):
+            self.part.num_key_value_groups = groups
         if part._parameters.get("sinks") is not None:
-            self.part.sinks = parameter(2 * _groups(part))
+            self.part.sinks = parameter(2 * groups)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
-        causal = getattr(self.part, "is_causal", False)
-        hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-        mask = (
-            torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[
-                None, None
-            ]
-            if causal
-            else None
-        )
-        options: dict[str, Any] = (
-            {"softcap": 0.7} if "softcap" in inspect.signature(self.eager).parameters else {}
-        )
-        sinks = getattr(self.part, "sinks", None)
-        options |= {} if sinks is None else {"s_aux": sinks}
-        function, given = (attention, None) if ours else (self.eager, mask)
+        causal, sinks = getattr(self.part, "is_causal", False), getattr(self.part, "sinks", None)
+        options: dict[str, Any] = {} if sinks is None else {"s_aux": sinks}
+        if "softcap" in inspect.signature(self.eager).parameters:
+            options["softcap"] = 0.7
         if ours:
+            function, mask = attention, None
             options["is_causal"] = causal
+        else:
+            function = self.eager
+            mask = _as_numbers(None, True, None, query, key) if causal else None
         result: Tensor = function(
-            self.part, query, key, value, given, scaling=WIDTH**-0.5, dropout=0.0, **options
+            self.part, query, key, value, mask, scaling=WIDTH**-0.5, dropout=0.0, **options
         )[0]
         return result
 
@@ -551,17 +503,6 @@ def _groups(part: Any) -> int:
     return min(getattr(part, "num_key_value_groups", 1), 2)
 
 
-def _miniature(part: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    groups = _groups(part)
-    tiny = _Attending(part)
-    if hasattr(part, "num_key_value_groups"):
-        tiny.part.num_key_value_groups = groups
-    return (
-        tiny,
-        (
-            torch.randn(2, 2 * groups, LENGTH, WIDTH),
-            torch.randn(2, 2, LENGTH, WIDTH),
-            torch.randn(2, 2, LENGTH, WIDTH),
-        ),
-        {},
-    )
+def _miniature(part: Any) -> Miniature:
+    heads = (2 * _groups(part), 2, 2)
+    return _Attending(part), tuple(torch.randn(2, n, LENGTH, WIDTH) for n in heads), {}

@@ -47,6 +47,11 @@ def _constructor(
     return construct
 
 
+def require_transformers(why: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise PatchError(why, fix="pip install transformers")
+
+
 def is_architecture(name: str) -> bool:
     """Whether transformers has models of this type."""
     return bool(name) and _module(name) is not None
@@ -54,11 +59,9 @@ def is_architecture(name: str) -> bool:
 
 def _module(name: str) -> str | None:
     """transformers' module with the models of a type, such as ``mixtral`` or ``gemma3_text``."""
-    if importlib.util.find_spec("transformers") is None:
-        raise PatchError(
-            "an architecture's name is one of transformers' models, which is not installed",
-            fix="pip install transformers",
-        )
+    require_transformers(
+        "an architecture's name is one of transformers' models, which is not installed"
+    )
     from transformers.models.auto import configuration_auto as auto
 
     folder = auto.model_type_to_module_name(name)

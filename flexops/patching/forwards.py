@@ -61,6 +61,23 @@ def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
+def of_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of a function of one tensor. The module's own code runs for another call, and
+    where the replacement gives NotImplemented."""
+
+    @replacement
+    @functools.wraps(forward)
+    def entry(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rest = _without_options(kwargs)
+        if len(args) == 1 and not rest and isinstance(args[0], Tensor):
+            found = forward(module, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return plain(module, *args, **rest)
+
+    return entry
+
+
 def is_ours(forward: Any) -> bool:
     """Whether it is the replacement of a module's ``forward``."""
     return isinstance(forward, functools.partial) and str(
@@ -98,26 +115,19 @@ def _known(module: Any, x: Any) -> Any:
     return ahead[1] if ahead[1].grad_fn is x.grad_fn else None
 
 
-@replacement
-def rms_norm(
-    module: Any, x: Any = None, *others: Any, eps: float, offset: float = 0.0, **more: Any
-) -> Any:
-    weight = module._parameters.get("weight")
-    if others or more or x is None or x.dtype not in _DTYPES or not is_plain(weight):
-        return plain(module, *(() if x is None else (x, *others)), **more)
+@of_tensor
+def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
+    if x.dtype not in _DTYPES or not is_plain(module._parameters.get("weight")):
+        return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
     return _rms_norm(x, _gain(module, offset), eps) if known is None else known
 
 
-@replacement
-def layer_norm(
-    module: Any, x: Any = None, *others: Any, eps: float, offset: float = 0.0, **more: Any
-) -> Any:
+@of_tensor
+def layer_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if others or more or x is None or x.dtype not in _DTYPES:
-        return plain(module, *(() if x is None else (x, *others)), **more)
-    if not is_plain(weight) or not is_plain(bias):
-        return plain(module, x)
+    if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
+        return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
     return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
 
@@ -280,18 +290,11 @@ def _is_as_it_was(module: Any, act: Act) -> bool:
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
-def _takes(x: Any, others: Any, more: Any) -> bool:
-    return not others and not more and isinstance(x, Tensor)
-
-
-@replacement
-def gated_mlp(
-    module: Any, x: Any = None, *others: Any,
-    kind: str, act: Act, names: tuple[str, str, str], **more: Any,
-) -> Any:  # fmt: skip
+@of_tensor
+def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str]) -> Any:
     """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
-    if not _takes(x, others, more) or not _is_as_it_was(module, act):
-        return plain(module, *(() if x is None else (x, *others)), **more)
+    if not _is_as_it_was(module, act):
+        return NotImplemented
     parts = [getattr(module, name) for name in names]
     if decoding.takes(x, *parts[:2]):
         inner = decoding.product(x, (parts[0], parts[1]), activation=kind)
@@ -302,21 +305,20 @@ def gated_mlp(
         return y
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
-        return plain(module, x)
+        return NotImplemented
     return _down(parts[2], kind, gate, up)
 
 
-@replacement
+@of_tensor
 def packed_mlp(
-    module: Any, x: Any = None, *others: Any,
-    kind: str, act: Act, names: tuple[str, str], gate_first: bool = True, **more: Any,
-) -> Any:  # fmt: skip
+    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str], gate_first: bool = True
+) -> Any:
     """The same with gate and up in one product: ``names`` are those of that layer and of down."""
-    if not _takes(x, others, more) or not _is_as_it_was(module, act):
-        return plain(module, *(() if x is None else (x, *others)), **more)
+    if not _is_as_it_was(module, act):
+        return NotImplemented
     both = getattr(module, names[0])(x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
-        return plain(module, x)
+        return NotImplemented
     if gate_first:
         return _down(getattr(module, names[1]), kind, both)
     up, gate = both.chunk(2, -1)
@@ -326,17 +328,14 @@ def packed_mlp(
 _BIASED = {"silu": bias_silu, "relu2": bias_relu2}
 
 
-@replacement
-def mlp(
-    module: Any, x: Any = None, *others: Any,
-    kind: str, act: Act, names: tuple[str, ...], **more: Any,
-) -> Any:  # fmt: skip
+@of_tensor
+def mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...]) -> Any:
     """``second(act(first(x)))``, the first one's bias added where the activation reads it;
     ``names`` are those of the two layers, or of the first."""
-    usual = _takes(x, others, more) and x.dtype in _DTYPES and _is_as_it_was(module, act)
     first = getattr(module, names[0])
-    if not usual or not is_bare(first, LINEARS) or (first.bias is None and kind != "relu2"):
-        return plain(module, *(() if x is None else (x, *others)), **more)
+    usual = x.dtype in _DTYPES and _is_as_it_was(module, act) and is_bare(first, LINEARS)
+    if not usual or (first.bias is None and kind != "relu2"):
+        return NotImplemented
     y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
     if kind in _BIASED:
         y = _BIASED[kind](y, first.bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from ..errors import PatchError
 from .apply import patch
-from .classes import is_architecture
+from .classes import is_architecture, require_transformers
 from .report import Report
 
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -27,11 +26,7 @@ def report(name: str) -> Report:
     Raises:
         PatchError: there is no such thing, or transformers cannot make a model of it.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise PatchError(
-            "a model's config is read by transformers, which is not installed",
-            fix="pip install transformers",
-        )
+    require_transformers("a model's config is read by transformers, which is not installed")
     import transformers
 
     given = Path(name)
@@ -49,26 +44,26 @@ def report(name: str) -> Report:
             )
         if config is None:
             found = f"{name}, a folder without a config.json" if given.is_dir() else name
-            required = (
-                "a config.json, a folder with one, a model's name on the Hugging Face Hub"
-                " (owner/name), or a model type of transformers"
-            )
             raise PatchError(
-                "there is no such config", found=found, required=required, fix="flexops patch llama"
+                "there is no such config",
+                found=found,
+                required=(
+                    "a config.json, a folder with one, a model's name on the Hugging Face Hub"
+                    " (owner/name), or a model type of transformers"
+                ),
+                fix="flexops patch llama",
             )
         with torch.device("meta"):
             model = _class(transformers, config)(config)
     except (ValueError, KeyError, AttributeError, OSError, ImportError) as error:
-        required = "a config.json with a model_type that this transformers knows"
-        fix = (
-            f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
-            " transformers"
-        )
         raise PatchError(
             "transformers makes no model of this config",
             found=_first_line(error),
-            required=required,
-            fix=fix,
+            required="a config.json with a model_type that this transformers knows",
+            fix=(
+                f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
+                " transformers"
+            ),
         ) from error
     return patch(model)
 
@@ -79,27 +74,23 @@ def _from_hub(transformers: Any, name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        fix = (
-            "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf auth"
-            " login; HF_HUB_OFFLINE=1 rules a download out"
-        )
-        required = (
-            "a model on the Hugging Face Hub whose code is transformers' own, and a network; or it"
-            " is in the Hub's cache"
-        )
         raise PatchError(
             f"the config of {name} could not be had",
             found=_first_line(error),
-            required=required,
-            fix=fix,
+            required=(
+                "a model on the Hugging Face Hub whose code is transformers' own, and a network;"
+                " or it is in the Hub's cache"
+            ),
+            fix=(
+                "flexops patch FOLDER   # with the model's config.json in it; a gated model: hf"
+                " auth login; HF_HUB_OFFLINE=1 rules a download out"
+            ),
         ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return (
-        f"{type(error).__name__}:"
-        f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    )
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _class(transformers: Any, config: Any) -> Any:

@@ -135,22 +135,6 @@ LAYERS: dict[str, type[nn.Module]] = {
     "MegaBlocksMoeMLP": MoeMLP,
 }
 """The names that transformers marks, and what runs in their place."""
-UNSUPPORTED = {
-    **dict.fromkeys(
-        ("SiLU", "GeLU", "GeluTanh", "NewGELU", "FastGELU", "QuickGELU"),
-        "an activation alone is one pass over memory in torch too",
-    ),
-    **dict.fromkeys(
-        (
-            "Qwen3_5GatedDeltaNet", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
-            "chunk_kda", "fused_recurrent_kda", "mamba_chunk_scan_combined", "mamba_inner_fn",
-            "mamba_split_conv1d_scan_combined", "selective_scan_fn", "selective_state_update",
-            "MultiScaleDeformableAttention", "EsmFold2TriangleMultiplication",
-        ),
-        "flexops has no such operator",
-    ),
-}  # fmt: skip
-"""The other names that transformers marks, with the reason."""
 
 
 class Layer:

@@ -10,7 +10,8 @@ adds to the first's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,99 +89,58 @@ def _computes_its_own(linear: Any) -> bool:
     return own and is_unheard(linear)
 
 
-class _Product(torch.autograd.Function):
-    """``linear(x, cat(weights), cat(biases))``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int, *parts: Tensor) -> Tensor:
-        weights, biases = parts[:count], parts[count:]
-        with torch.autocast(x.device.type, enabled=False):
-            ctx.x_dtype, ctx.dtypes, x = x.dtype, tuple(part.dtype for part in parts), x.to(dtype)
-            ctx.sizes = [weight.shape[0] for weight in weights]
-            # frozen weights need no gradient, for which x would be kept
-            kept = any(ctx.needs_input_grad[3 : 3 + count])
-            ctx.save_for_backward(x if kept else None, *weights)
-            ctx.shape = x.shape
-            return F.linear(
-                x, torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if biases else None
-            )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        rows, of_x, of_weights = grad.reshape(-1, grad.shape[-1]), None, [None] * len(weights)
-        wanted = ctx.needs_input_grad[3:]
-        with torch.autocast(grad.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                of_x = (rows @ torch.cat(weights).to(grad.dtype)).view(ctx.shape).to(ctx.x_dtype)
-            if any(wanted[: len(weights)]):
-                of_weights = list((rows.t() @ x.reshape(-1, x.shape[-1])).split(ctx.sizes))
-            of_biases = (
-                rows.sum(0, dtype=torch.float32).split(ctx.sizes)
-                if any(wanted[len(weights) :])
-                else ()
-            )
-        parts = [*of_weights, *of_biases, *[None] * (len(wanted) - len(weights) - len(of_biases))]
-        given = [
-            part.to(dtype) if asked and part is not None else None
-            for part, dtype, asked in zip(parts, ctx.dtypes, wanted, strict=True)
-        ]
-        return of_x, None, None, *given
-
-
-class _Pair(torch.autograd.Function):
-    """``linear(x, first, bias), linear(x, second, bias)``."""
+class _Products(torch.autograd.Function):
+    """Linear layers of one tensor: as one product (``joined``), or each by itself, of which the
+    backward pass' later ones add to the first's."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, first: Tensor, second: Tensor, *biases: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, dtype: torch.dtype, count: int, joined: bool, *parts: Tensor
+    ) -> Any:
+        ctx.x_dtype, ctx.shape, ctx.count, ctx.joined = x.dtype, x.shape, count, joined
+        ctx.dtypes, ctx.sizes = [one.dtype for one in parts], [len(one) for one in parts[:count]]
         with torch.autocast(x.device.type, enabled=False):
-            ctx.x_dtype, ctx.shape, ctx.bias_dtypes, x = (
-                x.dtype,
-                x.shape,
-                [bias.dtype for bias in biases],
-                x.to(dtype),
-            )
-            ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, first, second)
-            weights = (first.to(dtype), second.to(dtype))
-            one, other = (
-                (
-                    F.linear(x, weight, bias.to(dtype))
-                    for weight, bias in zip(weights, biases, strict=True)
-                )
-                if biases
-                else (F.linear(x, weight) for weight in weights)
-            )
-            return one, other
+            x = x.to(dtype)
+            # frozen weights need no gradient, for which x would be kept
+            kept = any(ctx.needs_input_grad[4 : 4 + count])
+            ctx.save_for_backward(x if kept else None, *parts[:count])
+            weights, biases = (_joined(one, joined) for one in (parts[:count], parts[count:]))
+            made = [
+                F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+                for weight, bias in itertools.zip_longest(weights, biases)
+            ]
+            return made[0] if joined else tuple(made)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         rows, of_x = [grad.reshape(-1, grad.shape[-1]) for grad in grads], None
+        wanted, count = ctx.needs_input_grad[4:], ctx.count
+
+        def each(compute: Callable[[Tensor], Tensor], asked: tuple[bool, ...]) -> list[Any]:
+            if ctx.joined and any(asked):
+                return list(compute(rows[0]).split(ctx.sizes))
+            return [compute(one) if yes else None for one, yes in zip(rows, asked, strict=False)]
+
         with torch.autocast(grads[0].device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_x = rows[0] @ weights[0].to(grads[0].dtype)
-                of_x = (
-                    of_x.addmm_(rows[1], weights[1].to(grads[1].dtype))
-                    .view(ctx.shape)
-                    .to(ctx.x_dtype)
-                )
-            of_weights = [
-                (part.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if asked else None
-                for part, weight, asked in zip(
-                    rows, weights, ctx.needs_input_grad[2:4], strict=True
-                )
-            ]
-            of_biases = [
-                part.sum(0, dtype=torch.float32).to(dtype) if asked else None
-                for part, dtype, asked in zip(
-                    rows, ctx.bias_dtypes, ctx.needs_input_grad[4:], strict=False
-                )
-            ]
-        return of_x, None, *of_weights, *of_biases
+                for one, weight in zip(rows, _joined(weights, ctx.joined), strict=True):
+                    weight = weight.to(one.dtype)
+                    of_x = one @ weight if of_x is None else of_x.addmm_(one, weight)
+                assert of_x is not None
+                of_x = of_x.view(ctx.shape).to(ctx.x_dtype)
+            of_weights = each(lambda one: one.t() @ x.reshape(-1, x.shape[-1]), wanted[:count])
+            of_biases = each(lambda one: one.sum(0, dtype=torch.float32), wanted[count:])
+        found = itertools.zip_longest([*of_weights, *of_biases], ctx.dtypes, wanted)
+        given = [
+            one.to(dtype) if asked and one is not None else None for one, dtype, asked in found
+        ]
+        return of_x, None, None, None, *given
+
+
+def _joined(parts: Sequence[Tensor], joined: bool) -> Sequence[Tensor]:
+    return [torch.cat(list(parts))] if joined and parts else parts
 
 
 def pair(x: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
@@ -188,7 +148,7 @@ def pair(x: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
     parts = _parts(x, (first, second), 0)
     if parts is None:
         return first(x), second(x)
-    both: tuple[Tensor, Tensor] = _Pair.apply(x, product_dtype(x), *parts)
+    both: tuple[Tensor, Tensor] = _Products.apply(x, product_dtype(x), 2, False, *parts)
     return both
 
 
@@ -197,11 +157,8 @@ def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
     parts = _parts(x, linears, _LEAST_ROWS)
     if parts is None:
         return None
-    return list(
-        _Product.apply(x, product_dtype(x), len(linears), *parts).split(
-            [one.weight.shape[0] for one in linears], -1
-        )
-    )
+    made: Tensor = _Products.apply(x, product_dtype(x), len(linears), True, *parts)
+    return list(made.split([one.weight.shape[0] for one in linears], -1))
 
 
 def _parts(x: Tensor, linears: tuple[Any, ...], least: int) -> list[Tensor] | None:
@@ -209,28 +166,19 @@ def _parts(x: Tensor, linears: tuple[Any, ...], least: int) -> list[Tensor] | No
     something else, or x has fewer rows."""
     if not all(map(is_bare, linears)):  # another module, such as an adapter's, may have no weight
         return None
-    weights, biases = (
-        [one.weight for one in linears],
-        [one.bias for one in linears if one.bias is not None],
-    )
+    weights = [one.weight for one in linears]
+    biases = [one.bias for one in linears if one.bias is not None]
     usual = (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and type(x) is Tensor
         and x.numel() >= least * x.shape[-1]
         and not is_transforming()
+        and (x.requires_grad or any(weight.requires_grad for weight in weights))
+        and x.device.type in ("cpu", "cuda")
+        and (x.dtype == weights[0].dtype or torch.is_autocast_enabled(x.device.type))
     )
-    alike = len(
-        {(weight.device, weight.dtype) for weight in weights} | {(x.device, weights[0].dtype)}
-    ) == 1 and len(biases) in (0, len(linears))
-    if (
-        not usual
-        or not alike
-        or not (x.requires_grad or any(weight.requires_grad for weight in weights))
-    ):
-        return None
-    if x.device.type not in ("cpu", "cuda") or (
-        x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type)
-    ):
+    kinds = {(one.device, one.dtype) for one in weights} | {(x.device, weights[0].dtype)}
+    if not usual or len(kinds) > 1 or len(biases) not in (0, len(linears)):
         return None
     return [*weights, *biases]

@@ -190,19 +190,8 @@ def _computed(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "len",
-    "iter",
-    "neg",
-    "sub",
-    "rsub",
-    "radd",
-    "rtruediv",
-    "pow",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-):
+    "len", "iter", "neg", "sub", "rsub", "radd", "rtruediv", "pow", "lt", "le", "gt", "ge",
+):  # fmt: skip
     setattr(Logits, f"__{_name}__", _computed(f"__{_name}__"))
 
 

@@ -188,42 +188,29 @@ def failure(error: Exception) -> str:
 
 
 def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
-    )
+    return tuple(x.bfloat16() if _is_float(x) else x for x in args)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _run(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], without: str = ""
 ) -> list[Tensor]:
-    inputs = [
-        (
-            x.detach().clone().requires_grad_()
-            if isinstance(x, Tensor) and x.is_floating_point()
-            else x
-        )
-        for x in args
-    ]
+    inputs = [x.detach().clone().requires_grad_() if _is_float(x) else x for x in args]
     result = module(*inputs, **kwargs)
     if without and result.get(without) is not None:
         raise RuntimeError(f"the replacement has {without}, too")
-    output = (
-        result
-        if isinstance(result, Tensor)
-        else result[0]
-        if isinstance(result, tuple)
-        else result["loss"]
-    )
+    if isinstance(result, Tensor):
+        output = result
+    else:
+        output = result[0] if isinstance(result, tuple) else result["loss"]
     weights = torch.linspace(-1.0, 1.0, output.numel()).view(output.shape) + 0.1
     sources = [
         x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad
     ]
     total = (output.float() * weights).sum()
     gradients = torch.autograd.grad(total, sources, allow_unused=True)
-    return [
-        output.detach(),
-        *(
-            torch.zeros_like(x) if gradient is None else gradient
-            for x, gradient in zip(sources, gradients, strict=True)
-        ),
-    ]
+    pairs = zip(sources, gradients, strict=True)
+    return [output.detach(), *(torch.zeros_like(x) if one is None else one for x, one in pairs)]

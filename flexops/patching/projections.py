@@ -56,7 +56,7 @@ def output(module: Any, x: Tensor) -> Tensor:
 def swap(module: Any) -> Swap:
     linears = tuple(getattr(module, name) for name in NAMES)
     found: Swap = [(one, functools.partial(projection, one, siblings=linears)) for one in linears]
-    last = getattr(module, "o_proj", None)
+    last: Any = getattr(module, "o_proj", None)
     if type(last) in (nn.Linear, Int4Linear) and "forward" not in last.__dict__:
         found.append((last, functools.partial(output, last)))
     return found

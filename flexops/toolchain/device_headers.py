@@ -113,10 +113,10 @@ def _candidates(
             for folder in ("include", "include/cccl"):
                 yield "a package beside torch", f"{nvidia}/{name}/{folder}"
     if compiler.version >= _BUNDLE:
-        folder = cache / f"nvrtc-headers-{compiler.version}"
-        if _unpacked(compiler, folder):
-            yield f"bundled in {compiler}", str(folder)
-            yield f"bundled in {compiler}", f"{folder}/cccl"
+        bundle = cache / f"nvrtc-headers-{compiler.version}"
+        if _unpacked(compiler, bundle):
+            yield f"bundled in {compiler}", str(bundle)
+            yield f"bundled in {compiler}", f"{bundle}/cccl"
     for site in context.site_dirs:
         yield "the package cuda-cccl", f"{site}/cuda/cccl/headers/include"
     for step in cuda.STEPS:

@@ -38,6 +38,7 @@ def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
         (7, 100, 192, 64, False, FEW),
         (2, 300, 2656, 32, True, 8 << 24 | 1 << 16 | 2 << 8 | 1),
         (5, 40, 192, 64, False, 0),
+        (4, 40, 640, 64, True, 0),
         (20, 100, 640, 64, False, MANY),
         (70, 70, 224, 32, False, MANY),
         (33, 130, 256, 128, True, 8 << 16 | 8 << 8 | 1),

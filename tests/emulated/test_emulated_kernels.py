@@ -275,7 +275,13 @@ def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
-    assert emulated(machine, "tests/emulated/int4_linear.py") == 29
+    assert emulated(machine, "tests/emulated/int4_linear.py") == 31
+
+
+@pytest.mark.extra
+def test_operands_of_fp8_products(machine: dict[str, str]) -> None:
+    selection = "bfloat16 and (bits and 17-48 or gated_rows and 1-16 and silu)"
+    assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 2
 
 
 @pytest.mark.extra

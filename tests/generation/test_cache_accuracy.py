@@ -47,8 +47,8 @@ def sequences(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def trained(text: Tensor, steps: int, batch: int, device: str) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT,
+        vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device)
@@ -90,7 +90,7 @@ def shuffled(ids: Tensor) -> Tensor:
 def test_perplexity_stays_within_the_bounds() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train, held = source()
-    model = trained(train, 1500, 4, device)
+    model = trained(train, 700, 4, device)
     ids = sequences(held, 8, torch.Generator().manual_seed(2)).to(device)
     plain, without = perplexity(model, ids, 16), perplexity(model, shuffled(ids), 16)
     assert without > 2 * plain, "the model uses its context"

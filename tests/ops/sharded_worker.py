@@ -280,13 +280,10 @@ def check_head(mesh: DeviceMesh, device: str) -> None:
 class Attention(torch.nn.Module):
     """Attention of grouped heads over a projection, in bfloat16 on a GPU, where its kernels are."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, linear: type[torch.nn.Linear], dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv, self.out = (
-            torch.nn.Linear(48, 8 * 16, dtype=dtype),
-            torch.nn.Linear(64, 48, dtype=dtype),
-        )
+        self.qkv, self.out = linear(48, 8 * 16, dtype=dtype), linear(64, 48, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], -2)
@@ -296,14 +293,14 @@ class Attention(torch.nn.Module):
         return x + hidden
 
 
-def check_attention(mesh: DeviceMesh, device: str) -> None:
+def check_attention(mesh: DeviceMesh, device: str, linear: type[torch.nn.Linear]) -> None:
     """Two layers, each sharded alone, under checkpointing, against the same whole; and what is
     said of DTensors."""
     from torch.utils.checkpoint import checkpoint
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, plain = (
-        torch.nn.ModuleList(Attention(dtype) for _ in range(2)).to(device) for _ in range(2)
+        torch.nn.ModuleList(Attention(linear, dtype) for _ in range(2)).to(device) for _ in range(2)
     )
     for module in model:
         fully_shard(module, mesh=mesh)
@@ -349,7 +346,8 @@ def main(rank: int, world: int, store: str, device: str) -> None:
     check_sums_that_are_not_added_up(flat, device)
     if os.environ.get("FULLY_SHARD") != "0":
         check_head(flat, device)
-        check_attention(flat, device)
+        for linear in (torch.nn.Linear, flexops.nn.Fp8Linear):
+            check_attention(flat, device, linear)
         for name in OPTIMIZERS:
             check_fully_sharded(flat, device, name)
             print(f"rank {rank}: {name} under fully_shard holds", flush=True)

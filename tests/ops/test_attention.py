@@ -174,7 +174,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
             max_seqlen_k=3,
         ),
         refused(
-            "cu_seqlens_k must be an int32 tensor, got torch.int64",
+            "cu_seqlens_k must be int32, got int64",
             TypeError,
             of=(q[0], k[0], k[0]),
             cu_seqlens_q=ends,

@@ -140,6 +140,7 @@ flexops.swiglu(torch.ones(2))
 print(json.dumps([test_register.messages(), [op.backend for op in flexops.status()]]))
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
+    without["PYTHONPATH"] = os.pathsep.join(sys.path)
     process = completed(
         [sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent
     )

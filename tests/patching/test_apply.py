@@ -739,21 +739,32 @@ def test_torchs_own_modules(make: Callable[[], nn.Module]) -> None:
 
 def test_another_activation_stays() -> None:
     report = flexops.patch(Block(nn.ReLU()))
-    assert [row.reason for row in report.rows] == ["its activation, ReLU, is not one of silu, gelu and relu2"]
+    assert [row.reason for row in report.rows] == [
+        "its activation, ReLU, is not one of silu, gelu and relu2"
+    ]
 
 
 # ---- projections ---------------------------------------------------------------------------------
+
+
+def products_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each joined product has."""
+    products: list[int] = []
+    apply = linears._Products.apply
+
+    def counted(x: Tensor, dtype: Any, count: int, joined: bool, *parts: Tensor) -> Any:
+        products.extend([count] * joined)
+        return apply(x, dtype, count, joined, *parts)
+
+    monkeypatch.setattr(linears._Products, "apply", counted)
+    return products
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("case", ["", "bfloat16 by autocast", "frozen", "checkpoints"])
 def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
-    products: list[int] = []
-    product = linears._Product.apply
-    monkeypatch.setattr(
-        linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1]
-    )
+    products = products_of(monkeypatch)
     model, inputs = tiny.model(name), tiny.batch(name)
     if case == "frozen":
         model.requires_grad_(False)
@@ -783,11 +794,7 @@ def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch)
     """In evaluation, where one has a hook, where they are called with different tensors, and for
     what are no linear layers."""
     monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
-    products: list[int] = []
-    product = linears._Product.apply
-    monkeypatch.setattr(
-        linears._Product, "apply", lambda *args: (products.append(args[2]), product(*args))[1]
-    )
+    products = products_of(monkeypatch)
 
     class Odd(nn.Module):
         def __init__(self, values: type[nn.Module] = nn.Linear) -> None:

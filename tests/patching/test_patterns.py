@@ -13,6 +13,7 @@ import torch
 import zoo
 from test_apply import distance, results
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
@@ -69,6 +70,30 @@ def test_a_name_says_nothing(kind: type[nn.Module], operator: str) -> None:
     row = row_of(module)
     assert (row.operator, row.swapped) == (operator, True)
     torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize(("act", "bias", "operator"), [
+    ("quick_gelu", True, "bias_gelu"), ("relu2", False, "bias_relu2"), ("relu2", True, "bias_relu2"),
+])  # fmt: skip
+def test_plain_blocks(act: str, bias: bool, operator: str) -> None:
+    """CLIP's, and Nemotron's, which has no bias; results and gradients."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 24, bias), nn.Linear(24, 16, bias)
+            self.act = ACT2FN[act]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.act(self.first(x)))
+
+    module, x = Plain(), torch.randn(3, 16, requires_grad=True)
+    inputs = [x, *module.parameters()]
+    expected = module(x)
+    gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    assert (row_of(module).operator, row_of(module).swapped) == (operator, True)
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), inputs), gradients)
 
 
 @pytest.mark.parametrize("kind", [NearScale, NearBlock])

@@ -39,6 +39,10 @@ class Tester:
 
     def get_config(self) -> Any:
         config = zoo.tiny_config(transformers.CONFIG_MAPPING[self.name], self.name)
+        if config.max_position_embeddings > 512:  # longer inputs are tried, too
+            config.max_position_embeddings = 512
+        if getattr(config, "head_dim", 0) is None:
+            config.head_dim = config.hidden_size // config.num_attention_heads
         config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
         return config
 

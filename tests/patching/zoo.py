@@ -56,7 +56,9 @@ _AUTO = (
     auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
-TYPES = sorted({*LIGER, *(name for mapping in _AUTO for name in mapping)})
+VISION = frozenset(("clip", "dinov2", "siglip", "siglip2", "vit"))
+"""Towers of vision without a language model; test_vision.py runs them."""
+TYPES = sorted({*LIGER, *VISION, *(name for mapping in _AUTO for name in mapping)})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PARTS = ("norms", "residuals", "activations", "experts", "rope", "attention", "loss")
 _OPERATORS = {
@@ -96,6 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 """What a type's config requires besides."""
 _REASONS = {
     "it requires pictures or sound": (
+        *VISION,
         "blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0",
         "pix2struct", "pixtral", "pp_formulanet", "udop", "voxtral_realtime",
     ),

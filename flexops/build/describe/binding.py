@@ -33,7 +33,10 @@ def launcher(signature: Signature, device: str) -> str:
         for argument in signature.schema.arguments
         if (text := _parameter(signature, argument, one_row))
     ]
-    parameters += [f"const flexops::TensorView& {result}" for result in signature.schema.results]
+    parameters += [
+        f"{'flexops::Tensor' if output.by_host else 'const flexops::TensorView'}& {result}"
+        for result, output in zip(signature.schema.results, signature.outputs, strict=True)
+    ]
     if device == "host":
         return f"void {name}_host({', '.join(['flexops::Host& host', *parameters])})"
     if device == "cuda":
@@ -184,6 +187,9 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
         yield from _shape_check(signature, name, shape)
     yield from _laid_out(signature)
     for name, output in zip(schema.results, signature.outputs, strict=True):
+        if output.by_host:
+            yield f"  Tensor {name};"
+            continue
         made = _made(signature, output.shape or first, output)
         if output.when:
             made = (
@@ -369,8 +375,8 @@ def _laid_out(signature: Signature) -> Iterator[str]:
                 f'  broadcast(kOp, "{name}", {name}, {name}_view, "{to}", {_view(signature, to)},'
                 f" {name}_strides);"
             )
-        elif layout == "columns":
-            yield f"  take_columns({name}, {name}_view);"
+        elif "columns" in layout:
+            yield f"  take_columns({name}, {name}_view, {_bool('aligned' in layout)});"
         else:
             flags = f", {_bool('rows' in layout)}, {_bool('aligned' in layout)}" if layout else ""
             yield f"  take({name}, {name}_view{flags});"
@@ -438,6 +444,9 @@ def _call(namespace: str, signature: Signature, isa_levels: Sequence[str]) -> It
         else:
             passed.append(_passed(argument))
     for name, output in zip(schema.results, signature.outputs, strict=True):
+        if output.by_host:
+            passed.append(name)
+            continue
         there = (
             f"{_condition(signature, output)} ? view_of({name}) : TensorView{{}}"
             if output.when and not output.otherwise

@@ -158,6 +158,9 @@ def _has_no_end(token: str, kind: str, text: str, end: int) -> bool:
     )
 
 
+_CPLUSPLUS = re.compile(r"#\s*(?:ifdef\s+|if\s+defined\s*\(?\s*)__cplusplus\s*\)?")
+
+
 def brackets(tokens: Sequence[Token]) -> dict[int, int]:
     """For each bracket the number of its partner.
 
@@ -182,7 +185,10 @@ def brackets(tokens: Sequence[Token]) -> dict[int, int]:
             partner[number] = opened.pop()
             partner[partner[number]] = number
         elif token.directive in ("if", "ifdef", "ifndef"):
-            conditions.append(len(opened))
+            # what C++ alone reads: extern "C" { and its end
+            conditions.append(-1 if _CPLUSPLUS.fullmatch(token.text.strip()) else len(opened))
+        elif token.directive == "endif" and conditions and conditions[-1] < 0:
+            conditions.pop()
         elif token.directive in ("else", "elif", "endif"):
             if not conditions or conditions[-1] != len(opened):
                 raise Unclear("a bracket that one branch of an #if opens", token.line)

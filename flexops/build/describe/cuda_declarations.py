@@ -78,30 +78,39 @@ _TYPES = frozenset(
     ]
 )
 
+_NEVER = frozenset(
+    [
+        "USE_ROCM",
+        "__HIPCC__",
+        "__HCC__",
+        "__HIP_PLATFORM_AMD__",
+        "__HIP_PLATFORM_HCC__",
+        "__HIP_DEVICE_COMPILE__",
+        "_WIN32",
+        "_WIN64",
+        "WIN32",
+        "_MSC_VER",
+        "__APPLE__",
+    ]
+)
+"""Macros of other systems: the branches of conditions on one of them alone are decided."""
+
 # What conditions may ask for: defined alike in both passes, or in neither.
-KNOWN = frozenset(
+KNOWN = _NEVER | frozenset(
     [
         "defined",
         "__CUDACC__",
         "__NVCC__",
         "__CUDA_ARCH__",
         "__cplusplus",
+        "__cpp_inline_variables",
+        "__linux__",
         "CUDA_VERSION",
         "CUDART_VERSION",
         "TORCH_VERSION_MAJOR",
         "TORCH_VERSION_MINOR",
         "TORCH_VERSION_PATCH",
-        "USE_ROCM",
-        "__HIPCC__",
-        "__HIP_PLATFORM_AMD__",
-        "__HIP_PLATFORM_HCC__",
-        "__HIP_DEVICE_COMPILE__",
         "HIP_VERSION",
-        "_WIN32",
-        "_WIN64",
-        "WIN32",
-        "_MSC_VER",
-        "__APPLE__",
         "true",
         "false",
         "and",
@@ -144,22 +153,36 @@ _REFUSED = (
         ),
         "a cooperative launch or a cluster",
     ),
-    (re.compile(r"thrust|cub"), "thrust or CUB"),
+    (re.compile(r"thrust"), "thrust"),
     (re.compile(r"texture|surface|tex[123]D\w*|surf[123]D\w*"), "a texture or a surface"),
     (re.compile(r"gpu_kernel\w*|GPU_LAMBDA"), "torch's own kernel templates"),
-    (re.compile(r"__nv_\w+|__nvcc_\w+|__NVCC_\w+"), "what is nvcc's own"),
+    (
+        re.compile(r"__nv_(?!bfloat16|fp[468])\w+|__nvcc_\w+|__NVCC_\w+"),
+        "what is nvcc's own",
+    ),
     (
         re.compile(r"__COUNTER__"),
         "a number that torch's headers, which the device's half has not, have a part in",
     ),
 )
-_FOLLOWED_BY = {"thrust": "::", "cub": "::", "texture": "<", "surface": "<"}
+_FOLLOWED_BY = {"thrust": "::", "texture": "<", "surface": "<"}
 
 # ---- headers -------------------------------------------------------------------------------------
 
 FOR_BOTH = re.compile(
     r"cuda_(?:fp16|bf16|fp8|fp6|fp4|pipeline\w*)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
 )
+FOR_THE_DEVICE = {
+    re.compile(r"(?:cub|cuda|nv)/[\w/.-]+"): "",
+    re.compile(r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh"): "ATen/cuda/Atomic.cuh",
+    re.compile(
+        r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh"
+    ): "ATen/cuda/detail/TensorInfo.cuh",
+}
+"""Headers that the host compiler is not given; and what the device's half includes in their place,
+if not they themselves."""
+FOR_NEITHER = re.compile(r"thrust/[\w/.-]+|ATen/[\w/.-]+\.cuh")
+"""Headers of which neither half is given anything: what uses them does not compile."""
 FOR_THE_HOST = re.compile(
     r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h|Python\.h|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
     r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"
@@ -209,10 +232,43 @@ class File(NamedTuple):
 # ---- files and macros ----------------------------------------------------------------------------
 
 
+_ALONE = re.compile(
+    r"#\s*(?:(?P<yes>ifdef)\s+|(?P<no>ifndef)\s+|(?:el)?if\s+(?P<not>!)?\s*defined\s*\(?\s*)"
+    r"(?P<name>\w+)\s*\)?"
+)
+
+
+def _living(text: str) -> str:
+    """A text whose lines in branches for other systems are empty."""
+    branches: list[tuple[bool, bool]] = []  # of each condition: it is dead, so are all that follow
+    pieces, position, start = [], 0, 0
+    for token in cpp_text.tokens_of(text):
+        if token.directive not in ("if", "ifdef", "ifndef", "elif", "else", "endif"):
+            continue
+        was = any(dead for dead, _ in branches)
+        match = _ALONE.fullmatch(cpp_text.without_comments(token.text).strip())
+        never = bool(match and match["name"] in _NEVER)
+        negated = bool(match and (match["no"] or match["not"]))
+        if token.directive in ("if", "ifdef", "ifndef"):
+            branches.append((never and not negated, never and negated))
+        elif branches:
+            _, rest = branches.pop()
+            if token.directive != "endif":
+                branches.append((rest or (never and not negated), rest or (never and negated)))
+        now = any(dead for dead, _ in branches)
+        if now and not was:
+            start = token.end
+        elif was and not now:
+            pieces += [text[position:start], "\n" * text.count("\n", start, token.start)]
+            position = token.start
+    return "".join([*pieces, text[position:]])
+
+
 def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ...] = ()) -> File:
     """A source with the headers of the user's that it includes. ``above``: the files that include
     this one."""
     try:
+        text = _living(text)
         tokens = cpp_text.tokens_of(text)
         partner = brackets(tokens)
     except Unclear as problem:
@@ -228,7 +284,9 @@ def read(path: str, text: str, include_dirs: Sequence[str], above: tuple[str, ..
         if found and found not in above and found != path:
             with open(found, encoding="utf-8", errors="surrogateescape") as stream:
                 included[place] = read(found, stream.read(), include_dirs, (*above, path))
-        elif found is None and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
+        elif found is None and not any(
+            one.fullmatch(name) for one in (FOR_BOTH, FOR_THE_HOST, FOR_NEITHER, *FOR_THE_DEVICE)
+        ):
             raise Unsplittable(f"the header {name}", path, token.line)
     return File(path, text, tokens, partner, included)
 

@@ -19,7 +19,16 @@ from typing import NamedTuple
 from . import cpp_text
 from . import cuda_declarations as reading
 from .cpp_text import Token, Unclear, brackets
-from .cuda_declarations import FOR_BOTH, FOR_THE_HOST, KNOWN, File, Item, Macros, Unsplittable
+from .cuda_declarations import (
+    FOR_BOTH,
+    FOR_THE_DEVICE,
+    FOR_THE_HOST,
+    KNOWN,
+    File,
+    Item,
+    Macros,
+    Unsplittable,
+)
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"
@@ -176,9 +185,12 @@ class _Halves:
         elif token.directive == "include":
             name = token.includes[1:-1]
             self._included.append(name)
+            own = next((one for one in FOR_THE_DEVICE if one.fullmatch(name)), None)
             # a header of torch's, or one that includes this
-            if not FOR_BOTH.fullmatch(name):
+            if own is None and not FOR_BOTH.fullmatch(name):
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
+            elif own and (other := FOR_THE_DEVICE[own]):
+                device.append(_Edit(token.start, token.end, f"#include <{other}>"))
             if name and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
                 host.append(_Edit(token.start, token.end, _blank(token.text)))
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
@@ -207,9 +219,9 @@ class _Halves:
         for name in dict.fromkeys(
             re.findall(r"(?<![\w.])[A-Za-z_]\w*", plain.partition(token.directive)[2])
         ):
-            if name not in KNOWN and name not in self.macros.defined:
+            if name.startswith("__") and name not in KNOWN | self.macros.defined:
                 raise Unsplittable(
-                    f"a condition on {name}, which nothing here defines", file.path, token.line
+                    f"a condition on {name}, which a compiler may define", file.path, token.line
                 )
             for macro, header, wanted in _OF_HEADERS:
                 if macro.fullmatch(name) and not any(
@@ -387,6 +399,8 @@ class _Halves:
                 host.append(_Edit(token.start, token.end, "__attribute__((noinline))"))
             elif token.text == "<<<":
                 self._launch(file, number, host)
+            elif token.text == "cub" and tokens[number + 1].text == "::":
+                raise Unsplittable("CUB in host code", file.path, token.line)
 
     def _launch(self, file: File, number: int, host: list[_Edit]) -> None:
         tokens, partner = file.tokens, file.partner

@@ -25,6 +25,9 @@ class Output(NamedTuple):
         otherwise: the shape that it has else, in the place of that.
         order: a tensor argument of the result's shape: the result is dense, and its dimensions lie
             in memory in the order of that tensor's, the last one innermost. "" for row-major.
+        by_host: the host function allocates it, and gets a ``Tensor&`` instead of a view: for
+            shapes that the words above do not express. The operator then has a fake kernel of its
+            own, and ``split`` is ``host``.
     """
 
     shape: str = ""
@@ -32,6 +35,7 @@ class Output(NamedTuple):
     when: str = ""
     otherwise: str = ""
     order: str = ""
+    by_host: bool = False
 
     @property
     def conditions(self) -> tuple[str, ...]:

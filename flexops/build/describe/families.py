@@ -145,6 +145,31 @@ _LOGPROB_GRADIENTS: dict[str, Any] = {
     },
 }
 
+# ---- attention -----------------------------------------------------------------------------------
+
+ATTENTION_OPTIONS = (
+    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
+    " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
+    " sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int"
+    " max_seqlen_k=0, int score_mod=0"
+)
+ATTENTION_RESULTS = (
+    "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+)
+_ATTENDED: dict[str, Any] = {
+    "k": "q",
+    "v": "q",
+    "bias": ("bool", *_FLOATS, "int32"),
+    "alibi_slopes": "float32",
+    "sinks": "float32",
+    "cu_seqlens_q": "int32",
+    "cu_seqlens_k": "int32",
+}
+_ATTENDED_STRIDES = dict.fromkeys("qkv", "aligned columns") | {
+    "bias": "any",
+    "alibi_slopes": "any",
+}
+
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 _ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
@@ -178,16 +203,6 @@ def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
 
 
 _STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
-ATTENTION_OPTIONS = (
-    "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
-    " deterministic=False, Tensor? bias=None, float softcap=0.0, Tensor? alibi_slopes=None, Tensor?"
-    " sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int max_seqlen_q=0, int"
-    " max_seqlen_k=0, int score_mod=0"
-)
-ATTENTION_RESULTS = (
-    "Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-)
-
 KVCACHE_ATTENTION = (
     "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
@@ -587,12 +602,20 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "attention",
-        *_by_hand(
-            f"attention(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS}) {_PAIR}", plain=True
+        _op(
+            f"attention(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS}) {_PAIR}",
+            dtypes=_ATTENDED,
+            strided=_ATTENDED_STRIDES,
+            outputs=(Output(by_host=True),) * 2,
+            plain=True,
         ),
-        *_by_hand(
+        _op(
             f"attention_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> (Tensor, Tensor,"
-            " Tensor)"
+            " Tensor)",
+            dtypes=_ATTENDED
+            | {"grad": "q", "q": _FLOATS, "out": "q", "lse": "float32", "grad_lse": "float32"},
+            strided=_ATTENDED_STRIDES | {"grad": "aligned columns", "out": "aligned columns"},
+            outputs=(Output(by_host=True),) * 3,
         ),
         hip=False,
         least_capability=(8, 0),

@@ -62,9 +62,9 @@ _RESULT = re.compile(r"Tensor(?:\s+([A-Za-z_]\w*))?")
 _DIMENSIONS = re.compile(
     r"(?:([A-Za-z_]\w*)(?:\[(-?\d+)?(?:(:)(-?\d+)?)?\])?|(\d+)|len\(([A-Za-z_]\w*)\))(?:\s*(\*|//)\s*([1-9]\d*))?(?:\s*\+\s*(\d+))?"
 )
-LAYOUTS = ("any", "columns", "rows", "aligned", "aligned rows")
+LAYOUTS = ("any", "columns", "rows", "aligned", "aligned columns", "aligned rows")
 """How a launcher takes a tensor that need not be contiguous; beside ``as x``, for what is broadcast
-to x. ``columns``: elements of the last dimension are neighbours."""
+to x. ``columns``: elements of the last dimension are neighbours; other strides are any."""
 MOST_ARRAYS = 6
 """Of a row: ``TensorRow::kMostArrays``."""
 _EXAMPLE = "name(Tensor x, Tensor? mask, float factor) -> Tensor"
@@ -488,6 +488,8 @@ def _check_outputs(
                 'shape and dtype, such as Output("len(params)", "float32"): there are rows of'
                 " tensors",
             )
+        if output.by_host and (signature.split != "host" or output != Output(by_host=True)):
+            raise refuse("outputs", "by_host", "split=host, and nothing else of this result")
         if output.order and output.order != output.shape:
             raise refuse("outputs", f"order={output.order!r}", "the tensor that shape= names")
         if (

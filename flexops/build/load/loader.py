@@ -292,8 +292,8 @@ def _remote(
     cache: BuildCache,
     refusals: list[Rejection],
 ) -> list[Entry]:
-    """The library from the remote cache, made from these very sources; told by its manifest that it
-    can run here."""
+    """The library from the remote cache, made from these sources, if its
+    manifest shows that it can run here."""
     if cache.remote is None:
         return []
     from ..store import source_index

@@ -40,18 +40,18 @@ def split_device_code(
     names = ", ".join(sorted({os.path.basename(source) for source, _ in found}))
     headers = ", ".join(sorted({header for _, header in found}))
     passes = f"{2 + max(1, len(plan.architectures))} times"
-    told = (
+    advice = (
         f"extension {request.name} took {seconds:.0f} s to build: nvcc reads {headers} {passes} for"
         f" {names}. "
     )
     if without_nvcc:
         return (
-            f'{told}device_compiler="nvrtc" (or FLEXOPS_DEVICE_COMPILER=nvrtc) reads them once, and'
-            f" not at all after an edit of a kernel ({PAGE})"
+            f'{advice}device_compiler="nvrtc" (or FLEXOPS_DEVICE_COMPILER=nvrtc) reads them once,'
+            f" and not at all after an edit of a kernel ({PAGE})"
         )
     return (
-        f"{told}Kernels alone in the .cu, torch in a .cpp beside it: they are read once, and not at"
-        f" all after an edit of a kernel ({PAGE})"
+        f"{advice}Kernels alone in the .cu, torch in a .cpp beside it: they are read once, and not"
+        f" at all after an edit of a kernel ({PAGE})"
     )
 
 

@@ -301,8 +301,8 @@ def _glibc() -> str:
 
 @functools.cache
 def _libstdcxx() -> str:
-    """Path of the libstdc++ that this process has loaded (torch loads it); "" when that cannot be
-    told."""
+    """Path of the libstdc++ that this process has loaded (torch loads it); "" if that is
+    unknown."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             return next(

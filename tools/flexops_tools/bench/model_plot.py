@@ -28,7 +28,7 @@ def _figure(size: tuple[float, float]) -> Any:
 
 
 def save(figure: Any, data: dict[str, Any], file: Path) -> None:
-    plot.write(figure, f"{data['machine']}, {data['date']}", file)
+    plot.write(figure, f"{data['machine']}, {data['date']}", file, size=8)
 
 
 def draw(data: dict[str, Any], file: Path) -> None:

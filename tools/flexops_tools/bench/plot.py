@@ -65,7 +65,7 @@ def save(ladder: Ladder, file: Path) -> None:
     write(figure, str(ladder.machine), file)
 
 
-def write(figure: Any, note: str, file: Path, columns: int = 150) -> None:
+def write(figure: Any, note: str, file: Path, columns: int = 150, size: int = 7) -> None:
     """Write a figure with a note below it. The same data give the same file, byte by byte.
 
     Raises:
@@ -74,7 +74,7 @@ def write(figure: Any, note: str, file: Path, columns: int = 150) -> None:
     import matplotlib
 
     note = "\n".join(textwrap.wrap(note, columns))
-    figure.supxlabel(note, fontsize=7, color="#57606a", x=0.01, ha="left")
+    figure.supxlabel(note, fontsize=size, color="#57606a", x=0.01, ha="left")
     metadata = {"Date": None} if file.suffix in (".svg", ".pdf") else None
     try:
         # text as text: a third of the size

@@ -94,7 +94,7 @@ def campaign(name: str, rounds: int, seed: int, quiet: bool = False) -> Tally:
             os.environ["FLEXOPS_CACHE_DIR"] = before
     tally.seconds = time.monotonic() - began
     if not quiet:
-        _tell(tally.as_dict(), seed)
+        _print(tally.as_dict(), seed)
     return tally
 
 
@@ -104,18 +104,18 @@ def _made(folder: Path, tally: Tally) -> Tally:
     return tally
 
 
-def _tell(told: dict[str, Any], seed: int) -> None:
-    if told["skipped"]:
-        say(f"{told['name']:<9} not run: {told['skipped']}")
+def _print(outcome: dict[str, Any], seed: int) -> None:
+    if outcome["skipped"]:
+        say(f"{outcome['name']:<9} not run: {outcome['skipped']}")
         return
-    counts = ", ".join(f"{told[kind]} {kind}" for kind in KINDS)
+    counts = ", ".join(f"{outcome[kind]} {kind}" for kind in KINDS)
     say(
-        f"{told['name']:<9} {told['rounds']:>8} rounds in {told['seconds']:.0f} s: {counts}   (seed"
-        f" {seed})"
+        f"{outcome['name']:<9} {outcome['rounds']:>8} rounds in {outcome['seconds']:.0f} s:"
+        f" {counts}   (seed {seed})"
     )
-    for what, count in sorted(told["seen"].items()):
+    for what, count in sorted(outcome["seen"].items()):
         say(f"            {count:>7}  {what}")
-    for fault in told["told"][:20]:
+    for fault in outcome["told"][:20]:
         say(f"  {fault}")
 
 

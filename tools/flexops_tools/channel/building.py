@@ -136,7 +136,7 @@ def _build_one(
 
 def _environment(variant: Variant) -> dict[str, str]:
     """A machine that only builds has no driver: the solver gets one that runs the variant,
-    unless the user has told it already."""
+    unless the user has set one."""
     return (
         {"CONDA_OVERRIDE_CUDA": os.environ.get("CONDA_OVERRIDE_CUDA") or variant.cuda}
         if variant.cuda

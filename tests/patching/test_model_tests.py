@@ -1,0 +1,84 @@
+"""transformers' own tests of models, with every model patched after construction: none that passes
+without flexops fails with it, but for the exceptions here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+EXCEPTIONS = {
+    "test_sdpa_can_dispatch_non_composite_models": (
+        'the model\'s attention is named "flexops" then, and not "sdpa"'
+    ),
+    "test_eager_matches_batched_and_grouped_inference": (
+        "the experts run as flexops', and not by the function that the test watches"
+    ),
+}
+"""How names of tests begin, of any type, with the reason."""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with transformers' file, from the source distribution of the installed version."""
+    folder = tmp_path_factory.mktemp("suite")
+    version = importlib.metadata.version("transformers")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
+    pip += ["--no-build-isolation", "--dest", str(folder), f"transformers=={version}"]
+    subprocess.run(pip, check=True, timeout=300)
+    name = "tests/test_modeling_common.py"
+    with tarfile.open(folder / f"transformers-{version}.tar.gz") as archive:
+        member = archive.extractfile(f"transformers-{version}/{name}")
+        assert member is not None
+        files = {name: member.read().decode()}
+    files["tests/test_types.py"] = (HERE / "transformers_suite.py").read_text()
+    for package in ("", "exporters/", "generation/"):
+        files[f"tests/{package}__init__.py"] = ""
+    # parts of the mixin that the archive lacks
+    files["tests/exporters/test_export.py"] = "class ExportTesterMixin: pass\n"
+    files["tests/generation/test_utils.py"] = "class GenerationTesterMixin: pass\n"
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def outcomes(suite: Path, patched: bool) -> dict[str, str]:
+    """What became of each test; the one about the missing mixin is left out."""
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-c", os.devnull]
+    command += ["--rootdir", str(suite), "-k", "not generation_tester_mixin", "tests/test_types.py"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+        "FLEXOPS_PATCHED": str(int(patched)),
+        "FLEXOPS_FALLBACK": "allow",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        command, cwd=suite, env=environment, capture_output=True, text=True, check=False
+    )
+    found = re.findall(
+        r"^tests/test_types.py::(\S+) .*?(PASSED|FAILED|ERROR|SKIPPED)", done.stdout, re.MULTILINE
+    )
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    return dict(found)
+
+
+@pytest.mark.slow
+def test_no_test_of_transformers_fails_with_flexops(suite: Path) -> None:
+    plain, patched = (outcomes(suite, patched) for patched in (False, True))
+    assert sum(one == "PASSED" for one in plain.values()) > 900
+    assert plain.keys() == patched.keys()
+    worse = [
+        name
+        for name, one in plain.items()
+        if one == "PASSED" and patched[name] != "PASSED" and name.split("::")[-1] not in EXCEPTIONS
+    ]
+    assert worse == []

@@ -1,0 +1,185 @@
+"""Builds published CUDA extensions as they are, with ``flexops.load``, and writes a table: which
+compiler each took, and its processor seconds.
+
+    python -m flexops_tools.bench.published SOURCES TABLE.md [--limit 300] [NAME ...]
+
+SOURCES has a checkout of each project in ``published.toml``, as ``owner+name``. What to compile is
+read from the project's own setup.py, run with a ``setup()`` that only records its extensions.
+Kernels are compiled for ``TORCH_CUDA_ARCH_LIST`` (default 9.0). Each row is written as it is
+finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+_LIST = Path(__file__).with_suffix(".toml")
+_HEAD = (
+    "| extension | sources | compiled by | CPU s | reason |\n| --- | ---: | --- | ---: | --- |\n"
+)
+_LONGEST = 160
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--limit", type=int, default=300, help="seconds for one project")
+    parser.add_argument("--jobs", type=int, default=1, help="projects at once")
+    parser.add_argument("--libraries", help="a directory of libraries that torch lacks here")
+    parser.add_argument("names", nargs="*", help="only projects whose name has one of these")
+    given = parser.parse_args()
+    given.table.write_text(_HEAD, encoding="utf-8")
+    projects = tomllib.loads(_LIST.read_text(encoding="utf-8"))["project"]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for done in [pool.submit(_rows, project, given) for project in projects]:
+            done.result()
+
+
+def _rows(project: dict[str, Any], given: Any) -> None:
+    label = f"{project['name']} {project.get('folder', '')}".strip()
+    if given.names and not any(name in label for name in given.names):
+        return
+    folder = given.sources / project["name"].replace("/", "+") / project.get("folder", "")
+    rows = [{"name": label, "by": "no checkout"}]
+    if folder.is_dir():
+        rows = _project(folder.resolve(), project, given)
+    text = "".join(f"{_line(label, row)}\n" for row in rows)
+    with given.table.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _line(label: str, row: dict[str, Any]) -> str:
+    name = label if row["name"] in label else f"{label}: {row['name']}"
+    reason = re.sub(r"\s+", " ", row.get("reason", "")).replace("|", "/")[:_LONGEST]
+    return (
+        f"| {name} | {row.get('sources', '')} | {row['by']} | {row.get('seconds', '')} | {reason} |"
+    )
+
+
+def _project(folder: Path, project: dict[str, Any], given: Any) -> list[dict[str, Any]]:
+    """Rows for a project's extensions, each built by a process of its own."""
+    if patterns := project.get("sources"):
+        found = [str(path) for pattern in patterns for path in sorted(folder.glob(pattern))]
+        extensions = [{"name": Path(patterns[0]).name.partition("*")[0].partition(".")[0],
+                       "sources": found}]  # fmt: skip
+    else:
+        said, _ = _child(_RECORD, {}, folder, given)
+        if isinstance(said, str):
+            return [{"name": "setup.py", "by": "no result", "reason": said}]
+        extensions = [one for one in said if any(path.endswith(".cu") for path in one["sources"])]
+    rows = []
+    for one in extensions:
+        said, seconds = _child(_BUILD, one, folder, given)
+        row = {"name": one["name"], "sources": len(one["sources"]), "seconds": round(seconds)}
+        if isinstance(said, str):
+            rows.append({**row, "by": "no result", "reason": said})
+        else:
+            rows.append({**row, **said})
+    return rows
+
+
+def _child(code: str, extension: dict[str, Any], folder: Path, given: Any) -> tuple[Any, float]:
+    """What a child process answers (a text if it failed), and the processor seconds that it and
+    its compilers took."""
+    environment = {
+        "TORCH_CUDA_ARCH_LIST": "9.0",
+        "FORCE_CUDA": "1",
+        "MAX_JOBS": "2",
+        "FLEXOPS_PCH": "0",
+        **os.environ,
+        "LIBRARIES": given.libraries or "",
+        "EXTENSION": json.dumps(extension),
+    }
+    command = [sys.executable, "-c", f"{_COMMON}{code}"]
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        end, done = time.monotonic() + given.limit, 0
+        while not done and time.monotonic() < end:
+            time.sleep(0.2)
+            done, _, used = os.wait4(process.pid, os.WNOHANG)
+        if not done:
+            os.killpg(process.pid, 9)
+            _, _, used = os.wait4(process.pid, 0)
+        said.seek(0)
+        output = said.read() if done else f"stopped after {given.limit} s"
+    seconds = used.ru_utime + used.ru_stime
+    lines = [line for line in output.splitlines() if line.startswith("ANSWER ")]
+    return (json.loads(lines[-1][7:]) if lines else output.strip()[-_LONGEST:]), seconds
+
+
+_COMMON = """
+import json, os, sys
+import torch
+if not torch.version.cuda:  # a torch for CPUs compiles just as well
+    torch.version.cuda = "13.0"
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+def answer(value):
+    print("ANSWER " + json.dumps(value), flush=True)
+    os._exit(0)
+"""
+_RECORD = """
+import runpy, setuptools
+from torch.utils import cpp_extension
+def record(name, sources, *args, **more):
+    flags = more.get("extra_compile_args") or {}
+    if not isinstance(flags, dict):
+        flags = {"cxx": flags, "nvcc": flags}
+    macros = [f"-D{key}" + ("" if value is None else f"={value}")
+              for key, value in more.get("define_macros") or ()]
+    return {"name": name, "sources": [os.path.abspath(str(one)) for one in sources],
+            "cflags": [*macros, *flags.get("cxx", ())], "cuda": [*macros, *flags.get("nvcc", ())],
+            "include": [os.path.abspath(str(one)) for one in more.get("include_dirs") or ()]}
+cpp_extension.CUDAExtension = cpp_extension.CppExtension = record
+from flexops import settings, toolchain
+nvcc = toolchain.discover(settings.current()).cuda
+cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(nvcc.root if nvcc else sys.prefix)
+def setup(*args, **more):
+    answer([one for one in more.get("ext_modules") or () if isinstance(one, dict)])
+setuptools.setup = setup
+import distutils.core
+distutils.core.setup = setup
+sys.argv = ["setup.py", "build_ext"]
+sys.path.insert(0, os.getcwd())
+runpy.run_path("setup.py", run_name="__main__")
+"""
+_BUILD = """
+import contextlib, io
+import flexops
+sys.setdlopenflags(os.RTLD_LAZY)
+one = json.loads(os.environ["EXTENSION"])
+libraries = os.environ["LIBRARIES"]
+name = one["name"].rpartition(".")[2]
+notes = io.StringIO()
+error = ""
+with contextlib.redirect_stderr(notes):
+    try:
+        flexops.load(name, one["sources"], extra_cflags=one.get("cflags"),
+                     extra_cuda_cflags=one.get("cuda"), extra_include_paths=one.get("include"),
+                     extra_ldflags=[f"-L{libraries}"] if libraries else [])
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+said = notes.getvalue()
+why = next((line for line in said.splitlines() if "nvcc compiles extension" in line), "")
+by = "fails" if error else "nvcc" if why else "NVRTC"
+answer({"by": by, "reason": error or why.partition("NVRTC does not: ")[2]})
+"""
+
+
+if __name__ == "__main__":
+    main()
