@@ -71,8 +71,28 @@ class Configured {
   const int exceptions = std::uncaught_exceptions();
 };
 
+/// Has flexops give its kernels to a library that Python opened by itself, from a wheel
+/// (flexops/build/load/extension_installed.py).
+[[gnu::noinline, gnu::cold]] inline void attach() {
+  const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));
+  const auto release = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "PyGILState_Release"));
+  const auto run =
+      reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
+  Dl_info self;
+  if (!ensure || !release || !run || !dladdr(&flexops::detail::provider, &self)) return;
+  const std::string program =
+      std::string(
+          "__import__('flexops.build.load.extension_installed', fromlist=['attach'])"
+          ".attach(r'''") +
+      self.dli_fname + "''')\n";
+  const int state = ensure();
+  run(program.c_str());
+  release(state);
+}
+
 template <class Stub, typename... A>
 void launch(const A&... arguments) {
+  if (!flexops::detail::provider) attach();
   if (!next.set) fail(name<Stub>(), "a kernel is called by <<<grid, block>>>");
   next.set = false;
   void* pointers[] = {

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from ..build.describe.declaration import Output as Output
     from ..build.describe.declaration import Rows as Rows
     from ..build.describe.schema import FLOATS as FLOATS
+    from .cpp_extension import BuildExtension as BuildExtension
+    from .cpp_extension import CppExtension as CppExtension
+    from .cpp_extension import CUDAExtension as CUDAExtension
     from .library import Library as Library
     from .library import Op as Op
     from .packaging import commands as commands
     from .packaging import extensions as extensions
 
 _PUBLIC = {
+    "BuildExtension": "flexops.builder.cpp_extension",
+    "CUDAExtension": "flexops.builder.cpp_extension",
+    "CppExtension": "flexops.builder.cpp_extension",
     "FLOATS": "flexops.build.describe.schema",
     "Library": "flexops.builder.library",
     "Op": "flexops.builder.library",
@@ -34,7 +40,18 @@ _PUBLIC = {
     "extensions": "flexops.builder.packaging",
 }
 
-__all__ = ["FLOATS", "Library", "Op", "Output", "Rows", "commands", "extensions"]
+__all__ = [
+    "FLOATS",
+    "BuildExtension",
+    "CUDAExtension",
+    "CppExtension",
+    "Library",
+    "Op",
+    "Output",
+    "Rows",
+    "commands",
+    "extensions",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -943,11 +943,13 @@ def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
             return CPP_TYPES[_dtype_name(value)]
         required = "a torch.dtype, or a type as C++ text"
     elif parameter.kind == "bool":
-        if isinstance(value, bool):
-            return str(value).lower()
+        if isinstance(value, int) and value in (0, 1):
+            return str(bool(value)).lower()
         required = "True or False"
     else:
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, int):
             letter = SCALARS.get(parameter.kind, "q")
             with contextlib.suppress(struct.error):
                 struct.pack("=" + letter, value)

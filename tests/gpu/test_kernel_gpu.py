@@ -241,14 +241,21 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 
 def test_what_the_gpu_refuses_is_said(scale: flexops.Kernel) -> None:
-    big = make_scale("too_many_threads", block=2048)
+    big = make_scale("too_many_threads", block=lambda: 2048)
     with pytest.raises(
         RuntimeError,
-        match=(
-            r"too_many_threads: CUDA error: .*block \(2048, 1, 1\).* at most 1024 threads, not 2048"
-        ),
+        match=r"too_many_threads: CUDA error: .*block \(2048, 1, 1\).* block x from 1 to 1024",
     ):
         big(torch.ones(3, device="cuda"), 1.0)
+    bounded = flexops.kernel(
+        fresh(SCALE)
+        .replace("void scale", "void __launch_bounds__(kMost) scale", 1)
+        .replace("template", "constexpr int kMost = 32; template", 1),
+        "gpu_tests::bounded(Tensor x, float factor) -> Tensor",
+        name="scale",
+    )
+    with pytest.raises(RuntimeError, match=r"the kernel has __launch_bounds__\(kMost\)"):
+        bounded(torch.ones(300, device="cuda"), 1.0)
     x = torch.ones(3, device="cuda")
     assert torch.equal(scale(x, 2.0), x * 2), "the process goes on"
 

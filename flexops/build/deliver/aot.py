@@ -178,12 +178,12 @@ def install(result: Result, out: Path) -> Path:
         CacheError: the directory cannot be written.
     """
     for kernel in result.kernels:
-        _copy(kernel.require(), out)
+        copy_entry(kernel.require(), out)
     entry = result.require()
     if not result.kernels:
-        return _copy(entry, out)
+        return copy_entry(entry, out)
     made_by = result.kernels[0].plan.compiler.version.major_minor
-    return _copy(
+    return copy_entry(
         entry,
         out,
         entry.manifest._replace(architectures=result.architectures, cuda_version=made_by),
@@ -204,7 +204,8 @@ def install_all(results: Sequence[Result], out: Path) -> list[Path]:
     ]
 
 
-def _copy(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
+def copy_entry(entry: Entry, out: Path, manifest: Manifest | None = None) -> Path:
+    """Put a finished artifact into a folder of a package."""
     target = out / entry.manifest.name
     staged = out / f".{entry.manifest.name}.new"
     try:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ...compute_capability import ComputeCapability
     from ...settings import Settings
     from ...toolchain.model import CudaToolkit, Toolchain, TorchBuild
-    from ...toolchain.nvrtc import DeviceCompiler
     from ..plan.kernel_plan import KernelPlan
     from ..store.cache import BuildCache
+    from .extension_installed import InstalledProgram
 
 _FIX = 'device_compiler="nvcc" (or FLEXOPS_DEVICE_COMPILER=nvcc), on a machine that has one'
 _LAUNCH_HEADER = "common/extension_launch.h"
@@ -175,11 +175,7 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
             required="nvcc",
         )
     texts, programs, files = [], [], []
-    roots = (
-        ("<csrc>", layout.csrc_root()),
-        ("<torch>", torch.include_dirs[0]),
-        *((f"<cuda {number}>", path) for number, path in enumerate(cuda.include_dirs)),
-    )
+    roots = roots_of(torch, cuda)
     version = _version_macros(torch)
     standard = (
         ()
@@ -241,6 +237,15 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
         halves_cflags=flags.host,
     )
     return Prepared(host, tools._replace(cuda=cuda), tuple(programs))
+
+
+def roots_of(torch: TorchBuild, cuda: CudaToolkit) -> tuple[tuple[str, Path], ...]:
+    """Where device code's includes are looked for, each with its name."""
+    return (
+        ("<csrc>", layout.csrc_root()),
+        ("<torch>", torch.include_dirs[0]),
+        *((f"<cuda {number}>", path) for number, path in enumerate(cuda.include_dirs)),
+    )
 
 
 def _version_macros(torch: TorchBuild) -> tuple[str, ...]:
@@ -337,6 +342,31 @@ def compile_kernels(programs: Sequence[Program], cache: BuildCache, chosen: Sett
     if not programs:
         return
     from ..compile import device_code, progress
+
+    plans = kernel_plans(programs, chosen)
+    missing = [plan for plan in plans if cache.read(plan.name, plan.key) is None]
+    if missing:
+        if not chosen.jit:
+            found = ", ".join(sorted({plan.name for plan in missing}))
+            what = (
+                "an extension's kernels are not in the cache, and FLEXOPS_JIT=0 rules out compiling"
+            )
+            raise NativeUnavailableError(what, found=found, fix="unset FLEXOPS_JIT")
+        cache.require_writable()
+        progress.say(_line(missing), chosen.log)
+        jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
+        for result in device_code.obtain(
+            missing, cache, jobs=jobs, time_limit=chosen.compile_timeout
+        ):
+            result.require()
+
+
+def kernel_plans(programs: Sequence[Program], chosen: Settings) -> list[KernelPlan]:
+    """The code of these programs, for the architectures that were asked for, or the GPUs here.
+
+    Raises:
+        ToolchainError: there is no NVRTC.
+    """
     from . import provider
 
     detected = toolchain.local_capabilities()
@@ -349,34 +379,21 @@ def compile_kernels(programs: Sequence[Program], cache: BuildCache, chosen: Sett
     architectures = list(single(choice.architectures))
     if not detected and not chosen.arch_list:
         architectures = [one for one in architectures if one.sass][-1:]
-    plans = [program.plan(one, choice.compiler) for program in programs for one in architectures]
-    missing = [plan for plan in plans if cache.read(plan.name, plan.key) is None]
-    if missing:
-        if not chosen.jit:
-            found = ", ".join(sorted({plan.name for plan in missing}))
-            what = (
-                "an extension's kernels are not in the cache, and FLEXOPS_JIT=0 rules out compiling"
-            )
-            raise NativeUnavailableError(what, found=found, fix="unset FLEXOPS_JIT")
-        cache.require_writable()
-        progress.say(_line(missing, choice.compiler), chosen.log)
-        jobs = device_code.choose_jobs(toolchain.resources.detect(), chosen.max_jobs)
-        for result in device_code.obtain(
-            missing, cache, jobs=jobs, time_limit=chosen.compile_timeout
-        ):
-            result.require()
+    return [program.plan(one, choice.compiler) for program in programs for one in architectures]
 
 
-def _line(plans: Sequence[KernelPlan], compiler: DeviceCompiler) -> str:
+def _line(plans: Sequence[KernelPlan]) -> str:
     sources = ", ".join(dict.fromkeys(plan.expression for plan in plans))
     architectures = ", ".join(dict.fromkeys(plan.architecture.code for plan in plans))
-    return f"{compiler}, and no nvcc, compiles the kernels of {sources} for {architectures}"
+    return (
+        f"{plans[0].compiler}, and no nvcc, compiles the kernels of {sources} for {architectures}"
+    )
 
 
 # ---- in the process ------------------------------------------------------------------------------
 
 
-def attach(library: Path, programs: Sequence[Program]) -> None:
+def attach(library: Path, programs: Sequence[Program | InstalledProgram]) -> None:
     """Let a library that is loaded ask for its kernels. A source's are of one module: they share
     its variables."""
     from . import provider

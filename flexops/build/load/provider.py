@@ -11,7 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ... import _fork, settings, toolchain
 from ...compute_capability import Architecture, ComputeCapability
@@ -32,6 +32,7 @@ from . import freshness, provider_texts, record
 
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
+    from .extension_installed import InstalledProgram
 
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
 _Callback = ctypes.CFUNCTYPE(
@@ -65,7 +66,7 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-AnyKernel = FamilyKernel | kernel_plan.TextKernel | Program
+AnyKernel: TypeAlias = "FamilyKernel | kernel_plan.TextKernel | Program | InstalledProgram"
 
 
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
@@ -205,11 +206,10 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
             loaded = libcuda.driver().load(
                 entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n")
             )
-            if (
-                settings.current().record
-                and not isinstance(kernel, Program)
-                and not (isinstance(kernel, FamilyKernel) and kernel.text)
-            ):
+            recorded = isinstance(kernel, kernel_plan.TextKernel) or (
+                isinstance(kernel, FamilyKernel) and not kernel.text
+            )
+            if recorded and settings.current().record:
                 record.kernel(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:

@@ -69,10 +69,10 @@ class Program(NamedTuple):
         return OpSpec(f"{self.extension}.cu", files=())
 
     def name(self, architecture: str) -> str:
-        return artifact_name(self.spec.family, architecture, self._digest())
+        return artifact_name(self.spec.family, architecture, self.digest)
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
-        digest, files = self._digest(), self._files()
+        digest, files = self.digest, self._files()
         library = device_library.of_program(self.text, self.roots, _TORCH, compiler)
         key = cache_key.digest_fields(
             [
@@ -150,7 +150,9 @@ class Program(NamedTuple):
                     found[f"{name}/{header}"] = cache_key.file_digest(root / header)
         return found
 
-    def _digest(self) -> str:
+    @property
+    def digest(self) -> str:
+        """Of all that decides the code, but for the compiler and the architecture."""
         kernels, options = "\0".join((*self.expressions, *self.symbols)), "\0".join(self.options)
         headers = [item for item in self._files().items() if not item[0].startswith("<csrc>")]
         return cache_key.digest_fields(
