@@ -3,6 +3,7 @@
 #include "int4_linear/int4_linear.h"
 
 #include "common/launch.h"
+#include "int4_linear/int4_16_rows.cuh"
 #include "int4_linear/int4_many_rows.cuh"
 #include "int4_linear/int4_many_rows_hopper.cuh"
 #include "int4_linear/int4_unpack.cuh"
@@ -14,7 +15,8 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `beside << 16 | warps << 8 | cluster`.
 struct Plan {
-  int beside;   // warps beside each other along n, 2 or 8; or wgmma's rows of x, 32 or 64
+  int beside;   // warps beside each other along n, 1 (up to 16 rows), 2 or 8; or wgmma's rows of x,
+                // 32 or 64
   int warps;    // of a block; those that are not beside each other share the columns
   int cluster;  // blocks that share the columns
 };
@@ -32,8 +34,17 @@ bool takes_hopper(const Int4Product& c) { return c.type == c.weight.scale_type; 
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors;
   const bool clusters = gpu.capability >= 90;
-  const bool narrow = c.m <= 16 && 2 * ceil_div(c.weight.tiles_n, 4) <= processors;
-  if (gpu.capability == 90 && takes_hopper(c) && !narrow) {
+  if (c.m <= 16) {
+    const int64_t count = ceil_div(c.weight.tiles_n, 2);
+    if (2 * count >= 7 * processors) return {1, 4, 1};
+    const int warps = c.m <= 8 && count <= processors ? 16 : 8;
+    int cluster = c.m > 8 && clusters && count <= processors ? 2 : 1;
+    while (clusters && cluster < 4 && 2 * count * cluster <= processors &&
+           c.weight.tiles_k >= 4 * warps * cluster)
+      cluster *= 2;
+    return {1, warps, cluster};
+  }
+  if (gpu.capability == 90 && takes_hopper(c)) {
     const int tokens = c.m <= 32 ? 32 : 64;
     const int64_t count =
         ceil_div(c.weight.tiles_n, 4 * int4::kHopperGroups) * ceil_div(c.m, tokens);
@@ -68,6 +79,19 @@ LaunchConfig config_of(int64_t grid, int warps, int64_t shared_bytes, int cluste
           shared_bytes, static_cast<unsigned>(cluster),      gpu_facts().capability >= 90};
 }
 
+template <class T, class S, int kTokens, int kAhead, int kThreads, int kBlocks>
+void launch_16(Params& p, const Plan& plan, void* stream) {
+  constexpr int kRows = 2;
+  p.token_tiles = 1, p.warps_n = 1, p.log_rows = log2_of(16 * kRows);
+  const LaunchConfig config =
+      config_of(ceil_div(p.tiles_n, kRows) * plan.cluster, plan.warps,
+                int64_t{plan.warps} * kRows * kTokens * 512, plan.cluster, stream);
+  if (p.group_shift == 5)
+    return launch(rare_kernel<int4::rows_16<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, true>>,
+                  config, p);
+  launch(kernel<int4::rows_16<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, false>>, config, p);
+}
+
 template <class T, class S, int kTokens, int kBeside>
 void launch_many(Params& p, const Plan& plan, void* stream) {
   const int64_t stage = kTokens * 1024 + kBeside * int4::kWarpStage;
@@ -85,6 +109,10 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
 
 template <class T, class S>
 void launch_many(Params& p, const Plan& plan, void* stream) {
+  if (plan.beside == 1) {
+    if (p.m > 8) return launch_16<T, S, 2, 2, 256, 2>(p, plan, stream);
+    return launch_16<T, S, 1, 3, 512, 1>(p, plan, stream);
+  }
   if (plan.beside == 2) {
     if (p.m <= 32) return launch_many<T, S, 4, 2>(p, plan, stream);
     return launch_many<T, S, 8, 2>(p, plan, stream);

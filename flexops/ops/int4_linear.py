@@ -419,7 +419,7 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     ops = torch.ops.flexops
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor
-    if streams(x, weight):
+    if streams(x, weight) and x.numel() <= MOST_STREAMED_ALONE * weight.k:
         lists = [[] if one is None else [one] for one in (packed, scales, zeros, bias)]
         result = ops.int4_few_rows_linear.default(
             x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
@@ -434,6 +434,9 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
 
 
 MOST_STREAMED_ROWS = 8
+MOST_STREAMED_ALONE = 4
+"""Of more rows, tensor cores compute a product by itself faster (one H200): with 8 rows of 4096 x
+4096 in 6.5 instead of 9.8 us."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
