@@ -24,11 +24,11 @@ struct DecodeParams {
   float* parts_sums;  // [splits, batch, heads_q, length_q]: log2 of the sum of 2^score
 };
 
-/// kMost: bytes of shared memory; 96 KiB are what sm_86 and sm_89 have, too.
-template <class T, int kDim, int kDimV, int kWarps_, int kN, int kMost = 96 * 1024>
+template <class T, int kDim, int kDimV, int kWarps_, int kN>
 struct Decode {
   static constexpr int kM = 16, kColumns = kDim, kColumnsV = kDimV, kKeys = kN, kWarps = kWarps_,
-                       kThreads = 32 * kWarps;
+                       kThreads = 32 * kWarps,
+                       kMost = 96 * 1024;  // bytes: what sm_86 and sm_89 have, too
   using K = Panels<kN, kDim>;
   using V = Panels<kN, kDimV>;
   static constexpr int kStages = kMost / (kWarps * (K::kBytes + V::kBytes)),

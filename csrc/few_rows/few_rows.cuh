@@ -1,28 +1,24 @@
 // Products of a few rows with weights as they are, [columns, k]: a decode step's, which take as
 // long as it takes to read the weights. Formulas: flexops/ops/few_rows.py.
 //
-// A block computes tiles of 16 or 32 columns (or half of them, of a gate and of what it gates) for
-// all rows, one after another; its warps share k. The weights are the left operand of mma.sync, 16
-// bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
-// bytes lie together. Tensor cores, because a lane would otherwise widen every weight.
+// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows;
+// its warps share k. The weights are the left operand of mma.sync and go from memory to registers,
+// 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
+// bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
+// two chunks of k in flight: while it multiplies one, the other arrives.
 //
-// Each warp has a ring of chunks of k in shared memory, which cp.async fills across the ends of
-// tiles. A stage holds what its lanes read themselves:
+// A block first copies one row or two to shared memory while its first weights are on their way.
+// There they are multiplied by the norm's weights, and their squares added up; a row's factor is
+// applied to the sums of the product.
 //
-//   weights  [steps][tiles][2][lanes], 16 bytes each
-//   rows     [steps][rows][4], then the norm's weights, [steps][4]
-//
-// The rows are multiplied by the norm's weights as they are read, and their squares added up; a
-// row's factor is applied to the sums of the product.
-//
-// One block of a multiprocessor fills memory's latency with half of the shared memory and a quarter
-// of the registers. In a captured step (`early`) the next kernel therefore starts beside this one,
-// and its rings are full when this one ends: weights do not depend on what this one writes.
+// In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
+// before it still runs: weights do not depend on it.
 #pragma once
 
 #include "common/async.cuh"
 #include "common/dtypes.cuh"
 #include "common/reduce.cuh"
+#include "common/vec.cuh"
 #include "few_rows/few_rows_kinds.h"
 
 namespace flexops::few_rows {
@@ -30,13 +26,18 @@ namespace flexops::few_rows {
 inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
 
 /// Of a kernel: `rows` are at most 8 of them; `tiles` of 16 weights' rows a block; `steps` of 32 of
-/// k in a stage.
+/// k that a warp loads at once; `resident` warps of a multiprocessor, for which registers suffice.
 struct Shape {
-  int rows, tiles, steps;
+  int warps, rows, tiles, steps, resident;
 };
-enum { kLow, kTall, kTallFew };  // at most 8 rows; more, with many and few tiles
-inline constexpr Shape kShapes[] = {{1, 1, 2}, {2, 2, 1}, {2, 1, 2}};
-inline constexpr int kWarps = 8;
+/// For at most 8 rows, with many blocks, with two for each multiprocessor at most, and with one of
+/// long rows at most; and for more rows, with many blocks and few. Tuned on one H200.
+enum { kMany, kSome, kFew, kTall, kTallFew };
+inline constexpr Shape kShapes[] = {
+    {8, 1, 1, 2, 24}, {8, 1, 1, 4, 16}, {16, 1, 1, 4, 16}, {8, 2, 2, 2, 16}, {16, 2, 1, 2, 16},
+};
+/// Whether a block reads the rows as it needs them (and normalizes them), or from shared memory.
+enum Input { kDirect, kDirectNorm, kStaged };
 
 struct Params {
   const void* x;                                  // [rows, k]
@@ -47,39 +48,42 @@ struct Params {
   void* out;                                      // [rows, width]
   int ends[kMaxWeights];                          // of the weights' blocks
   int columns[kMaxWeights], starts[kMaxWeights];  // first column in `out`
-  int rows, k, width, count, tiles, stages;
+  int rows, k, width, count;
   float eps, offset;
   int activation;
 };
-/// Bytes of a warp's stage.
-FLEXOPS_DEVICE int stage_bytes(const Shape& shape, int rows, bool norm) {
-  return shape.steps * (1024 * shape.tiles + 64 * rows + (norm ? 64 : 0));
+
+/// 16 bytes of weights, which one kernel reads once: past the first-level cache, and 256 bytes at a
+/// time into the second, because a warp reads 64 of a row at once.
+FLEXOPS_DEVICE uint4 load_weights(const u16* at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint4 out;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+      : "l"(at));
+  return out;
+#else
+  return bit_cast<uint4>(load<Cache::streaming>(reinterpret_cast<const Vec<u16, 8>*>(at)));
+#endif
 }
 
-/// Starts the copy of 8 neighbouring numbers of a row, zeros from k on; of weights, which one
-/// kernel reads once, 256 bytes at a time into the second-level cache, because a warp reads 64 or
-/// 128.
-template <bool kAligned, bool kWeights>
-FLEXOPS_DEVICE void copy8(uint4* to, const u16* row, int at, int k) {
+/// A lane's 8 neighbouring numbers of a row; zeros from k on.
+template <bool kAligned, Cache cache>
+FLEXOPS_DEVICE uint4 load8(const u16* row, int at, int k) {
+  uint4 out = {0, 0, 0, 0};
   if constexpr (kAligned) {
-    const bool valid = at < k;
-    const u16* const from = valid ? row + at : row;
-    if constexpr (kWeights) {
-      asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
-                       static_cast<u32>(__cvta_generic_to_shared(to))),
-                   "l"(from), "r"(valid ? 16 : 0)
-                   : "memory");
-    } else {
-      async_copy16(to, from, valid);
-    }
+    if (at >= k) return out;
+    if constexpr (cache == Cache::streaming) return load_weights(row + at);
+    out = bit_cast<uint4>(load<cache>(reinterpret_cast<const Vec<u16, 8>*>(row + at)));
   } else {
     u32 words[4] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (at + i < k) words[i / 2] |= static_cast<u32>(row[at + i]) << (i % 2 * 16);
     }
-    *to = {words[0], words[1], words[2], words[3]};
+    out = {words[0], words[1], words[2], words[3]};
   }
+  return out;
 }
 
 template <class T>
@@ -116,196 +120,182 @@ FLEXOPS_DEVICE float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-/// A tile's columns: of which weight, and which.
-struct Columns {
-  int which = 0, first, count;
-  FLEXOPS_DEVICE Columns(const Params& p, int tile, int width, bool gated) {
-    while (!gated && which + 1 < p.count && tile >= p.ends[which]) ++which;
-    first = (tile - (which ? p.ends[which - 1] : 0)) * width, count = p.columns[which];
-  }
-};
+/// Elements from one row in shared memory to the next: 4 lanes of one row and 4 of the next read
+/// different banks.
+FLEXOPS_DEVICE int staged_stride(int k) { return (k + 63) / 64 * 64 + 32; }
 
-template <class T, int kShape, bool kGated, bool kNorm, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarps, 2) product(const FLEXOPS_GRID_CONSTANT Params p) {
+template <class T, int kShape, bool kGated, Input kInput, bool kAligned>
+__global__ void __launch_bounds__(32 * kShapes[kShape].warps,
+                                  kShapes[kShape].resident / kShapes[kShape].warps)
+    product(const FLEXOPS_GRID_CONSTANT Params p) {
   constexpr Shape kIs = kShapes[kShape];
-  constexpr int kRowTiles = kIs.rows, kTiles = kIs.tiles, kSteps = kIs.steps;
+  constexpr int kWarps = kIs.warps, kRowTiles = kIs.rows, kTiles = kIs.tiles, kSteps = kIs.steps;
   constexpr int kLines = kColumns * kTiles, kRows = 8 * kRowTiles;
   constexpr int kOfTile = kGated ? kColumns / 2 : kColumns, kOut = kOfTile * kTiles;
   constexpr int kChunk = 32 * kSteps, kStride = kWarps * kChunk;
-  constexpr int kRowsAt = kSteps * kTiles * 64;  // in a stage, in vectors
-  extern __shared__ uint4 memory[];
+  extern __shared__ uint4 staged[];
   __shared__ float sums[kWarps][kLines][kRows + 1];
   __shared__ float squares[kWarps][kRows];
   let_next_start();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane / 4, quarter = lane % 4;
-  const int begin = warp * kChunk + 8 * quarter, stage = stage_bytes(kIs, p.rows, kNorm) / 16;
-  uint4* const ring = memory + warp * p.stages * stage;
 
-  // Of the chunk that is copied next: its tile and its first number of a lane's; and the two rows
-  // of weights of each tile of 16. Those behind the last one are its like.
-  int tile_ahead = static_cast<int>(blockIdx.x), ahead = begin;
-  const u16* lines[kTiles][2];
-  const auto find_lines = [&] {
-    const Columns columns(p, tile_ahead, kOut, kGated);
-    const auto row_of = [&](int number, int column) {
-      return static_cast<const u16*>(p.weights[number]) +
-             static_cast<i64>(min(column, columns.count - 1)) * p.k;
-    };
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int column = columns.first + kOfTile * tile + group;
-      lines[tile][0] = row_of(columns.which, column);
-      lines[tile][1] = kGated ? row_of(1, column) : row_of(columns.which, column + 8);
-    }
+  // Which weights: two rows of them for each lane and tile. Those behind the last one are its like.
+  const int block = static_cast<int>(blockIdx.x);
+  int which = 0;
+  while (!kGated && which + 1 < p.count && block >= p.ends[which]) ++which;
+  const int first = (block - (which ? p.ends[which - 1] : 0)) * kOut;
+  const int columns = p.columns[which];
+  const auto row_of = [&](int number, int column) {
+    const int last = columns - 1;
+    return static_cast<const u16*>(p.weights[number]) +
+           static_cast<i64>(column < last ? column : last) * p.k;
   };
-  const auto copy_weights = [&](uint4* to) {
+  const u16* lines[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = first + kOfTile * tile + group;
+    lines[tile][0] = row_of(which, column);
+    lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
+  }
+
+  // The first weights, before what the kernel ahead writes is read.
+  uint4 held[2][kSteps][kTiles][2];
+  const auto fetch = [&](uint4(&to)[kSteps][kTiles][2], int at) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i)
-        copy8<kAligned, true>(to + (2 * kTiles * s + i) * 32 + lane, lines[i / 2][i % 2],
-                              ahead + 32 * s, p.k);
-      if (kNorm && group == 0)
-        copy8<kAligned, false>(to + kRowsAt + 4 * kSteps * p.rows + 4 * s + quarter,
-                               static_cast<const u16*>(p.norm), ahead + 32 * s, p.k);
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          to[s][tile][i] = load8<kAligned, Cache::streaming>(lines[tile][i], at + 32 * s, p.k);
+      }
     }
   };
-  const auto copy_rows = [&](uint4* to, int at) {
+  const int begin = warp * kChunk + 8 * quarter;
+  fetch(held[0], begin);
+  fetch(held[1], begin + kStride);
+  wait_for_previous();
+
+  // The rows, to shared memory.
+  u16* const rows = reinterpret_cast<u16*>(staged);
+  if constexpr (kInput == kStaged) {
+    for (int row = 0; row < p.rows; ++row) {
+      float total = 0;
+      for (int i = 8 * static_cast<int>(threadIdx.x); i < p.k; i += 8 * 32 * kWarps) {
+        uint4 v = load8<true, Cache::normal>(
+            static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, i, p.k);
+        if (p.norm) {
+          const uint4 gain = load8<true, Cache::normal>(static_cast<const u16*>(p.norm), i, p.k);
+          v.x = weigh<T>(v.x, gain.x, p.offset, total),
+          v.y = weigh<T>(v.y, gain.y, p.offset, total);
+          v.z = weigh<T>(v.z, gain.z, p.offset, total),
+          v.w = weigh<T>(v.w, gain.w, p.offset, total);
+        }
+        *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + i) = v;
+      }
+      total = warp_reduce(total, Sum());
+      if (lane == 0) squares[warp][row] = total;
+    }
+    __syncthreads();
+  }
+
+  float acc[kTiles][kRowTiles][4] = {}, squared[kRowTiles] = {};
+  const auto multiply = [&](const uint4(&weights)[kSteps][kTiles][2], int at) {
+    uint4 x[kSteps][kRowTiles];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const int row = 8 * tile + group;
-        if (row < p.rows)
-          copy8<kAligned, false>(to + kRowsAt + 4 * (p.rows * s + row) + quarter,
-                                 static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k,
-                                 at + 32 * s, p.k);
+        x[s][tile] = {0, 0, 0, 0};
+        if (row >= p.rows) continue;
+        if constexpr (kInput == kStaged) {
+          if (at + 32 * s < p.k)
+            x[s][tile] = *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + at + 32 * s);
+        } else {
+          x[s][tile] = load8<kAligned, Cache::normal>(
+              static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, at + 32 * s, p.k);
+        }
       }
     }
-  };
-  const auto advance = [&] {
-    ahead += kStride;
-    if (ahead - begin < p.k) return;
-    ahead = begin, tile_ahead += static_cast<int>(gridDim.x);
-    if (tile_ahead < p.tiles) find_lines();
-  };
-
-  // Fill the ring but for one stage: weights, before what the kernel ahead writes is there.
-  find_lines();
-#pragma unroll 1
-  for (int i = 0; i < p.stages - 1 && tile_ahead < p.tiles; ++i)
-    copy_weights(ring + i * stage), advance();
-  wait_for_previous();
-  for (int i = 0, at = begin; i < p.stages - 1; ++i) {
-    copy_rows(ring + i * stage, at);
-    at = at + kStride - begin < p.k ? at + kStride : begin;
-  }
-  async_commit();
-
-  float acc[kTiles][kRowTiles][4], squared[kRowTiles];
-  const auto multiply = [&](const uint4* from) {
+    if constexpr (kInput == kDirectNorm) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint4 gain =
+            load8<kAligned, Cache::normal>(static_cast<const u16*>(p.norm), at + 32 * s, p.k);
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+          uint4& v = x[s][tile];
+          v.x = weigh<T>(v.x, gain.x, p.offset, squared[tile]);
+          v.y = weigh<T>(v.y, gain.y, p.offset, squared[tile]);
+          v.z = weigh<T>(v.z, gain.z, p.offset, squared[tile]);
+          v.w = weigh<T>(v.w, gain.w, p.offset, squared[tile]);
+        }
+      }
+    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      uint4 x[kRowTiles], gain;
-      if constexpr (kNorm) gain = from[kRowsAt + 4 * kSteps * p.rows + 4 * s + quarter];
-#pragma unroll
-      for (int row = 0; row < kRowTiles; ++row) {
-        uint4& v = x[row];
-        v = {0, 0, 0, 0};
-        if (8 * row + group < p.rows)
-          v = from[kRowsAt + 4 * (p.rows * s + 8 * row + group) + quarter];
-        if constexpr (kNorm) {
-          v.x = weigh<T>(v.x, gain.x, p.offset, squared[row]);
-          v.y = weigh<T>(v.y, gain.y, p.offset, squared[row]);
-          v.z = weigh<T>(v.z, gain.z, p.offset, squared[row]);
-          v.w = weigh<T>(v.w, gain.w, p.offset, squared[row]);
-        }
-      }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const uint4 a = from[(2 * kTiles * s + 2 * tile) * 32 + lane],
-                    b = from[(2 * kTiles * s + 2 * tile + 1) * 32 + lane];
+        const uint4 &a = weights[s][tile][0], &b = weights[s][tile][1];
 #pragma unroll
         for (int row = 0; row < kRowTiles; ++row) {
-          mma<T>(acc[tile][row], a.x, b.x, a.y, b.y, x[row].x, x[row].y);
-          mma<T>(acc[tile][row], a.z, b.z, a.w, b.w, x[row].z, x[row].w);
+          const uint4& v = x[s][row];
+          mma<T>(acc[tile][row], a.x, b.x, a.y, b.y, v.x, v.y);
+          mma<T>(acc[tile][row], a.z, b.z, a.w, b.w, v.z, v.w);
         }
       }
     }
   };
-  // Adds the warps' sums, and writes the tile.
-  const auto finish = [&](int number) {
-#pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
-              acc[tile][row][i];
-      }
-      if constexpr (kNorm) {
-        const float total = warp_reduce<4>(squared[row], Sum());
-        if (quarter == 0) squares[warp][8 * row + group] = total;
-      }
-    }
-    __syncthreads();
-    const Columns columns(p, number, kOut, kGated);
-    for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps) {
-      const int column = i % kOut, row = i / kOut, at = columns.first + column;
-      if (at >= columns.count) continue;
-      float factor = 1;
-      if constexpr (kNorm) {
-        float total = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) total += squares[w][row];
-        factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
-      }
-      const int line = column / kOfTile * kColumns + column % kOfTile;
-      const auto result = [&](int weight, int at_line) {
-        float total = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) total += sums[w][at_line][row];
-        total *= factor;
-        if (p.biases[weight]) total += to_float(static_cast<const T*>(p.biases[weight])[at]);
-        return round_to<T>(total);
-      };
-      float value = result(columns.which, line);
-      if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
-      const i64 place = static_cast<i64>(row) * p.width + p.starts[columns.which] + at;
-      if (p.residual)
-        value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
-      static_cast<T*>(p.out)[place] = from_float<T>(value);
-    }
-    __syncthreads();  // the sums are free
-  };
+  for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
+    multiply(held[0], at);
+    fetch(held[0], at + 2 * kStride);
+    multiply(held[1], at + kStride);
+    fetch(held[1], at + 3 * kStride);
+  }
 
-  int slot = 0;
-  bool started = false;
-  for (int tile = static_cast<int>(blockIdx.x); tile < p.tiles;
-       tile += static_cast<int>(gridDim.x)) {
+  // The warps' sums are added.
 #pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
-      squared[row] = 0;
+  for (int row = 0; row < kRowTiles; ++row) {
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i)
-        acc[i][row][0] = acc[i][row][1] = acc[i][row][2] = acc[i][row][3] = 0;
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
+            acc[tile][row][i];
     }
-#pragma unroll 1
-    for (int at = 0; at < p.k; at += kStride) {
-      async_wait(started ? p.stages - 2 : 0);
-      started = true;
-      __syncwarp();  // this stage is there, and the one before no longer used
-      if (tile_ahead < p.tiles) {
-        uint4* const to = ring + (slot == 0 ? p.stages - 1 : slot - 1) * stage;
-        copy_weights(to), copy_rows(to, ahead), advance();
-      }
-      async_commit();
-      multiply(ring + slot * stage);
-      slot = slot == p.stages - 1 ? 0 : slot + 1;
+    if constexpr (kInput == kDirectNorm) {
+      const float total = warp_reduce<4>(squared[row], Sum());
+      if (quarter == 0) squares[warp][8 * row + group] = total;
     }
-    finish(tile);
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps) {
+    const int column = i % kOut, row = i / kOut;
+    if (first + column >= columns) continue;
+    float factor = 1;
+    if (kInput != kDirect && p.norm) {
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += squares[w][row];
+      factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+    }
+    const int line = column / kOfTile * kColumns + column % kOfTile;
+    const auto result = [&](int number, int at) {
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += sums[w][at][row];
+      total *= factor;
+      if (p.biases[number])
+        total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
+      return round_to<T>(total);
+    };
+    float value = result(which, line);
+    if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
+    const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
+    if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
+    static_cast<T*>(p.out)[place] = from_float<T>(value);
   }
 }
 

@@ -1,8 +1,7 @@
-// The launcher of products of a few rows: which kernel, and a block for each multiprocessor.
+// The launcher of products of a few rows: which kernel, and a block for each 16 columns.
 
 #include "few_rows/few_rows.h"
 
-#include "common/arithmetic.h"
 #include "common/launch.h"
 #include "few_rows/few_rows.cuh"
 
@@ -11,25 +10,32 @@ namespace {
 
 using few_rows::Params;
 
-constexpr int64_t kRing = 96 << 10;    // bytes of shared memory: two kernels run side by side
-constexpr int64_t kBeside = 20 << 10;  // and what a block has besides, at most
-constexpr int64_t kMostStages = 8;
+constexpr int64_t kLong = 4096;             // of k, for blocks of many warps
+constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
+constexpr int kMostStagedRows = 2;          // more take longer to copy than to read as needed
 
 /// Kernels by shape and gated.
 using Kernels = KernelOf<Params>[2];
-#define FLEXOPS_FEW_ROWS(which, shape, norm, aligned)                  \
-  {which<few_rows::product<T, few_rows::shape, false, norm, aligned>>, \
-   which<few_rows::product<T, few_rows::shape, true, norm, aligned>>}
-#define FLEXOPS_FEW_ROWS_SHAPES(which, norm, aligned)                                           \
-  {FLEXOPS_FEW_ROWS(which, kLow, norm, aligned), FLEXOPS_FEW_ROWS(which, kTall, norm, aligned), \
-   FLEXOPS_FEW_ROWS(which, kTallFew, norm, aligned)}
+#define FLEXOPS_FEW_ROWS(which, shape, input, aligned)                  \
+  {which<few_rows::product<T, few_rows::shape, false, input, aligned>>, \
+   which<few_rows::product<T, few_rows::shape, true, input, aligned>>}
+#define FLEXOPS_FEW_ROWS_SHAPES(which, input, aligned)                                            \
+  FLEXOPS_FEW_ROWS(which, kMany, input, aligned), FLEXOPS_FEW_ROWS(which, kSome, input, aligned), \
+      FLEXOPS_FEW_ROWS(which, kFew, input, aligned),                                              \
+      FLEXOPS_FEW_ROWS(which, kTall, input, aligned),                                             \
+      FLEXOPS_FEW_ROWS(which, kTallFew, input, aligned)
 
 template <class T>
-KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors) {
-  static const Kernels kPlain[] = FLEXOPS_FEW_ROWS_SHAPES(kernel, false, true);
-  static const Kernels kNormed[] = FLEXOPS_FEW_ROWS_SHAPES(kernel, true, true);
-  static const Kernels kRagged[] = FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, false, false);
-  static const Kernels kRaggedNormed[] = FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, true, false);
+KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors, bool staged) {
+  using few_rows::kDirect, few_rows::kDirectNorm, few_rows::kStaged;
+  static const Kernels kInShared[] = {FLEXOPS_FEW_ROWS(kernel, kMany, kStaged, true),
+                                      FLEXOPS_FEW_ROWS(kernel, kSome, kStaged, true),
+                                      FLEXOPS_FEW_ROWS(kernel, kFew, kStaged, true)};
+  static const Kernels kPlain[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirect, true)};
+  static const Kernels kNormed[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirectNorm, true)};
+  static const Kernels kRagged[] = {FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, kDirect, false)};
+  static const Kernels kRaggedNormed[] = {FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, kDirectNorm, false)};
+  if (staged) return kInShared[shape][gated];
   if (vectors) return (norm ? kNormed : kPlain)[shape][gated];
   return (norm ? kRaggedNormed : kRagged)[shape][gated];
 }
@@ -57,31 +63,28 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     p.starts[i] = gated ? 0 : static_cast<int>(all);
     all += p.columns[i];
   }
-  const auto& gpu = gpu_facts();
-  const auto tiles_of = [&](int64_t columns, int shape) {
-    const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
-    return ceil_div(columns, gated ? lines / 2 : lines);
-  };
-  const int shape = p.rows <= 8 ? few_rows::kLow
-                    : tiles_of(gated ? width : all, few_rows::kTall) < gpu.processors
-                        ? few_rows::kTallFew
-                        : few_rows::kTall;
+  const int64_t processors = gpu_facts().processors;
+  const int64_t some = ceil_div(gated ? 2 * width : all, few_rows::kColumns);
+  const bool few = some <= processors && p.k >= kLong;
+  const int shape = p.rows > 8               ? few ? few_rows::kTallFew : few_rows::kTall
+                    : few                    ? few_rows::kFew
+                    : some <= 2 * processors ? few_rows::kSome
+                                             : few_rows::kMany;
+  const int lines = few_rows::kColumns * few_rows::kShapes[shape].tiles;
   int64_t count = 0;
   for (int i = 0; i < p.count; ++i) {
-    if (!gated || i == 0) count += tiles_of(p.columns[i], shape);
+    if (!gated || i == 0) count += ceil_div(p.columns[i], gated ? lines / 2 : lines);
     p.ends[i] = static_cast<int>(count);
   }
-  p.tiles = static_cast<int>(count);
-  const int64_t stage =
-      few_rows::kWarps * few_rows::stage_bytes(few_rows::kShapes[shape], p.rows, p.norm != nullptr);
-  const int64_t most = least(kRing, gpu.shared_of_block - kBeside) / stage;
-  p.stages = static_cast<int>(most < 2 ? 2 : least(most, kMostStages));
+  const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
+  const bool staged = vectors && p.norm && p.rows <= kMostStagedRows && bytes <= kMostStaged;
   const auto start = [&](auto type) {
     using T = decltype(type);
-    LaunchConfig config{
-        blocks(least(count, gpu.processors)), {32 * few_rows::kWarps}, stream, p.stages * stage};
-    config.early = o.early && gpu.capability >= 90;
-    launch(kernel_for<T>(shape, gated, p.norm != nullptr, vectors), config, p);
+    const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
+    const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
+    LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
+    config.early = o.early && gpu_facts().capability >= 90;
+    launch(chosen, config, p);
   };
   if (o.x.dtype == Dtype::bf16) {
     start(bf16{});

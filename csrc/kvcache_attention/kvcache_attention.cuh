@@ -10,9 +10,9 @@
 // does not see all of them, its first part appends them all. Above kMostFused tiles append_new has
 // written it all before.
 //
-// On sm_90 and newer each kernel starts while the one before it in the stream ends. It waits for
-// that one before it reads anything; with `early`, before it reads more than the cache and where
-// tokens are, which only kernels before that one have written.
+// On sm_90 and newer the kernels of a small call (`overlaps`) start while the one before them in
+// the stream ends. They wait for that one before they read anything; with `early`, before they read
+// more than the cache and where tokens are, which only kernels before that one have written.
 #pragma once
 
 #include "attention/attention_decode.cuh"
@@ -36,6 +36,7 @@ struct CacheParams {
   Tensor new_k, new_v;  // [batch, added, heads_k, columns]
   int added;            // tokens of each sequence
   bool fused;           // cached_attend appends them
+  bool overlaps;        // with the kernels before and behind it
   bool early;           // what is cached does not wait for the kernel ahead
   int length;           // cached before, if seqlens is null
   const i32 *seqlens, *batch_idx, *leftpad, *table;  // [batch], but table [batch, pages]; or null
@@ -441,7 +442,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     cached_attend(const FLEXOPS_GRID_CONSTANT CacheParams p) {
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
-  let_next_start();
+  if (p.overlaps) let_next_start();
   if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
@@ -460,7 +461,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTANT CacheParams p) {
-  let_next_start();
+  if (p.overlaps) let_next_start();
   if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,

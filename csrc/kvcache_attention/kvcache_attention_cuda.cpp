@@ -63,7 +63,7 @@ const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, voi
   CacheParams p = make_cache(c, tiling, none ? 1 : splits_of(c, tiling), workspace);
   p.decode.parts_sums = p.decode.parts + p.decode.splits * rows_of(a) * a.head_dim_v;
   p.fused = c.added > 0 && !none && p.decode.call.tiles <= kMostFused;
-  p.early = c.early && (p.fused || c.added == 0);
+  p.overlaps = overlaps(c, 16), p.early = c.early && p.overlaps && (p.fused || c.added == 0);
   const int64_t all = a.batch * a.heads_k * p.decode.call.tiles;
   if (!fits_grid(all, p.decode.splits, 1) || !fits_grid(a.batch, a.heads_k, c.added) ||
       !fits_grid(rows_of(a), 1, 1))
@@ -71,8 +71,8 @@ const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, voi
   if (c.added > 0 && !p.fused)
     launch(kAppend.of(a), {blocks(a.batch * a.heads_k * c.added), {64}, stream}, p);
   if (none) return last_error();
-  launch_tiles(tiling, a, all * p.decode.splits, stream, p, overlaps());
-  if (p.decode.splits > 1) launch_combine(kCombine, a, stream, p);
+  launch_tiles(tiling, a, all * p.decode.splits, stream, p, p.overlaps);
+  if (p.decode.splits > 1) launch_combine(kCombine, a, stream, p.overlaps, p);
   return last_error();
 }
 

@@ -44,7 +44,7 @@ struct CodesParams {
     const Problem& problem = cache.decode.call.problem;
     return (static_cast<i64>(s.batch) * problem.heads_k + s.head_k) * problem.length_k + at;
   }
-  FLEXOPS_DEVICE int coded(int tokens) const { return max(0, tokens - residual) / group * group; }
+  FLEXOPS_DEVICE int coded(int tokens) const { return max(0, tokens - residual) & -group; }
 };
 
 /// 32 tokens' codes in shared memory, 16-byte vectors permuted so that ldmatrix reads 8 rows
@@ -82,15 +82,18 @@ FLEXOPS_DEVICE u32 multiply2(u32 a, u32 b) {
 FLEXOPS_DEVICE u32 widen_bytes(u32 word, u32 selector) {
   return __byte_perm(word, 0x64646464u, selector);
 }
-FLEXOPS_DEVICE u32 widen_halves(u32 word, u32 mask) { return (word & mask) | 0x64006400u; }
+/// Half-bytes of `word` in `mask`. One instruction, of which the compiler makes two.
+FLEXOPS_DEVICE u32 widen_halves(u32 word, u32 mask) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(0x64006400u));
+  return out;
+}
 
 template <int kDim, int kDimV, int kBits_, int kValueGroup_, int kWarps_>
 struct Coded {
   static constexpr int kM = 16, kKeys = 32, kColumns = kDim, kColumnsV = kDimV, kBits = kBits_,
                        kWarps = kWarps_, kThreads = 32 * kWarps, kValueGroup = kValueGroup_,
-                       kGroups = kDimV / kValueGroup;
-  // Chains of products bound this kernel: three blocks of a multiprocessor hide them, not two.
-  static constexpr int kBlocks = kDim <= 128 ? 3 : 2, kMost = 216 * 1024 / kBlocks;
+                       kGroups = kDimV / kValueGroup, kMost = 90 * 1024;
   using K = CodeTile<kDim * kBits / 8>;
   using V = CodeTile<kDimV * kBits / 8>;
   using Q = Panels<kM, kDim>;
@@ -320,14 +323,15 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
   // Start the copies of this warp's first blocks.
   const u32 whole = static_cast<u32>(__cvta_generic_to_shared(memory)),
             ring = whole + warp * kStages * kStage;
+  const int shift = 31 - __clz(c.group);  // a power of two
   const auto load = [&](int n, int stage) {
     if (n < end) {
       const u32 to = ring + stage * kStage, v = to + K::kBytes, steps = v + V::kBytes;
       const i64 token = c.token(s, n * kN);
       copy_codes<K>(to, c.k_codes + token * K::kRowBytes);
       copy_codes<V>(v, c.v_codes + token * V::kRowBytes);
-      copy_bytes(steps, c.k_steps + token / c.group * (2 * Shape::kColumns), Shape::kStepsK);
-      copy_bytes(steps + Shape::kStepsK, c.v_steps + token / 32 * (64 * Shape::kGroups),
+      copy_bytes(steps, c.k_steps + (token >> shift) * (2 * Shape::kColumns), Shape::kStepsK);
+      copy_bytes(steps + Shape::kStepsK, c.v_steps + (token >> 5) * (64 * Shape::kGroups),
                  Shape::kStepsV);
     }
     async_commit();
@@ -484,13 +488,12 @@ FLEXOPS_DEVICE void compress_group(const CodesParams& c, const Cached& s, int fi
 
 /// Grid: tiles * (splits + 1) * batch * heads_k blocks. The last part of a tile is the ring's.
 template <class T, int kDim, int kBits, int kValueGroup, int kWarps, int kN, class Modifier>
-__global__ void __launch_bounds__(32 * kWarps,
-                                  Coded<kDim, kDim, kBits, kValueGroup, kWarps>::kBlocks)
+__global__ void __launch_bounds__(32 * kWarps, 2)
     codes_attend(const FLEXOPS_GRID_CONSTANT CodesParams c) {
   using Shape = Coded<kDim, kDim, kBits, kValueGroup, kWarps>;
-  using Ring = Decode<T, kDim, kDim, kWarps, kN, Shape::kMost>;
+  using Ring = Decode<T, kDim, kDim, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
-  let_next_start();
+  if (c.cache.overlaps) let_next_start();
   if (!c.cache.early) wait_for_previous();
   const CacheParams& p = c.cache;
   const Problem& problem = p.decode.call.problem;
@@ -526,7 +529,7 @@ __global__ void __launch_bounds__(32 * kWarps,
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT CodesParams c) {
-  let_next_start();
+  if (c.cache.overlaps) let_next_start();
   if (!c.cache.early) wait_for_previous();
   const Problem& problem = c.cache.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,

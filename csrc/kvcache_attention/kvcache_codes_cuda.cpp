@@ -13,7 +13,7 @@ namespace {
 template <int D, int kBits, int kValueGroup, int kWarps, int N>
 constexpr Tiling<CodesParams> coded_tiling() {
   using Shape = Coded<D, D, kBits, kValueGroup, kWarps>;
-  using Ring = Decode<bf16, D, D, kWarps, N, Shape::kMost>;
+  using Ring = Decode<bf16, D, D, kWarps, N>;
 #define FLEXOPS_CODES(which, ...) \
   FLEXOPS_PER_TYPE(which, codes_attend, D, kBits, kValueGroup, kWarps, N, __VA_ARGS__)
   return {D,
@@ -111,11 +111,12 @@ const char* kvcache_codes_cuda(const CodesAttention& c, void* workspace, void* s
   const int64_t parts = cache.decode.splits + 1,
                 all = a.batch * a.heads_k * cache.decode.call.tiles * parts;
   cache.decode.parts_sums = cache.decode.parts + parts * rows_of(a) * a.head_dim_v;
-  cache.ring = true, cache.fused = c.cache.added > 0, cache.early = c.cache.early;
+  cache.ring = true, cache.fused = c.cache.added > 0;
+  cache.overlaps = overlaps(c.cache, c.bits), cache.early = c.cache.early && cache.overlaps;
   if (!fits_grid(all, 1, 1) || !fits_grid(rows_of(a), 1, 1)) return kTooMany;
   const CodesParams p = make_codes(c, cache);
-  launch_tiles(*tiling, a, all, stream, p, overlaps());
-  launch_combine(kCombine, a, stream, p);
+  launch_tiles(*tiling, a, all, stream, p, cache.overlaps);
+  launch_combine(kCombine, a, stream, cache.overlaps, p);
   return last_error();
 }
 

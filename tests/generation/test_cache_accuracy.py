@@ -90,7 +90,7 @@ def shuffled(ids: Tensor) -> Tensor:
 def test_perplexity_stays_within_the_bounds() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train, held = source()
-    model = trained(train, 700, 4, device)
+    model = trained(train, 1000, 4, device)
     ids = sequences(held, 8, torch.Generator().manual_seed(2)).to(device)
     plain, without = perplexity(model, ids, 16), perplexity(model, shuffled(ids), 16)
     assert without > 2 * plain, "the model uses its context"

@@ -12,7 +12,7 @@ from flexops.cli._app import app
 
 def test_contenders_and_the_limit(tmp_path: Path) -> None:
     names = ["transformers", "flexops.patch", "flexops.generate"]
-    options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "20", "--json"]
+    options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "60", "--json"]
     chosen = [part for name in names for part in ("--contender", name)]
     done = CliRunner().invoke(app, ["bench", "generate", *options, *chosen])
     assert done.exit_code == 0, done.output
