@@ -3,7 +3,6 @@ libraries."""
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
 import os
 import re
@@ -39,8 +38,8 @@ def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
 
     choice = find(chosen)
     roots = device_headers.roots(choice.value) if choice.value else ()
-    notes = (*choice.notes, *(f"headers of {one}" for one in roots))
-    return dataclasses.replace(choice, notes=notes)
+    choice.notes += tuple(f"headers of {one}" for one in roots)
+    return choice
 
 
 def unregistered() -> tuple[tuple[str, str], ...]:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import tomllib
+from flexops import _toml
 
 _LIST = Path(__file__).with_suffix(".toml")
 _HEAD = (
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="only projects whose name has one of these")
     given = parser.parse_args()
     given.table.write_text(_HEAD, encoding="utf-8")
-    projects = tomllib.loads(_LIST.read_text(encoding="utf-8"))["project"]
+    projects = _toml.load(_LIST)["project"]
     with ThreadPoolExecutor(given.jobs) as pool:
         for done in [pool.submit(_rows, project, given) for project in projects]:
             done.result()
@@ -97,6 +97,7 @@ def _child(code: str, extension: dict[str, Any], folder: Path, given: Any) -> tu
     environment = {
         "TORCH_CUDA_ARCH_LIST": "9.0",
         "FORCE_CUDA": "1",
+        "MAMBA_KEEP_CUDA_BUILD": "TRUE",
         "MAX_JOBS": "2",
         "FLEXOPS_PCH": "0",
         **os.environ,
