@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,15 +112,18 @@ def needed(
     return _library(roots, standard, prelude, compiler)
 
 
-def of_program(text: str, roots: Roots, empty: Iterable[str], compiler: DeviceCompiler) -> Library:
-    """What the device code of a `.cu` needs besides what is in ``roots``; ``empty`` are headers
-    that have nothing in them."""
+def of_program(
+    text: str, roots: Roots, texts: Mapping[str, str], compiler: DeviceCompiler
+) -> Library:
+    """What the device code of a `.cu` needs besides what is in ``roots``; ``texts`` are headers by
+    name that are given as text."""
     own = list(cpp_text.included(text))
     missing = {name for name in own if not _found(name, roots)}
     # those of CCCL may be found there, and include what is not
     found = _with({*missing, *first(own)} - STANDARD, compiler)
-    library = _library(found, [*sorted(STANDARD), *empty], "", compiler)
-    return library if found else library._replace(texts=(*library.texts, *_rewritten(roots)))
+    library = _library(found, sorted(STANDARD), "", compiler)
+    more = (*texts.items(), *(() if found else _rewritten(roots)))
+    return library._replace(texts=(*library.texts, *more))
 
 
 def searched(own: Roots, library: Library) -> Roots:

@@ -63,7 +63,8 @@ def _rows(project: dict[str, Any], given: Any) -> None:
 
 def _line(label: str, row: dict[str, Any]) -> str:
     name = label if row["name"] in label else f"{label}: {row['name']}"
-    reason = re.sub(r"\s+", " ", row.get("reason", "")).replace("|", "/")[:_LONGEST]
+    reason = re.sub(r"\s+", " ", row.get("reason", "")).replace("|", "/")
+    reason = re.sub(r"^.*? found: |(?:/[^\s/]+)+/(?=[^\s/]+)", "", reason)[:_LONGEST]
     return (
         f"| {name} | {row.get('sources', '')} | {row['by']} | {row.get('seconds', '')} | {reason} |"
     )
@@ -105,7 +106,11 @@ def _child(code: str, extension: dict[str, Any], folder: Path, given: Any) -> tu
         "EXTENSION": json.dumps(extension),
     }
     command = [sys.executable, "-c", f"{_COMMON}{code}"]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+    ):
+        environment["FLEXOPS_CACHE_DIR"] = cache
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
         )
