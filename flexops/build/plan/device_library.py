@@ -15,6 +15,8 @@ from ..describe import cpp_text
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
+CUDA_ROOT = "<cuda headers"
+"""What the names of directories of CUDA's headers begin with."""
 DEVICE_HEADER = "common/extension_device.cuh"
 _WITHOUT_MATHEMATICS = "#define FLEXOPS_NO_MATHEMATICS\n"
 _INTEGERS = ("cstddef", "cstdint", "stddef.h", "stdint.h")
@@ -156,7 +158,7 @@ def roots_of(compiler: DeviceCompiler) -> Roots:
     from ...toolchain import device_headers
 
     found = device_headers.roots(compiler)
-    return tuple((f"<cuda headers {number}>", one.path) for number, one in enumerate(found))
+    return tuple((f"{CUDA_ROOT} {number}>", one.path) for number, one in enumerate(found))
 
 
 def _identities(compiler: DeviceCompiler) -> list[str]:
