@@ -617,6 +617,22 @@ def test_a_header_that_is_missing_says_where_it_could_come_from() -> None:
         assert fix in caught.value.fix
 
 
+def test_an_error_in_a_header_of_cudas_names_the_use() -> None:
+    source = """#include <cuda_fp16.h>
+    __global__ void use(const float* x, float* out) {
+      out[0] = __half(x).x;
+    }"""
+    with pytest.raises(CompileError) as caught:
+        flexops.kernel(source, "use(Tensor x) -> Tensor").compile(torch.ones(1), arch="9.0")
+    assert "correct the line named above" in caught.value.fix
+    source = source.replace("cuda_fp16.h", "cuda/std/array").replace(
+        "__half(x).x", "cuda::std::get<3>(cuda::std::array<float, 2>{x[0], x[1]})"
+    )
+    with pytest.raises(CompileError) as caught:
+        flexops.kernel(source, "use(Tensor x) -> Tensor").compile(torch.ones(1), arch="9.0")
+    assert caught.value.fix == "correct how use.cu(3) uses what that header declares"
+
+
 LIBRARIES = {
     "standard": (
         "#include <cstdint>\n#include <cmath>\n#include <type_traits>",

@@ -37,10 +37,12 @@ NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
 _FP8 = '#include "common/fp8.cuh"\n'
 _MENDS = {
-    "__nv_bfloat16": (
+    'identifier "__nv_bfloat16"': (
         "write bfloat16, which is there without a header and converts to and from float"
     ),
-    "__half": "write float16, which is there without a header and converts to and from float",
+    'identifier "__half"': (
+        "write float16, which is there without a header and converts to and from float"
+    ),
     "unrecognized option": (
         "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them"
     ),

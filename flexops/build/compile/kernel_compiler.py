@@ -3,12 +3,14 @@ limit; and what they say of it, read."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import CompileError
 from ...toolchain import proc
+from ..plan.device_library import CUDA_ROOT
 from ..plan.kernel_names import alike
 from ..plan.kernel_plan import OPTIONS, KernelPlan
 
@@ -197,6 +199,8 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
         from ...toolchain.diagnosis import nvrtc_fix
 
         fix = nvrtc_fix(plan.compiler.version)
+    elif lines and (user := _use_of(plan, lines[0], log)):
+        fix = f"correct how {user} uses what that header declares"
     elif lines:
         fix = "correct the line named above" + (
             "; if nvcc takes it, NVRTC lacks what it names: device_compiler='nvcc'"
@@ -206,6 +210,20 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
     return CompileError(
         f"the kernel {plan.expression} could not be compiled for {where}", found=found, fix=fix
     )
+
+
+def _use_of(plan: KernelPlan, line: str, log: str) -> str:
+    """The place in the source that led to an error in a header of CUDA's; "" for other errors."""
+    theirs = [str(path) for name, path in plan.roots if name.startswith(CUDA_ROOT)]
+    if not any(line.startswith(f"{path}/") for path in theirs):
+        return ""
+    places = re.findall(r"at line (\d+) of (\S+)", log)
+    own = [
+        f"{os.path.basename(path)}({number})"
+        for number, path in places
+        if not any(path.startswith(f"{root}/") for root in theirs)
+    ]
+    return own[0] if own else "the source"
 
 
 def _error_lines(log: str) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,8 @@ from ..describe import cpp_text
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
+CUDA_ROOT = "<cuda headers"
+"""What the names of directories of CUDA's headers begin with."""
 DEVICE_HEADER = "common/extension_device.cuh"
 _WITHOUT_MATHEMATICS = "#define FLEXOPS_NO_MATHEMATICS\n"
 _INTEGERS = ("cstddef", "cstdint", "stddef.h", "stdint.h")
@@ -112,15 +114,18 @@ def needed(
     return _library(roots, standard, prelude, compiler)
 
 
-def of_program(text: str, roots: Roots, empty: Iterable[str], compiler: DeviceCompiler) -> Library:
-    """What the device code of a `.cu` needs besides what is in ``roots``; ``empty`` are headers
-    that have nothing in them."""
+def of_program(
+    text: str, roots: Roots, texts: Mapping[str, str], compiler: DeviceCompiler
+) -> Library:
+    """What the device code of a `.cu` needs besides what is in ``roots``; ``texts`` are headers by
+    name that are given as text."""
     own = list(cpp_text.included(text))
     missing = {name for name in own if not _found(name, roots)}
     # those of CCCL may be found there, and include what is not
     found = _with({*missing, *first(own)} - STANDARD, compiler)
-    library = _library(found, [*sorted(STANDARD), *empty], "", compiler)
-    return library if found else library._replace(texts=(*library.texts, *_rewritten(roots)))
+    library = _library(found, sorted(STANDARD), "", compiler)
+    more = (*texts.items(), *(() if found else _rewritten(roots)))
+    return library._replace(texts=(*library.texts, *more))
 
 
 def searched(own: Roots, library: Library) -> Roots:
@@ -153,7 +158,7 @@ def roots_of(compiler: DeviceCompiler) -> Roots:
     from ...toolchain import device_headers
 
     found = device_headers.roots(compiler)
-    return tuple((f"<cuda headers {number}>", one.path) for number, one in enumerate(found))
+    return tuple((f"{CUDA_ROOT} {number}>", one.path) for number, one in enumerate(found))
 
 
 def _identities(compiler: DeviceCompiler) -> list[str]:

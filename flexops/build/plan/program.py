@@ -22,15 +22,28 @@ if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
 _ACCESSORS = "common/extension_accessors.cuh"
-# Torch's headers that have nothing in them for device code: extension_accessors.cuh does without.
-_TORCH = (
-    "torch/headeronly/util/Exception.h",
-    "torch/headeronly/util/HeaderOnlyArrayRef.h",
-    "c10/util/ArrayRef.h",
-    "c10/util/Deprecated.h",
-    "c10/util/Exception.h",
-    "c10/util/irange.h",
-)
+# What device code finds in the place of headers of torch's: nothing where extension_accessors.cuh
+# does without, and what Atomic.cuh and host functions of TensorInfo.cuh name.
+_TORCH = {
+    "torch/headeronly/util/Exception.h": "",
+    "torch/headeronly/util/HeaderOnlyArrayRef.h": "",
+    "c10/util/ArrayRef.h": "",
+    "c10/util/Deprecated.h": "",
+    "c10/util/Exception.h": "#define TORCH_CHECK(...)\n#define TORCH_INTERNAL_ASSERT(...)\n",
+    "c10/util/irange.h": "",
+    "ATen/NumericUtils.h": (
+        "namespace at { template <class T> __device__ bool _isnan(T x) {\n"
+        "return double(x) != double(x); } }\n"
+        "namespace c10 {\n"
+        "template <class T> struct alignas(2 * sizeof(T)) complex { T real_, imag_; };\n"
+        "}\n"
+    ),
+    "ATen/CollapseDims.h": (
+        "#include <c10/util/Exception.h>\n"
+        "namespace at { template <class... A> int collapse_dims(A...); }\n"
+        "namespace std { template <int, class T> int get(T); }\n"
+    ),
+}
 _CUDA_HALF = re.compile(r"(?:__)?(?:nv_)?(?:half|bfloat16)2?(?:_raw)?")
 TORCH_TYPES = re.compile(r"\b(?:c10|at|torch)::(?:headeronly::)?(\w+)")
 

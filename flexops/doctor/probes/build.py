@@ -35,12 +35,11 @@ def tools(chosen: Settings, device: DeviceType) -> Toolchain:
 def device_compiler(chosen: Settings) -> Choice[DeviceCompiler]:
     from ...toolchain import device_compiler as find
     from ...toolchain import device_headers
-    from ...toolchain.select import Choice
 
     choice = find(chosen)
     roots = device_headers.roots(choice.value) if choice.value else ()
-    notes = (*choice.notes, *(f"headers of {one}" for one in roots))
-    return Choice(choice.taken, choice.rejected, notes, choice.tried)
+    choice.notes += tuple(f"headers of {one}" for one in roots)
+    return choice
 
 
 def unregistered() -> tuple[tuple[str, str], ...]:

@@ -565,3 +565,43 @@ def test_nvccs_arguments_are_distinguished() -> None:
     for wrong in (*refused, "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):
             flags_of([wrong])
+
+
+def test_what_other_systems_and_the_host_read_is_left_out() -> None:
+    text = """
+#include <ATen/cuda/detail/IndexUtils.cuh>
+#include <cuda_bf16.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+void of_c(int);
+#ifdef __cplusplus
+}
+#endif
+#ifndef USE_ROCM
+#include <cub/cub.cuh>
+#else
+#include <hipcub/hipcub.hpp>
+#endif
+#if defined(_WIN32)
+__constant__ int never;
+#endif
+#ifdef PROJECT_EXPORTS
+#define EXPORT
+#endif
+__global__ void k(const __nv_bfloat16* x, float* out) {
+  using Reduce = cub::BlockReduce<float, 32>;
+  __shared__ typename Reduce::TempStorage storage;
+  out[0] = Reduce(storage).Sum(__bfloat162float(x[threadIdx.x]));
+}
+"""
+    halves = split("mine.cu", text, [], 0)
+    assert "#include <cub/cub.cuh>" in halves.device
+    assert "#include <ATen/cuda/detail/TensorInfo.cuh>" in halves.device
+    for half in (halves.host, halves.device):
+        assert "hipcub" not in half
+        assert "__constant__" not in half
+    assert "cub" not in halves.host
+    assert "#ifdef PROJECT_EXPORTS\n#error" in halves.host or "elif" in halves.host
+    # a macro that nothing here defines must not come from a header that the host alone reads
+    assert "#ifdef PROJECT_EXPORTS\n#error" in halves.host

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from extension_tools import ROOT, environment
 from processes import completed
 
 from flexops import settings, toolchain
 from flexops.build.compile.kernel_compiler import Worker
-from flexops.build.describe import layout
+from flexops.build.describe import cuda_source, layout
 from flexops.build.load import extension, extension_nvrtc, provider
 from flexops.build.plan.extension_plan import Request, plan_extension
 from flexops.build.plan.program import Program
 from flexops.compute_capability import Architecture, ComputeCapability
 from flexops.errors import ToolchainError
-from flexops.toolchain import runtime_headers
+from flexops.toolchain import device_headers, runtime_headers
 from flexops.toolchain.model import CudaToolkit, HostCompiler, Toolchain
 
 HEADER = """
@@ -1057,3 +1058,60 @@ def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
     )
     completed([sys.executable, "-c", program], cwd=tmp_path, env=env)
     assert list((tmp_path / "cache").glob("soft.cu-*/*/manifest.json")), "NVRTC's kernels"
+
+
+@pytest.mark.parametrize(
+    ("headers", "parameters", "body", "expressions", "symbol"),
+    [
+        (
+            "#include <ATen/cuda/Atomic.cuh>",
+            "template <typename T> __global__ void k(T* out, const T* x)",
+            "gpuAtomicAdd(out, x[threadIdx.x]);",
+            ["k<float>", "k<c10::Half>"],
+            "_Z1kIN3c104HalfEEvPT_PKS2_",
+        ),
+        pytest.param(
+            "#include <ATen/cuda/detail/IndexUtils.cuh>",
+            "__global__ void k(at::cuda::detail::TensorInfo<int64_t, int> info, int* out)",
+            "out[0] = at::cuda::detail::IndexToOffset<int64_t, int, -1>::get(threadIdx.x, info);",
+            ["k"],
+            "_Z1kN2at4cuda6detail10TensorInfoIliEEPi",
+            marks=pytest.mark.extra,
+        ),
+        pytest.param(
+            "#include <cub/cub.cuh>\n#include <cuda_bf16.h>\n#include <cmath>",
+            "__global__ void k(const __nv_bfloat16* x, float* out, int64_t n)",
+            """using Reduce = cub::BlockReduce<float, 256>;
+            __shared__ typename Reduce::TempStorage storage;
+            const float sum = Reduce(storage).Sum(std::abs(__bfloat162float(x[n])) + pow(2.f, 2));
+            if (!isnan(sum)) out[0] = sum;""",
+            ["k"],
+            "_Z1kPK13__nv_bfloat16Pfl",
+            marks=pytest.mark.extra,
+        ),
+    ],
+)
+def test_cuda_headers_of_torch_and_cccl_compile_without_nvcc(
+    tmp_path: Path, headers: str, parameters: str, body: str, expressions: list[str], symbol: str
+) -> None:
+    text = f"#include <torch/extension.h>\n{headers}\n{parameters} {{ {body} }}\n"
+    halves = cuda_source.split("mine.cu", text, [], 0)
+    compiler = toolchain.device_compiler(settings.current()).value
+    assert compiler is not None
+    found = device_headers.roots(compiler)
+    roots = (
+        ("<csrc>", layout.csrc_root()),
+        ("<torch>", Path(torch.__file__).parent / "include"),
+        ("<cuda 0>", found[0].path),
+    )
+    options = ("--std=c++20", "--device-as-default-execution-space")
+    program = Program(
+        "mine", 0, "mine.cu", halves.device, options, roots, halves.words, "", tuple(expressions)
+    )
+    plan = program.plan(Architecture(ComputeCapability(9, 0)), compiler)
+    worker = Worker(compiler)
+    try:
+        symbols, _ = worker.compile(plan, tmp_path / "kernel.cubin", 300)
+    finally:
+        worker.stop()
+    assert symbols.split("\n")[-1] == symbol

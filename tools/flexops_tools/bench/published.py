@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import tomllib
+from flexops import _toml
 
 _LIST = Path(__file__).with_suffix(".toml")
 _HEAD = (
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="only projects whose name has one of these")
     given = parser.parse_args()
     given.table.write_text(_HEAD, encoding="utf-8")
-    projects = tomllib.loads(_LIST.read_text(encoding="utf-8"))["project"]
+    projects = _toml.load(_LIST)["project"]
     with ThreadPoolExecutor(given.jobs) as pool:
         for done in [pool.submit(_rows, project, given) for project in projects]:
             done.result()
@@ -63,7 +63,8 @@ def _rows(project: dict[str, Any], given: Any) -> None:
 
 def _line(label: str, row: dict[str, Any]) -> str:
     name = label if row["name"] in label else f"{label}: {row['name']}"
-    reason = re.sub(r"\s+", " ", row.get("reason", "")).replace("|", "/")[:_LONGEST]
+    reason = re.sub(r"\s+", " ", row.get("reason", "")).replace("|", "/")
+    reason = re.sub(r"^.*? found: |(?:/[^\s/]+)+/(?=[^\s/]+)", "", reason)[:_LONGEST]
     return (
         f"| {name} | {row.get('sources', '')} | {row['by']} | {row.get('seconds', '')} | {reason} |"
     )
@@ -97,6 +98,7 @@ def _child(code: str, extension: dict[str, Any], folder: Path, given: Any) -> tu
     environment = {
         "TORCH_CUDA_ARCH_LIST": "9.0",
         "FORCE_CUDA": "1",
+        "MAMBA_KEEP_CUDA_BUILD": "TRUE",
         "MAX_JOBS": "2",
         "FLEXOPS_PCH": "0",
         **os.environ,
@@ -104,7 +106,11 @@ def _child(code: str, extension: dict[str, Any], folder: Path, given: Any) -> tu
         "EXTENSION": json.dumps(extension),
     }
     command = [sys.executable, "-c", f"{_COMMON}{code}"]
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+    ):
+        environment["FLEXOPS_CACHE_DIR"] = cache
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
         )
