@@ -19,6 +19,7 @@ SEVERAL = {
     "ops/test_sharded.py",
     "ops/test_transformer.py",
     "patching/test_libraries.py",
+    "patching/test_model_tests.py",
     "patching/test_vision.py",
     "patching/test_zoo.py",
     "test_cmake.py",

@@ -3,8 +3,8 @@ libraries."""
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
+import dataclasses
 import os
 import re
 import socket
