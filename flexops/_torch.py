@@ -246,13 +246,16 @@ def scaled_product(
 _refusals: dict[torch.device, str] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def scaled_product_refusal(device: torch.device) -> str:
     """Why a GPU has no :func:`scaled_product`; "" if it has. Tried once on each: no version of
     torch lists the GPUs for which it has scales of rows."""
     if device not in _refusals:
         _refusals[device] = _try_scaled_product(device)
     return _refusals[device]
+
+
+# What torch.compiler.assume_constant_result sets, which imports torch._dynamo: seconds.
+scaled_product_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _try_scaled_product(device: torch.device) -> str:

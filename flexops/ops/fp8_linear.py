@@ -109,7 +109,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{where} {name} must be float32, bfloat16 or float16, got {found}")
+            raise TypeError(
+                f"{where} {name} must be a float32, bfloat16 or float16 tensor, got {found}"
+            )
     if recipe not in RECIPES:
         raise ValueError(
             f"{where} recipe must be {' or '.join(map(repr, RECIPES))}, got {recipe!r}"

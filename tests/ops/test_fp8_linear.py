@@ -190,8 +190,8 @@ def test_it_checkpoints_and_compiles_without_a_break(how: str) -> None:
 def test_errors_name_the_argument() -> None:
     x, weight = draw(4, 32), draw(16, 32)
     for error, text, args in (
-        (TypeError, "x must be float32", (x.double(), weight)),
-        (TypeError, "weight must be float32", (x, "weight")),
+        (TypeError, "x must be a float32", (x.double(), weight)),
+        (TypeError, "weight must be a float32", (x, "weight")),
         (ValueError, "recipe must be 'rowwise' or", (x, weight, None, "tensorwise")),
         (ValueError, "weight must have shape", (x, weight[:, :16])),
         (ValueError, "bias must have shape", (x, weight, draw(15))),

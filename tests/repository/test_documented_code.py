@@ -47,6 +47,7 @@ ELSEWHERE = {
     ("docs/inference.md", 'weights="int4")'): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", "model.save_pretrained("): "tests/patching/test_int4_checkpoints.py",
     ("docs/inference.md", "get_peft_model(model"): "tests/patching/test_int4_checkpoints.py",
+    ("docs/training.md", "flexops.fp8_linear("): "tests/ops/test_fp8_linear.py",
     ("docs/models.md", "register_attention()"): "tests/patching/test_attention.py",
     ("docs/models.md", "register_experts()"): "tests/patching/test_experts.py",
     ("docs/models.md", "from_pretrained(...)"): "tests/patching/test_apply.py",
