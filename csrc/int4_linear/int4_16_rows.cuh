@@ -1,5 +1,5 @@
 // Products of up to 16 rows of x on tensor cores: all that a warp reads goes to its registers,
-// several tiles ahead. Family int4_few_rows is faster for up to 4 rows.
+// several tiles ahead. Family int4_few_rows is faster for one or two.
 #pragma once
 
 #include "int4_linear/int4_linear.cuh"

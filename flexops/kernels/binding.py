@@ -495,7 +495,7 @@ def _launched(
     shared: str,
 ) -> Iterable[str]:
     given = "".join(f"{value}, " for value in values)
-    yield "_memory, _config, _attribute, _extra = _buffers.all"
+    yield "_memory, _config, _attribute, _parameters, _extra = _buffers.all"
     yield "try:"
     attributes = bool(options.cluster) + options.cooperative
     attribute = f"_attribute, {attributes}" if attributes else "0, 0"
@@ -505,10 +505,10 @@ def _launched(
     yield "except _NOT_PACKED:"
     yield f"    _explain(({grid}), ({block}), {shared}, ({given}))"
     yield "    raise"
-    yield "_status = _launch(_config, _kernel, None, _extra)"
+    yield "_status = _launch(_config, _kernel, _parameters, _extra)"
     yield (
-        f"if _status: _failed(_status, _device, _config, _kernel, _extra, ({grid}), ({block}),"
-        f" {shared})"
+        "if _status: _failed(_status, _device, (_config, _kernel, _parameters, _extra),"
+        f" ({grid}), ({block}), {shared})"
     )
     yield from (f"_count_write({tensor.name})" for tensor in schema.tensors if tensor.mutable)
     yield _returned(schema)

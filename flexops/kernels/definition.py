@@ -302,7 +302,7 @@ class KernelCode:
             "_NOT_PACKED": (struct.error, OverflowError, TypeError),
             "_WITHOUT_ASKING": launch.SHARED_WITHOUT_ASKING,
             "_buffers": launch.Buffers(
-                format_, (*cluster, 1, 1)[:3], cooperative=options.cooperative
+                bound.letters, (*cluster, 1, 1)[:3], cooperative=options.cooperative
             ),
             "_pack": struct.Struct(format_).pack_into,
             "_launch": self._first_launch,
@@ -603,16 +603,14 @@ class KernelCode:
         self,
         status: int,
         device: int,
-        config: launch.Pointer,
-        kernel: launch.Pointer,
-        extra: launch.Pointer,
+        call: tuple[launch.Pointer, ...],
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared: int,
     ) -> None:
         if status in launch.NO_CONTEXT:  # the first thing of CUDA's on this thread
             libcuda.driver().enter_context(device)
-            status = self.names["_launch"](config, kernel, None, extra)
+            status = self.names["_launch"](*call)
         if status:
             said, mend = libcuda.driver().error_text(status), ""
             bounds = self.signature.bounds
@@ -962,6 +960,7 @@ def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
 
 
 def _mended(error: CompileError, name: str) -> CompileError:
+    from ..build.compile.kernel_compiler import CORRECT_USE
     from ..toolchain import device_headers
 
     missing = re.search(r'cannot open source file "([^"]+)"', error.found)
@@ -969,7 +968,8 @@ def _mended(error: CompileError, name: str) -> CompileError:
     fix = device_headers.fix_for(missing[1], version[1]) if missing and version else ""
     fix = fix or next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
     place = re.search(r"^\s*(\S+)\(\d+\): (?:catastrophic )?error", error.found, re.MULTILINE)
-    if fix == error.fix and place and place[1] != f"{name}.cu":
+    known = fix != error.fix or fix.startswith(CORRECT_USE)
+    if not known and place and place[1] != f"{name}.cu":
         fix = (
             f"the error is in {Path(place[1]).name}, not in your source: correct what your source"
             " passes to it (a line after the error names where it is instantiated)"

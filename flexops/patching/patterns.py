@@ -530,9 +530,9 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "projections",
-        "one product for q, k, v",
+        "projections of q, k, v as one product",
         projections.concerns,
-        lambda _: iter([("one product for q, k, v", projections.swap)]),
+        lambda _: iter([("projections of q, k, v as one product", projections.swap)]),
         None,
         projections.refuse,
     ),

@@ -19,7 +19,7 @@ FAMILIES = {
     "rotary_embedding": ("rope",),
     "attention": ("attention",),
     "linear_cross_entropy": ("cross_entropy",),
-    "generation": ("few_rows", "kvcache_attention"),
+    **dict.fromkeys(("projections", "generation"), ("few_rows", "kvcache_attention")),
     "int4_linear": ("int4_linear",),
     "gated_experts": ("experts", "grouped_linear"),
     "grouped_linear": ("experts", "grouped_linear"),

@@ -135,10 +135,10 @@ def load(text):
 kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
 call = packed.driver_call()
 for which in range(8):
-    kept = packed.Buffers(packed.layout("Qii"), (1, 1, 1))  # whose memory the driver reads
+    kept = packed.Buffers("Qii", (1, 1, 1))  # whose memory the driver reads
     buffers = kept.all
     struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
-    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), None, buffers[3])
+    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), *buffers[3:])
 said["x"] = x.tolist() if said["0"] == 0 else None
 """
 
@@ -207,9 +207,9 @@ for types in ((torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch
             a, b = (torch.randn(count + shift, generator=generator).to(dtype)[shift:] for dtype in types[:2])
             whole = torch.full((count + shift + 9,), 99.0, dtype=types[2])
             out = whole[shift : shift + count]
-            kept = packed.Buffers(letters, (1, 1, 1))
+            kept = packed.Buffers("QQQq", (1, 1, 1))
             struct.pack_into(letters, kept.all[0], 0, -(-count // 128) + 1, 1, 1, 32, 1, 1, 0, 0, 0, 0, a.data_ptr(), b.data_ptr(), out.data_ptr(), count)
-            status = call(kept.all[1], ctypes.c_void_p(kernel), None, kept.all[3])
+            status = call(kept.all[1], ctypes.c_void_p(kernel), *kept.all[3:])
             right = torch.equal(out, (a.float() + 2 * b.float()).to(types[2])) and bool((whole[shift + count :] == 99).all() and (whole[:shift] == 99).all())
             runs += 1
             if status or not right:

@@ -20,7 +20,7 @@ struct Options { bool last; float scale; int64_t strides[3]; char mark; };
 struct alignas(32) Wide { const float* x; unsigned short a, b; };
 struct Other { Options inner; };
 struct With { float f() { return 1; } };
-__global__ void use(const float* x, float* out, int n, const Options options, Wide wide) {}
+__global__ void take(const float* x, float* out, int n, const Options options, Wide wide) {}
 """
 
 
@@ -71,7 +71,7 @@ def test_a_value_that_does_not_fit_is_named(value: Any, words: str) -> None:
 def test_a_kernels_buffer_has_its_structs() -> None:
     wide = {"x": 16, "a": 1, "b": 2}
     kernel = flexops.kernel(
-        SOURCE, "use(Tensor x) -> Tensor", args={"options": VALUE, "wide": lambda: wide}
+        SOURCE, "take(Tensor x) -> Tensor", args={"options": VALUE, "wide": lambda: wide}
     )
     code = kernel._code
     assert code.bound.letters == ("Q", "Q", "i", "40s@8", "32s@32")
@@ -80,17 +80,29 @@ def test_a_kernels_buffer_has_its_structs() -> None:
     buffer = struct.pack(format_, *(0,) * 10, 1, 2, 3, bytes(40), packed)
     assert buffer[struct.calcsize("=" + launch.CONFIG) + 64 :] == packed
     with pytest.raises(FlexopsError, match="nothing says what the parameter wide"):
-        flexops.kernel(SOURCE, "use(Tensor x) -> Tensor", args={"options": VALUE})
+        flexops.kernel(SOURCE, "take(Tensor x) -> Tensor", args={"options": VALUE})
+
+
+def test_a_map_is_shown_to_the_driver_by_its_address() -> None:
+    """The compiler aligns it to 64 bytes of the constant bank, not of the parameters."""
+    letters = ["Q", structs("")["CUtensorMap"].letter, "i"]
+    buffers = launch.Buffers(letters, (1, 1, 1))
+    _, config, _, parameters, extra = buffers.all
+    first = config.value + struct.calcsize("=" + launch.CONFIG)
+    found = (ctypes.c_void_p * 3).from_address(parameters.value)
+    assert [one - first for one in found] == [0, 64, 192]
+    assert extra is None
+    assert launch.Buffers(["Q", "16s@16"], (1, 1, 1)).all[3] is None
 
 
 def test_cooperative_and_cluster_are_attributes_of_the_launch() -> None:
-    buffers = launch.Buffers("=" + launch.CONFIG, (2, 1, 1), cooperative=True)
+    buffers = launch.Buffers((), (2, 1, 1), cooperative=True)
     content = ctypes.string_at(buffers.all[2], 144)
     assert struct.unpack_from("=II", content, 0) == (2, 0)
     assert struct.unpack_from("=I4xI", content, 0) == (2, 1)
     assert struct.unpack_from("=I4x3I", content, 72) == (4, 2, 1, 1)
     both = flexops.kernel(SOURCE.replace(", const Options options, Wide wide", ""),
-                          "use(Tensor x) -> Tensor", cluster=2, cooperative=True)  # fmt: skip
+                          "take(Tensor x) -> Tensor", cluster=2, cooperative=True)  # fmt: skip
     assert "_attribute, 2" in both._code.bound.text
 
 

@@ -24,6 +24,7 @@ ELSEWHERE = (
     "bench/profiling.py",
     "inspection/measuring.py",
     "inspection/mix.py",
+    "testing/emulator/ptx.py",  # a script of the standard library alone
 )
 T = TypeVar("T")
 SHELL = "/bin/sh"

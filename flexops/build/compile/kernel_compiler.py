@@ -17,6 +17,7 @@ from ..plan.kernel_plan import OPTIONS, KernelPlan
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
 
+CORRECT_USE = "correct how"
 _WORKER = Path(__file__).resolve().with_name("nvrtc_worker.py")
 _NO_MEMORY = (
     r"[Oo]ut of memory|OUT_OF_MEMORY|Memory allocation failure|[Cc]annot allocate memory|failed to"
@@ -200,7 +201,7 @@ def _failed(plan: KernelPlan, error: str, log: str, fix: str = "flexops doctor")
 
         fix = nvrtc_fix(plan.compiler.version)
     elif lines and (user := _use_of(plan, lines[0], log)):
-        fix = f"correct how {user} uses what that header declares"
+        fix = f"{CORRECT_USE} {user} uses what that header declares"
     elif lines:
         fix = "correct the line named above" + (
             "; if nvcc takes it, NVRTC lacks what it names: device_compiler='nvcc'"

@@ -768,7 +768,7 @@ def compile_library(source: Path, folder: Path, compiler: str) -> Path:
         text,
         Path(__file__).read_text(),
         header.read_text(),
-        subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout,
+        _output([compiler, "--version"]),
     ]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     library = folder / f"{name}.so"
@@ -788,20 +788,14 @@ def compile_library(source: Path, folder: Path, compiler: str) -> Path:
             "-shared",
         ]
         made = folder / f"{name}.{os.getpid()}.so"
-        subprocess.run(
-            [
-                compiler,
-                *flags,
-                "-I",
-                str(header.parent),
-                str(folder / f"{name}.cpp"),
-                "-o",
-                str(made),
-            ],
-            check=True,
-        )
+        made_from = folder / f"{name}.cpp"
+        _output([compiler, *flags, "-I", str(header.parent), str(made_from), "-o", str(made)])
         made.rename(library)
     return library
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

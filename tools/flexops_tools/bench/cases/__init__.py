@@ -15,17 +15,17 @@ from .case import Setup as Setup
 
 class Source(NamedTuple):
     """Where a family's cases come from: ``<module>.<maker>(setup)``; the public functions that they
-    are about; and its gradients' own family, if any."""
+    are about; and another family that they measure, such as that of gradients."""
 
     family: str
     module: str
     maker: str
     functions: tuple[str, ...]
-    gradients: str = ""
+    beside: str = ""
 
     @property
     def families(self) -> tuple[str, ...]:
-        return (self.family, self.gradients) if self.gradients else (self.family,)
+        return (self.family, self.beside) if self.beside else (self.family,)
 
     def cases(self, setup: Setup) -> Iterator[Case]:
         maker: Callable[[Setup], Iterator[Case]] = getattr(
@@ -71,7 +71,7 @@ SOURCES: tuple[Source, ...] = (
     Source("lamb", "optim", "lamb", ("LAMB",)),
     Source("grad_norm", "optim", "grad_norm", ("clip_grad_norm_",)),
     Source("quant", "quant", "quant", ("quantize", "dequantize")),
-    Source("int4_linear", "int4_linear", "int4_linear", ("int4_linear",)),
+    Source("int4_linear", "int4_linear", "int4_linear", ("int4_linear",), "int4_few_rows"),
     Source(
         "fp8", "fp8", "fp8", ("quantize_fp8", "dequantize_fp8", "quantize_int8", "dequantize_int8")
     ),
