@@ -455,7 +455,7 @@ def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: Hos
     edit(folder / "gated_cpu.cpp", "store(gate.", "store(y.")
     page = (REPOSITORY / "docs/builder.md").read_text()
     said += run(BUILD.format(devices=("cpu",)), tmp_path)
-    edit(tmp_path / "mylib" / "__init__.py", '"x": "rows"', '"x": "columns"')
+    edit(tmp_path / "mylib" / "__init__.py", '"x": "rows"', '"x": "even rows"')
     said += run(
         "from flexops.errors import FlexopsError\ntry:\n    import mylib\nexcept FlexopsError as"
         " error:\n    print(error)",
