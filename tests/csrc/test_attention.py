@@ -136,6 +136,7 @@ def test_score_modifiers_compile(
         result.require()
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("version", "architecture", "kernel"),
     first_of(((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")),

@@ -218,6 +218,7 @@ said["runs"] = runs
 """
 
 
+@pytest.mark.extra
 def test_elements_of_any_number_at_any_address_are_mapped(machine: dict[str, str]) -> None:
     known = {name: value for name, value in machine.items() if name != "folder"}
     answer = stand_in_driver.run(

@@ -240,6 +240,7 @@ def _supported() -> set[str]:
     return set(inspect.signature(attention.attention).parameters) - {"others"}
 
 
+@pytest.mark.extra
 def test_every_keyword_of_every_model_is_known() -> None:
     """A new one changes the result, or does not: a line in one of the sets decides it."""
     sets = (attention.NO_EFFECT, attention.BY_SDPA, attention.BY_EAGER, attention.REJECTED)

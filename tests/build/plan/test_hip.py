@@ -64,6 +64,7 @@ def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None
     assert found["kernels"] == hip_proof.kernels(built["rope"].require().library.read_bytes())
 
 
+@pytest.mark.extra
 def test_a_projects_operator_whose_binding_the_builder_writes(
     build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -417,7 +417,7 @@ if {initialised}:
 """
 
 
-@pytest.mark.parametrize("initialised", [True, False])
+@pytest.mark.parametrize("initialised", first_of(True, False))
 def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_path: Path) -> None:
     script, said = tmp_path / "rank.py", tmp_path / "said"
     said.mkdir()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from flexops.cli._app import app
 
 
+@pytest.mark.extra
 def test_contenders_and_the_limit(tmp_path: Path) -> None:
     names = ["transformers", "flexops.patch", "flexops.generate"]
     options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "60", "--json"]
