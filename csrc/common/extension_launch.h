@@ -71,7 +71,7 @@ class Configured {
   const int exceptions = std::uncaught_exceptions();
 };
 
-/// Has flexops give its kernels to a library that Python opened by itself, from a wheel
+/// Has flexops give its kernels to a library that Python opened, from a wheel
 /// (flexops/build/load/extension_installed.py).
 [[gnu::noinline, gnu::cold]] inline void attach() {
   const auto ensure = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Ensure"));

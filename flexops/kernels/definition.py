@@ -36,7 +36,7 @@ from .structs import TENSOR_MAP, TENSOR_MAP_TEXT, structs
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
 _FP8 = '#include "common/fp8.cuh"\n'
-_MENDS = {
+_FIXES = {
     'identifier "__nv_bfloat16"': (
         "write bfloat16, which is there without a header and converts to and from float"
     ),
@@ -445,7 +445,7 @@ class KernelCode:
                 )
             ]
         except CompileError as error:
-            raise _mended(error, self.schema.name) from None
+            raise _with_fix(error, self.schema.name) from None
 
     def _remember(
         self, key: tuple[Any, ...], like: torch.Tensor, result: torch.Tensor
@@ -506,7 +506,7 @@ class KernelCode:
                         self.text_kernel(expression), capability
                     )
                 except CompileError as error:
-                    raise _mended(error, self.schema.name) from None
+                    raise _with_fix(error, self.schema.name) from None
             return loaded
 
     def _fall_back(self, error: FlexopsError, args: tuple[Any, ...]) -> Any:
@@ -612,21 +612,21 @@ class KernelCode:
             libcuda.driver().enter_context(device)
             status = self.names["_launch"](*call)
         if status:
-            said, mend = libcuda.driver().error_text(status), ""
+            said, hint = libcuda.driver().error_text(status), ""
             bounds = self.signature.bounds
             found, required = limits.launch_error(grid, block, bounds)
             if found:
-                mend = f": {found} was given, {required} is required"
+                hint = f": {found} was given, {required} is required"
             elif status == launch.OUT_OF_RESOURCES:
-                mend = (
+                hint = (
                     ": fewer threads in a block, or __launch_bounds__(threads) in the kernel, by"
                     " which each gets fewer registers"
                 )
             elif bounds:
-                mend = f": the kernel has __launch_bounds__({bounds}), the most threads of a block"
+                hint = f": the kernel has __launch_bounds__({bounds}), the most threads of a block"
             raise RuntimeError(
                 f"{self.schema.name}: CUDA error: {said} (grid {grid}, block {block}, {shared}"
-                f" bytes of dynamic shared memory){mend}"
+                f" bytes of dynamic shared memory){hint}"
             )
 
 
@@ -959,14 +959,14 @@ def _literal(kernel_name: str, parameter: TemplateParameter, value: Any) -> str:
     raise TypeError(f"{kernel_name}: {what}: {required}")
 
 
-def _mended(error: CompileError, name: str) -> CompileError:
+def _with_fix(error: CompileError, name: str) -> CompileError:
     from ..build.compile.kernel_compiler import CORRECT_USE
     from ..toolchain import device_headers
 
     missing = re.search(r'cannot open source file "([^"]+)"', error.found)
     version = re.search(r"NVRTC ([\d.]+)", error.what)
     fix = device_headers.fix_for(missing[1], version[1]) if missing and version else ""
-    fix = fix or next((mend for said, mend in _MENDS.items() if said in error.found), error.fix)
+    fix = fix or next((one for said, one in _FIXES.items() if said in error.found), error.fix)
     place = re.search(r"^\s*(\S+)\(\d+\): (?:catastrophic )?error", error.found, re.MULTILINE)
     known = fix != error.fix or fix.startswith(CORRECT_USE)
     if not known and place and place[1] != f"{name}.cu":

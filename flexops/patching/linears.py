@@ -90,7 +90,7 @@ def _computes_its_own(linear: Any) -> bool:
 
 
 class _Products(torch.autograd.Function):
-    """Linear layers of one tensor: as one product (``joined``), or each by itself, of which the
+    """Linear layers of one tensor: as one product (``joined``), or each alone, of which the
     backward pass' later ones add to the first's."""
 
     @staticmethod

@@ -21,7 +21,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
     """One of them: the first that is called makes what the others will be asked for. In graphs each
-    is computed by itself."""
+    is computed alone."""
     if torch.compiler.is_compiling():
         return _plainly(module, x)
     if decoding.takes(x, *siblings):

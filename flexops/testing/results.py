@@ -46,7 +46,7 @@ class Results:
     @only(lambda case: "." in case.family)
     def test_broadcasts_what_the_reference_does(self, case: Case, device: str) -> None:
         """A tensor with fewer elements than the case's is rejected, or means what the reference
-        makes of it: the declaration broadcasts nothing by itself."""
+        makes of it: the declaration broadcasts nothing."""
         args = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
         for position, small in smaller(args):
             given = (*args[:position], small, *args[position + 1 :])

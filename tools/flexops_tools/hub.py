@@ -7,7 +7,7 @@ loads.
 which are compiled at their first use. ``--libraries`` is a folder that ``flexops build --out
 FOLDER`` wrote, with torch 2.11 or newer: it adds a variant of torch's stable ABI,
 ``OUT/build/torch-stable-abi211-<backend>-<machine>-linux``, in which they are compiled already.
-Each variant is whole by itself; where flexops is installed, that is used. ``hf upload OWNER/NAME
+Each variant is complete; where flexops is installed, that is used. ``hf upload OWNER/NAME
 OUT --repo-type kernel`` publishes it.
 """
 
