@@ -250,14 +250,22 @@ def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> Non
     assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
 
 
-@pytest.mark.parametrize(("mode", "inside"), [(0o777, True), (0o1777, False)])
-def test_compilers_hand_on_nothing_where_other_users_could_swap_it(
-    tmp_path: Path, mode: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "environment", "inside"),
+    [(0o777, (), True), (0o1777, (), False), (0o1777, (("ROCM_PATH", "/opt/rocm"),), True)],
+)
+def test_compilers_use_no_tmpdir_that_others_can_change_or_that_hipcc_would_fill(
+    tmp_path: Path,
+    mode: int,
+    environment: tuple[tuple[str, str], ...],
+    inside: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "temporary").chmod(mode)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    compiler.run([shell_plan("steps", "echo $TMPDIR > lib.so")], tmp_path / "work")
+    plan = shell_plan("steps", "echo $TMPDIR > lib.so")._replace(environment=environment)
+    compiler.run([plan], tmp_path / "work")
     used = (tmp_path / "work" / "steps" / "lib.so").read_text().strip()
     assert used == str(tmp_path / ("work" if inside else "temporary"))
