@@ -160,7 +160,7 @@ def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
+def test_two_tensors_are_kept_and_not_three(dtype):
     """In a block as models have it: of its inner width the gate and up, which are the projections'
     results; and its input."""
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
         assert kept_bytes(block, (*weights, packed)) == units * unit + x.nbytes, name
 
 
-def test_the_layers_gradients_do_not_harm_what_others_use() -> None:
+def test_the_layers_gradients_do_not_harm_what_others_use():
     """Gate and up may be used elsewhere, and the graph twice."""
     torch.manual_seed(0)
     gate, up, weight = (
@@ -326,7 +326,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.usefixtures("native")
-def test_every_float32_keeps_its_digits(which: str) -> None:
+def test_every_float32_keeps_its_digits(which):
     """Values and derivatives, small ones for negative x too, which 1 + tanh(u) and 1 + erf(x) would
     cancel away."""
     call, oracle = ACTIVATIONS[which]
@@ -349,7 +349,7 @@ def test_every_float32_keeps_its_digits(which: str) -> None:
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("native")
-def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) -> None:
+def test_every_16_bit_number_is_rounded_right(which, dtype):
     """All of them that are finite: at most a hair more than half a unit in the last place from the
     exact value."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -364,7 +364,7 @@ def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("native")
-def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> None:
+def test_special_values_are_as_documented(which, dtype):
     """Not compared with torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
     call, oracle = ACTIVATIONS[which]
     infinity, nan, largest = float("inf"), float("nan"), torch.finfo(dtype).max
@@ -403,7 +403,7 @@ def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("columns", [8, 7, 1, 1500])
-def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns: int) -> None:
+def test_ways_to_pack_give_the_same_bits(name, dtype, columns):
     function = getattr(flexops, name)
     gate, up, grad = (
         torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -423,7 +423,7 @@ def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns:
     assert of_halves.is_contiguous()
 
 
-def test_only_inputs_are_kept_for_backward() -> None:
+def test_only_inputs_are_kept_for_backward():
     x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     result = flexops.bias_gelu(x, bias)  # held: torch 2.4 frees what a node saved with its result
     assert {tensor.data_ptr() for tensor in result.grad_fn.saved_tensors} == {
@@ -435,7 +435,7 @@ def test_only_inputs_are_kept_for_backward() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("columns", [1, 24, 1023, 1025])
 @pytest.mark.usefixtures("native")
-def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
+def test_the_bias_gradient_adds_up_all_rows(rows, columns):
     x, bias, grad = (
         torch.randn(shape, generator=torch.Generator().manual_seed(4))
         for shape in ((rows, columns), (columns,), (rows, columns))
@@ -450,14 +450,14 @@ def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
         assert of_x.dtype == dtype
 
 
-def test_no_rows_give_a_bias_gradient_of_zeros() -> None:
+def test_no_rows_give_a_bias_gradient_of_zeros():
     x, bias = torch.zeros(0, 8), torch.randn(8, requires_grad=True)
     flexops.bias_gelu(x, bias).sum().backward()
     assert bias.grad is not None
     assert (bias.grad == 0).all()
 
 
-def test_a_vector_has_a_bias_too() -> None:
+def test_a_vector_has_a_bias_too():
     x, bias = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     assert_near(
         run(flexops.bias_silu, (x, bias), (0, 1)),
@@ -469,7 +469,7 @@ def test_a_vector_has_a_bias_too() -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
-def test_every_isa_level(isa: str) -> None:
+def test_every_isa_level(isa):
     with isa_limit(isa):
         for which in ACTIVATIONS:
             test_every_float32_keeps_its_digits(which)
@@ -481,7 +481,7 @@ def test_every_isa_level(isa: str) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_ops_themselves_check_too() -> None:
+def test_the_ops_themselves_check_too():
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
@@ -519,6 +519,6 @@ def test_the_ops_themselves_check_too() -> None:
             call()
 
 
-def test_doctors_check_agrees() -> None:
+def test_doctors_check_agrees():
     assert activation_module.self_check("cpu") < 1e-4
     assert all(op in _register.references for op in ("flexops::swiglu", "flexops::swiglu_backward"))

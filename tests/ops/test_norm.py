@@ -338,20 +338,20 @@ def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
 
 
 @pytest.mark.usefixtures("native")
-def test_any_lengths_and_dtypes() -> None:
+def test_any_lengths_and_dtypes():
     compare_everything(range(150))
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
-def test_every_instruction_set(isa: str) -> None:
+def test_every_instruction_set(isa):
     with isa_limit(isa):
         compare_everything(range(150, 220))
 
 
 @pytest.mark.usefixtures("native")
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_the_number_of_threads_changes_no_bit():
     x, weight, bias = (
         torch.randn(3000, 129).requires_grad_(),
         torch.randn(129).requires_grad_(),
@@ -375,7 +375,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])
-def test_special_rows(native_kernels: bool) -> None:
+def test_special_rows(native_kernels):
     x = torch.randn(6, 33)
     x[1], x[2, 5], x[3, 7], x[4] = 0, torch.nan, torch.inf, 3.0
     if native_kernels:
@@ -395,7 +395,7 @@ def test_special_rows(native_kernels: bool) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
-def test_a_large_mean_is_no_harm(mean: float) -> None:
+def test_a_large_mean_is_no_harm(mean):
     """The variance is not the difference of two large numbers."""
     torch.manual_seed(0)
     x = torch.randn(64, 4096) + mean
@@ -406,7 +406,7 @@ def test_a_large_mean_is_no_harm(mean: float) -> None:
     assert ours <= 1.5 * torchs + 2e-7
 
 
-def test_one_column() -> None:
+def test_one_column():
     x = torch.tensor([[2.0], [-3.0], [0.0]], requires_grad=True)
     y = flexops.layer_norm(x, torch.full((1,), 5.0), torch.full((1,), 7.0))
     assert (y == 7).all()
@@ -425,7 +425,7 @@ def test_one_column() -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("columns", [1, 7, 64, 1000, 4096])
-def test_codes(dtype: torch.dtype, columns: int) -> None:
+def test_codes(dtype, columns):
     torch.manual_seed(columns)
     for x_dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
         x, residual, weight = (
@@ -469,7 +469,7 @@ def assert_codes(values: Tensor, scales: Tensor, expected: Tensor, expected_scal
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_codes_of_special_rows(dtype: torch.dtype) -> None:
+def test_codes_of_special_rows(dtype):
     x = torch.randn(4, 40)
     x[1], x[2, 3], x[3, 4] = 0, torch.nan, -torch.inf
     for values, scales in (
@@ -483,7 +483,7 @@ def test_codes_of_special_rows(dtype: torch.dtype) -> None:
         assert values[0].float().abs().max() == top
 
 
-def test_codes_are_not_differentiable() -> None:
+def test_codes_are_not_differentiable():
     values, scales, total = flexops.rms_norm_quantized(
         X.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), residual=X
     )
@@ -497,9 +497,7 @@ def test_codes_are_not_differentiable() -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("residual_dtype", DTYPES)
-def test_gradients_with_a_residual_of_another_dtype(
-    x_dtype: torch.dtype, residual_dtype: torch.dtype
-) -> None:
+def test_gradients_with_a_residual_of_another_dtype(x_dtype, residual_dtype):
     torch.manual_seed(0)
     x, residual = (
         torch.randn(6, 50).to(x_dtype).requires_grad_(),
@@ -524,7 +522,7 @@ def test_gradients_with_a_residual_of_another_dtype(
 
 
 @pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
-def test_the_residuals_gradient_is_added_in_the_same_pass(name: str) -> None:
+def test_the_residuals_gradient_is_added_in_the_same_pass(name):
     """A chain of blocks, as models have them: no addition of tensors is left, forward or
     backward."""
     x, weights = (
@@ -562,7 +560,7 @@ def test_the_residuals_gradient_is_added_in_the_same_pass(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_only_the_residual_goes_on() -> None:
+def test_only_the_residual_goes_on():
     """The norm's result unused: its gradient is None, and the residual's passes through."""
     x, residual, weight = (
         torch.randn(3, 8, requires_grad=True),
@@ -582,7 +580,7 @@ def test_only_the_residual_goes_on() -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
-def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
+def test_statistics_are_for_gradients_alone(name, gradient):
     """A call asks for them where something requires a gradient; results are the same bits, from the
     operators for users as well."""
     torch.manual_seed(0)
@@ -616,7 +614,7 @@ def test_statistics_are_for_gradients_alone(name: str, gradient: bool) -> None:
             assert torch.equal(one, other)
 
 
-def test_no_rows_give_zero_gradients() -> None:
+def test_no_rows_give_zero_gradients():
     x, weight, bias = (
         torch.randn(0, 8, requires_grad=True),
         torch.randn(8, requires_grad=True),
@@ -628,7 +626,7 @@ def test_no_rows_give_zero_gradients() -> None:
     assert (gradients[2] == 0).all()
 
 
-def test_a_module_trains_as_torchs() -> None:
+def test_a_module_trains_as_torchs():
     torch.manual_seed(0)
     plain = torch.nn.LayerNorm(16)
     with torch.no_grad():
@@ -642,6 +640,6 @@ def test_a_module_trains_as_torchs() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_self_check() -> None:
+def test_self_check():
     assert norm_module.self_check("cpu") < 1e-4
     assert backward_module.self_check("cpu") < 1e-4

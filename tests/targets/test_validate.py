@@ -33,7 +33,7 @@ def faults(document: Document) -> list[str]:
     return [line.strip() for line in caught.value.what.splitlines()[1:]]
 
 
-def test_every_target_of_the_design_is_there() -> None:
+def test_every_target_of_the_design_is_there():
     newest = (80, 89, 90, 100, 120)
     cuda = {
         "cu121": (80, 89, 90),
@@ -48,7 +48,7 @@ def test_every_target_of_the_design_is_there() -> None:
     assert set(targets.load().ids) == expected
 
 
-def test_a_cuda_target_carries_every_pin() -> None:
+def test_a_cuda_target_carries_every_pin():
     row = targets.load().find("cu121-sm89")
     assert (row.accelerator, row.toolkit, row.capabilities, row.arch_list, row.torch) == (
         "cuda",
@@ -66,7 +66,7 @@ def test_a_cuda_target_carries_every_pin() -> None:
     assert row.requirements == ("torch==2.4.1", "ninja==1.13.0")
 
 
-def test_the_toolkit_is_a_requirement_where_the_index_has_an_nvcc() -> None:
+def test_the_toolkit_is_a_requirement_where_the_index_has_an_nvcc():
     for row in targets.load().targets:
         has_toolkit = any(
             pin.startswith("cuda-toolkit[nvcc,cudart,cccl]==") for pin in row.requirements
@@ -74,25 +74,25 @@ def test_the_toolkit_is_a_requirement_where_the_index_has_an_nvcc() -> None:
         assert has_toolkit == (row.accelerator == "cuda" and row.toolkit.startswith("13."))
 
 
-def test_a_rocm_torch_cannot_be_mistaken_for_the_default_index_s() -> None:
+def test_a_rocm_torch_cannot_be_mistaken_for_the_default_index_s():
     row = targets.load().find("rocm72-gfx942")
     assert row.torch_requirement == "torch==2.13.0+rocm7.2"
     assert row.index_required
     assert row.arch_list == "gfx942"
 
 
-def test_values_are_frozen() -> None:
+def test_values_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         targets.load().cpu.torch = "1.0"  # type: ignore[misc]
 
 
-def test_an_unknown_id_names_the_known_ones() -> None:
+def test_an_unknown_id_names_the_known_ones():
     with pytest.raises(TargetError, match="cu999") as caught:
         targets.load().find("cu999-sm1")
     assert "cu121-sm89" in caught.value.required
 
 
-def test_the_small_matrix_is_valid(document: Document) -> None:
+def test_the_small_matrix_is_valid(document):
     assert loading.parse(document, rules()).ids == (
         "cpu",
         "cu121-sm89",
@@ -101,7 +101,7 @@ def test_the_small_matrix_is_valid(document: Document) -> None:
     )
 
 
-def test_a_row_may_overrule_its_toolkit(document: Document) -> None:
+def test_a_row_may_overrule_its_toolkit(document):
     document["target"][1]["python"] = "3.11"
     assert loading.parse(document, rules()).find("cu121-sm89").python == "3.11"
 
@@ -239,12 +239,12 @@ def _toolkit(name: str, **fields: object) -> Spoil:
         ),
     ],
 )
-def test_a_fault_names_row_and_field(document: Document, spoil: Spoil, fault: str) -> None:
+def test_a_fault_names_row_and_field(document, spoil, fault):
     spoil(document)
     assert any(found.startswith(fault) for found in faults(document)), faults(document)
 
 
-def test_all_faults_are_said_at_once(document: Document) -> None:
+def test_all_faults_are_said_at_once(document):
     document["target"][1].update(id="wrong", python="3.13")
     document["target"][2].update(torch="2.4.1")
     fields = [fault.split(":")[0] for fault in faults(document)]
@@ -252,16 +252,14 @@ def test_all_faults_are_said_at_once(document: Document) -> None:
     assert fields == ["target wrong, id", "target wrong, python", "target cu130-sm90, torch"]
 
 
-def test_a_file_that_is_not_toml_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_toml_is_one_clear_error(tmp_path):
     path = tmp_path / "matrix.toml"
     path.write_text("id = ")
     with pytest.raises(TargetError, match="is not TOML"):
         loading.read(path)
 
 
-def test_toml_is_read_with_pip_s_own_reader_on_a_bare_python_310(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_toml_is_read_with_pip_s_own_reader_on_a_bare_python_310(tmp_path, monkeypatch):
     pytest.importorskip("pip._vendor.tomli")
     path = tmp_path / "some.toml"
     path.write_text("a = 1")
@@ -273,7 +271,7 @@ def test_toml_is_read_with_pip_s_own_reader_on_a_bare_python_310(
         _toml.load(path)
 
 
-def test_the_matrix_is_there_without_torch_or_anything_installed() -> None:
+def test_the_matrix_is_there_without_torch_or_anything_installed():
     root = Path(__file__).parents[2]
     code = (
         "import sys; from flexops.targets.__main__ import main; main(['list']); assert not"

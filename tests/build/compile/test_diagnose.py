@@ -136,14 +136,14 @@ ninja: build stopped: subcommand failed.
         ),
     ],
 )
-def test_known_troubles(output: str, error: str, cause: str, fix: str) -> None:
+def test_known_troubles(output, error, cause, fix):
     found = diagnose(output)
     assert error in found.error
     assert cause in found.cause
     assert fix in found.fix
 
 
-def test_a_command_line_is_not_an_error() -> None:
+def test_a_command_line_is_not_an_error():
     found = diagnose(
         "FAILED: a/a.o\ncd a && g++ -Werror=return-type -DMSG='error: no' -c a.cpp -o"
         " a.o\na.cpp:1:1: error: real\n"
@@ -154,15 +154,15 @@ def test_a_command_line_is_not_an_error() -> None:
 @pytest.mark.parametrize(
     "output", ["", "\n\n", "[1/2] x\nninja: build stopped: subcommand failed.\n"]
 )
-def test_silence_is_said(output: str) -> None:
+def test_silence_is_said(output):
     assert diagnose(output).error == "the compiler said nothing"
 
 
-def test_the_last_line_speaks_where_no_error_is_known() -> None:
+def test_the_last_line_speaks_where_no_error_is_known():
     assert diagnose("strange\nstranger\n").error == "stranger"
 
 
-def test_the_first_error_of_each_source_that_failed() -> None:
+def test_the_first_error_of_each_source_that_failed():
     steps = [
         f"FAILED: x/{name}.o\ng++ -c {name}.cpp -o {name}.o\n{name}.cpp:1:1: error: in"
         f" {name}\n{name}.cpp:2:1: error: follows\n"
@@ -183,7 +183,7 @@ def test_the_first_error_of_each_source_that_failed() -> None:
     assert full.error.startswith("cc1plus")
 
 
-def test_a_typo_in_a_cpu_kernel_is_no_missing_mathematics() -> None:
+def test_a_typo_in_a_cpu_kernel_is_no_missing_mathematics():
     place = "FAILED: a.o\nscale_cpu.cpp:9:3: error: "
     typo = diagnose(f"{place}'tt' was not declared in this scope; did you mean 't'?\n")
     assert typo.fix == "correct the line named above"
