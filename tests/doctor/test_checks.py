@@ -493,23 +493,15 @@ CACHE = CacheFact(
 )
 
 
-@pytest.mark.parametrize(
-    ("fact", "needed", "status", "word"),
-    [
-        (CACHE, True, "ok", "3 entries"),
-        (replace(CACHE, exists=False), True, "ok", "made at the first build"),
-        (
-            replace(CACHE, problem="it belongs to user id 1234"),
-            False,
-            "fail",
-            "FLEXOPS_CACHE_SHARED=1",
-        ),
-        (replace(CACHE, unwritable="read-only file system"), True, "fail", "FLEXOPS_CACHE_DIR"),
-        (replace(CACHE, unwritable="read-only file system"), False, "warn", "FLEXOPS_CACHE_DIR"),
-        (replace(CACHE, noexec=True), False, "fail", "noexec"),
-        (replace(CACHE, free_bytes=2**20), True, "warn", "flexops cache prune"),
-    ],
-)
+@pytest.mark.parametrize(("fact", "needed", "status", "word"), [
+    (CACHE, True, "ok", "3 entries"),
+    (replace(CACHE, exists=False), True, "ok", "made at the first build"),
+    (replace(CACHE, problem="it belongs to user id 1234"), False, "fail", "FLEXOPS_CACHE_SHARED=1"),
+    (replace(CACHE, unwritable="read-only file system"), True, "fail", "FLEXOPS_CACHE_DIR"),
+    (replace(CACHE, unwritable="read-only file system"), False, "warn", "FLEXOPS_CACHE_DIR"),
+    (replace(CACHE, noexec=True), False, "fail", "noexec"),
+    (replace(CACHE, free_bytes=2**20), True, "warn", "flexops cache prune"),
+])  # fmt: skip
 def test_cache(fact, needed, status, word):
     is_(build.cache(fact, needed=needed), status, word)
 

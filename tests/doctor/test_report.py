@@ -123,13 +123,24 @@ def test_a_long_fix_stays_on_one_line(monkeypatch, capsys):
 
 PROBES = [
     *((machine_probes, name) for name in ("platform", "python", "environment", "settings", "gpus")),
-    *(
-        (build_probes, name)
-        for name in ("tools", "resources", "launcher", "cache", "locks", "libraries")
-    ),
+    *((build_probes, name) for name in ("tools", "device_compiler", "resources", "launcher")),
+    *((build_probes, name) for name in ("cache", "locks", "libraries", "unregistered")),
     (target_probe, "target"),
     (torch_probe, "torch"),
 ]
+LOOKED_AT: dict[str, Any] = {}
+
+
+def once(probe: Callable[..., Any]) -> Callable[..., Any]:
+    """A probe that looks at this machine once for all tests here: some take seconds."""
+
+    def look(*arguments: object) -> Any:
+        key = f"{probe.__name__} {arguments}"
+        if key not in LOOKED_AT:
+            LOOKED_AT[key] = probe(*arguments)
+        return LOOKED_AT[key]
+
+    return look
 
 
 def raising(*_: object, **__: object) -> Any:
@@ -138,6 +149,8 @@ def raising(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in PROBES:
+        monkeypatch.setattr(module, name, once(getattr(module, name)))
     monkeypatch.setattr(
         trial,
         "build",
