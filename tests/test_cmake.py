@@ -118,18 +118,8 @@ def test_a_library_that_cmake_builds(cmake, project, host_compiler, tmp_path, in
     place, headers = REPOSITORY, REPOSITORY / "csrc"
     if installed:
         place = tmp_path / "site"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--target",
-            str(place),
-            str(REPOSITORY),
-        ]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps",
+            "--no-build-isolation", "--target", str(place), str(REPOSITORY)]  # fmt: skip
         subprocess.run(command, check=True)
         headers = place / "flexops" / "_csrc"
     done = configure(cmake, project, host_compiler, place)

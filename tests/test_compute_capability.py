@@ -66,21 +66,9 @@ def test_what_a_list_means(text, expected):
     assert format_arch_list(parse_arch_list(text, native=native, supported=CUDA_13)) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9",
-        "sm_9",
-        "9.0b",
-        "9.0+PTXX",
-        "Hoper",
-        "sm_90x",
-        "9.0.1",
-        "compute",
-        "+PTX",
-        "hopper+tegra+ptx2",
-    ],
-)
+@pytest.mark.parametrize("text",
+    ["9", "sm_9", "9.0b", "9.0+PTXX", "Hoper", "sm_90x", "9.0.1", "compute", "+PTX",
+     "hopper+tegra+ptx2"])  # fmt: skip
 def test_an_unknown_piece_is_named(text):
     with pytest.raises(ArchitectureError) as caught:
         parse_arch_list(f"8.0;{text}")

@@ -64,24 +64,13 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases):
     assert "twice" not in table
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x = 1\n", "no function cases"),
-        ("def cases(setup):\n    return iter(())\n", "no case"),
-        (
-            "from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n",
-            "0 calls",
-        ),
-        (
-            (
-                "from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
-                " print}, measure='slowly')\n"
-            ),
-            "measure='slowly'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("x = 1\n", "no function cases"),
+    ("def cases(setup):\n    return iter(())\n", "no case"),
+    ("from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n", "0 calls"),
+    (("from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
+      " print}, measure='slowly')\n"), "measure='slowly'"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_said(tmp_path, text, said):
     (tmp_path / "bad.py").write_text(text)
     done = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "bad.py"), "--device", "cpu"])

@@ -532,90 +532,32 @@ FROM = Step(3, 60, "FROM nvidia/cuda:1 AS toolchain")
 RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
 
 
-@pytest.mark.parametrize(
-    ("step", "output", "message", "what", "fix"),
-    [
-        (
-            None,
-            "",
-            "pull access denied for x, repository does not exist",
-            "base image is not available",
-            "--build-base",
-        ),
-        (
-            FROM,
-            "",
-            "Get https://r/v2/: dial tcp: lookup r: no such host",
-            "base image is not available",
-            "--build-base",
-        ),
-        (
-            Step(3, 9, "FROM u:1 AS installed"),
-            "",
-            "manifest for u:1 not found",
-            "base image is not available",
-            "--runtime-base",
-        ),
-        (
-            RUN,
-            "OSError: [Errno 28] No space left on device",
-            "exit code: 1",
-            "disk is full",
-            "docker system prune",
-        ),
-        (RUN, "", "write /x: no space left on device", "disk is full", "docker system prune"),
-        (
-            RUN,
-            "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]",
-            "code: 1",
-            "certificate is not trusted",
-            "--ca-bundle",
-        ),
-        (
-            RUN,
-            "Temporary failure resolving 'deb.debian.org'",
-            "code: 100",
-            "no way to the network",
-            "--network host",
-        ),
-        (
-            RUN,
-            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES",
-            "code: 1",
-            "other files than the lock names",
-            "flexops target lock",
-        ),
-        (
-            RUN,
-            "ERROR: No matching distribution found for torch==9",
-            "code: 1",
-            "lacks a package",
-            "--index-url",
-        ),
-        (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
-        (
-            RUN,
-            "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
-            "code: 6",
-            "step 15 of 60 failed",
-            "mend it",
-        ),
-        (
-            RUN,
-            "note: going on with the default index\nTraceback\nKeyError: 'x'",
-            "code: 1",
-            "step 15 of 60 failed",
-            "log",
-        ),
-        (
-            RUN,
-            "",
-            "failed to receive status: rpc error: code = Unavailable desc = EOF",
-            "engine went away",
-            "systemctl start docker",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("step", "output", "message", "what", "fix"), [
+    (None, "", "pull access denied for x, repository does not exist", "base image is not available",
+     "--build-base"),
+    (FROM, "", "Get https://r/v2/: dial tcp: lookup r: no such host", "base image is not available",
+     "--build-base"),
+    (Step(3, 9, "FROM u:1 AS installed"), "", "manifest for u:1 not found",
+     "base image is not available", "--runtime-base"),
+    (RUN, "OSError: [Errno 28] No space left on device", "exit code: 1", "disk is full",
+     "docker system prune"),
+    (RUN, "", "write /x: no space left on device", "disk is full", "docker system prune"),
+    (RUN, "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "code: 1",
+     "certificate is not trusted", "--ca-bundle"),
+    (RUN, "Temporary failure resolving 'deb.debian.org'", "code: 100", "no way to the network",
+     "--network host"),
+    (RUN, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "code: 1",
+     "other files than the lock names", "flexops target lock"),
+    (RUN, "ERROR: No matching distribution found for torch==9", "code: 1", "lacks a package",
+     "--index-url"),
+    (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
+    (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
+     "code: 6", "step 15 of 60 failed", "mend it"),
+    (RUN, "note: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1",
+     "step 15 of 60 failed", "log"),
+    (RUN, "", "failed to receive status: rpc error: code = Unavailable desc = EOF",
+     "engine went away", "systemctl start docker"),
+])  # fmt: skip
 def test_failures_name_their_cause_and_fix(step, output, message, what, fix):
     error = failure.explain(
         "cpu",
@@ -837,31 +779,23 @@ NVIDIA = {"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu
 CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}
 
 
-@pytest.mark.parametrize(
-    ("row", "info", "host", "options", "note"),
-    [
-        (CPU, {}, running.HostGpus(nvidia=True, hook=True), {}, ""),
-        (CUDA, {}, running.HostGpus(), {}, "no NVIDIA GPU"),
-        (CUDA, {}, running.HostGpus(nvidia=True), {}, "nvidia-container-toolkit"),
-        (CUDA, {}, running.HostGpus(nvidia=True, hook=True), NVIDIA, ""),
-        (CUDA, {"Runtimes": {"runc": {}, "nvidia": {}}}, running.HostGpus(), NVIDIA, ""),
-        (
-            CUDA,
-            {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]},
-            running.HostGpus(),
-            CDI,
-            "",
-        ),
-        (ROCM, {}, running.HostGpus(nvidia=True, hook=True), {}, "no AMD GPU"),
-        (
-            ROCM,
-            {},
-            running.HostGpus(amd_devices=("/dev/kfd", "/dev/dri"), amd_groups=(44, 109)),
-            {"devices": ["/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"], "group_add": [44, 109]},
-            "",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "info", "host", "options", "note"), [
+    (CPU, {}, running.HostGpus(nvidia=True, hook=True), {}, ""),
+    (CUDA, {}, running.HostGpus(), {}, "no NVIDIA GPU"),
+    (CUDA, {}, running.HostGpus(nvidia=True), {}, "nvidia-container-toolkit"),
+    (CUDA, {}, running.HostGpus(nvidia=True, hook=True), NVIDIA, ""),
+    (CUDA, {"Runtimes": {"runc": {}, "nvidia": {}}}, running.HostGpus(), NVIDIA, ""),
+    (CUDA, {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]},
+     running.HostGpus(), CDI, ""),
+    (ROCM, {}, running.HostGpus(nvidia=True, hook=True), {}, "no AMD GPU"),
+    (
+        ROCM,
+        {},
+        running.HostGpus(amd_devices=("/dev/kfd", "/dev/dri"), amd_groups=(44, 109)),
+        {"devices": ["/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"], "group_add": [44, 109]},
+        "",
+    ),
+])  # fmt: skip
 def test_gpu_options(row, info, host, options, note):
     found = running.gpu_options(row, info, host)
     assert dict(found.options) == options

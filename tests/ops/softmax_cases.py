@@ -12,32 +12,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
-LENGTHS = (
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    17,
-    31,
-    64,
-    100,
-    255,
-    256,
-    257,
-    777,
-    1000,
-    1024,
-    1025,
-    2047,
-    2048,
-    2049,
-    4096,
-    5000,
-    8191,
-    9001,
-)
+LENGTHS = (1, 2, 3, 7, 8, 9, 17, 31, 64, 100, 255, 256, 257, 777, 1000, 1024, 1025, 2047, 2048,
+    2049, 4096, 5000, 8191, 9001)  # fmt: skip
 
 
 def draw_scores(

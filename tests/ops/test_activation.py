@@ -91,50 +91,27 @@ packed_layer = kind(packed_layer_inputs, "gate", "weight", parameters=(1,), indu
 
 class TestLayerContract(Contract):
     cases = (
-        layer(
-            "swiglu_linear",
-            flexops.swiglu_linear,
-            lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
+        layer("swiglu_linear", flexops.swiglu_linear, lambda g, u, w,
+            b: F.linear(F.silu(g) * u, w, b),
             refusals=(
-                wrong(
-                    r"weight must have shape \[any, 8\], got \[5, 7\]",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 7)),
-                ),
-                wrong(
-                    r"weight must have shape \[any, 4\]",
-                    flexops.swiglu_linear,
-                    (SMALL, None, torch.zeros(5, 8)),
-                ),
-                wrong(
-                    r"bias must have shape \[5\]",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)),
-                ),
-                wrong(
-                    r"up must have gate's shape",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL[:2], torch.zeros(5, 8)),
-                ),
-                wrong(
-                    'geglu_linear: approximate must be "none" or "tanh"',
-                    flexops.geglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 8)),
-                    approximate="erf",
-                ),
-            ),
-        ),
-        layer(
-            "geglu_linear",
-            lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"),
-            lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b),
-        ),
-        packed_layer(
-            "geglu_linear of pairs",
-            lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True),
-            lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w),
-        ),
-    )
+                wrong(r"weight must have shape \[any, 8\], got \[5, 7\]", flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 7))),
+                wrong(r"weight must have shape \[any, 4\]", flexops.swiglu_linear,
+                    (SMALL, None, torch.zeros(5, 8))),
+                wrong(r"bias must have shape \[5\]", flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4))),
+                wrong(r"up must have gate's shape", flexops.swiglu_linear,
+                    (SMALL, SMALL[:2], torch.zeros(5, 8))),
+                wrong('geglu_linear: approximate must be "none" or "tanh"', flexops.geglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8)), approximate="erf"),
+            )),
+        layer("geglu_linear", lambda g, u, w,
+            b: flexops.geglu_linear(g, u, w, b, approximate="tanh"), lambda g, u, w,
+            b: F.linear(F.gelu(g, approximate="tanh") * u, w, b)),
+        packed_layer("geglu_linear of pairs", lambda x,
+            w: flexops.geglu_linear(x, None, w, interleaved=True), lambda x,
+            w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w)),
+    )  # fmt: skip
 
 
 # ---- what is kept for the backward pass ----------------------------------------------------------
@@ -219,92 +196,51 @@ def test_the_layers_gradients_do_not_harm_what_others_use():
 
 class TestContract(Contract):
     cases = (
-        biased(
-            "bias_gelu",
-            flexops.bias_gelu,
-            lambda x, b: F.gelu(x + b),
-            refusals=(
-                wrong(
-                    r"bias_gelu: bias must have shape \[8\], .*got \[7\]",
-                    flexops.bias_gelu,
-                    (SMALL, torch.zeros(7)),
-                ),
-                wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
-                wrong(
-                    'approximate must be "none", "tanh" or "quick"',
-                    flexops.bias_gelu,
-                    (SMALL,),
-                    approximate="erf",
-                ),
-                wrong("x must have at least one dimension", flexops.bias_gelu, (torch.zeros(()),)),
-            ),
-        ),
-        biased(
-            "bias_gelu tanh",
-            lambda x, b: flexops.bias_gelu(x, b, "tanh"),
-            lambda x, b: F.gelu(x + b, approximate="tanh"),
-            inductor=False,
-        ),
-        biased(
-            "bias_gelu quick",
-            lambda x, b: flexops.bias_gelu(x, b, "quick"),
-            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
-            inductor=False,
-        ),
-        biased(
-            "bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(), inductor=False
-        ),
+        biased("bias_gelu", flexops.bias_gelu, lambda x, b: F.gelu(x + b), refusals=(
+            wrong(r"bias_gelu: bias must have shape \[8\], .*got \[7\]", flexops.bias_gelu,
+                (SMALL, torch.zeros(7))),
+            wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
+            wrong('approximate must be "none", "tanh" or "quick"', flexops.bias_gelu, (SMALL,),
+                approximate="erf"),
+            wrong("x must have at least one dimension", flexops.bias_gelu, (torch.zeros(()),)),
+        )),
+        biased("bias_gelu tanh", lambda x, b: flexops.bias_gelu(x, b, "tanh"), lambda x,
+            b: F.gelu(x + b, approximate="tanh"), inductor=False),
+        biased("bias_gelu quick", lambda x, b: flexops.bias_gelu(x, b, "quick"), lambda x,
+            b: (x + b) * torch.sigmoid(1.702 * (x + b)), inductor=False),
+        biased("bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(),
+            inductor=False),
         plain("bias_gelu without a bias", flexops.bias_gelu, F.gelu),
         biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
-        gated(
-            "swiglu",
-            flexops.swiglu,
-            lambda g, u: F.silu(g) * u,
-            huge=(2**18 + 3, 2**13),
+        gated("swiglu", flexops.swiglu, lambda g, u: F.silu(g) * u, huge=(2**18 + 3, 2**13),
             refusals=(
-                wrong(
-                    r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]",
-                    flexops.swiglu,
-                    (SMALL, SMALL[:2]),
-                ),
-                wrong(
-                    "interleaved must be False", flexops.swiglu, (SMALL, SMALL), interleaved=True
-                ),
-                wrong(
-                    "up must be float32, as gate, got float16",
-                    flexops.swiglu,
-                    (SMALL, SMALL.half()),
-                    error=TypeError,
-                ),
+                wrong(r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]", flexops.swiglu,
+                    (SMALL, SMALL[:2])),
+                wrong("interleaved must be False", flexops.swiglu, (SMALL, SMALL),
+                    interleaved=True),
+                wrong("up must be float32, as gate, got float16", flexops.swiglu,
+                    (SMALL, SMALL.half()), error=TypeError),
                 wrong("gate must have an even last dimension", flexops.swiglu, (SMALL[:, :7],)),
                 wrong("gate must have at least one dimension", flexops.swiglu, (torch.zeros(()),)),
-            ),
-        ),
-        packed(
-            "swiglu of halves",
-            flexops.swiglu,
-            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-        ),
+            )),
+        packed("swiglu of halves", flexops.swiglu,
+            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
         packed(
             "swiglu of pairs",
             lambda x: flexops.swiglu(x, interleaved=True),
             lambda x: F.silu(pairs(x)[0]) * pairs(x)[1],
         ),
-        gated(
-            "geglu",
-            flexops.geglu,
-            lambda g, u: F.gelu(g) * u,
+        gated("geglu", flexops.geglu, lambda g, u: F.gelu(g) * u,
             refusals=(
-                wrong("geglu: approximate must be", flexops.geglu, (SMALL,), approximate="none "),
-            ),
-        ),
+                wrong("geglu: approximate must be", flexops.geglu, (SMALL,),
+                    approximate="none "),)),
         packed(
             "geglu tanh of pairs",
             lambda x: flexops.geglu(x, approximate="tanh", interleaved=True),
             lambda x: F.gelu(pairs(x)[0], approximate="tanh") * pairs(x)[1],
             huge=(2**17 + 3, 2**13),
         ),
-    )
+    )  # fmt: skip
 
 
 # ---- float64 -------------------------------------------------------------------------------------
@@ -488,31 +424,21 @@ def test_the_ops_themselves_check_too():
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.bias_gelu(x.double(), None, 0), "bias_gelu: x must be float32"),
         (lambda: ops.bias_gelu(x, torch.zeros(7), 0), r"bias_gelu: bias must have shape \[8\]"),
-        (
-            lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
-            "bias_silu: bias must be float32",
-        ),
-        (
-            lambda: ops.bias_silu_backward(x[:3], x, None, False),
-            "bias_silu_backward: grad must have x's shape",
-        ),
+        (lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
+         "bias_silu: bias must be float32"),
+        (lambda: ops.bias_silu_backward(x[:3], x, None, False),
+         "bias_silu_backward: grad must have x's shape"),
         (lambda: ops.bias_silu_backward(x.half(), x, None, False), "grad must be float32"),
-        (
-            lambda: ops.bias_silu_backward(x, x, None, True),
-            "bias_gradient must be false without a bias",
-        ),
+        (lambda: ops.bias_silu_backward(x, x, None, True),
+         "bias_gradient must be false without a bias"),
         (lambda: ops.swiglu(x, x[:, :4], False), "swiglu: up must have gate's shape"),
         (lambda: ops.swiglu(x, x.half(), False), "up must be float32"),
         (lambda: ops.swiglu(x, x, True), "interleaved must be false"),
-        (
-            lambda: ops.geglu(x[:, :7], None, False, False),
-            "geglu: gate must have an even last dimension",
-        ),
-        (
-            lambda: ops.geglu_backward(x, x, None, False, False),
-            "geglu_backward: grad must have the result's shape",
-        ),
-    ]
+        (lambda: ops.geglu(x[:, :7], None, False, False),
+         "geglu: gate must have an even last dimension"),
+        (lambda: ops.geglu_backward(x, x, None, False, False),
+         "geglu_backward: grad must have the result's shape"),
+    ]  # fmt: skip
     assert loader.ensure("activation", "cpu")
     for call, message in wrong:
         with torch.no_grad(), pytest.raises(RuntimeError, match=message):

@@ -133,41 +133,27 @@ def wrong_layers() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.linear_cross_entropy(*args, **options), error, message)
 
     return (
-        wrong(
-            r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)",
-            (x, w[:, :3], t),
-        ),
+        wrong(r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)",
+            (x, w[:, :3], t)),
         wrong(r"bias must have shape \[5\], got \(4,\)", (x, w, t, w[0])),
         wrong("weight must be on x's device, cpu, got meta", (x, w.to("meta"), t)),
         wrong("chunk_size must be at least 1, or None, got 0", (x, w, t), chunk_size=0),
-        wrong(
-            r"target must have shape \(3,\), one class for each row of x, got \(1,\)", (x, w, t[:1])
-        ),
+        wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)",
+            (x, w, t[:1])),
         wrong("softcap must be greater than 0, or None, got 0", (x, w, t), softcap=0.0),
-        wrong(
-            "accumulate must be 'float32', 'native' or None, got 'bfloat16'",
-            (x, w, t),
-            accumulate="bfloat16",
-        ),
+        wrong("accumulate must be 'float32', 'native' or None, got 'bfloat16'", (x, w, t),
+            accumulate="bfloat16"),
         wrong(r"class_weight must have shape \[5\], got \(4,\)", (x, w, t), class_weight=w[0]),
-        wrong(
-            "class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
-            (x, w, t),
-            class_weight=[1.0] * 5,
-            error=TypeError,
-        ),
+        wrong("class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
+            (x, w, t), class_weight=[1.0] * 5, error=TypeError),
         wrong(
             "class_weight must not require a gradient",
             (x, w, t),
             class_weight=torch.ones(5, requires_grad=True),
         ),
-        wrong(
-            "label_smoothing must be 0 with class_weight, got 0.1",
-            (x, w, t),
-            class_weight=torch.ones(5),
-            label_smoothing=0.1,
-        ),
-    )
+        wrong("label_smoothing must be 0 with class_weight, got 0.1", (x, w, t),
+            class_weight=torch.ones(5), label_smoothing=0.1),
+    )  # fmt: skip
 
 
 SHAPES, LAYER_SHAPES = ((3, 8), (5, 100), (64, 1031)), ((3, 8), (5, 24), (64, 128))

@@ -223,44 +223,25 @@ def test_wrong_arguments_are_named():
         flexops.clip_grads_(grads, torch.ones(2), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda _, __: flexops.clip_grads_(None, torch.ones(()), 1.0),
-            "clip_grads_: grads must be a list",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, None, 1.0),
-            "clip_grads_: total_norm must be a float32",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, 1.0, 1.0),
-            "clip_grads_: total_norm must be a float32",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, torch.ones(()), None),
-            "max_norm must be a number, got None",
-        ),
-        (lambda grads, _: flexops.grad_norm(grads, "2"), "norm_type must be a number, got '2'"),
-        (
-            lambda _, __: optim.clip_grad_norm_(None, 1.0),
-            "parameters must be tensors, got NoneType. fix: ",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_([*params, None], 1.0),
-            r"parameters\[\d+\] must be a tensor",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_(params, None),
-            "clip_grad_norm_: max_norm must be a number",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_(params, 1.0, None),
-            "clip_grad_norm_: norm_type must be a number",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda _, __: flexops.clip_grads_(None, torch.ones(()), 1.0),
+     "clip_grads_: grads must be a list"),
+    (lambda grads, _: flexops.clip_grads_(grads, None, 1.0),
+     "clip_grads_: total_norm must be a float32"),
+    (lambda grads, _: flexops.clip_grads_(grads, 1.0, 1.0),
+     "clip_grads_: total_norm must be a float32"),
+    (lambda grads, _: flexops.clip_grads_(grads, torch.ones(()), None),
+     "max_norm must be a number, got None"),
+    (lambda grads, _: flexops.grad_norm(grads, "2"), "norm_type must be a number, got '2'"),
+    (lambda _, __: optim.clip_grad_norm_(None, 1.0),
+     "parameters must be tensors, got NoneType. fix: "),
+    (lambda _, params: optim.clip_grad_norm_([*params, None], 1.0),
+     r"parameters\[\d+\] must be a tensor"),
+    (lambda _, params: optim.clip_grad_norm_(params, None),
+     "clip_grad_norm_: max_norm must be a number"),
+    (lambda _, params: optim.clip_grad_norm_(params, 1.0, None),
+     "clip_grad_norm_: norm_type must be a number"),
+])  # fmt: skip
 def test_what_is_no_tensor_or_number_is_named(call, message):
     params = with_grads(make("cpu"))
     with pytest.raises(TypeError, match=f"flexops.*{message}"):

@@ -134,24 +134,12 @@ LAYER: dict[str, Any] = {
 
 class TestContract(Contract):
     cases = (
-        Case(
-            "logprobs",
-            "logprobs",
-            ours(),
-            logits_and_target,
-            plain_one,
-            refusals=wrong_calls(),
-            **LOGITS,
-        ),
-        Case(
-            "logprobs and entropy, capped, at a temperature",
-            "logprobs",
-            ours(temperature=0.7, softcap=3.0, return_entropy=True),
-            logits_and_target,
-            lambda logits, target: plain(logits, target, 0.7, 3.0),
-            **LOGITS,
-        ),
-    )
+        Case("logprobs", "logprobs", ours(), logits_and_target, plain_one, refusals=wrong_calls(),
+            **LOGITS),
+        Case("logprobs and entropy, capped, at a temperature", "logprobs",
+            ours(temperature=0.7, softcap=3.0, return_entropy=True), logits_and_target,
+            lambda logits, target: plain(logits, target, 0.7, 3.0), **LOGITS),
+    )  # fmt: skip
 
 
 class TestKeptLogits(Contract):

@@ -78,42 +78,23 @@ HUGE = (2**18 + 3, 2**13)
 
 def refusals(name: str, call: Any) -> tuple[Refusal, ...]:
     return (
-        Refusal(
-            lambda: call(torch.ones(())),
-            ValueError,
-            rf"flexops.{name}: x must have at least one dimension",
-        ),
-        Refusal(
-            lambda: call(torch.ones(2, 0)),
-            ValueError,
-            rf"flexops.{name}: x's last dimension must be from 1 to 65536, got shape \(2, 0\)",
-        ),
-        Refusal(
-            lambda: call(torch.ones(65537)), ValueError, rf"flexops.{name}: x's last dimension"
-        ),
-        Refusal(
-            lambda: call(X, weight=torch.ones(5)),
-            ValueError,
-            rf"flexops.{name}: weight must have shape \(4,\)",
-        ),
-        Refusal(
-            lambda: call(X, weight=torch.ones(1, 4)),
-            ValueError,
-            rf"flexops.{name}: weight must have shape",
-        ),
-        Refusal(
-            lambda: call(X, weight=torch.ones(4, device="meta")),
-            ValueError,
-            rf"flexops.{name}: weight must be on the device of x",
-        ),
+        Refusal(lambda: call(torch.ones(())), ValueError,
+            rf"flexops.{name}: x must have at least one dimension"),
+        Refusal(lambda: call(torch.ones(2, 0)), ValueError,
+            rf"flexops.{name}: x's last dimension must be from 1 to 65536, got shape \(2, 0\)"),
+        Refusal(lambda: call(torch.ones(65537)), ValueError,
+            rf"flexops.{name}: x's last dimension"),
+        Refusal(lambda: call(X, weight=torch.ones(5)), ValueError,
+            rf"flexops.{name}: weight must have shape \(4,\)"),
+        Refusal(lambda: call(X, weight=torch.ones(1, 4)), ValueError,
+            rf"flexops.{name}: weight must have shape"),
+        Refusal(lambda: call(X, weight=torch.ones(4, device="meta")), ValueError,
+            rf"flexops.{name}: weight must be on the device of x"),
         Refusal(lambda: call(X, eps=-1.0), ValueError, rf"flexops.{name}: eps must be at least 0"),
         Refusal(lambda: call(X, eps=None), TypeError, rf"flexops.{name}: eps must be a number"),
-        Refusal(
-            lambda: call(X, eps=float("nan")),
-            ValueError,
-            rf"flexops.{name}: eps must be at least 0",
-        ),
-    )
+        Refusal(lambda: call(X, eps=float("nan")), ValueError,
+            rf"flexops.{name}: eps must be at least 0"),
+    )  # fmt: skip
 
 
 class TestContract(Contract):
@@ -299,15 +280,8 @@ def compare_everything(seeds: range) -> None:
                 bias,
                 1e-5,
             )
-            backward = (
-                grad,
-                also if seed % 3 else None,
-                total,
-                weight,
-                statistics,
-                *needs,
-                bias_dtype,
-            )
+            backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs,
+                bias_dtype)  # fmt: skip
             compare(
                 ops.layer_norm_backward,
                 references["flexops::layer_norm_backward"],

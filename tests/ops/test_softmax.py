@@ -58,37 +58,19 @@ def wrong_calls() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.scaled_masked_softmax(x, mask), error, message)
 
     return (
-        with_mask(
-            torch.zeros(3),
-            ValueError,
-            r"mask must be broadcastable to x, got shape \[3\] for \[2, 3, 4\]",
-        ),
-        with_mask(
-            torch.zeros(1, 2, 3, 4),
-            ValueError,
-            r"mask must be broadcastable to x, got shape \[1, 2, 3, 4\] for \[2, 3, 4\]",
-        ),
-        with_mask(
-            torch.zeros(4, dtype=torch.uint8),
-            TypeError,
-            "mask must be bool, float32, .* got uint8",
-        ),
-        with_mask(
-            torch.zeros(4, device="meta"),
-            ValueError,
-            "mask must be on the device of x, cpu, got meta",
-        ),
-        Refusal(
-            lambda: flexops.scaled_masked_softmax(torch.zeros(())),
-            ValueError,
-            "x must have at least one dimension",
-        ),
-        Refusal(
-            lambda: flexops.causal_softmax(torch.zeros(3)),
-            ValueError,
-            "x must have at least two dimensions, queries and keys, got shape",
-        ),
-    )
+        with_mask(torch.zeros(3), ValueError,
+            r"mask must be broadcastable to x, got shape \[3\] for \[2, 3, 4\]"),
+        with_mask(torch.zeros(1, 2, 3, 4), ValueError,
+            r"mask must be broadcastable to x, got shape \[1, 2, 3, 4\] for \[2, 3, 4\]"),
+        with_mask(torch.zeros(4, dtype=torch.uint8), TypeError,
+            "mask must be bool, float32, .* got uint8"),
+        with_mask(torch.zeros(4, device="meta"), ValueError,
+            "mask must be on the device of x, cpu, got meta"),
+        Refusal(lambda: flexops.scaled_masked_softmax(torch.zeros(())), ValueError,
+            "x must have at least one dimension"),
+        Refusal(lambda: flexops.causal_softmax(torch.zeros(3)), ValueError,
+            "x must have at least two dimensions, queries and keys, got shape"),
+    )  # fmt: skip
 
 
 class TestContract(Contract):

@@ -142,20 +142,8 @@ def harmless(line: str) -> bool:
         return "CLONE_THREAD" in line
     if name == "fcntl":
         return not re.search(r"F_(OFD_)?SETLKW?", line)
-    looking = (
-        "stat",
-        "fstat",
-        "lstat",
-        "newfstatat",
-        "statx",
-        "statfs",
-        "access",
-        "faccessat",
-        "faccessat2",
-        "readlink",
-        "readlinkat",
-        "getcwd",
-    )
+    looking = ("stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "access", "faccessat",
+        "faccessat2", "readlink", "readlinkat", "getcwd")  # fmt: skip
     return name in (*looking, "exit", "exit_group", "getxattr", "chdir")
 
 

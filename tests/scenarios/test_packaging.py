@@ -293,20 +293,8 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path, nvcc_toolkit):
         FLEXOPS_COMPILER_LAUNCHER="none",
         FLEXOPS_LOG="quiet",
     )
-    command = [
-        sys.executable,
-        "-m",
-        "flexops",
-        "build",
-        "quant",
-        "--arch",
-        "8.0;9.0",
-        "--out",
-        str(tmp_path / "out"),
-        "--jobs",
-        "2",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "flexops", "build", "quant", "--arch", "8.0;9.0", "--out",
+        str(tmp_path / "out"), "--jobs", "2", "--json"]  # fmt: skip
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

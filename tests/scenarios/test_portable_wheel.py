@@ -163,18 +163,8 @@ def test_a_wheels_tag_is_true_or_the_check_fails(tmp_path, built):
     def compile_library(name: str, text: str, *options: str) -> Path:
         source = tmp_path / f"{name}.c"
         source.write_text(text)
-        command = [
-            sys.executable,
-            "-m",
-            "ziglang",
-            "cc",
-            "-target",
-            f"{machine}-linux-gnu.2.28",
-            "-shared",
-            "-nostdlib",
-            str(source),
-            *options,
-        ]
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.28",
+            "-shared", "-nostdlib", str(source), *options]  # fmt: skip
         subprocess.run([*command, f"-Wl,-soname,{name}", "-o", str(tmp_path / name)], check=True)
         return tmp_path / name
 

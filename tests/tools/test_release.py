@@ -107,29 +107,14 @@ def test_a_whole_release(clone):
     assert "has nothing under [Unreleased]" in second.stderr
 
 
-@pytest.mark.parametrize(
-    ("path", "old", "new", "said"),
-    [
-        (
-            "recipe/recipe.yaml",
-            f'version: "{flexops.__version__}"',
-            'version: "7.7.7"',
-            "recipe/recipe.yaml says 7.7.7",
-        ),
-        (
-            "CITATION.cff",
-            "version: " + flexops.__version__,
-            "version: latest",
-            "CITATION.cff has 0 lines with the version",
-        ),
-        (
-            "CHANGELOG.md",
-            "## [Unreleased]\n",
-            "## [Unreleased]\n\n### Fixed\n\n### Fixed\n",
-            "### Fixed stands",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "old", "new", "said"), [
+    ("recipe/recipe.yaml", f'version: "{flexops.__version__}"', 'version: "7.7.7"',
+     "recipe/recipe.yaml says 7.7.7"),
+    ("CITATION.cff", "version: " + flexops.__version__, "version: latest",
+     "CITATION.cff has 0 lines with the version"),
+    ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n### Fixed\n\n### Fixed\n",
+     "### Fixed stands"),
+])  # fmt: skip
 def test_what_does_not_agree_is_named(clone, path, old, new, said):
     edit(clone / path, old, new)
     done = release(clone, "verify", "--tag", "refs/heads/main")

@@ -193,17 +193,8 @@ def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers, tmp_path, r
         home = tmp_path / str(version[0])
         home.mkdir()
         (home / "lib64").symlink_to(compilers[version].path.parent)
-        command = [
-            sys.executable,
-            "-m",
-            "flexops",
-            "build",
-            *families,
-            "--device",
-            "cuda",
-            "--arch",
-            "6.0;6.1;7.0;7.5",
-        ]
+        command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda",
+            "--arch", "6.0;6.1;7.0;7.5"]  # fmt: skip
         environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=600
@@ -461,25 +452,17 @@ def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path, host_compiler):
     assert "fix: more memory" in said
 
 
-@pytest.mark.parametrize(
-    ("break_it", "said"),
-    [
-        (
-            lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
-            "libnvrtc-builtins is not beside it",
-        ),
-        (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
-        (
-            lambda folder: (folder / "libnvrtc-builtins.so.13.0").rename(
-                folder / "libnvrtc-builtins.so.12.1"
-            ),
-            (
-                "libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
-                " another version's"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("break_it", "said"), [
+    (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
+     "libnvrtc-builtins is not beside it"),
+    (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
+    (
+        lambda folder: (
+            folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1"),
+        ("libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
+         " another version's"),
+    ),
+])  # fmt: skip
 def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path, break_it, said):
     folder = tmp_path / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)

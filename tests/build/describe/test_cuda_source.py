@@ -297,24 +297,16 @@ def test_launches_in_macros():
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "names"),
-    [
-        ("", ""),
-        ("void", ""),
-        ("const float* __restrict__ x, int n = f(1, 2)", "x, n"),
-        (
-            (
-                "const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a,"
-                " std::pair<int, int> b"
-            ),
-            "a, b",
-        ),
-        ("const __grid_constant__ Params params, float table[4][2]", "params, table"),
-        ("A... more", "more..."),
-        ("unsigned long long n, struct Options options", "n, options"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "names"), [
+    ("", ""),
+    ("void", ""),
+    ("const float* __restrict__ x, int n = f(1, 2)", "x, n"),
+    (("const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a,"
+      " std::pair<int, int> b"), "a, b"),
+    ("const __grid_constant__ Params params, float table[4][2]", "params, table"),
+    ("A... more", "more..."),
+    ("unsigned long long n, struct Options options", "n, options"),
+])  # fmt: skip
 def test_a_kernels_parameters(parameters, names):
     assert (
         f"launch<flexops_stub_0>({names});"
@@ -427,70 +419,46 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
 # ---- what is rejected ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("__constant__ float table[4];", "constant or managed memory (__constant__)"),
-        (
-            "void f() { cudaMemcpyToSymbol(a, b, 4); }",
-            "the host reads or writes (cudaMemcpyToSymbol)",
-        ),
-        ("void f() { cudaOccupancyMaxPotentialBlockSize(&a, &b, k); }", "asked about a kernel"),
-        (
-            (
-                "void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed,"
-                " 1); }"
-            ),
-            "an attribute of a kernel",
-        ),
-        ("void f() { cudaLaunchCooperativeKernel(k, a, b, c); }", "(cudaLaunchCooperativeKernel)"),
-        ("void f() { thrust::sort(a, b); }", "thrust (thrust)"),
-        ("struct Traits { using Reduce = cub::BlockReduce<float, 1>; };", "CUB in host code"),
-        ("texture<float> t;", "a texture"),
-        ("void f() { g([=] __device__(int i) {}); }", "a lambda for the device"),
-        ("__global__ void k() { k<<<1, 1>>>(); }", "launched by device code"),
-        ("#define MAKE(n) __global__ void n() { }", "the macro MAKE, which defines device code"),
-        ("#if __SOMETHING__", "a condition on __SOMETHING__"),
-        ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
-        ("#include HEADER", "a name that is a macro"),
-        ("__global__ void k(int, float y) {}", "parameter without a name"),
-        (
-            "__global__ void k(void (*call)(int)) {}",
-            "parameter without a name, or a function's pointer",
-        ),
-        (
-            "int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }",
-            "h in device code, which is declared for the host alone",
-        ),
-        ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
-        ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
-        ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
-        ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
-        ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
-        ("__host__ __device__ void f() {\n#include <body>\n}", "an #include within a declaration"),
-        ("struct Mine {\n#include <body>\n};", "an #include within a declaration"),
-        (
-            "struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }",
-            "mine in device code",
-        ),
-        (
-            (
-                "struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x ="
-                " Mine::n; }"
-            ),
-            "n in device code",
-        ),
-        ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
-        (
-            "#if TORCH_VERSION_MAJOR > 1",
-            "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>",
-        ),
-        ("#if FLT_MAX", "a condition on FLT_MAX"),
-        ("#define NDEBUG", "#define NDEBUG"),
-        ("#undef NDEBUG", "#undef NDEBUG"),
-        ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
-    ],
-)
+@pytest.mark.parametrize(("line", "what"), [
+    ("__constant__ float table[4];", "constant or managed memory (__constant__)"),
+    ("void f() { cudaMemcpyToSymbol(a, b, 4); }", "the host reads or writes (cudaMemcpyToSymbol)"),
+    ("void f() { cudaOccupancyMaxPotentialBlockSize(&a, &b, k); }", "asked about a kernel"),
+    (("void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed,"
+      " 1); }"), "an attribute of a kernel"),
+    ("void f() { cudaLaunchCooperativeKernel(k, a, b, c); }", "(cudaLaunchCooperativeKernel)"),
+    ("void f() { thrust::sort(a, b); }", "thrust (thrust)"),
+    ("struct Traits { using Reduce = cub::BlockReduce<float, 1>; };", "CUB in host code"),
+    ("texture<float> t;", "a texture"),
+    ("void f() { g([=] __device__(int i) {}); }", "a lambda for the device"),
+    ("__global__ void k() { k<<<1, 1>>>(); }", "launched by device code"),
+    ("#define MAKE(n) __global__ void n() { }", "the macro MAKE, which defines device code"),
+    ("#if __SOMETHING__", "a condition on __SOMETHING__"),
+    ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
+    ("#include HEADER", "a name that is a macro"),
+    ("__global__ void k(int, float y) {}", "parameter without a name"),
+    ("__global__ void k(void (*call)(int)) {}",
+     "parameter without a name, or a function's pointer"),
+    ("int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }",
+     "h in device code, which is declared for the host alone"),
+    ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
+    ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
+    ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
+    ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
+    ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
+    ("__host__ __device__ void f() {\n#include <body>\n}", "an #include within a declaration"),
+    ("struct Mine {\n#include <body>\n};", "an #include within a declaration"),
+    ("struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }",
+     "mine in device code"),
+    (("struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x ="
+      " Mine::n; }"), "n in device code"),
+    ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
+    ("#if TORCH_VERSION_MAJOR > 1",
+     "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>"),
+    ("#if FLT_MAX", "a condition on FLT_MAX"),
+    ("#define NDEBUG", "#define NDEBUG"),
+    ("#undef NDEBUG", "#undef NDEBUG"),
+    ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
+])  # fmt: skip
 def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line, what):
     text = f"// a comment\n{line}\n" + ("#endif\n" if line.startswith("#if ") else "")
     at = 2 if "backslash" in what else 3 if "#include within" in what else 2 + line.count("\n")

@@ -689,26 +689,8 @@ void f() { halves<at::Half><<<1, 1>>>(nullptr, nullptr, 1.f); halves<at::BFloat1
 
 def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path, nvcc_toolkit):
     """pow(float, int) is a double in C++, of whole numbers all are: NVRTC alone knows neither."""
-    one = [
-        "acos",
-        "cbrt",
-        "ceil",
-        "cos",
-        "erf",
-        "exp",
-        "exp2",
-        "fabs",
-        "floor",
-        "log",
-        "log10",
-        "log2",
-        "rint",
-        "round",
-        "sin",
-        "sqrt",
-        "tan",
-        "tanh",
-    ]
+    one = ["acos", "cbrt", "ceil", "cos", "erf", "exp", "exp2", "fabs", "floor", "log", "log10",
+        "log2", "rint", "round", "sin", "sqrt", "tan", "tanh"]  # fmt: skip
     # of whole numbers, too: nvcc has them for host code
     one += ["isnan", "isinf", "isfinite", "signbit"]
     two = ["atan2", "copysign", "fmax", "fmin", "fmod", "hypot", "pow"]
@@ -734,41 +716,13 @@ def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path, nv
 
 def test_mathematics_on_the_host_is_nvccs(tmp_path, nvcc_toolkit, host_compiler):
     """Outside of std: exp(float) is a float to nvcc, and min and max are there."""
-    one = [
-        "ceil",
-        "exp",
-        "exp10",
-        "floor",
-        "j0",
-        "log",
-        "round",
-        "sqrt",
-        "tanh",
-        "y1",
-        "isnan",
-        "signbit",
-        "abs",
-    ]
+    one = ["ceil", "exp", "exp10", "floor", "j0", "log", "round", "sqrt", "tanh", "y1", "isnan",
+        "signbit", "abs"]  # fmt: skip
     calls = [f"{name}({x})" for name in one for x in "fd"] + [
         f"{name}({x}, {y})" for name in ("pow", "fmod", "hypot") for x in "fd" for y in "fdi"
     ]
-    pairs = [
-        "f, f",
-        "d, d",
-        "f, d",
-        "d, f",
-        "i, i",
-        "u, u",
-        "i, u",
-        "u, i",
-        "l, l",
-        "l, 7ul",
-        "7ul, l",
-        "7ll, -3ll",
-        "7ull, -3ll",
-        "NAN, f",
-        "f, NAN",
-    ]
+    pairs = ["f, f", "d, d", "f, d", "d, f", "i, i", "u, u", "i, u", "u, i", "l, l", "l, 7ul",
+        "7ul, l", "7ll, -3ll", "7ull, -3ll", "NAN, f", "f, NAN"]  # fmt: skip
     calls += [f"{name}({pair})" for name in ("min", "max") for pair in pairs]
     printed = "".join(
         f'  std::printf("%zu %.17g\\n", sizeof({call}), double({call}));\n' for call in calls
@@ -798,16 +752,9 @@ def test_mathematics_on_the_host_is_nvccs(tmp_path, nvcc_toolkit, host_compiler)
     ]
     commands = {
         "host": [str(host_compiler.path), *flags, str(tmp_path / "host.cpp"), *libraries],
-        "nvcc": [
-            str(nvcc_toolkit.nvcc.path),
-            "-ccbin",
-            str(host_compiler.path),
-            "-std=c++17",
-            "-cudart=none",
-            str(tmp_path / "host.cu"),
-            *libraries,
-        ],
-    }
+        "nvcc": [str(nvcc_toolkit.nvcc.path), "-ccbin", str(host_compiler.path), "-std=c++17",
+            "-cudart=none", str(tmp_path / "host.cu"), *libraries],
+    }  # fmt: skip
     said = {}
     for name, command in commands.items():
         subprocess.run([*command, "-o", str(tmp_path / name)], check=True, capture_output=True)

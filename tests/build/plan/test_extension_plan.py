@@ -225,30 +225,22 @@ def test_what_is_precompiled_is_shared_between_extensions():
     assert one != precompilable_flags(request(cflags=("-O2",)), toolchain(), PYTHON)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("#include <torch/extension.h>\n", "reached"),
-        (
-            (
-                "// #define X\n/* #define Y */\n#pragma once\n#include <vector>\n#include"
-                ' "torch/extension.h"'
-            ),
-            "reached",
-        ),
-        ("#ifndef A_H\n#define A_H\n#include <torch/extension.h>\n#endif\n", "reached"),
-        ("using T = int;\n#include <torch/extension.h>", "reached"),
-        ('#include "good.h"\n#define X', "reached"),
-        ('#include "plain.h"\n#include <torch/extension.h>', "reached"),
-        ("#define X\n#include <torch/extension.h>", "unclear"),
-        ("#ifdef X\n#include <torch/extension.h>\n#endif", "unclear"),
-        ("#include MACRO\n#include <torch/extension.h>", "unclear"),
-        ('#include "macro.h"\n#include <torch/extension.h>', "unclear"),
-        ("#pragma pack(1)\n#include <torch/extension.h>", "unclear"),
-        ("#include <torch/library.h>\n", "not reached"),
-        ('#include "loop.h"\n', "not reached"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("#include <torch/extension.h>\n", "reached"),
+    (("// #define X\n/* #define Y */\n#pragma once\n#include <vector>\n#include"
+      ' "torch/extension.h"'), "reached"),
+    ("#ifndef A_H\n#define A_H\n#include <torch/extension.h>\n#endif\n", "reached"),
+    ("using T = int;\n#include <torch/extension.h>", "reached"),
+    ('#include "good.h"\n#define X', "reached"),
+    ('#include "plain.h"\n#include <torch/extension.h>', "reached"),
+    ("#define X\n#include <torch/extension.h>", "unclear"),
+    ("#ifdef X\n#include <torch/extension.h>\n#endif", "unclear"),
+    ("#include MACRO\n#include <torch/extension.h>", "unclear"),
+    ('#include "macro.h"\n#include <torch/extension.h>', "unclear"),
+    ("#pragma pack(1)\n#include <torch/extension.h>", "unclear"),
+    ("#include <torch/library.h>\n", "not reached"),
+    ('#include "loop.h"\n', "not reached"),
+])  # fmt: skip
 def test_include_lines(tmp_path, text, expected):
     files = {
         "good.h": "#pragma once\n#include <torch/extension.h>\n#define Y\n",

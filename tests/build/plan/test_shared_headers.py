@@ -271,15 +271,8 @@ def test_zig_reads_a_shared_header_once_too(tmp_path, require):
     plans = []
     for plan in sharing(tmp_path / "tiny", shared_headers.FEWEST):
         compile_step, link_step = plan.steps
-        command = (
-            *host.command,
-            "-fPIC",
-            f"-I{tmp_path / 'tiny'}",
-            "-c",
-            compile_step.inputs[0],
-            "-o",
-            "tiny.o",
-        )
+        command = (*host.command, "-fPIC", f"-I{tmp_path / 'tiny'}", "-c", compile_step.inputs[0],
+            "-o", "tiny.o")  # fmt: skip
         link = (*host.linker, "-shared", "tiny.o", "-o", "tiny.so")
         plans.append(
             plan._replace(

@@ -18,19 +18,8 @@ pytestmark = pytest.mark.usefixtures("transformers_models")
 
 def test_times_and_losses_of_all_who_can_take_part(tmp_path):
     names = ["transformers", "flexops.patch", "Liger"]
-    options = [
-        "--device",
-        "cpu",
-        "--batch",
-        "2",
-        "--length",
-        "16",
-        "--budget",
-        "0.2",
-        "--curve",
-        "25",
-        "--json",
-    ]
+    options = ["--device", "cpu", "--batch", "2", "--length", "16", "--budget", "0.2", "--curve",
+        "25", "--json"]  # fmt: skip
     done = CliRunner().invoke(
         app,
         ["bench", "model", *options, *(part for name in names for part in ("--contender", name))],
