@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
-from cross_entropy_cases import DTYPES, assert_near, draw, size_of
+from cross_entropy_cases import DTYPES, compare_all
 from torch import Tensor
 
 import flexops
@@ -289,26 +289,8 @@ def both(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("block", range(4))
 def test_cpu_gives_what_the_reference_gives(block):
-    ops = torch.ops.flexops
     for seed in range(block * 25, block * 25 + 25):
-        x, target, numbers, factors, upstream = draw(seed, "cpu", CLASSES)
-        loss, stats = ops.cross_entropy(x, target, *numbers)
-        expected_loss, expected_stats = cross_entropy_module._cross_entropy_reference(
-            x, target, *numbers
-        )
-        assert_near(loss, expected_loss, size_of(x, numbers))
-        expected = cross_entropy_module._cross_entropy_backward_reference(
-            upstream, x, target, expected_stats, *numbers
-        )
-        assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
-        written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
-        assert_near(
-            ops.cross_entropy_(written, target, factors, *numbers)[0],
-            expected_loss,
-            size_of(x, numbers),
-        )
-        cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
-        assert_near(written, expected)
+        compare_all(seed, "cpu", CLASSES)
 
 
 @pytest.mark.extra

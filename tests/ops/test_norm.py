@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import ISA_LEVELS, Case, Contract, Make, Recorder, Refusal, isa_limit, tensors_of
+from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +21,7 @@ from flexops.build.load import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_backward as backward_module
 from flexops.ops import norm_quantized as quantized_module
-from flexops.ops._register import operator_of, references
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+from flexops.ops._register import operator_of
 
 
 def affine(make: Make, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -219,25 +217,6 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
         native_kernels(family, "cpu")
 
 
-def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
-    """Rounded as the dtype rounds; sums of many float32 within a few units of their size."""
-    assert len(actual) == len(expected)
-    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert one.shape == other.shape
-        assert one.dtype == other.dtype
-        assert one.is_contiguous()
-        if one.numel():
-            one, other, unit = one.double(), other.double(), ROUNDING.get(one.dtype, 0.0)
-            bound = 2 * unit * other.abs() + 4e-6 * size**0.5 * other.square().mean().sqrt() + 1e-6
-            wrong = ~(((one - other).abs() <= bound) | (one.isnan() & other.isnan()))
-            assert not wrong.any(), (
-                position,
-                int(wrong.sum()),
-                one[wrong][:3].tolist(),
-                other[wrong][:3].tolist(),
-            )
-
-
 # ---- every length, mixed dtypes ------------------------------------------------------------------
 
 
@@ -246,7 +225,6 @@ def compare_everything(seeds: range) -> None:
     random."""
     assert loader.ensure("norm", "cpu")
     assert loader.ensure("norm_backward", "cpu")
-    ops = torch.ops.flexops
     for seed in seeds:
         torch.manual_seed(seed)
         choose = random.Random(seed)
@@ -266,49 +244,9 @@ def compare_everything(seeds: range) -> None:
         weight = torch.randn(columns).to(weight_dtype) if choose.random() < 0.8 else None
         bias = torch.randn(columns).to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
-        with torch.no_grad():
-            compare(
-                ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5
-            )
-            compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(
-                ops.add_layer_norm.forward,
-                norm_module._add_layer_norm_reference,
-                x,
-                residual,
-                weight,
-                bias,
-                1e-5,
-            )
-            backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs,
-                bias_dtype)  # fmt: skip
-            compare(
-                ops.layer_norm_backward,
-                references["flexops::layer_norm_backward"],
-                *backward,
-                size=rows,
-            )
-            _, total, statistics = compare(
-                ops.add_rms_norm.forward,
-                norm_module._add_rms_norm_reference,
-                x,
-                residual,
-                weight,
-                1e-6,
-            )
-            backward = (grad, also if seed % 3 else None, total, weight, statistics, *needs[:2])
-            compare(
-                ops.rms_norm_backward,
-                references["flexops::rms_norm_backward"],
-                *backward,
-                size=rows,
-            )
-
-
-def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
-    results = op(*arguments)
-    assert_near(results, reference(*arguments), size)
-    return results
+        compare_all(
+            Drawn(x, residual, grad, also if seed % 3 else None, weight, bias, needs, bias_dtype)
+        )
 
 
 @pytest.mark.usefixtures("native")
