@@ -6,13 +6,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
-from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
+from softmax_cases import DTYPES, assert_near, compare_all, draw_lowest
 from torch import Tensor
 
 import flexops
@@ -135,30 +134,8 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("block", range(4))
 def test_cpu_gives_what_the_reference_gives(block):
     """Every length, layout, mask and dtype at random."""
-    ops = torch.ops.flexops
     for seed in range(block * 60, block * 60 + 60):
-        choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        x = draw_scores(choose, generator, "cpu")
-        mask = draw_mask(choose, generator, x)
-        scale = choose.choice([1.0, 0.125, -0.7, 3.0])
-        y = ops.scaled_masked_softmax(x, mask, scale)
-        assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
-        grad = torch.randn(x.shape, generator=generator).to(x.dtype)
-        assert_near(
-            ops.softmax_backward(grad, y, scale, False),
-            softmax_module._softmax_backward_reference(grad, y, scale, False),
-            8,
-            abs(scale),
-        )
-        if x.dim() > 1:
-            y = ops.causal_softmax(x, scale)
-            assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(
-                ops.softmax_backward(grad, y, scale, True),
-                softmax_module._softmax_backward_reference(grad, y, scale, True),
-                8,
-                abs(scale),
-            )
+        compare_all(seed, "cpu")
 
 
 @pytest.mark.extra
