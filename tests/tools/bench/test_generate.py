@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
-
-from flexops.cli._app import app
+from command_line import flexops_command
 
 
 @pytest.mark.extra
@@ -15,7 +13,7 @@ def test_contenders_and_the_limit(tmp_path):
     names = ["transformers", "flexops.patch", "flexops.generate"]
     options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "60", "--json"]
     chosen = [part for name in names for part in ("--contender", name)]
-    done = CliRunner().invoke(app, ["bench", "generate", *options, *chosen])
+    done = flexops_command("bench", "generate", *options, *chosen, catch_exceptions=True)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["name"] for one in found["results"]] == names
@@ -26,8 +24,13 @@ def test_contenders_and_the_limit(tmp_path):
 
     again = ["bench", "generate", "--from", str(tmp_path / "run.json")]
     token = found["results"][2]["token"]
-    table = CliRunner().invoke(app, [*again, "--markdown"]).stdout
+    table = flexops_command(*again, "--markdown", catch_exceptions=True).stdout
     assert f"| flexops.generate | {found['results'][2]['first']:.2f} | {token:.3f} |" in table
-    assert "limit" in CliRunner().invoke(app, again).stdout
-    assert CliRunner().invoke(app, [*again, "--plot", str(tmp_path / "run.svg")]).exit_code == 0
+    assert "limit" in flexops_command(*again, catch_exceptions=True).stdout
+    assert (
+        flexops_command(
+            *again, "--plot", str(tmp_path / "run.svg"), catch_exceptions=True
+        ).exit_code
+        == 0
+    )
     assert "memory limit" in (tmp_path / "run.svg").read_text()
