@@ -11,6 +11,8 @@ weight`` and ``mean_`` a mean over the row::
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def _differentiate(
     return grad_x, (wide * unit).reshape(-1, columns).sum(0), wide.reshape(-1, columns).sum(0)
 
 
-def _layer_norm_backward_reference(
+def _reference(
     grad: Tensor,
     grad_residual: Tensor | None,
     x: Tensor,
@@ -53,33 +55,19 @@ def _layer_norm_backward_reference(
     statistics: Tensor,
     need_x: bool,
     need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_weight, grad_bias = _differentiate(
-        grad, grad_residual, x, weight, statistics[0], statistics[1]
-    )
-    weight_dtype = torch.float32 if weight is None else weight.dtype
+    *of_bias: Any,
+) -> tuple[Tensor, ...]:
+    """With ``need_bias, bias_dtype`` behind them for a layer norm, whose statistics are two."""
+    mean, rstd = statistics if of_bias else (None, statistics)
+    grad_x, grad_weight, grad_bias = _differentiate(grad, grad_residual, x, weight, mean, rstd)
     return (
         _kept(grad_x, need_x, x.dtype),
-        _kept(grad_weight, need_weight and weight is not None, weight_dtype),
-        _kept(grad_bias, need_bias, bias_dtype),
-    )
-
-
-def _rms_norm_backward_reference(
-    grad: Tensor,
-    grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight, _ = _differentiate(grad, grad_residual, x, weight, None, statistics)
-    weight_dtype = torch.float32 if weight is None else weight.dtype
-    return _kept(grad_x, need_x, x.dtype), _kept(
-        grad_weight, need_weight and weight is not None, weight_dtype
+        _kept(
+            grad_weight,
+            need_weight and weight is not None,
+            (grad if weight is None else weight).dtype,
+        ),
+        *((_kept(grad_bias, *of_bias),) if of_bias else ()),
     )
 
 
@@ -87,53 +75,8 @@ def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype).contiguous() if needed else gradient.new_empty(0, dtype=dtype)
 
 
-def _gradient_fake(
-    of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    if of is None or not needed:
-        return like.new_empty(0, dtype=dtype if of is None else of.dtype)
-    return like.new_empty(of.shape, dtype=of.dtype)
-
-
-def _layer_norm_backward_fake(
-    _grad: Tensor,
-    _grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    _statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = x.new_empty(x.shape[-1] if need_bias else 0, dtype=bias_dtype)
-    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight), grad_bias
-
-
-def _rms_norm_backward_fake(
-    _grad: Tensor,
-    _grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    _statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
-
-
-define(
-    "layer_norm_backward",
-    _layer_norm_backward_reference,
-    _layer_norm_backward_fake,
-    hidden=True,
-)
-define(
-    "rms_norm_backward",
-    _rms_norm_backward_reference,
-    _rms_norm_backward_fake,
-    hidden=True,
-)
+define("layer_norm_backward", _reference, hidden=True)
+define("rms_norm_backward", _reference, hidden=True)
 # What the ops call: a Python frame less.
 LAYER_NORM_BACKWARD = builtin(torch.ops.flexops.layer_norm_backward.default)
 RMS_NORM_BACKWARD = builtin(torch.ops.flexops.rms_norm_backward.default)
@@ -161,5 +104,5 @@ def self_check(device: str) -> float:
     )
     rms = (grad, None, x, weight, rstd, True, True)
     results = (*LAYER_NORM_BACKWARD(*layer), *RMS_NORM_BACKWARD(*rms))
-    expected = (*_layer_norm_backward_reference(*layer), *_rms_norm_backward_reference(*rms))
+    expected = (*_reference(*layer), *_reference(*rms))
     return difference(results, expected)

@@ -15,8 +15,6 @@ import pytest
 import torch
 
 import flexops
-from flexops.ops import norm as norm_module
-from flexops.ops import norm_quantized as quantized_module
 from flexops.ops._register import references
 
 pytestmark = pytest.mark.gpu
@@ -117,12 +115,17 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
         bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
         with torch.no_grad():
             compare(
-                ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5
+                ops.layer_norm.forward,
+                references["flexops::layer_norm.forward"],
+                x,
+                weight,
+                bias,
+                1e-5,
             )
-            compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
+            compare(ops.rms_norm.forward, references["flexops::rms_norm.forward"], x, weight, 1e-6)
             _, total, statistics = compare(
                 ops.add_layer_norm.forward,
-                norm_module._add_layer_norm_reference,
+                references["flexops::add_layer_norm.forward"],
                 x,
                 residual,
                 weight,
@@ -131,7 +134,7 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
             )
             compare(
                 ops.add_rms_norm.forward,
-                norm_module._add_rms_norm_reference,
+                references["flexops::add_rms_norm.forward"],
                 x,
                 residual,
                 weight,
@@ -152,7 +155,7 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
                 *backward,
                 size=rows,
             )
-            statistics = norm_module._rms_norm_reference(total, None, 1e-6)[1]
+            statistics = references["flexops::rms_norm.forward"](total, None, 1e-6)[1]
             backward = (
                 grad,
                 also if turn % 3 else None,
@@ -193,9 +196,9 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
                 *arguments[:2], 1e-6, dtype, *arguments[4:]
             )
             op = (
-                quantized_module._add_rms_norm_quantized_reference
+                references["flexops::add_rms_norm_quantized"]
                 if rest
-                else quantized_module._rms_norm_quantized_reference
+                else references["flexops::rms_norm_quantized"]
             )
             expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
             torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
@@ -221,7 +224,7 @@ def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> 
     else:
         weight = weight.to(x_dtype)
     values, scales = flexops.rms_norm_quantized(x, weight, 0.0)
-    expected, expected_scales = quantized_module._rms_norm_quantized_reference(
+    expected, expected_scales = references["flexops::rms_norm_quantized"](
         x, weight, 0.0, torch.int8
     )
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
