@@ -176,10 +176,9 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 
 def _reference(centered: bool, added: bool, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Of an operator with these arguments: its results and the rows' statistics."""
-    sums = (add(x, rest[0]),) if added else ()
-    weight, *bias, eps = rest[added:]
-    total = sums[0] if added else x
-    y, statistics = normalize(total, weight, bias[0] if bias else None, eps, centered)
+    sums: tuple[Tensor, ...] = (add(x, rest[0]),) if added else ()
+    total, bias = sums[0] if added else x, rest[-2] if centered else None
+    y, statistics = normalize(total, rest[added], bias, rest[-1], centered)
     return y.to(x.dtype).contiguous(), *sums, statistics
 
 

@@ -621,9 +621,9 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "lion",
         _op(
-            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float"
-            " beta1, float beta2, float weight_decay, bool maximize, Tensor? lr_tensor, Tensor?"
-            " grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
+            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
+            " state_steps, float lr, float beta1, float beta2, float weight_decay, bool maximize,"
+            " Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, bool stochastic) -> ()",
             rows=Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED),
             numbers=_NUMBERS,
         ),
