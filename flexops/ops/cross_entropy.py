@@ -336,10 +336,8 @@ define(
     _cross_entropy_backward_reference,
 )
 define("scale_rows_", _scale_rows_reference)
-_FORWARD, _INPLACE = (
-    caller(torch.ops.flexops.cross_entropy.default),
-    caller(torch.ops.flexops.cross_entropy_.default),
-)
+_FORWARD = caller(torch.ops.flexops.cross_entropy.default)
+_INPLACE = caller(torch.ops.flexops.cross_entropy_.default)
 
 
 def self_check(device: str) -> float:
@@ -355,10 +353,8 @@ def self_check(device: str) -> float:
     numbers = (-100, 0.1, 1e-4, 2)
     ops, one = torch.ops.flexops, logits.new_ones(())
     loss, stats = ops.cross_entropy(logits, target, *numbers)
-    gradient, written = (
-        ops.cross_entropy_backward(one, logits, target, stats, *numbers),
-        logits.clone(),
-    )
+    gradient = ops.cross_entropy_backward(one, logits, target, stats, *numbers)
+    written = logits.clone()
     fused = ops.cross_entropy_(written, target, None, *numbers)[0]
     expected_loss, expected_stats = _cross_entropy_reference(logits, target, *numbers)
     expected = _cross_entropy_backward_reference(one, logits, target, expected_stats, *numbers)

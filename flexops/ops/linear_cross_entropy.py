@@ -401,11 +401,9 @@ def _run_chunks(
     forward: Any = torch.ops.flexops.cross_entropy.default
     inplace: Any = torch.ops.flexops.cross_entropy_.default
     if x.dtype == torch.float64:  # which is for checks of this function only
-        forward, inplace, dtype = (
-            references[forward.name()],
-            references[inplace.name()],
-            torch.float64,
-        )
+        forward = references[forward.name()]
+        inplace = references[inplace.name()]
+        dtype = torch.float64
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, copies = weight.shape[0], 2 if o.softcap and any(wanted) else 1
     chunks, wide = plan_chunks(x, weight, dtype, copies, chunk, accumulate)

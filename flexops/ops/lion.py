@@ -95,11 +95,9 @@ def _reference(
     for step in steps:
         writer.put(step, step + 1)
     for i, (param, grad_, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-        grad, value, average = (
-            writer.gradient(grad_, grad_scale, maximize),
-            param.float(),
-            exp_avg.float(),
-        )
+        grad = writer.gradient(grad_, grad_scale, maximize)
+        value = param.float()
+        average = exp_avg.float()
         mixed = average * beta1 + grad * (1 - beta1)
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())
         writer.put(param, value - value * (rate * weight_decay) - rate * direction)

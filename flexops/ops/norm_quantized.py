@@ -109,7 +109,5 @@ define(
     check=_check,
     function="rms_norm_quantized",
 )
-_RMS_NORM, _ADD_RMS_NORM = (
-    caller(torch.ops.flexops.rms_norm_quantized.default),
-    caller(torch.ops.flexops.add_rms_norm_quantized.default),
-)
+_RMS_NORM = caller(torch.ops.flexops.rms_norm_quantized.default)
+_ADD_RMS_NORM = caller(torch.ops.flexops.add_rms_norm_quantized.default)

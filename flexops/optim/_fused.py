@@ -335,10 +335,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         types = set(map(type, grads))
         if _NONE in types:
             there = [grad is not None for grad in grads]
-            params, grads = (
-                list(itertools.compress(params, there)),
-                list(itertools.compress(grads, there)),
-            )
+            params = list(itertools.compress(params, there))
+            grads = list(itertools.compress(grads, there))
         if not params:
             return ()
         states = stored.of(params) or self._look_up(params, group)

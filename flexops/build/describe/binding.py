@@ -16,11 +16,9 @@ from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dim
 ISA_LEVELS = {"avx512": "Isa::avx512", "avx2": "Isa::avx2"}
 
 _SCALARS = {"float": "double", "int": "int64_t", "bool": "bool", "ScalarType": "flexops::Dtype"}
-_ROW, _ROWS, _HOST_ROWS = (
-    "const flexops::TensorRow& row",
-    "const flexops::TensorRow* rows, int64_t count",
-    "flexops::TensorRow* rows, int64_t count",
-)
+_ROW = "const flexops::TensorRow& row"
+_ROWS = "const flexops::TensorRow* rows, int64_t count"
+_HOST_ROWS = "flexops::TensorRow* rows, int64_t count"
 _GRAIN = 16384  # elements that are worth a thread
 
 
@@ -400,11 +398,9 @@ def _laid_out(signature: Signature) -> Iterator[str]:
 
 def _made(signature: Signature, shape: str, output: Output) -> str:
     """A result."""
-    dtype, place, like = (
-        _dtype(signature, output.dtype or signature.first),
-        _place(signature),
-        _whole(signature, shape),
-    )
+    dtype = _dtype(signature, output.dtype or signature.first)
+    place = _place(signature)
+    like = _whole(signature, shape)
     if output.order and shape == output.order:
         return f"empty_in_order({like}_view, {dtype}, {place})"
     if like and like not in signature.numbers:

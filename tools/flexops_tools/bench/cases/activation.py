@@ -59,10 +59,8 @@ def _gated(setup: Setup, rows: int) -> Iterator[Case]:
     what = f"bf16 {rows}x8192"
     gate, up = (setup.randn(rows, 8192, grad=True) for _ in range(2))
     size = gate.nbytes
-    once, back = (
-        (3 * size, "reads gate and up, writes y"),
-        (5 * size, "reads dy, gate and up, writes two gradients"),
-    )
+    once = (3 * size, "reads gate and up, writes y")
+    back = (5 * size, "reads dy, gate and up, writes two gradients")
     functions = contenders(setup, op.swiglu, swiglu, library("Liger", LIGER, "liger_swiglu"))
     yield from forward_and_backward(
         FAMILY, "swiglu", f"swiglu {what}", functions, (gate, up), once, back

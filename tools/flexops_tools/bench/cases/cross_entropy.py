@@ -53,10 +53,8 @@ def cross_entropy(setup: Setup) -> Iterator[Case]:
     rows, width, dtype = (
         (setup.rows(8192), 4096, torch.bfloat16) if cuda else (setup.rows(2048), 256, torch.float32)
     )
-    x, weight = (
-        setup.randn(rows, width, dtype=dtype),
-        setup.randn(vocabulary, width, dtype=dtype).mul_(0.02),
-    )
+    x = setup.randn(rows, width, dtype=dtype)
+    weight = setup.randn(vocabulary, width, dtype=dtype).mul_(0.02)
     target = torch.randint(0, vocabulary, (rows,), device=setup.device)
     functions = contenders(
         setup,

@@ -41,13 +41,12 @@ def _norms(setup: Setup, what: str, rows: int, width: int, dtype: torch.dtype) -
     x, residual = (setup.randn(rows, width, dtype=dtype, grad=True) for _ in range(2))
     weight, bias = (setup.randn(width, dtype=dtype, grad=True) for _ in range(2))
     size = x.nbytes
-    once, twice = (
-        (2 * size, "reads x, writes y"),
-        (4 * size, "reads x and residual, writes y and their sum"),
-    )
-    back, back_sum = (
-        (3 * size, "reads dy and x, writes dx"),
-        (4 * size, "reads dy, the sum's gradient and the sum, writes one gradient for both inputs"),
+    once = (2 * size, "reads x, writes y")
+    twice = (4 * size, "reads x and residual, writes y and their sum")
+    back = (3 * size, "reads dy and x, writes dx")
+    back_sum = (
+        4 * size,
+        "reads dy, the sum's gradient and the sum, writes one gradient for both inputs",
     )
     if width == WIDTH or dtype == torch.float32:
         functions = contenders(setup, op.layer_norm, layer_norm, _liger("liger_layer_norm"))
