@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype, scaled_product, scaled_product_refusal
+from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._difference import difference
 from ._register import check_places
-from .activation import FLOAT_DTYPES, gated_backward_reference, gated_reference
+from .activation import gated_backward_reference, gated_reference
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
 ACTIVATIONS = ("silu", "none", "tanh")

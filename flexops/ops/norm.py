@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import wide
 from ._declared import define
 from ._difference import difference
 from ._register import add_gradient, caller
-from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, widen
+from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 
 _MOST_COLUMNS = 65536
 
@@ -155,14 +156,14 @@ def normalize(
 ) -> tuple[Tensor, Tensor]:
     """The unrounded result and the rows' statistics: means and reciprocal deviations ``[2, ...]``
     if centered, else the latter alone."""
-    wide = widen(x)
-    mean = wide.mean(-1, keepdim=True) if centered else wide.new_zeros(())
-    rstd = (wide - mean).square().mean(-1, keepdim=True).add(eps).sqrt().reciprocal()
-    y = (wide - mean) * rstd
+    row = wide(x)
+    mean = row.mean(-1, keepdim=True) if centered else row.new_zeros(())
+    rstd = (row - mean).square().mean(-1, keepdim=True).add(eps).sqrt().reciprocal()
+    y = (row - mean) * rstd
     if weight is not None:
-        y = y * widen(weight)
+        y = y * wide(weight)
     if bias is not None:
-        y = y + widen(bias)
+        y = y + wide(bias)
     return y, (
         torch.stack([mean.squeeze(-1), rstd.squeeze(-1)])
         if centered
@@ -171,7 +172,7 @@ def normalize(
 
 
 def add(x: Tensor, residual: Tensor) -> Tensor:
-    return (widen(x) + widen(residual)).to(residual.dtype).contiguous()
+    return (wide(x) + wide(residual)).to(residual.dtype).contiguous()
 
 
 def _reference(centered: bool, added: bool, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:

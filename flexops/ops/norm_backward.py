@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin
+from ._arguments import wide
 from ._declared import define
 from ._difference import difference
-
-
-def widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _differentiate(
@@ -34,17 +31,17 @@ def _differentiate(
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what was normalized, of weight and of bias; not rounded."""
-    wide, rstd = widen(grad), rstd.unsqueeze(-1)
-    unit = (widen(x) if mean is None else widen(x) - mean.unsqueeze(-1)) * rstd
-    scaled = wide if weight is None else wide * widen(weight)
+    of_y, rstd = wide(grad), rstd.unsqueeze(-1)
+    unit = (wide(x) if mean is None else wide(x) - mean.unsqueeze(-1)) * rstd
+    scaled = of_y if weight is None else of_y * wide(weight)
     grad_x = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
     if mean is not None:
         grad_x = grad_x - scaled.mean(-1, keepdim=True)
     grad_x = grad_x * rstd
     if grad_residual is not None:
-        grad_x = grad_x + widen(grad_residual)
+        grad_x = grad_x + wide(grad_residual)
     columns = x.shape[-1]
-    return grad_x, (wide * unit).reshape(-1, columns).sum(0), wide.reshape(-1, columns).sum(0)
+    return grad_x, (of_y * unit).reshape(-1, columns).sum(0), of_y.reshape(-1, columns).sum(0)
 
 
 def _reference(
