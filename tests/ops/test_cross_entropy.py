@@ -151,7 +151,7 @@ def wrong_layers() -> tuple[Refusal, ...]:
         ),
         wrong(r"class_weight must have shape \[5\], got \[4\]", (x, w, t), class_weight=w[0]),
         wrong(
-            "class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
+            "class_weight must be a float32, float16 or bfloat16 tensor, got list",
             (x, w, t),
             class_weight=[1.0] * 5,
             error=TypeError,
