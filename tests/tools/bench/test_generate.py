@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +11,7 @@ from flexops.cli._app import app
 
 
 @pytest.mark.extra
-def test_contenders_and_the_limit(tmp_path: Path) -> None:
+def test_contenders_and_the_limit(tmp_path):
     names = ["transformers", "flexops.patch", "flexops.generate"]
     options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "60", "--json"]
     chosen = [part for name in names for part in ("--contender", name)]
