@@ -365,15 +365,19 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i, fresh);
   wait_for_previous();
 
+  // Rotate Q, and put it where this block's last stage will be.
+  const u32 q = whole + (kStages - 1) * kStage;
+  stage_queries<T, Q, Shape::kThreads>(p, s, first, q);
   // Append the new tokens of this part, to memory and to the blocks that have been loaded; and with
-  // `all` the others.
+  // `all` the others. The last threads begin: the first ones wait for Q meanwhile.
   const int from = all ? fresh : max(fresh, begin * kN),
             to = all ? s.length_k : min(s.length_k, end * kN), vectors = vectors_of_token(problem),
             count = (to - from) * vectors;
 #pragma unroll 1
   for (int base = 0; base < count; base += Shape::kThreads) {
-    const int i = base + static_cast<int>(threadIdx.x), token = from + i / vectors,
-              column = i % vectors * 8, n = token / kN, row = token % kN;
+    const int i = base + Shape::kThreads - 1 - static_cast<int>(threadIdx.x),
+              token = from + i / vectors, column = i % vectors * 8, n = token / kN,
+              row = token % kN;
     uint4 value = {0, 0, 0, 0};
     if (i < count) value = new_columns<T>(p, s, token, column);
     if (base == 0) {  // after the zeros that stand for new tokens
@@ -396,9 +400,6 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   }
   if (from < to && (to - 1) / kN - begin >= kWarps * (kStages - 1))
     __threadfence();  // cp.async reads them from the L2 cache
-  // Rotate Q, and put it where this block's last stage will be.
-  const u32 q = whole + (kStages - 1) * kStage;
-  stage_queries<T, Q, Shape::kThreads>(p, s, first, q);
   __syncthreads();
 
   // This lane's two rows.
