@@ -317,6 +317,17 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
   const i64 first = part_row(p, 0, s, query), step = part_row(p, 1, s, query) - first;
 
   const float exponent = mine < splits ? p.parts_sums[first + mine * step] : -infinity();
+  // This warp's first row is asked for before it is known what the rows weigh.
+  const bool inside = column < problem.head_dim_v;
+  float part[8] = {};
+  const auto load = [&](int split) {
+    const float4* const vectors = reinterpret_cast<const float4*>(
+        p.parts + (first + split * step) * problem.head_dim_v + column);
+    const float4 low = vectors[0], high = vectors[1];
+    part[0] = low.x, part[1] = low.y, part[2] = low.z, part[3] = low.w;
+    part[4] = high.x, part[5] = high.y, part[6] = high.z, part[7] = high.w;
+  };
+  if (inside && warp < splits) load(warp);
   float most = exponent;
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, shuffle_xor(most, lanes));
@@ -330,15 +341,10 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
 #pragma unroll 4
   for (int split = warp; split < splits; split += kWarps) {
     const float factor = shuffle(weight, split / kWarps);
-    if (column >= problem.head_dim_v) continue;
-    const float4* const vectors = reinterpret_cast<const float4*>(
-        p.parts + (first + split * step) * problem.head_dim_v + column);
-    const float4 low = vectors[0], high = vectors[1];
-    o[0] = fmaf(factor, low.x, o[0]), o[1] = fmaf(factor, low.y, o[1]),
-    o[2] = fmaf(factor, low.z, o[2]), o[3] = fmaf(factor, low.w, o[3]);
-    o[4] = fmaf(factor, high.x, o[4]), o[5] = fmaf(factor, high.y, o[5]),
-    o[6] = fmaf(factor, high.z, o[6]);
-    o[7] = fmaf(factor, high.w, o[7]);
+    if (!inside) continue;
+    if (split != warp) load(split);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) o[j] = fmaf(factor, part[j], o[j]);
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
@@ -346,7 +352,7 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
 #pragma unroll
   for (int j = 0; j < 8; ++j) rows[warp][column + j] = o[j];
   __syncthreads();
-  if (warp != 0 || column >= problem.head_dim_v) return;
+  if (warp != 0 || !inside) return;
   total.sum += sums[0] + sums[1] + sums[2] + sums[3];
   const float factor = total.factor();
 #pragma unroll
