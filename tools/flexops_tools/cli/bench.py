@@ -422,7 +422,14 @@ def generate(
     as_json: _Json = False,
     chart: _Chart = None,
     as_markdown: _Markdown = False,
-    earlier: _Earlier = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Show the JSON of an earlier run (repeatable: parts of one) instead of measuring.",
+        ),
+    ] = None,
 ) -> None:
     """Generation: transformers' own, compiled, patched by flexops, and flexops.generate, beside the
     memory limit."""
@@ -431,7 +438,9 @@ def generate(
     if chart:
         plot.check(chart)
     if earlier:
-        found = _read(earlier, "generate", bench_generate.Run.from_dict)
+        found = bench_generate.merged(
+            [_read(file, "generate", bench_generate.Run.from_dict) for file in earlier]
+        )
     else:
         found = _measure_generation(
             size,
