@@ -246,9 +246,10 @@ def _add_layer_norm_reference(
     return y.to(x.dtype).contiguous(), new_residual, statistics
 
 
-def _add_rms_norm_reference(
+def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of :func:`add_rms_norm`, and the reciprocal deviations of rows."""
     new_residual = add(x, residual)
     y, statistics = normalize(new_residual, weight, None, eps, False)
     return y.to(x.dtype).contiguous(), new_residual, statistics
@@ -348,9 +349,11 @@ def _add_layer_norm_gradient(
     )
 
 
-def _add_rms_norm_gradient(
+def add_rms_norm_gradient(
     ctx: Any, grad: Tensor | None, grad_residual: Tensor | None
 ) -> tuple[Any, ...]:
+    """Of x, residual, weight and eps; ``ctx`` has saved new_residual, weight and the reciprocal
+    deviations, and has x's dtype as ``x_dtype``."""
     need_x, need_residual, need_weight, _eps = ctx.needs_input_grad
     if grad is None:
         return _of_x(ctx, grad_residual) if need_x else None, grad_residual, None, None
@@ -434,11 +437,11 @@ _define(
 _define(
     "add_rms_norm",
     2,
-    _add_rms_norm_reference,
+    add_rms_norm_reference,
     _add_rms_norm_fake,
     lambda x, residual, weight, eps: check("add_rms_norm", x, residual, weight, None, eps),
     _save_add_rms_norm,
-    _add_rms_norm_gradient,
+    add_rms_norm_gradient,
 )
 _LAYER_NORM, _RMS_NORM = (
     caller(torch.ops.flexops.layer_norm.default),
