@@ -238,9 +238,7 @@ def _on(device: torch.device, name: str, reference: Any, *args: Any) -> Any:
 
 def _rows(matrices: Sequence[Tensor]) -> Codes:
     first, count = matrices[0], sum(one.shape[0] for one in matrices)
-    found: Codes = _on(
-        first.device, "fp8_rows", _rows_reference, first, list(matrices[1:]), count
-    )
+    found: Codes = _on(first.device, "fp8_rows", _rows_reference, first, list(matrices[1:]), count)
     return found
 
 
@@ -352,9 +350,7 @@ class _Linears(torch.autograd.Function):
         return of_x, None, None, None, None, None, *given
 
 
-def _save(
-    ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Tensor
-) -> None:
+def _save(ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Tensor) -> None:
     """Save others and, if a gradient of the weight is wanted, x: its rows, or else their codes."""
     kept = (None, None, None)
     if wanted:

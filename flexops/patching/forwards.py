@@ -120,7 +120,12 @@ def _known(module: Any, x: Any) -> Any:
 
 @of_tensor
 def rms_norm(
-    module: Any, x: Tensor, *, eps: float, offset: float = 0.0, codes: bool = False  # noqa: ARG001
+    module: Any,
+    x: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    codes: bool = False,  # noqa: ARG001
 ) -> Any:
     """``codes``: linear layers read the result in fp8 (``fp8.py``)."""
     if x.dtype not in _DTYPES or not is_plain(module._parameters.get("weight")):

@@ -58,7 +58,12 @@ def forward(
         return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
     biases = () if module.bias is None else (module.bias,)
     return fp8_linears(
-        x, (module.weight,), biases, recipe, codes=_codes_of(x), keep_input=keep  # type: ignore[arg-type]
+        x,
+        (module.weight,),
+        biases,
+        recipe,
+        codes=_codes_of(x),
+        keep_input=keep,  # type: ignore[arg-type]
     )
 
 
@@ -132,7 +137,7 @@ def gated_mlp(x: Any, linears: list[Any], activation: str) -> Tensor | None:
     if not all(one.bias is None and is_unheard(one) and is_plain(one.weight) for one in linears):
         return None
     weights = gate.weight, up.weight, down.weight
-    return fp8_gated_mlp(x, *weights, activation, recipe_of(gate), _codes_of(x))
+    return fp8_gated_mlp(x, *weights, activation, recipe_of(gate), codes=_codes_of(x))
 
 
 def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:

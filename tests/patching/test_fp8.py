@@ -123,6 +123,36 @@ def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model: Any) ->
     assert distance(found, wanted) < 0.3
 
 
+def test_norms_behind_sums_quantize_their_results(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flexops.patch(model, fp8="rowwise")
+    made: list[Any] = []
+    known: list[bool] = []
+    norm, mlp, linears = fp8.fp8_add_rms_norm, fp8.fp8_gated_mlp, fp8.fp8_linears
+
+    def count(function: Any) -> Any:
+        def counted(*args: Any, codes: Any = None, **kwargs: Any) -> Any:
+            known.append(codes is not None)
+            return function(*args, codes=codes, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(fp8, "fp8_add_rms_norm", lambda *args: made.append(norm(*args)) or made[-1])
+    monkeypatch.setattr(fp8, "fp8_gated_mlp", count(mlp))
+    monkeypatch.setattr(fp8, "fp8_linears", count(linears))
+    loss, found = gradients(model)
+    # q, k and v, o, and the block: the first norm has no sum before it, o is not behind a norm
+    assert known == [False, False, True, True, False, True]
+    assert len(made) == 3
+    monkeypatch.setattr(fp8, "fp8_add_rms_norm", lambda *_: None)
+    apart, wanted = gradients(model)
+    torch.testing.assert_close(loss, apart)
+    assert distance(found, wanted) < 1e-3
+    flexops.unpatch(model)
+    assert all("forward" not in one.__dict__ for one in model.modules())
+
+
 @pytest.mark.extra
 def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
     flexops.patch(model, fp8="rowwise")
