@@ -328,7 +328,8 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (largest, *weights), x = ctx.saved_tensors[3:], ctx.saved_tensors[:3]
+        of_input, scales, of_columns, largest, *weights = ctx.saved_tensors
+        x = of_input, scales, of_columns
         wanted = ctx.needs_input_grad[6:]
         rows, of_x = grad.reshape(-1, grad.shape[-1]), None
         of_parts: list[Any] = [None] * len(wanted)

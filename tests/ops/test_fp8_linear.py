@@ -159,7 +159,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     x, weight = draw(6, 32).requires_grad_(), draw(16, 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = flexops.fp8_linear(x, weight)
-    assert [one.data_ptr() for one in kept] == [weight.data_ptr()]
+    assert [one.shape for one in kept] == [(32,), weight.shape]  # the largest of its columns
     y.sum().backward()
     assert x.grad is not None
 
