@@ -156,8 +156,7 @@ struct Norm {
 template <typename T, bool kBackward>
 struct Gated {
   using Element = T;
-  static constexpr int kResults = kBackward ? 3 : 1, kScales = kBackward ? 2 : 1,
-                       N = kPerVector<T>;
+  static constexpr int kResults = kBackward ? 3 : 1, kScales = kBackward ? 2 : 1, N = kPerVector<T>;
   static constexpr bool kNorm = false;
   Packed at[kBackward ? 3 : 2];
 
@@ -230,8 +229,9 @@ FLEXOPS_DEVICE void raise_largest(u32* largest, const Packed& found) {
   constexpr int N = kPerVector<T>;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const u32 bits = kIsFloat<T> ? found.at[i * 4 / N]
-                                 : scaled::widen_bits<T>(found.at[i * 4 / N] >> i % 2 * 16 & 0xffffu);
+    const u32 bits = kIsFloat<T>
+                         ? found.at[i * 4 / N]
+                         : scaled::widen_bits<T>(found.at[i * 4 / N] >> i % 2 * 16 & 0xffffu);
     if (bits > *static_cast<volatile u32*>(largest + i)) atomicMax(largest + i, bits);
   }
 }

@@ -153,8 +153,7 @@ const char* fp8_gated_rows_cuda(const TensorView& packed, const TensorView& grad
     zero(grad_largest, stream);
   }
   const int64_t bytes = p.columns * dtype_size(packed.dtype);
-  if (packed.numel > 0)
-    launch_rows(gated_rows_of(bool(grad), bytes), packed.dtype, p, stream);
+  if (packed.numel > 0) launch_rows(gated_rows_of(bool(grad), bytes), packed.dtype, p, stream);
   return last_error();
 }
 

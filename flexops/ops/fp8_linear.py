@@ -360,7 +360,7 @@ def _save(ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Te
 
 
 def _weight_gradient(
-    grad: Tensor | None, codes: Codes, x: Sequence[Tensor], dtype: torch.dtype
+    grad: Tensor | None, codes: Codes, x: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
     """Of ``grad``, rows whose codes are there, as a 16-bit product; without it in fp8. ``x``: as
     :func:`_save` has saved it."""

@@ -54,17 +54,12 @@ def forward(
         known = shared(module, x, siblings, together)
         if known is not None:
             return known
+    weight: Any = module.weight
+    bias: Any = module.bias
     if not takes(x, (module,)):
-        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    biases = () if module.bias is None else (module.bias,)
-    return fp8_linears(
-        x,
-        (module.weight,),
-        biases,
-        recipe,
-        codes=_codes_of(x),
-        keep_input=keep,  # type: ignore[arg-type]
-    )
+        return F.linear(x, weight, bias)
+    biases = () if bias is None else (bias,)
+    return fp8_linears(x, (weight,), biases, recipe, codes=_codes_of(x), keep_input=keep)
 
 
 def _codes_of(x: Tensor) -> Codes | None:
