@@ -366,7 +366,8 @@ def _weight_gradient(
     :func:`_save` has saved it."""
     of_x, scales, largest = x
     if grad is not None:
-        return (grad.t() @ of_x.to(grad.dtype)).to(dtype)
+        result: Tensor = (grad.t() @ of_x.to(grad.dtype)).to(dtype)
+        return result
     turned = _columns((codes[0],), codes[2], codes[1])
     return _product(turned, _columns((of_x,), largest, scales), dtype)
 

@@ -1,16 +1,16 @@
 """Linear layers whose matrix products are of fp8: ``flexops.patch(model, fp8="rowwise")``.
 
-A layer's ``forward`` is replaced by :func:`forward`, whose arguments have the recipe; so its class,
-parameters and state dict stay what they are. Layers that read one tensor (q, k and v; gate and up)
-quantize it once outside of graphs; within one, the compiler finds that it is quantized repeatedly.
-A norm behind a sum that such layers read quantizes its result in the same pass, and the codes are
-kept beside it (:func:`add_rms_norm`).
+A layer's ``forward`` is replaced by :func:`fp8_forward`, whose arguments have the recipe; so its
+class, parameters and state dict stay what they are. Layers that read one tensor (q, k and v; gate
+and up) quantize it once outside of graphs; within one, the compiler finds that it is quantized
+repeatedly. A norm behind a sum that such layers read quantizes its result in the same pass, and the
+codes are kept beside it (:func:`add_rms_norm`). Decode steps are those of a model without fp8.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard
 from ..errors import PatchError
+from ..generation.state import state
 from ..ops.fp8_linear import (
     MULTIPLE,
     RECIPES,
@@ -45,11 +46,20 @@ def size_of(rows: float, inputs: int, outputs: int) -> float:
     return 1 / (1 / rows + 1 / inputs + 1 / outputs) if rows else 0.0
 
 
-def forward(
-    module: nn.Module, x: Tensor, *, recipe: str, siblings: tuple[Any, ...] = (), keep: bool = False
+def fp8_forward(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    recipe: str,
+    siblings: tuple[Any, ...] = (),
+    step: Callable[[Tensor], Tensor] | None = None,
+    keep: bool = False,
 ) -> Tensor:
     """A linear layer. Of ``siblings``, which read the same tensor, the first one that is called
-    computes all. ``keep``: x is kept by something else anyway."""
+    computes all. ``step`` computes it in a decode step. ``keep``: x is kept by something else
+    anyway."""
+    if step is not None and state.active:
+        return step(x)
     if siblings and not torch.compiler.is_compiling():
         known = shared(module, x, siblings, together)
         if known is not None:
@@ -87,7 +97,7 @@ def add_rms_norm(
 def recipe_of(linear: Any) -> str:
     """The recipe that a layer was patched with; "" if it was not."""
     own = linear.__dict__.get("forward")
-    ours = isinstance(own, functools.partial) and own.func is forward
+    ours = isinstance(own, functools.partial) and own.func is fp8_forward
     return own.keywords["recipe"] if ours else ""
 
 
@@ -154,10 +164,11 @@ def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:
         reason = why_kept(name, module, keep, siblings or beside.get(id(module), (module,)))
         if not reason:
             module.__dict__["forward"] = functools.partial(
-                forward,
+                fp8_forward,
                 module,
                 recipe=recipe,
                 siblings=siblings,
+                step=own,
                 keep=name.endswith("o_proj"),
             )
         yield Row("Linear", 1, "fp8_linear", not reason, reason)

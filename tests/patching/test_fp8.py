@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_sharded import run_ranks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexops
 from flexops.errors import PatchError
-from flexops.patching import fp8
+from flexops.patching import decoding, fp8
 
 IDS = torch.arange(48).view(2, 24) * 7 % 61
 
@@ -151,6 +153,35 @@ def test_norms_behind_sums_quantize_their_results(
     assert distance(found, wanted) < 1e-3
     flexops.unpatch(model)
     assert all("forward" not in one.__dict__ for one in model.modules())
+
+
+@pytest.mark.extra
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("fp8_worker.py")
+    run_ranks(2, "cpu", tmp_path / "store", timeout=300, worker=worker)
+
+
+def test_decode_steps_are_those_of_a_model_without_fp8(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of few rows with the norm before and the sum behind them."""
+    called: list[int] = []
+    product = decoding.product
+
+    def count(x: Tensor, linears: Any, *args: Any, **kwargs: Any) -> Tensor:
+        called.append(len(linears))
+        return product(x, linears, *args, **kwargs)
+
+    monkeypatch.setattr(decoding, "product", count)
+    found = []
+    for recipe in (None, "rowwise"):
+        flexops.patch(model.eval(), fp8=recipe)
+        found.append((flexops.generate(model, IDS[:1, :4], max_new_tokens=4), tuple(called)))
+        flexops.unpatch(model)
+        called.clear()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1][:4] == (3, 1, 2, 1)
 
 
 @pytest.mark.extra
