@@ -46,7 +46,7 @@ def test_times_and_losses_of_all_who_can_take_part(tmp_path: Path) -> None:
     assert set(losses) == {"transformers", "flexops.patch", "transformers" + model.OTHER_SEED}
     assert all(len(values) == 25 and values[-1] < values[0] for values in losses.values())
     assert model.mean_distance(losses, "flexops.patch", "transformers") < 0.1 * model.mean_distance(
-        losses, model.OTHER_SEED, "transformers"
+        losses, f"transformers{model.OTHER_SEED}", "transformers"
     )
     (tmp_path / "run.json").write_text(done.stdout)
 
