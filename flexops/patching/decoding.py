@@ -34,7 +34,9 @@ def takes(x: Tensor, *linears: Any) -> bool:
 
 def _is_plain(x: Tensor, linear: Any) -> bool:
     return (
-        is_bare(linear) and linear.weight.dtype == x.dtype and bool(linear.weight.is_contiguous())
+        is_bare(linear, fp8=True)
+        and linear.weight.dtype == x.dtype
+        and bool(linear.weight.is_contiguous())
     )
 
 
@@ -51,7 +53,7 @@ def _are_int4(x: Tensor, linears: tuple[Any, ...]) -> bool:
 
 def ends_a_block(linear: Any) -> bool:
     """Whether ``product`` can compute a layer that ends a block."""
-    return is_bare(linear) or is_int4(linear)
+    return is_bare(linear, fp8=True) or is_int4(linear)
 
 
 def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:

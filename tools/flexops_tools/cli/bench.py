@@ -302,7 +302,7 @@ def model(
         typer.Option(
             help=(
                 "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model; both need a large"
-                " GPU) or tiny; tiny, if not given, where there is no GPU."
+                " GPU), small (for losses) or tiny; tiny, if not given, where there is no GPU."
             )
         ),
     ] = "",
