@@ -66,7 +66,7 @@ def emulate(kernel: flexops.Kernel, *args: Any, reverse: bool = False, **kwargs:
     os.environ["STAND_IN_ORDER"] = "reversed" if reverse else before
     try:
         with torch.no_grad():
-            return _Emulated.of(kernel._code).run(*args, **kwargs)
+            return _Emulated.of(kernel._code.candidates[0]).run(*args, **kwargs)
     finally:
         os.environ["STAND_IN_ORDER"] = before
 
@@ -83,13 +83,14 @@ class _Emulated(KernelCode):
     """A kernel whose launches run here."""
 
     def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+        super().__init__(*parts[:-1], tuple(map(self.of, parts[-1])))
         self.flags = (*self.flags, "-lineinfo")  # for the line of an error
         self._here: list[_Loaded] = []
         self.names |= {
             "_launch": self._run_here,
             "_allow": lambda *_: None,
             "_current_device": lambda: -1,  # what a tensor of the CPU says of its device
+            "_index_of": lambda _: -1,
             "_stream": lambda _: 0,
             "_failed": self._say,
         }
