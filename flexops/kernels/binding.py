@@ -185,9 +185,9 @@ def bind(
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
     made = list(_made(_pointers(signature), schema, options, functions))
     launch = list(_run(made, schema, options, bound, known))
-    values = ", ".join(f"{name!r}: {text}" for name, text in template)
+    chosen = ", ".join(f"{name!r}: {text}" for name, text in template)
     return _written(
-        {"run": launch, "values": [f"return {{{values}}}"]},
+        {"run": launch, "values": [f"return {{{chosen}}}"]},
         made, schema, options, bound, reference,
         list(_run_again(signature, schema, options, bound)),
     )  # fmt: skip

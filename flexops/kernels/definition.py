@@ -221,7 +221,7 @@ def _code(
         first = candidates[0]
         bound = binding.bind_candidates(schema, options, first.bound)
         parts = (*first.parts[:3], bound, options, *first.parts[5:])
-        made = KernelCode(*parts)  # type: ignore[arg-type]
+        made = KernelCode(*parts)
         made.let_choose(candidates)
         return made
     if options.key or options.candidate is not None:

@@ -83,7 +83,8 @@ class _Emulated(KernelCode):
     """A kernel whose launches run here."""
 
     def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts[:-1], tuple(map(self.of, parts[-1])))
+        own: Any = (*parts[:-1], tuple(map(self.of, parts[-1])))
+        super().__init__(*own)
         self.flags = (*self.flags, "-lineinfo")  # for the line of an error
         self._here: list[_Loaded] = []
         self.names |= {
