@@ -14,6 +14,7 @@
 
 #include "common/async.cuh"
 #include "common/hopper.cuh"
+#include "common/panels.cuh"
 #include "common/reduce.cuh"
 #include "few_rows/few_rows.cuh"
 #include "int4_linear/int4_codes.cuh"
@@ -59,8 +60,8 @@ struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
   FLEXOPS_DEVICE FewLayout(int chunk, int rows, int tokens, int chunks, int pass_rows, int stages,
                            bool small, bool norm) {
-    // 8 lanes read two rows of x from different banks.
-    x_stride = chunks * chunk * 128 + 64;
+    // ldmatrix reads 8 rows of x from different banks.
+    x_stride = chunks * chunk * 128 + 16;
     sums = kZeroBytes + ((rows + (norm ? 1 : 0)) * x_stride + 127) / 128 * 128;
     squares = sums + chunks * chunk * (small ? 2 : 1) * tokens * 4;
     parts = squares + (norm ? 4 * (8 + 8 * kFewWarps) : 0);
@@ -220,10 +221,11 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     squares[thread] = total;
   }
 
-  // A lane's part of x: the row and slot of column g of an mma.
-  const bool valid = g % kPad < p.m;
-  const u8* const x = valid ? rows_of_x + g % kPad * at.x_stride + 16 * t : shared + 16 * t;
-  const int slot = g / kPad;
+  // The part of x whose address a lane has: the row and slot of a column of an mma.
+  const int x_row = lane % kPad, slot = lane % 8 / kPad;
+  const bool valid = x_row < p.m;
+  const u32 no_x = hopper::shared_address(shared) + 16 * (lane / 8),
+            x = no_x + kZeroBytes + (valid ? x_row * at.x_stride : 0);
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
   // Of an accumulator's columns 2 t and 2 t + 1.
@@ -258,16 +260,17 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
-        const u8* const from = valid && slot == j ? x + chunk_bytes : shared + 16 * t;
+        const u32 from = valid && slot == j ? x + chunk_bytes : no_x;
         const uint4 all = words[tile * 32];
 #pragma unroll
         for (int h = kSmall ? unit % 2 : 0; h < (kSmall ? unit % 2 + 1 : 2); ++h) {
           u32 left[2][4];
           widen_codes<T>(left[0], h == 0 ? all.x : all.z);
           widen_codes<T>(left[1], h == 0 ? all.y : all.w);
-          const uint4 right = *reinterpret_cast<const uint4*>(from + tile * 128 + h * 64);
-          mma<T>(part[0], left[0], right.x, right.y);
-          mma<T>(part[1], left[1], right.z, right.w);
+          u32 right[4];
+          Panels<8, 64>::load_matrices<false>(right, from + tile * 128 + h * 64);
+          mma<T>(part[0], left[0], right[0], right[1]);
+          mma<T>(part[1], left[1], right[2], right[3]);
         }
       }
 #pragma unroll
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       static_cast<T*>(p.out)[place] = from_float<T>(value);
     }
     if (p.cluster > 1) {
-      cluster_sync();  // other blocks may still read this one's sums
+      cluster_leave();
     } else {
       __syncthreads();
     }
