@@ -58,7 +58,8 @@ class Int4Weight(NamedTuple):
     Attributes:
         packed: uint8 ``[ceil(N / 16), ceil(K / 64), 512]``, contiguous: tiles of 16 rows and 64
             columns. Byte ``64 r + 16 t + 4 w + b`` of a tile has the codes of rows ``r`` (low half)
-            and ``r + 8`` (high half) in the tile's column ``16 w + 2 t + (0, 8, 1, 9)[b]``. So 16 bytes are a thread's operands of four ``mma.m16n8k16``.
+            and ``r + 8`` (high half) in the tile's column ``16 w + 2 t + (0, 8, 1, 9)[b]``. So 16
+            bytes are a thread's operands of four ``mma.m16n8k16``.
         scales: float32, float16 or bfloat16 ``[ceil(N / 16), groups, 16]``; position ``2 r + h``
             belongs to the tile's row ``r + 8 h``.
         zeros: zero points in the same order, float32 if the scales are, else float16; None: all
