@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexops.ops import norm
 from flexops.ops._register import references
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,22 +49,19 @@ def compare_all(drawn: Drawn, floor: float = 1e-6) -> None:
     x, residual, grad, also, weight, bias, needs, bias_dtype = drawn
     ops, rows = torch.ops.flexops, x.shape[0]
 
-    def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
+    def compare(name: str, *arguments: Any, size: int = 1) -> Any:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(ops, packet), overload or "default")
         results = op(*arguments)
-        assert_near(results, reference(*arguments), size, floor)
+        assert_near(results, references[f"flexops::{name}"](*arguments), size, floor)
         return results
 
-    def compare_backward(name: str, *arguments: Any) -> None:
-        compare(getattr(ops, name), references[f"flexops::{name}"], *arguments, size=rows)
-
     with torch.no_grad():
-        compare(ops.layer_norm.forward, norm._layer_norm_reference, x, weight, bias, 1e-5)
-        compare(ops.rms_norm.forward, norm._rms_norm_reference, x, weight, 1e-6)
-        add, reference = ops.add_layer_norm.forward, norm._add_layer_norm_reference
-        _, total, statistics = compare(add, reference, x, residual, weight, bias, 1e-5)
+        compare("layer_norm.forward", x, weight, bias, 1e-5)
+        compare("rms_norm.forward", x, weight, 1e-6)
+        _, total, statistics = compare("add_layer_norm.forward", x, residual, weight, bias, 1e-5)
         given = grad, also, total, weight, statistics, *needs, bias_dtype
-        compare_backward("layer_norm_backward", *given)
-        add, reference = ops.add_rms_norm.forward, norm._add_rms_norm_reference
-        _, total, statistics = compare(add, reference, x, residual, weight, 1e-6)
+        compare("layer_norm_backward", *given, size=rows)
+        _, total, statistics = compare("add_rms_norm.forward", x, residual, weight, 1e-6)
         given = grad, also, total, weight, statistics, *needs[:2]
-        compare_backward("rms_norm_backward", *given)
+        compare("rms_norm_backward", *given, size=rows)

@@ -108,7 +108,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
             (x, t[:2]),
         ),
         wrong(
-            "target must be an int64 tensor of class numbers, got torch.int32",
+            "target must be an int64 tensor, got torch.int32",
             (x, t.int()),
             error=TypeError,
         ),
@@ -133,9 +133,9 @@ def wrong_layers() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.linear_cross_entropy(*args, **options), error, message)
 
     return (
-        wrong(r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)",
+        wrong(r"weight must have shape \[V, 4\] with at least one class, got \[5, 3\]",
             (x, w[:, :3], t)),
-        wrong(r"bias must have shape \[5\], got \(4,\)", (x, w, t, w[0])),
+        wrong(r"bias must have shape \[5\], got \[4\]", (x, w, t, w[0])),
         wrong("weight must be on x's device, cpu, got meta", (x, w.to("meta"), t)),
         wrong("chunk_size must be at least 1, or None, got 0", (x, w, t), chunk_size=0),
         wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)",
@@ -143,8 +143,8 @@ def wrong_layers() -> tuple[Refusal, ...]:
         wrong("softcap must be greater than 0, or None, got 0", (x, w, t), softcap=0.0),
         wrong("accumulate must be 'float32', 'native' or None, got 'bfloat16'", (x, w, t),
             accumulate="bfloat16"),
-        wrong(r"class_weight must have shape \[5\], got \(4,\)", (x, w, t), class_weight=w[0]),
-        wrong("class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
+        wrong(r"class_weight must have shape \[5\], got \[4\]", (x, w, t), class_weight=w[0]),
+        wrong("class_weight must be a float32, float16 or bfloat16 tensor, got list",
             (x, w, t), class_weight=[1.0] * 5, error=TypeError),
         wrong(
             "class_weight must not require a gradient",

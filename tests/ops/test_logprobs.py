@@ -81,7 +81,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
             r"target must have shape \(3,\), one class for each row of logits, got \(2,\)", x, t[:2]
         ),
         wrong(
-            "target must be an int64 tensor of class numbers, got float", x, 1.0, error=TypeError
+            "target must be an int64 tensor, got float", x, 1.0, error=TypeError
         ),
         wrong("logits must be a float32, float16 or bfloat16 tensor", t, t, error=TypeError),
         wrong("logits must have at least one class in their last dimension", x[:, :0], t),
@@ -99,7 +99,7 @@ def wrong_layers() -> tuple[Refusal, ...]:
 
     return (
         wrong(r"weight must have shape \[V, 4\] with at least one class", x, w[:, :3], t),
-        wrong(r"bias must have shape \[5\], got \(4,\)", x, w, t, w[0]),
+        wrong(r"bias must have shape \[5\], got \[4\]", x, w, t, w[0]),
         wrong("weight must be on hidden's device, cpu, got meta", x, w.to("meta"), t),
         wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
         wrong("temperature must be greater than 0, got -1", x, w, t, temperature=-1),

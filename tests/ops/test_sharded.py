@@ -26,10 +26,10 @@ FAMILIES = (
 )
 
 
-def run_ranks(world: int, device: str, store: Path, timeout: float) -> None:
+def run_ranks(world: int, device: str, store: Path, timeout: float, worker: Path = WORKER) -> None:
     """Start all ranks; fail with the output of those that failed."""
     commands = [
-        [sys.executable, str(WORKER), str(rank), str(world), str(store), device]
+        [sys.executable, str(worker), str(rank), str(world), str(store), device]
         for rank in range(world)
     ]
     outputs = [store.with_name(f"rank{rank}.txt") for rank in range(world)]

@@ -38,7 +38,7 @@ flexops.optim.Lion(ours, lr=0.25).step()
 assert torch.equal(ours[0], torch.full((5,), 0.75)), ours
 wrong = torch.zeros(4, dtype=torch.int32)
 try:
-    torch.ops.flexops.lion_([wrong], [wrong], [wrong], 1e-3, 0.9, 0.99, 0.0, False, None, None, None, [], False)
+    torch.ops.flexops.lion_([wrong], [wrong], [wrong], [], 1e-3, 0.9, 0.99, 0.0, False, None, None, None, False)
 except RuntimeError as error:
     print(error)
 """

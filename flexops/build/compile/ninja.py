@@ -156,10 +156,13 @@ def render_ninja(
         if same := plan.alike(step):
             first = alike.setdefault(same, folder + step.output)
             if first != folder + step.output:
-                command, inputs = (
-                    ("cp", f"../{first}", *([f"../{first}.d"] if step.kind == "host" else ()), "."),
-                    [first],
+                command = (
+                    "cp",
+                    f"../{first}",
+                    *([f"../{first}.d"] if step.kind == "host" else ()),
+                    ".",
                 )
+                inputs = [first]
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",

@@ -7,6 +7,9 @@ import json
 import pytest
 from command_line import flexops_command
 
+from flexops.errors import SettingsError
+from flexops_tools.bench import generate
+
 
 @pytest.mark.extra
 def test_contenders_and_the_limit(tmp_path):
@@ -34,3 +37,19 @@ def test_contenders_and_the_limit(tmp_path):
         == 0
     )
     assert "memory limit" in (tmp_path / "run.svg").read_text()
+
+
+def run_of(machine: str, batch: int, token: float, *names: str) -> generate.Run:
+    results = tuple(generate.Result(name, batch, 5, 1.0, token, 0.0, True) for name in names)
+    return generate.Run("2026-01-01", machine, "a model", results, {f"{batch} x 5": 0.5}, {})
+
+
+def test_parts_of_a_run_become_one():
+    later = run_of("a GPU", 1, 3.0, "flexops.patch", "transformers")
+    parts = [run_of("a GPU", 2, 2.0, "flexops.patch"), run_of("a GPU", 1, 1.0, "flexops.patch")]
+    found = generate.merged([*parts, later])
+    names = [(one.batch, one.name, one.token) for one in found.results]
+    assert names == [(1, "transformers", 3.0), (1, "flexops.patch", 3.0), (2, "flexops.patch", 2.0)]
+    assert list(found.limits) == ["1 x 5", "2 x 5"]
+    with pytest.raises(SettingsError, match="another GPU: a model"):
+        generate.merged([later, run_of("another GPU", 1, 1.0)])
