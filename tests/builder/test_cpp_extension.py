@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from extension_tools import ROOT, environment, run
+from processes import completed
 
 from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
@@ -96,16 +97,12 @@ def test_a_wheel_has_kernels_that_its_library_finds(project, libraries):
         "FLEXOPS_DEVICE_COMPILER": "nvrtc",
         "TORCH_CUDA_ARCH_LIST": "8.0;9.0",
     }
-    done = subprocess.run(
+    completed(
         [sys.executable, "setup.py", "-q", "bdist_wheel"],
         cwd=project,
         env=environment(libraries / "cache", **known),
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(libraries / "installed")

@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 import stand_in_driver
 from builds import REPOSITORY
+from processes import completed
 
 from flexops import settings
 from flexops.toolchain.model import HostCompiler
@@ -79,18 +80,7 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
         "-q",
         *selection,
     ]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
-    assert done.returncode == 0, (
-        f"{shlex.join(command)}\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
-    )
+    done = completed(command, cwd=REPOSITORY, env=environment, timeout=3600)
     log = Path(environment["STAND_IN_LOG"]).read_text()
     assert "\nfault" not in log
     assert "\nlaunch" in log, "a kernel ran"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Shape
+from processes import completed
 from step_contract import needs_mutable_lists
 from torch import Tensor
 from torch.testing._internal.optests import OpCheckError
@@ -91,12 +91,8 @@ def test_the_environment_limits_the_instruction_set() -> None:
     )
     program += "print(ctypes.CDLL(str(library)).flexops_cpu_isa(None))"
     for number, level in enumerate(ISA_LEVELS[:2]):
-        run = subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"FLEXOPS_CPU_ISA": level},
-            capture_output=True,
-            text=True,
-            check=True,
+        run = completed(
+            [sys.executable, "-c", program], env=os.environ | {"FLEXOPS_CPU_ISA": level}
         )
         assert int(run.stdout) <= number
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 from flexops.settings import Settings
 from flexops.toolchain import discover, missing
@@ -439,15 +439,7 @@ def python(*arguments: str, **environment: str) -> str:
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "CUDA_HOME", "CXX")
     }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, *arguments], env={**inherited, **environment}, timeout=60)
     return done.stdout.strip()
 
 
@@ -524,12 +516,7 @@ def test_this_machine(tmp_path, require):
     assert found.torch
     require(found.host, "a C++ compiler", "apt-get install g++")
     assert found.host
-    told = subprocess.run(
-        [found.host.path, "-dumpfullversion", "-dumpversion"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    told = completed([found.host.path, "-dumpfullversion", "-dumpversion"]).stdout.strip()
     assert str(found.host.version) == told
     assert (tmp_path / "cache/tools.json").exists()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 from flexops.compute_capability import ComputeCapability
 from flexops.toolchain import gpus
@@ -231,9 +231,7 @@ def test_the_gpus_here_as_torch_sees_them_without_initialising_cuda():
         "import torch; from flexops.toolchain import local_capabilities as local; print(*local(),"
         " torch.cuda.is_initialized())"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    told = completed([sys.executable, "-c", code]).stdout.split()
     seen = {
         ComputeCapability(*torch.cuda.get_device_capability(index))
         for index in range(torch.cuda.device_count())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import completed
 
 from flexops_tools import hub
 
@@ -41,11 +42,8 @@ print(Path(kernel.__file__).parent.name, status.path)
 def load(repository: Path, **environment: str) -> str:
     plain = {key: one for key, one in os.environ.items() if not key.startswith("FLEXOPS_")}
     command = [sys.executable, "-c", LOADED, str(repository)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=repository, timeout=300,
-        env={**plain, "PYTHONPATH": "", **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    variables = {**plain, "PYTHONPATH": "", **environment}
+    done = completed(command, cwd=repository, timeout=300, env=variables)
     return done.stdout
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from marks import first_of
+from processes import completed
 
 from flexops import settings, toolchain
 from flexops.build.compile import device_code, kernel_compiler
@@ -196,10 +197,7 @@ def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers, tmp_path, r
         command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda",
             "--arch", "6.0;6.1;7.0;7.5"]  # fmt: skip
         environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
+        done = completed(command, env=environment, timeout=600)
         return {
             line.split()[0]: line for line in done.stdout.splitlines() if "KiB" in line
         }, done.stderr
@@ -250,9 +248,7 @@ def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(librari
         content = library.read_bytes()
         assert b".nv_fatbin" not in content
         assert b"cudart" not in content
-        needed = subprocess.run(
-            ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
-        ).stdout
+        needed = completed(["readelf", "-d", str(library)]).stdout
         assert not re.search(r"NEEDED.*(cuda|nvrtc)", needed)
 
 
@@ -452,17 +448,24 @@ def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path, host_compiler):
     assert "fix: more memory" in said
 
 
-@pytest.mark.parametrize(("break_it", "said"), [
-    (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
-     "libnvrtc-builtins is not beside it"),
-    (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
-    (
-        lambda folder: (
-            folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1"),
-        ("libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
-         " another version's"),
-    ),
-])  # fmt: skip
+def another_version(folder: Path) -> None:
+    (folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1")
+
+
+NO_BUILTINS = "libnvrtc-builtins is not beside it"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(), NO_BUILTINS),
+        (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
+        (
+            another_version,
+            f"{NO_BUILTINS}, only libnvrtc-builtins.so.12.1, which is another version's",
+        ),
+    ],
+)
 def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path, break_it, said):
     folder = tmp_path / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)
