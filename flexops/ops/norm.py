@@ -244,6 +244,11 @@ _RMS_NORM = _define("rms_norm", False, False)
 _ADD_LAYER_NORM = _define("add_layer_norm", True, True)
 _ADD_RMS_NORM = _define("add_rms_norm", False, True)
 
+# For operators that do more in the same pass: the results of add_rms_norm with the reciprocal
+# deviations of rows, and the ``setup_context`` and ``backward`` for these.
+add_rms_norm_reference = functools.partial(_reference, False, True)
+add_rms_norm_gradient = _gradient(False, True)
+
 
 def self_check(device: str) -> float:
     """Random rows normalized by whatever kernels calls reach on ``device`` and by the reference.

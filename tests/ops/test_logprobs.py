@@ -132,24 +132,12 @@ LAYER: dict[str, Any] = {
 
 class TestContract(Contract):
     cases = (
-        Case(
-            "logprobs",
-            "logprobs",
-            ours(),
-            logits_and_target,
-            plain_one,
-            refusals=wrong_calls(),
-            **LOGITS,
-        ),
-        Case(
-            "logprobs and entropy, capped, at a temperature",
-            "logprobs",
-            ours(temperature=0.7, softcap=3.0, return_entropy=True),
-            logits_and_target,
-            lambda logits, target: plain(logits, target, 0.7, 3.0),
-            **LOGITS,
-        ),
-    )
+        Case("logprobs", "logprobs", ours(), logits_and_target, plain_one, refusals=wrong_calls(),
+            **LOGITS),
+        Case("logprobs and entropy, capped, at a temperature", "logprobs",
+            ours(temperature=0.7, softcap=3.0, return_entropy=True), logits_and_target,
+            lambda logits, target: plain(logits, target, 0.7, 3.0), **LOGITS),
+    )  # fmt: skip
 
 
 class TestKeptLogits(Contract):
@@ -177,7 +165,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("block", range(4))
-def test_cpu_gives_what_the_reference_gives(block: int) -> None:
+def test_cpu_gives_what_the_reference_gives(block):
     for seed in range(block * 25, block * 25 + 25):
         check_draw(seed, "cpu")
 
@@ -185,7 +173,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level: str) -> None:
+def test_other_instruction_sets(level):
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
 
@@ -194,7 +182,7 @@ def test_other_instruction_sets(level: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_ignored_invalid_and_masked_classes(softcap: float | None) -> None:
+def test_ignored_invalid_and_masked_classes(softcap):
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     logits[1] = torch.nan  # of an ignored row: not read
     logits[3, 2:] = -torch.inf
@@ -213,7 +201,7 @@ def test_ignored_invalid_and_masked_classes(softcap: float | None) -> None:
     torch.testing.assert_close(entropy[3:], expected[1])
 
 
-def test_another_ignored_class() -> None:
+def test_another_ignored_class():
     logits, target = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 2])
     result = flexops.logprobs(logits, target, ignore_index=1)
     assert result[1] == 0
@@ -225,7 +213,7 @@ def test_another_ignored_class() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 20, 64])
-def test_chunks_change_nothing(chunk: int | None) -> None:
+def test_chunks_change_nothing(chunk):
     make = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 5, 12, generator=make, requires_grad=True)
     weight = torch.randn(33, 12, generator=make, requires_grad=True)
@@ -243,7 +231,7 @@ def test_chunks_change_nothing(chunk: int | None) -> None:
     )
 
 
-def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
+def test_a_retained_graph_gives_the_same_gradient_twice():
     """The kept logits are their gradient by then."""
     hidden, weight = torch.randn(9, 6), torch.randn(11, 6, requires_grad=True)
     result = flexops.linear_logprobs(hidden, weight, torch.arange(9), chunk_size=4)
@@ -253,7 +241,7 @@ def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
     torch.testing.assert_close(first, second)
 
 
-def test_the_op_that_compilers_get() -> None:
+def test_the_op_that_compilers_get():
     """It keeps no logits."""
     x, weight, target = torch.randn(9, 6), torch.randn(11, 6), torch.arange(9)
     arguments = (x.requires_grad_(), weight.requires_grad_(), None, target, -100, 0.7, 3.0)
@@ -261,7 +249,7 @@ def test_the_op_that_compilers_get() -> None:
     torch.library.opcheck(op, (*arguments, 4, torch.float32, 0))
 
 
-def test_logits_of_two_chunks_are_kept_for_a_gradient_alone() -> None:
+def test_logits_of_two_chunks_are_kept_for_a_gradient_alone():
     hidden, weight = torch.randn(10, 6), torch.randn(11, 6, requires_grad=True)
     target = torch.zeros(10, dtype=torch.int64)
 

@@ -351,7 +351,8 @@ CATALOG: tuple[OpSpec, ...] = (
         "few_rows",
         _op(
             "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
-            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
+            " float offset, Tensor? residual, int activation, int width, bool early, Tensor[] ahead)"
+            " -> Tensor",
             dtypes={"x": ("float16", "bfloat16")},
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
             outputs=(Output("x[:-1], width"),),
@@ -373,36 +374,58 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "fp8_linear",
         _op(
-            "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales)",
+            "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales, Tensor"
+            " largest)",
             strided={"x": "aligned rows"},
             split="whole",
-            outputs=(Output("rows, x[1]", "float8_e4m3fn"), Output("rows, 1", "float32")),
+            outputs=(
+                Output("rows, x[1]", "float8_e4m3fn"),
+                Output("rows, 1", "float32"),
+                Output("x[1]", "float32"),
+            ),
+        ),
+        _op(
+            "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y,"
+            " Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest)",
+            shapes={"residual": "x", "weight": "x[1]"},
+            strided={"x": "aligned rows", "residual": "aligned rows"},
+            split="whole",
+            outputs=(
+                Output("x"),
+                Output("x"),
+                Output("x[0]", "float32"),
+                Output("x", "float8_e4m3fn"),
+                Output("x[0], 1", "float32"),
+                Output("x[1]", "float32"),
+            ),
         ),
         _op(
             "fp8_gated_rows(Tensor packed, Tensor? grad, int activation) -> (Tensor codes, Tensor"
-            " scales, Tensor grad_codes, Tensor grad_scales)",
+            " scales, Tensor largest, Tensor grad_codes, Tensor grad_scales, Tensor grad_largest)",
             shapes={"grad": "packed[0], packed[1] // 2"},
             strided={"packed": "aligned rows", "grad": "aligned rows"},
             split="whole",
             outputs=(
                 Output("packed[0], packed[1] // 2", "float8_e4m3fn"),
                 Output("packed[0], 1", "float32"),
+                Output("packed[1] // 2", "float32"),
                 Output("packed", "float8_e4m3fn", when="grad"),
                 Output("packed[0], 1", "float32", when="grad"),
+                Output("packed[1]", "float32", when="grad"),
             ),
         ),
         _op(
-            "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, int rows) -> (Tensor codes,"
-            " Tensor scales, Tensor largest)",
-            dtypes={"x": (*_FLOATS, "float8_e4m3fn"), "row_scales": "float32"},
-            shapes={"row_scales": "x[0], 1"},
+            "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, Tensor largest, int rows) ->"
+            " (Tensor codes, Tensor scales)",
+            dtypes={
+                "x": (*_FLOATS, "float8_e4m3fn"),
+                "row_scales": "float32",
+                "largest": "float32",
+            },
+            shapes={"row_scales": "x[0], 1", "largest": "x[1]"},
             strided={"x": "aligned rows"},
             split="whole",
-            outputs=(
-                Output("x[1], rows", "float8_e4m3fn"),
-                Output("x[1], 1", "float32"),
-                Output("x[1]", "float32"),
-            ),
+            outputs=(Output("x[1], rows", "float8_e4m3fn"), Output("x[1], 1", "float32")),
         ),
         hip=False,
     ),
