@@ -143,7 +143,7 @@ said["x"] = x.tolist() if said["0"] == 0 else None
 """
 
 
-def test_what_the_emulated_gpu_notices(machine: dict[str, str]) -> None:
+def test_what_the_emulated_gpu_notices(machine):
     """Each branch of the kernel does one thing wrong; the first nothing."""
     known = {name: value for name, value in machine.items() if name != "folder"}
     answer = stand_in_driver.run(
@@ -219,7 +219,7 @@ said["runs"] = runs
 
 
 @pytest.mark.extra
-def test_elements_of_any_number_at_any_address_are_mapped(machine: dict[str, str]) -> None:
+def test_elements_of_any_number_at_any_address_are_mapped(machine):
     known = {name: value for name, value in machine.items() if name != "folder"}
     answer = stand_in_driver.run(
         Path(machine["folder"]),
@@ -257,36 +257,36 @@ FUNCTIONS = (
 )
 
 
-def test_a_few_kernels(machine: dict[str, str]) -> None:
+def test_a_few_kernels(machine):
     """Loops over elements and multi-tensor lists; shuffles and reductions; products of matrices."""
     files, selection = QUICK
     assert emulated(machine, *files, "-k", selection) == len(files)
 
 
 @pytest.mark.extra
-def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str]) -> None:
+def test_attention_of_head_dims_that_are_no_multiple_of_8(machine):
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
 @pytest.mark.extra
-def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+def test_products_with_4_bit_weights(machine):
     selection = "bfloat16 and (1-40 or 20-100 or exactly) or None-3"
     assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 4
 
 
 @pytest.mark.slow
-def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+def test_all_products_with_4_bit_weights(machine):
     assert emulated(machine, "tests/emulated/int4_linear.py") == 31
 
 
 @pytest.mark.extra
-def test_operands_of_fp8_products(machine: dict[str, str]) -> None:
+def test_operands_of_fp8_products(machine):
     selection = "bfloat16 and (bits and 17-48 or gated_rows and 1-16 and silu)"
     assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 2
 
 
 @pytest.mark.extra
-def test_attention_over_a_cache(machine: dict[str, str]) -> None:
+def test_attention_over_a_cache(machine):
     """Appends, rotates, looks up pages and attends."""
     selection = "small_cases and (several_tokens or a_token)"
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
@@ -305,46 +305,46 @@ SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the dri
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward", "reversed"])
 @pytest.mark.parametrize("family", SELECTIONS)
-def test_every_result_of_a_family(machine: dict[str, str], family: str, order: str) -> None:
+def test_every_result_of_a_family(machine, family, order):
     assert emulated(
         machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order
     )
 
 
 @pytest.mark.slow
-def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
+def test_attention_over_a_cache_of_many_kinds(machine):
     selection = "small_cases"
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 5
 
 
 @pytest.mark.slow
-def test_attention_over_codes(machine: dict[str, str]) -> None:
+def test_attention_over_codes(machine):
     kinds = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
     selection = f"attend_as and ({kinds})"
     assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 4
 
 
 @pytest.mark.slow
-def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
+def test_score_modifiers_of_attention(machine):
     """Of GPUs' own tests, with tensors of the CPU."""
     selection = "score_modifiers and not hopper and not flex_attention"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection)
 
 
 @pytest.mark.slow
-def test_functions_of_flex_attention(machine: dict[str, str]) -> None:
+def test_functions_of_flex_attention(machine):
     selection = "score_modifiers_of_flex_attention"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) > 50
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_with_head_dims_of_any_number(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_with_head_dims_of_any_number(machine):
     selection = "no_multiple_of_8 and sm_80 and (60 or 36)"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) == 6
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_whose_query_heads_share_key_heads(machine):
     assert (
         emulated(
             machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64"
@@ -354,7 +354,7 @@ def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine):
     """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
     assert emulated(
         machine,
@@ -373,7 +373,7 @@ GROUPED = (
 
 
 @pytest.mark.slow
-def test_mixtures_of_experts(machine: dict[str, str]) -> None:
+def test_mixtures_of_experts(machine):
     """Of GPUs' own tests, with tensors of the CPU: products by mma.sync, order, routes."""
     assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
 
@@ -436,9 +436,7 @@ said["right"] = True
 @pytest.mark.slow
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_a_source_with_torchs_headers_computes_without_nvcc(
-    machine: dict[str, str], tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_source_with_torchs_headers_computes_without_nvcc(machine, tmp_path, host_compiler):
     """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
     anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)
