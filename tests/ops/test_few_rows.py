@@ -24,9 +24,8 @@ def oracle(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more
 
 def fused(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more: Tensor) -> Tensor:
     return flexops.few_rows_linear(
-        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more, early=True,
-        ahead=[two, one],
-    )  # fmt: skip
+        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more
+    )
 
 
 def inputs(make: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -75,7 +74,6 @@ class TestFewRowsLinear(Contract):
         ({"weights": [torch.zeros(4, 9)]}, r"weights\[0\] must have shape \[any, 8\]"),
         ({"activation": "silu"}, "must be 2 tensors, got 1"),
         ({"activation": "relu"}, "activation must be one of"),
-        ({"ahead": [torch.zeros(8)] * 4}, "ahead must be at most 3 tensors, got 4"),
         ({"biases": [torch.zeros(5)]}, r"biases\[0\] must have shape \[4\]"),
     ],
     ids=str,
