@@ -295,9 +295,9 @@ def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named:
     if tables is None or position_ids.dim() != 2:
         return plain(module, x, position_ids, *more, **named)
     key = (id(module), more, tuple(named.items()))
-    cos, sin = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
-    rows = position_ids.flatten()
-    found = [one.index_select(0, rows).view(*position_ids.shape, -1) for one in (cos, sin)]
-    half = cos.shape[-1] // 2
-    setattr(found[0], _TABLES, (cos[:, :half], sin[:, :half]))
-    return tuple(found)
+    table = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
+    rows = table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1)
+    cos, sin = rows.chunk(2, -1)
+    quarters = table.chunk(4, -1)
+    setattr(cos, _TABLES, (quarters[0], quarters[2]))
+    return cos, sin

@@ -351,8 +351,7 @@ CATALOG: tuple[OpSpec, ...] = (
         "few_rows",
         _op(
             "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
-            " float offset, Tensor? residual, int activation, int width, bool early, Tensor[] ahead)"
-            " -> Tensor",
+            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
             dtypes={"x": ("float16", "bfloat16")},
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
             outputs=(Output("x[:-1], width"),),
