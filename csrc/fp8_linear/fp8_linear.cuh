@@ -230,19 +230,30 @@ FLEXOPS_DEVICE void write_results(const RowParams& p, const S (&own)[kRows], int
   }
 }
 
+/// Where a block hands over what it finds in the columns of its results.
+template <class S>
+FLEXOPS_DEVICE Packed* own_partial(const RowParams& p) {
+  return p.partial +
+         static_cast<i64>(blockIdx.x) * (p.columns / kPerVector<typename S::Element>)*S::kResults;
+}
+
 /// Of kRows rows: what they find themselves and what their columns do, which `gathered` in shared
-/// or `partial` in global memory has a place for.
+/// memory has a place for.
 template <class S, int kRows>
 FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int vector,
-                                 u32 (&largest)[kRows * S::kScales], Packed* gathered,
-                                 Packed* partial) {
+                                 u32 (&largest)[kRows * S::kScales], Packed* gathered) {
   using T = typename S::Element;
   constexpr u32 kMagnitude = kIsFloat<T> ? 0x7fffffffu : 0x7fff7fffu;
   const int vectors = p.columns / kPerVector<T>;
 #pragma unroll
   for (int i = 0; i < S::kResults; ++i) {
     const int at = i * vectors + vector;
-    Packed most = p.gathers ? gathered[at] : partial[at];
+    Packed most;
+    if (p.gathers) {
+      most = gathered[at];
+    } else {
+      most = own_partial<S>(p)[at];
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       u32& its = largest[r * S::kScales + (i ? 1 : 0)];
@@ -253,7 +264,11 @@ FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int 
         most.at[w] = scaled::greater_of<T>(most.at[w], magnitude);
       }
     }
-    (p.gathers ? gathered : partial)[at] = most;
+    if (p.gathers) {
+      gathered[at] = most;
+    } else {
+      own_partial<S>(p)[at] = most;
+    }
   }
 }
 
@@ -291,13 +306,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __align__(16) extern __shared__ u8 memory[];
   __shared__ u32 room[2][kValues * rows::kNarrowWarp];
   const int vectors = p.columns / N, step = static_cast<int>(blockDim.x);
-  Packed *gathered = reinterpret_cast<Packed*>(memory),
-         *partial = p.partial + static_cast<i64>(blockIdx.x) * vectors * S::kResults;
+  Packed* gathered = reinterpret_cast<Packed*>(memory);
   // A thread has the same vectors of all results, here and at the end.
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
-    for (int i = 0; i < S::kResults; ++i)
-      (p.gathers ? gathered : partial)[i * vectors + vector] = {};
+    for (int i = 0; i < S::kResults; ++i) {
+      if (p.gathers) {
+        gathered[i * vectors + vector] = {};
+      } else {
+        own_partial<S>(p)[i * vectors + vector] = {};
+      }
+    }
   }
   u32 turn = 0;
 #pragma unroll 1
@@ -348,14 +367,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const int vector = threadIdx.x + k * step;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) own[k][r].compute(p);
-      if (vector < vectors) find_largest(p, own[k], vector, largest, gathered, partial);
+      if (vector < vectors) find_largest(p, own[k], vector, largest, gathered);
     }
     const int others = S::kNorm ? vectors : threadIdx.x + kVectors * step;
 #pragma unroll 1
     for (int vector = others; vector < vectors; vector += step) {
       S one[kRows];
       load_and_compute(p, one, first, vector * N);
-      find_largest(p, one, vector, largest, gathered, partial);
+      find_largest(p, one, vector, largest, gathered);
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
@@ -389,7 +408,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
     for (int i = 0; i < S::kResults; ++i)
-      store<Cache::normal>(partial + i * vectors + vector, gathered[i * vectors + vector]);
+      store<Cache::normal>(own_partial<S>(p) + i * vectors + vector,
+                           gathered[i * vectors + vector]);
   }
 }
 
