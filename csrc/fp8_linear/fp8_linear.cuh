@@ -45,7 +45,6 @@ struct RowParams {
   float *scales, *grad_scales;
   Packed* partial;    // the largest magnitudes that each block finds in columns of its results
   int rows, columns;  // columns: of codes, a multiple of 16
-  bool gathers;       // these are in shared memory first
   activation::Function function;
 };
 
@@ -230,15 +229,8 @@ FLEXOPS_DEVICE void write_results(const RowParams& p, const S (&own)[kRows], int
   }
 }
 
-/// Where a block hands over what it finds in the columns of its results.
-template <class S>
-FLEXOPS_DEVICE Packed* own_partial(const RowParams& p) {
-  return p.partial +
-         static_cast<i64>(blockIdx.x) * (p.columns / kPerVector<typename S::Element>)*S::kResults;
-}
-
-/// Of kRows rows: what they find themselves and what their columns do, which `gathered` in shared
-/// memory has a place for.
+/// Of kRows rows: what they find themselves and what their columns do, which `gathered` has a
+/// place for.
 template <class S, int kRows>
 FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int vector,
                                  u32 (&largest)[kRows * S::kScales], Packed* gathered) {
@@ -248,12 +240,7 @@ FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int 
 #pragma unroll
   for (int i = 0; i < S::kResults; ++i) {
     const int at = i * vectors + vector;
-    Packed most;
-    if (p.gathers) {
-      most = gathered[at];
-    } else {
-      most = own_partial<S>(p)[at];
-    }
+    Packed most = gathered[at];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       u32& its = largest[r * S::kScales + (i ? 1 : 0)];
@@ -264,11 +251,7 @@ FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int 
         most.at[w] = scaled::greater_of<T>(most.at[w], magnitude);
       }
     }
-    if (p.gathers) {
-      gathered[at] = most;
-    } else {
-      own_partial<S>(p)[at] = most;
-    }
+    gathered[at] = most;
   }
 }
 
@@ -297,8 +280,9 @@ FLEXOPS_DEVICE void reduce_block(V (&value)[K], Op op, V* room) {
 }
 
 /// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
-/// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them.
-template <class S, int kThreads, int kBlocks, int kVectors, int kRows>
+/// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them, and of
+/// all results. What it finds in columns is in shared memory until the end, if kGathers.
+template <class S, int kThreads, int kBlocks, int kVectors, int kRows, bool kGathers>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     quantize_rows(const FLEXOPS_GRID_CONSTANT RowParams p) {
   using T = typename S::Element;
@@ -306,17 +290,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __align__(16) extern __shared__ u8 memory[];
   __shared__ u32 room[2][kValues * rows::kNarrowWarp];
   const int vectors = p.columns / N, step = static_cast<int>(blockDim.x);
-  Packed* gathered = reinterpret_cast<Packed*>(memory);
-  // A thread has the same vectors of all results, here and at the end.
+  Packed* partial = p.partial + static_cast<i64>(blockIdx.x) * vectors * S::kResults;
+  Packed* gathered = kGathers ? reinterpret_cast<Packed*>(memory) : partial;
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
-    for (int i = 0; i < S::kResults; ++i) {
-      if (p.gathers) {
-        gathered[i * vectors + vector] = {};
-      } else {
-        own_partial<S>(p)[i * vectors + vector] = {};
-      }
-    }
+    for (int i = 0; i < S::kResults; ++i) gathered[i * vectors + vector] = {};
   }
   u32 turn = 0;
 #pragma unroll 1
@@ -404,12 +382,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   }
   // Hand over what was found in columns.
-  if (!p.gathers) return;
+  if (!kGathers) return;
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
     for (int i = 0; i < S::kResults; ++i)
-      store<Cache::normal>(own_partial<S>(p) + i * vectors + vector,
-                           gathered[i * vectors + vector]);
+      store<Cache::normal>(partial + i * vectors + vector, gathered[i * vectors + vector]);
   }
 }
 

@@ -18,28 +18,53 @@ constexpr KernelOf<ColumnParams> kTranspose[] = FLEXOPS_EACH_COMMON_TYPE(fp8_lin
 struct RowKernels {
   KernelOf<RowParams> kernels[3];
   int threads, blocks, vectors, rows, results;
+  bool gathers;
 };
 template <template <typename> class S, int kThreads, int kBlocks, int kVectors, int kRows>
 constexpr RowKernels kRowKernels = {
-    {kernel<fp8_linear::quantize_rows<S<float>, kThreads, kBlocks, kVectors, kRows>>,
-     rare_kernel<fp8_linear::quantize_rows<S<f16>, kThreads, kBlocks, kVectors, kRows>>,
-     kernel<fp8_linear::quantize_rows<S<bf16>, kThreads, kBlocks, kVectors, kRows>>},
+    {kernel<fp8_linear::quantize_rows<S<float>, kThreads, kBlocks, kVectors, kRows, true>>,
+     rare_kernel<fp8_linear::quantize_rows<S<f16>, kThreads, kBlocks, kVectors, kRows, true>>,
+     kernel<fp8_linear::quantize_rows<S<bf16>, kThreads, kBlocks, kVectors, kRows, true>>},
     kThreads,
     kBlocks,
     kVectors,
     kRows,
-    S<bf16>::kResults};
+    S<bf16>::kResults,
+    true};
+/// Of rows whose columns find no room in shared memory.
+template <template <typename> class S>
+constexpr RowKernels kWideKernels = {
+    {rare_kernel<fp8_linear::quantize_rows<S<float>, 512, 1, 2, 1, false>>,
+     rare_kernel<fp8_linear::quantize_rows<S<f16>, 512, 1, 2, 1, false>>,
+     rare_kernel<fp8_linear::quantize_rows<S<bf16>, 512, 1, 2, 1, false>>},
+    512,
+    1,
+    2,
+    1,
+    S<bf16>::kResults,
+    false};
+constexpr int64_t kReserved = 2048;  // a block's own shared memory, and the driver's
+
+bool is_wide(int64_t bytes) { return bytes > gpu_facts().shared_of_block - kReserved; }
+
 template <typename T>
 using Activated = fp8_linear::Gated<T, false>;
 template <typename T>
 using Differentiated = fp8_linear::Gated<T, true>;
 
-template <template <typename> class S>
 const RowKernels& rows_of(int64_t bytes) {
-  return bytes <= 16 * 512 ? kRowKernels<S, 512, 2, 1, 4> : kRowKernels<S, 1024, 1, 4, 1>;
+  using fp8_linear::Plain;
+  if (is_wide(bytes)) return kWideKernels<Plain>;
+  return bytes <= 16 * 512 ? kRowKernels<Plain, 512, 2, 1, 4> : kRowKernels<Plain, 1024, 1, 4, 1>;
+}
+const RowKernels& norm_rows_of(int64_t bytes) {
+  using fp8_linear::Norm;
+  return bytes <= 16 * 512 ? kRowKernels<Norm, 512, 2, 1, 4> : kRowKernels<Norm, 1024, 1, 4, 1>;
 }
 const RowKernels& gated_rows_of(bool backward, int64_t bytes) {
   const bool narrow = bytes <= 16 * 1024;
+  if (!backward && is_wide(bytes)) return kWideKernels<Activated>;
+  if (backward && is_wide(3 * bytes)) return kWideKernels<Differentiated>;
   if (backward)
     return narrow ? kRowKernels<Differentiated, 512, 2, 2, 1>
                   : kRowKernels<Differentiated, 896, 1, 2, 1>;
@@ -64,14 +89,12 @@ struct Columns {
 void launch_rows(const RowKernels& chosen, Dtype type, RowParams& p, Columns& columns,
                  void* stream) {
   if (p.rows == 0) return;
-  constexpr int64_t kReserved = 2048;  // a block's own shared memory, and the driver's
   const Gpu& gpu = gpu_facts();
   const int64_t vectors = p.columns * dtype_size(type) / 16,
                 threads = least(ceil_div(vectors, 32 * chosen.vectors) * 32, chosen.threads);
-  p.gathers = columns.bytes <= gpu.shared_of_block - kReserved;
   p.partial =
       reinterpret_cast<fp8_linear::Packed*>(columns.room.as<u8>() + columns.blocks * columns.bytes);
-  const int64_t shared = p.gathers ? columns.bytes : 0, tiles = ceil_div(p.rows, chosen.rows);
+  const int64_t shared = chosen.gathers ? columns.bytes : 0, tiles = ceil_div(p.rows, chosen.rows);
   int64_t most = least(chosen.threads * chosen.blocks / threads,
                        gpu.shared_of_processor / (shared + kReserved));
   most = least((most < 1 ? 1 : most) * gpu.processors, columns.left());
@@ -144,7 +167,7 @@ const char* fp8_rows_cuda(const TensorView& x, const TensorViews& more, int64_t 
   if (columns.left() == 0) return kTooWide;
   for (int64_t i = 0; i <= more.count; i += fp8_linear::kMatrices) {
     p.rows = static_cast<int>(stack(p.x, x, more, i));
-    launch_rows(rows_of<fp8_linear::Plain>(bytes), x.dtype, p, columns, stream);
+    launch_rows(rows_of(bytes), x.dtype, p, columns, stream);
     p.codes += static_cast<int64_t>(p.rows) * p.columns, p.scales += p.rows;
   }
   reduce_largest(columns, x.dtype, p.columns, largest, {}, stream);
@@ -168,7 +191,7 @@ const char* fp8_norm_rows_cuda(const TensorView& x, const TensorView& residual,
   p.eps = static_cast<float>(eps), p.inverse = 1.0f / static_cast<float>(p.columns);
   p.codes = codes.as<u8>(), p.scales = scales.as<float>();
   Columns columns = {room, 1, bytes};
-  launch_rows(rows_of<fp8_linear::Norm>(bytes), x.dtype, p, columns, stream);
+  launch_rows(norm_rows_of(bytes), x.dtype, p, columns, stream);
   reduce_largest(columns, x.dtype, p.columns, largest, {}, stream);
   return last_error();
 }
