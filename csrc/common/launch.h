@@ -191,8 +191,8 @@ constexpr int kOverlap = 6;           // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
-/// The driver's own text has no mend. A process that has GPU tensors and no CUDA is a child of the
-/// one that it was forked from.
+/// The driver's own text names no cure. A process that has GPU tensors and no CUDA is a child of
+/// the one that it was forked from.
 constexpr const char* kNotStarted =
     "initialization error (a process that was forked after its parent had used CUDA cannot use it: "
     "multiprocessing.set_start_method(\"spawn\"))";
@@ -526,6 +526,13 @@ int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) 
   return answer.clusters;
 }
 #endif
+
+/// Vectors of 16 bytes that the longest of the rows at `data` has, wherever it starts.
+inline int64_t row_vectors(const void* data, int64_t stride, int64_t length, ElementType type) {
+  const int64_t elements = 16 / element_size(type);
+  const int64_t head = aligned(data) && stride % elements == 0 ? 0 : elements - 1;
+  return ceil_div(length + head, elements);
+}
 
 inline Dim3 blocks(int64_t x, int64_t y = 1, int64_t z = 1) {
   return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};

@@ -12,7 +12,9 @@
 // applied to the sums of the product.
 //
 // In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
-// before it still runs: weights do not depend on it.
+// before it still runs: weights do not depend on it. When a block has asked for its last weights,
+// it has the first ones of the next product fetched into the second-level cache: between two
+// products, and while attention runs, memory would be idle.
 #pragma once
 
 #include "common/async.cuh"
@@ -23,7 +25,7 @@
 
 namespace flexops::few_rows {
 
-inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
+inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16, kPiece = 4096;
 
 /// Of a kernel: `rows` are at most 8 of them; `tiles` of 16 weights' rows a block; `steps` of 32 of
 /// k that a warp loads at once; `resident` warps of a multiprocessor, for which registers suffice.
@@ -51,6 +53,8 @@ struct Params {
   int rows, k, width, count;
   float eps, offset;
   int activation;
+  const void* ahead[kMaxWeights];  // what the next product reads, in pieces of kPiece bytes
+  int pieces[kMaxWeights];
 };
 
 /// 16 bytes of weights, which one kernel reads once: past the first-level cache, and 256 bytes at a
@@ -64,6 +68,20 @@ FLEXOPS_DEVICE uint4 load_weights(const u16* at) {
   return out;
 #else
   return bit_cast<uint4>(load<Cache::streaming>(reinterpret_cast<const Vec<u16, 8>*>(at)));
+#endif
+}
+
+/// Has a block's share of what the next product reads fetched into the second-level cache.
+FLEXOPS_DEVICE void fetch_ahead(const Params& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#pragma unroll
+  for (int i = 0; i < kMaxWeights; ++i) {
+    for (u32 at = blockIdx.x + gridDim.x * threadIdx.x; at < p.pieces[i];
+         at += gridDim.x * blockDim.x)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                       static_cast<const char*>(p.ahead[i]) + at * kPiece),
+                   "n"(kPiece));
+  }
 #endif
 }
 
@@ -175,6 +193,8 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   const int begin = warp * kChunk + 8 * quarter;
   fetch(held[0], begin);
   fetch(held[1], begin + kStride);
+  const bool all = p.k <= 2 * kStride;
+  if (all) fetch_ahead(p);
   wait_for_previous();
 
   // The rows, to shared memory.
@@ -249,6 +269,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
     }
   };
   for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
+    if (!all && at - 8 * quarter + 2 * kStride >= p.k) fetch_ahead(p);
     multiply(held[0], at);
     fetch(held[0], at + 2 * kStride);
     multiply(held[1], at + kStride);

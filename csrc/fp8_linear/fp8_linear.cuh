@@ -8,46 +8,55 @@
 
 #include "activation/activation.cuh"
 #include "fp8/fp8_quantize.cuh"
+#include "norm/norm.cuh"
 
 namespace flexops::fp8_linear {
 
+using rows::kIsFloat;
 using rows::Packed;
 
-inline constexpr int kRowThreads = 1024, kRowVectors = 4,
-                     kGatedVectors = 2;  // of a row, which a thread keeps
-inline constexpr int kGatedThreads = 512, kGatedWideThreads = 896;  // of long rows
 inline constexpr int kColumnThreads = 256;
 inline constexpr int kTileRows = 128, kTileColumns = 64;  // that a block transposes
-inline constexpr int kScanRows = 64, kScanColumns = 256;  // that a block reads at once
+inline constexpr int kMatrices = 4;                       // of a launch
 
-struct RowParams {
-  const void* x;
-  i64 stride;
-  u8* codes;
-  float* scales;
-  int columns;  // a multiple of 16
+/// Matrices of one width, one below the other. All but the last have a multiple of 16 rows.
+struct Stack {
+  const void* x[kMatrices];
+  i64 stride[kMatrices];
+  int first[kMatrices];  // row; beyond all rows for those that are missing
+
+  template <typename T>
+  FLEXOPS_DEVICE const T* row(int index) const {
+    int part = 0;
+#pragma unroll
+    for (int i = 1; i < kMatrices; ++i) part = index >= first[i] ? i : part;
+    return static_cast<const T*>(x[part]) + (index - first[part]) * stride[part];
+  }
 };
 
-struct GatedParams {
-  const void *packed, *grad;  // gates and ups side by side; grad: of their product, or null
-  i64 packed_stride, grad_stride;
+struct RowParams {
+  Stack x;  // gated: gates and ups side by side
+  const void *residual, *weight, *grad;
+  i64 residual_stride, grad_stride;
+  void *y, *total;
+  float *rstd, eps, inverse;  // inverse: 1 / columns
   u8 *codes, *grad_codes;
   float *scales, *grad_scales;
-  int columns;  // of the product, a multiple of 16
+  u32 *largest, *grad_largest;  // of each column, as bits; 0 before
+  int rows, columns;            // columns: of codes, a multiple of 16
+  bool gathers;                 // the largest of a block's columns are in shared memory first
   activation::Function function;
 };
 
 struct ColumnParams {
-  const void* x;
+  Stack x;
   const float* row_scales;  // of codes; else null
-  i64 stride;
-  u32* largest;  // of each column, as bits
-  u8* codes;     // [columns, total]
+  const u32* largest;       // of each column, as bits
+  u8* codes;                // [columns, total]
   float* scales;
   int rows, columns;  // columns: a multiple of 16
   int first, end;     // where the rows go in a row of `codes`; zeros from first + rows to end
   int total;          // a multiple of 16
-  int scan;           // rows whose largest a block finds
 };
 
 /// The least power of two by which `largest` becomes at most 448; see scaled::Scaling.
@@ -82,151 +91,316 @@ FLEXOPS_DEVICE void write_row_codes(u8* to, int at, const Packed& in,
   store<Cache::normal>(reinterpret_cast<Vec<u32, N / 4>*>(to + at), words);
 }
 
-/// A block for each row.
+// What a thread keeps of a row, a vector each: `at` has what is loaded, then results, of which the
+// first kResults are encoded. Results 1 and 2 have a scale of their own: those of a gradient.
+
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads)
-    quantize_rows(const FLEXOPS_GRID_CONSTANT RowParams p) {
-  constexpr int N = kPerVector<T>;
-  __shared__ u32 shared[kRowThreads / rows::kNarrowWarp];
-  const T* row = static_cast<const T*>(p.x) + blockIdx.x * p.stride;
-  const int vectors = p.columns / N, step = static_cast<int>(blockDim.x);
-  // Load what is kept, and find the largest magnitude.
-  Packed kept[kRowVectors];
-  u32 largest = 0;
-#pragma unroll
-  for (int k = 0; k < kRowVectors; ++k) {
-    const int vector = threadIdx.x + k * step;
-    kept[k] = {};
-    if (vector < vectors) kept[k] = rows::load_vector<T, Cache::normal>(row, vector * N);
-  }
-#pragma unroll
-  for (int k = 0; k < kRowVectors; ++k) largest = scaled::add_largest<T>(largest, kept[k]);
-  for (int vector = threadIdx.x + kRowVectors * step; vector < vectors; vector += step)
-    largest = scaled::add_largest<T>(largest, rows::load_vector<T, Cache::normal>(row, vector * N));
-  largest = rows::group_reduce(scaled::widen_bits<T>(scaled::one_of<T>(largest)), Max(), 0u, step,
-                               shared);
-  // Encode and write.
-  const scaled::Scaling scaling = power_of_two(largest);
-  if (threadIdx.x == 0) p.scales[blockIdx.x] = scaling.scale;
-  u8* codes = p.codes + static_cast<i64>(blockIdx.x) * p.columns;
-#pragma unroll
-  for (int k = 0; k < kRowVectors; ++k) {
-    const int vector = threadIdx.x + k * step;
-    if (vector < vectors) write_row_codes<T>(codes, vector * N, kept[k], scaling);
-  }
-  for (int vector = threadIdx.x + kRowVectors * step; vector < vectors; vector += step)
-    write_row_codes<T>(codes, vector * N, rows::load_vector<T, Cache::normal>(row, vector * N),
-                       scaling);
-}
+struct Plain {
+  using Element = T;
+  static constexpr int kResults = 1, kScales = 1;
+  static constexpr bool kNorm = false;
+  Packed at[1];
 
-// ---- rows of act(gate) * up ----
+  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
+    at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
+  }
+  FLEXOPS_DEVICE void compute(const RowParams&) {}
+};
 
-/// A vector of act(gate) * up; and with a gradient of it, those of gate and up. Rounded to T, as
-/// the activation's own kernels do.
+/// RMS norm of x + residual.
+template <typename T>
+struct Norm {
+  using Element = T;
+  static constexpr int kResults = 1, kScales = 1, N = kPerVector<T>;
+  static constexpr bool kNorm = true;
+  Packed at[2];
+
+  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
+    at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
+    at[1] = rows::load_vector<T, Cache::normal>(
+        static_cast<const T*>(p.residual) + row * p.residual_stride, column);
+  }
+  /// Writes the rounded sum and gives the sum of its squares.
+  FLEXOPS_DEVICE float add(const RowParams& p, int row, int column) {
+    float value[N], more[N];
+    rows::widen<T>(value, at[0]);
+    rows::widen<T>(more, at[1]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] += more[i];
+    at[0] = rows::packed<T>(value);
+    store<Cache::normal>(reinterpret_cast<Packed*>(static_cast<T*>(p.total) +
+                                                   static_cast<i64>(row) * p.columns + column),
+                         at[0]);
+    rows::widen<T>(value, at[0]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] *= value[i];
+    return rows::sum_tree<N>(value);
+  }
+  FLEXOPS_DEVICE void normalize(const RowParams& p, int row, int column, float rstd) {
+    float value[N], weight[N];
+    rows::widen<T>(value, at[0]);
+    rows::widen<T>(weight,
+                   rows::load_vector<T, Cache::constant>(static_cast<const T*>(p.weight), column));
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = value[i] * rstd * weight[i];
+    at[0] = rows::packed<T>(value);
+    store<Cache::normal>(reinterpret_cast<Packed*>(static_cast<T*>(p.y) +
+                                                   static_cast<i64>(row) * p.columns + column),
+                         at[0]);
+  }
+  FLEXOPS_DEVICE void compute(const RowParams&) {}
+};
+
+/// act(gate) * up; and with a gradient of it, those of gate and up. Rounded to T, as the
+/// activation's own kernels do.
 template <typename T, bool kBackward>
-struct GatedVector {
-  static constexpr int N = kPerVector<T>;
-  Packed product, gate, up;
+struct Gated {
+  using Element = T;
+  static constexpr int kResults = kBackward ? 3 : 1, kScales = kBackward ? 2 : 1, N = kPerVector<T>;
+  static constexpr bool kNorm = false;
+  Packed at[kBackward ? 3 : 2];
 
-  FLEXOPS_DEVICE void load(const GatedParams& p, int vector) {
-    const i64 row = blockIdx.x;
-    const T* packed = static_cast<const T*>(p.packed) + row * p.packed_stride + vector * N;
-    gate = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(packed));
-    up = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(packed + p.columns));
+  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
+    constexpr int kGate = kBackward ? 1 : 0;
+    const T* packed = p.x.row<T>(row) + column;
+    at[kGate] = rows::load_vector<T, Cache::normal>(packed, 0);
+    at[kGate + 1] = rows::load_vector<T, Cache::normal>(packed, p.columns);
     if constexpr (kBackward)
-      product = flexops::load<Cache::normal>(reinterpret_cast<const Packed*>(
-          static_cast<const T*>(p.grad) + row * p.grad_stride + vector * N));
+      at[0] = rows::load_vector<T, Cache::normal>(
+          static_cast<const T*>(p.grad) + row * p.grad_stride, column);
   }
-  FLEXOPS_DEVICE void compute(const activation::Function& function) {
+  FLEXOPS_DEVICE void compute(const RowParams& p) {
     constexpr bool kAccurate = activation::kIsAccurate<T>;
     float gates[N], ups[N];
-    rows::widen<T>(gates, gate);
-    rows::widen<T>(ups, up);
+    rows::widen<T>(gates, at[kBackward ? 1 : 0]);
+    rows::widen<T>(ups, at[kBackward ? 2 : 1]);
     if constexpr (kBackward) {
       float outer[N], values[N];
-      rows::widen<T>(outer, product);
-      activation::differentiate_all<kAccurate>(gates, function, values);
+      rows::widen<T>(outer, at[0]);
+      activation::differentiate_all<kAccurate>(gates, p.function, values);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         gates[i] *= outer[i] * ups[i];
         ups[i] *= values[i];
         values[i] *= outer[i];
       }
-      gate = rows::packed<T>(gates), up = rows::packed<T>(values);
-      product = rows::packed<T>(ups);
+      at[1] = rows::packed<T>(gates), at[2] = rows::packed<T>(values);
+      at[0] = rows::packed<T>(ups);
     } else {
-      activation::activate_all<kAccurate>(gates, function);
+      activation::activate_all<kAccurate>(gates, p.function);
 #pragma unroll
       for (int i = 0; i < N; ++i) gates[i] *= ups[i];
-      product = rows::packed<T>(gates);
-    }
-  }
-  FLEXOPS_DEVICE void find(u32& largest, u32& grad_largest) const {
-    largest = scaled::add_largest<T>(largest, product);
-    if constexpr (kBackward)
-      grad_largest = scaled::add_largest<T>(scaled::add_largest<T>(grad_largest, gate), up);
-  }
-  FLEXOPS_DEVICE void write(const GatedParams& p, int vector, const scaled::Scaling& scaling,
-                            const scaled::Scaling& grad_scaling) const {
-    const i64 row = static_cast<i64>(blockIdx.x) * p.columns;
-    write_row_codes<T>(p.codes + row, vector * N, product, scaling);
-    if constexpr (kBackward) {
-      write_row_codes<T>(p.grad_codes + 2 * row, vector * N, gate, grad_scaling);
-      write_row_codes<T>(p.grad_codes + 2 * row + p.columns, vector * N, up, grad_scaling);
+      at[0] = rows::packed<T>(gates);
     }
   }
 };
 
-/// A block for each row, as quantize_rows.
-template <typename T, bool kBackward, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kBackward || sizeof(T) == 4 ? 1 : 2) *
-                                                (kThreads == kGatedThreads ? 2 : 1))
-    quantize_gated(const FLEXOPS_GRID_CONSTANT GatedParams p) {
-  using Vector = GatedVector<T, kBackward>;
-  __shared__ u32 shared[2][kThreads / rows::kNarrowWarp];
-  const int vectors = p.columns / Vector::N, step = static_cast<int>(blockDim.x);
-  // Compute what is kept, and find the largest magnitudes.
-  Vector kept[kGatedVectors];
-  u32 largest = 0, grad_largest = 0;
+template <class S, int kRows>
+FLEXOPS_DEVICE void load_and_compute(const RowParams& p, S (&own)[kRows], int first, int column) {
 #pragma unroll
-  for (int k = 0; k < kGatedVectors; ++k) {
-    const int vector = threadIdx.x + k * step;
-    kept[k] = {};
-    if (vector < vectors) kept[k].load(p, vector);
+  for (int r = 0; r < kRows; ++r) {
+    own[r] = {};
+    if (first + r < p.rows) own[r].load(p, first + r, column);
+    own[r].compute(p);
   }
+}
+
+template <class S, int kRows>
+FLEXOPS_DEVICE void write_results(const RowParams& p, const S (&own)[kRows], int first, int column,
+                                  const scaled::Scaling (&scaling)[kRows * S::kScales]) {
+  using T = typename S::Element;
 #pragma unroll
-  for (int k = 0; k < kGatedVectors; ++k) {
-    kept[k].compute(p.function);
-    kept[k].find(largest, grad_largest);
+  for (int r = 0; r < kRows; ++r) {
+    if (first + r >= p.rows) break;
+    const i64 begin = static_cast<i64>(first + r) * p.columns;
+    const scaled::Scaling* its = scaling + r * S::kScales;
+    write_row_codes<T>(p.codes + begin, column, own[r].at[0], its[0]);
+#pragma unroll
+    for (int i = 1; i < S::kResults; ++i)
+      write_row_codes<T>(p.grad_codes + 2 * begin + (i - 1) * p.columns, column, own[r].at[i],
+                         its[S::kScales - 1]);
   }
-  for (int vector = threadIdx.x + kGatedVectors * step; vector < vectors; vector += step) {
-    Vector one;
-    one.load(p, vector);
-    one.compute(p.function);
-    one.find(largest, grad_largest);
+}
+
+/// The largest magnitudes of a vector's columns, into global memory. Most blocks find nothing that
+/// is greater than what others found: so it is read first.
+template <typename T>
+FLEXOPS_DEVICE void raise_largest(u32* largest, const Packed& found) {
+  constexpr int N = kPerVector<T>;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const u32 bits = kIsFloat<T>
+                         ? found.at[i * 4 / N]
+                         : scaled::widen_bits<T>(found.at[i * 4 / N] >> i % 2 * 16 & 0xffffu);
+    if (bits > *static_cast<volatile u32*>(largest + i)) atomicMax(largest + i, bits);
   }
-  const auto scaling_of = [&](u32 found, u32* room) {
-    return power_of_two(
-        rows::group_reduce(scaled::widen_bits<T>(scaled::one_of<T>(found)), Max(), 0u, step, room));
+}
+
+/// Of kRows rows: what they find themselves and what their columns do. `gathered` has a place for
+/// each result of the thread's vector.
+template <class S, int kRows>
+FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int column,
+                                 u32 (&largest)[kRows * S::kScales], Packed* gathered,
+                                 int vectors) {
+  using T = typename S::Element;
+  constexpr u32 kMagnitude = kIsFloat<T> ? 0x7fffffffu : 0x7fff7fffu;
+#pragma unroll
+  for (int i = 0; i < S::kResults; ++i) {
+    Packed most = {};
+    if (p.gathers) most = gathered[i * vectors];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      u32& its = largest[r * S::kScales + (i ? 1 : 0)];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const u32 magnitude = own[r].at[i].at[w] & kMagnitude;
+        its = scaled::greater_of<T>(its, magnitude);
+        most.at[w] = scaled::greater_of<T>(most.at[w], magnitude);
+      }
+    }
+    if (p.gathers) {
+      gathered[i * vectors] = most;
+    } else {
+      raise_largest<T>(i ? p.grad_largest + (i - 1) * p.columns + column : p.largest + column,
+                       most);
+    }
+  }
+}
+
+/// Reduces K values at once over the block; `room` is another one than the call before had.
+template <int K, typename V, typename Op>
+FLEXOPS_DEVICE void reduce_block(V (&value)[K], Op op, V* room) {
+  constexpr int kWarp = rows::kNarrowWarp;
+  const auto reduce_warp = [&] {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) value[k] = op(value[k], shuffle_xor(value[k], mask, kWarp));
+    }
   };
-  const scaled::Scaling scaling = scaling_of(largest, shared[0]);
-  scaled::Scaling grad_scaling = scaling;
-  if constexpr (kBackward) grad_scaling = scaling_of(grad_largest, shared[1]);
-  if (threadIdx.x == 0) {
-    p.scales[blockIdx.x] = scaling.scale;
-    if (kBackward) p.grad_scales[blockIdx.x] = grad_scaling.scale;
-  }
-  // Encode and write.
+  reduce_warp();
+  const int lane = threadIdx.x % kWarp, warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps == 1) return;
 #pragma unroll
-  for (int k = 0; k < kGatedVectors; ++k) {
-    const int vector = threadIdx.x + k * step;
-    if (vector < vectors) kept[k].write(p, vector, scaling, grad_scaling);
+  for (int k = 0; k < K; ++k) {
+    if (lane == 0) room[k * kWarp + threadIdx.x / kWarp] = value[k];
   }
-  for (int vector = threadIdx.x + kGatedVectors * step; vector < vectors; vector += step) {
-    Vector one;
-    one.load(p, vector);
-    one.compute(p.function);
-    one.write(p, vector, scaling, grad_scaling);
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; ++k) value[k] = lane < warps ? room[k * kWarp + lane] : V(0);
+  reduce_warp();
+}
+
+/// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
+/// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them.
+template <class S, int kThreads, int kBlocks, int kVectors, int kRows>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    quantize_rows(const FLEXOPS_GRID_CONSTANT RowParams p) {
+  using T = typename S::Element;
+  constexpr int N = kPerVector<T>, kValues = kRows * S::kScales;
+  __align__(16) extern __shared__ u8 memory[];
+  __shared__ u32 room[2][kValues * rows::kNarrowWarp];
+  Packed* gathered = reinterpret_cast<Packed*>(memory);
+  const int vectors = p.columns / N, step = static_cast<int>(blockDim.x);
+  if (p.gathers) {
+    for (int vector = threadIdx.x; vector < vectors; vector += step) {
+#pragma unroll
+      for (int i = 0; i < S::kResults; ++i) gathered[i * vectors + vector] = {};
+    }
+  }
+  u32 turn = 0;
+#pragma unroll 1
+  for (int first = blockIdx.x * kRows; first < p.rows; first += gridDim.x * kRows) {
+    // Load what is kept.
+    S own[kVectors][kRows];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int vector = threadIdx.x + k * step;
+        own[k][r] = {};
+        if (vector < vectors && first + r < p.rows) own[k][r].load(p, first + r, vector * N);
+      }
+    }
+    // Add and normalize; the launcher lets no row be longer than what is kept.
+    if constexpr (S::kNorm) {
+      float sum[kRows] = {};
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int vector = threadIdx.x + k * step;
+          if (vector < vectors && first + r < p.rows)
+            sum[r] += own[k][r].add(p, first + r, vector * N);
+        }
+      }
+      reduce_block(sum, Sum{}, reinterpret_cast<float*>(room[turn++ % 2]));
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sum[r] = norm::reciprocal_root(sum[r] * p.inverse + p.eps);
+        if (threadIdx.x == 0 && first + r < p.rows) p.rstd[first + r] = sum[r];
+      }
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int vector = threadIdx.x + k * step;
+          if (vector < vectors && first + r < p.rows)
+            own[k][r].normalize(p, first + r, vector * N, sum[r]);
+        }
+      }
+    }
+    // Find the largest magnitudes, also of what is not kept.
+    u32 largest[kValues] = {};
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int vector = threadIdx.x + k * step;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) own[k][r].compute(p);
+      if (vector < vectors)
+        find_largest(p, own[k], vector * N, largest, gathered + vector, vectors);
+    }
+    const int others = S::kNorm ? vectors : threadIdx.x + kVectors * step;
+#pragma unroll 1
+    for (int vector = others; vector < vectors; vector += step) {
+      S one[kRows];
+      load_and_compute(p, one, first, vector * N);
+      find_largest(p, one, vector * N, largest, gathered + vector, vectors);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      largest[i] = scaled::widen_bits<T>(scaled::one_of<T>(largest[i]));
+    reduce_block(largest, Max(), room[turn++ % 2]);
+    // Encode and write.
+    scaled::Scaling scaling[kValues];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < S::kScales; ++i) {
+        scaling[r * S::kScales + i] = power_of_two(largest[r * S::kScales + i]);
+        if (threadIdx.x == 0 && first + r < p.rows)
+          (i ? p.grad_scales : p.scales)[first + r] = scaling[r * S::kScales + i].scale;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int vector = threadIdx.x + k * step;
+      if (vector < vectors) write_results(p, own[k], first, vector * N, scaling);
+    }
+#pragma unroll 1
+    for (int vector = others; vector < vectors; vector += step) {
+      S one[kRows];
+      load_and_compute(p, one, first, vector * N);
+      write_results(p, one, first, vector * N, scaling);
+    }
+  }
+  // Reduce the columns' over the blocks. What a thread gathered, no other one touched.
+  if (!p.gathers) return;
+  for (int vector = threadIdx.x; vector < vectors; vector += step) {
+#pragma unroll
+    for (int i = 0; i < S::kResults; ++i)
+      raise_largest<T>((i ? p.grad_largest + (i - 1) * p.columns : p.largest) + vector * N,
+                       gathered[i * vectors + vector]);
   }
 }
 
@@ -238,8 +412,8 @@ struct Eight {
   static constexpr int kBytes = 8 * sizeof(T) < 16 ? 8 : 16, kParts = 8 * sizeof(T) / kBytes;
   Vec<u32, kBytes / 4> part[kParts];
 
-  FLEXOPS_DEVICE void load(const void* x, i64 at) {
-    const u8* from = static_cast<const u8*>(x) + at * static_cast<i64>(sizeof(T));
+  FLEXOPS_DEVICE void load(const T* row, int column) {
+    const u8* from = reinterpret_cast<const u8*>(row + column);
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
       part[i] = flexops::load<Cache::normal>(
@@ -262,49 +436,6 @@ struct Eight {
   }
 };
 
-/// The largest magnitude of each column, into p.largest, which is 0 before. A lane has eight
-/// columns, a warp every eighth of a block's rows.
-template <typename T>
-__global__ void __launch_bounds__(kColumnThreads)
-    find_largest(const FLEXOPS_GRID_CONSTANT ColumnParams p) {
-  constexpr int kWarps = kColumnThreads / 32, kRows = kScanRows / kWarps;
-  __shared__ u32 shared[kWarps][8 * 33];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int column = blockIdx.y * kScanColumns + lane * 8;
-  const int first = blockIdx.x * p.scan, end = first + p.scan < p.rows ? first + p.scan : p.rows;
-  u32 largest[8] = {};
-  for (int start = first + warp; start < end; start += kScanRows) {
-    // Load rows; beyond the last one that one again, so that no load waits for a branch.
-    Eight<T> data[kRows];
-    float scale[kRows];
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int next = start + k * kWarps, row = next < end ? next : end - 1;
-      data[k].load(p.x, row * p.stride + (column < p.columns ? column : 0));
-      scale[k] = sizeof(T) == 1 ? p.row_scales[row] : 1.0f;
-    }
-    // Reduce in the warp's rows.
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      float value[8];
-      data[k].widen(value, scale[k]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        largest[i] = Max()(largest[i], bit_cast<u32>(value[i]) & 0x7fffffffu);
-    }
-  }
-  // Reduce over the warps, then over the blocks: neighbouring threads have neighbouring columns.
-#pragma unroll
-  for (int i = 0; i < 8; ++i) shared[warp][i * 33 + lane] = largest[i];
-  __syncthreads();
-  u32 most = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-    most = Max()(most, shared[w][threadIdx.x % 8 * 33 + threadIdx.x / 8]);
-  const int its = blockIdx.y * kScanColumns + threadIdx.x;
-  if (its < p.columns) atomicMax(p.largest + its, most);
-}
-
 /// A tile of codes, transposed through shared memory. A thread has four rows of eight columns,
 /// which become a word of each column.
 template <typename T>
@@ -323,7 +454,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     data[r] = {};
     scale[r] = 0.0f;
     if (row + r >= p.rows || !has) continue;
-    data[r].load(p.x, (row + r) * p.stride + column);
+    data[r].load(p.x.row<T>(row + r), column);
     scale[r] = sizeof(T) == 1 ? p.row_scales[row + r] : 1.0f;
   }
   scaled::Scaling scaling[8] = {};

@@ -8,21 +8,73 @@ namespace flexops {
 namespace {
 
 using fp8_linear::ColumnParams;
-using fp8_linear::GatedParams;
 using fp8_linear::RowParams;
+using fp8_linear::Stack;
 
-constexpr KernelOf<RowParams> kQuantizeRows[] = FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_rows);
-constexpr KernelOf<ColumnParams> kFindLargest[] =
-    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::find_largest);
 constexpr KernelOf<ColumnParams> kTranspose[] = FLEXOPS_EACH_COMMON_TYPE(fp8_linear::transpose);
 
-template <bool kBackward, int kThreads>
-constexpr KernelOf<GatedParams> kGated[] =
-    FLEXOPS_EACH_COMMON_TYPE(fp8_linear::quantize_gated, kBackward, kThreads);
+/// A kernel for each type, and what its blocks are.
+struct RowKernels {
+  KernelOf<RowParams> kernels[3];
+  int threads, blocks, vectors, rows, results;
+};
+template <template <typename> class S, int kThreads, int kBlocks, int kVectors, int kRows>
+constexpr RowKernels kRowKernels = {
+    {kernel<fp8_linear::quantize_rows<S<float>, kThreads, kBlocks, kVectors, kRows>>,
+     rare_kernel<fp8_linear::quantize_rows<S<f16>, kThreads, kBlocks, kVectors, kRows>>,
+     kernel<fp8_linear::quantize_rows<S<bf16>, kThreads, kBlocks, kVectors, kRows>>},
+    kThreads,
+    kBlocks,
+    kVectors,
+    kRows,
+    S<bf16>::kResults};
+template <typename T>
+using Activated = fp8_linear::Gated<T, false>;
+template <typename T>
+using Differentiated = fp8_linear::Gated<T, true>;
 
-/// At most `most` threads that share a row of so many bytes, of which each keeps `kept` vectors.
-Dim3 threads_of(int64_t bytes, int kept, int most) {
-  return blocks(least(ceil_div(bytes / 16, 32 * kept) * 32, most));
+template <template <typename> class S>
+const RowKernels& rows_of(int64_t bytes) {
+  return bytes <= 16 * 512 ? kRowKernels<S, 512, 2, 1, 4> : kRowKernels<S, 1024, 1, 4, 1>;
+}
+const RowKernels& gated_rows_of(bool backward, int64_t bytes) {
+  const bool narrow = bytes <= 16 * 1024;
+  if (backward)
+    return narrow ? kRowKernels<Differentiated, 512, 2, 2, 1>
+                  : kRowKernels<Differentiated, 896, 1, 2, 1>;
+  return narrow ? kRowKernels<Activated, 512, 3, 2, 1> : kRowKernels<Activated, 512, 2, 4, 1>;
+}
+
+/// Launches as many blocks as the GPU runs at once, or fewer with as many rows.
+void launch_rows(const RowKernels& chosen, Dtype type, RowParams& p, void* stream) {
+  constexpr int64_t kReserved = 2048;  // a block's own shared memory, and the driver's
+  const Gpu& gpu = gpu_facts();
+  const int64_t bytes = p.columns * dtype_size(type), gathered = bytes * chosen.results,
+                threads = least(ceil_div(bytes / 16, 32 * chosen.vectors) * 32, chosen.threads);
+  p.gathers = gathered <= gpu.shared_of_block - kReserved;
+  const int64_t shared = p.gathers ? gathered : 0, tiles = ceil_div(p.rows, chosen.rows);
+  int64_t most = least(chosen.threads * chosen.blocks / threads,
+                       gpu.shared_of_processor / (shared + kReserved));
+  most = (most < 1 ? 1 : most) * gpu.processors;
+  launch(chosen.kernels[static_cast<int>(type)],
+         {blocks(ceil_div(tiles, ceil_div(tiles, most))), blocks(threads), stream, shared}, p);
+}
+
+/// The matrices from number `from` on that a launch takes, and their rows.
+int64_t stack(Stack& out, const TensorView& x, const TensorViews& more, int64_t from) {
+  int64_t rows = 0;
+  for (int i = 0; i < fp8_linear::kMatrices; ++i) {
+    const bool has = from + i <= more.count;
+    const TensorView& one = has && from + i > 0 ? more[from + i - 1] : x;
+    out.first[i] = has ? static_cast<int>(rows) : 0x7fffffff;
+    out.x[i] = one.data, out.stride[i] = one.row_stride();
+    rows += has ? one.size(0) : 0;
+  }
+  return rows;
+}
+
+void zero(const TensorView& largest, void* stream) {
+  set_zero(largest.as<uint32_t>(), largest.numel, stream);
 }
 
 /// The sizes that kernels count on. Also that every matrix in the list has as many columns.
@@ -44,93 +96,88 @@ const char* wrong(const TensorView& x, const TensorViews& more, int64_t rows) {
 }  // namespace
 
 const char* fp8_rows_cuda(const TensorView& x, const TensorViews& more, int64_t rows,
-                          const TensorView& codes, const TensorView& scales, void* stream) {
+                          const TensorView& codes, const TensorView& scales,
+                          const TensorView& largest, void* stream) {
   if (const char* error = wrong(x, more, rows)) return error;
   RowParams p = {};
   p.columns = static_cast<int>(x.columns());
-  p.codes = codes.as<u8>(), p.scales = scales.as<float>();
-  for (int64_t i = 0; i <= more.count; ++i) {
-    const TensorView& one = i ? more[i - 1] : x;
-    p.x = one.data, p.stride = one.row_stride();
-    if (one.numel > 0)
-      launch(kQuantizeRows[static_cast<int>(x.dtype)],
-             {blocks(one.size(0)),
-              threads_of(one.columns() * dtype_size(one.dtype), fp8_linear::kRowVectors,
-                         fp8_linear::kRowThreads),
-              stream},
-             p);
-    p.codes += one.numel, p.scales += one.size(0);
+  p.codes = codes.as<u8>(), p.scales = scales.as<float>(), p.largest = largest.as<u32>();
+  zero(largest, stream);
+  for (int64_t i = 0; i <= more.count; i += fp8_linear::kMatrices) {
+    p.rows = static_cast<int>(stack(p.x, x, more, i));
+    if (p.rows > 0 && p.columns > 0)
+      launch_rows(rows_of<fp8_linear::Plain>(p.columns * dtype_size(x.dtype)), x.dtype, p, stream);
+    p.codes += static_cast<int64_t>(p.rows) * p.columns, p.scales += p.rows;
   }
+  return last_error();
+}
+
+const char* fp8_norm_rows_cuda(const TensorView& x, const TensorView& residual,
+                               const TensorView& weight, double eps, const TensorView& y,
+                               const TensorView& total, const TensorView& rstd,
+                               const TensorView& codes, const TensorView& scales,
+                               const TensorView& largest, void* stream) {
+  const int64_t bytes = x.columns() * dtype_size(x.dtype);
+  if (x.columns() % 16 != 0 || bytes > 65536)
+    return "x must have a multiple of 16 columns, of 64 KiB at most";
+  RowParams p = {};
+  p.x.x[0] = x.data, p.x.stride[0] = x.row_stride();
+  for (int i = 1; i < fp8_linear::kMatrices; ++i) p.x.first[i] = 0x7fffffff;
+  p.residual = residual.data, p.residual_stride = residual.row_stride(), p.weight = weight.data;
+  p.y = y.data, p.total = total.data, p.rstd = rstd.as<float>();
+  p.rows = static_cast<int>(x.rows()), p.columns = static_cast<int>(x.columns());
+  p.eps = static_cast<float>(eps), p.inverse = 1.0f / static_cast<float>(p.columns);
+  p.codes = codes.as<u8>(), p.scales = scales.as<float>(), p.largest = largest.as<u32>();
+  zero(largest, stream);
+  if (x.numel > 0) launch_rows(rows_of<fp8_linear::Norm>(bytes), x.dtype, p, stream);
   return last_error();
 }
 
 const char* fp8_gated_rows_cuda(const TensorView& packed, const TensorView& grad,
                                 int64_t activation, const TensorView& codes,
-                                const TensorView& scales, const TensorView& grad_codes,
-                                const TensorView& grad_scales, void* stream) {
+                                const TensorView& scales, const TensorView& largest,
+                                const TensorView& grad_codes, const TensorView& grad_scales,
+                                const TensorView& grad_largest, void* stream) {
   if (packed.dim != 2 || packed.columns() % 32 != 0)
     return "packed must be a matrix whose width is a multiple of 32";
-  GatedParams p = {};
-  p.packed = packed.data, p.packed_stride = packed.row_stride();
-  p.codes = codes.as<u8>(), p.scales = scales.as<float>();
-  p.columns = static_cast<int>(packed.columns() / 2);
+  RowParams p = {};
+  stack(p.x, packed, {}, 0);
+  p.codes = codes.as<u8>(), p.scales = scales.as<float>(), p.largest = largest.as<u32>();
+  p.rows = static_cast<int>(packed.size(0)), p.columns = static_cast<int>(packed.columns() / 2);
   p.function = activation::function_of(activation);
+  zero(largest, stream);
   if (grad) {
     p.grad = grad.data, p.grad_stride = grad.row_stride();
     p.grad_codes = grad_codes.as<u8>(), p.grad_scales = grad_scales.as<float>();
+    p.grad_largest = grad_largest.as<u32>();
+    zero(grad_largest, stream);
   }
-  if (packed.numel == 0) return nullptr;
-  // Rows that fewer threads hold leave room for two blocks on a multiprocessor.
   const int64_t bytes = p.columns * dtype_size(packed.dtype);
-  const bool wide = bytes > 16 * fp8_linear::kGatedVectors * fp8_linear::kGatedThreads;
-  constexpr int kNarrow = fp8_linear::kGatedThreads, kWide = fp8_linear::kGatedWideThreads;
-  const auto& kernels = grad   ? wide ? kGated<true, kWide> : kGated<true, kNarrow>
-                          : wide ? kGated<false, kWide>
-                               : kGated<false, kNarrow>;
-  launch(kernels[static_cast<int>(packed.dtype)],
-         {blocks(packed.size(0)),
-          threads_of(bytes, fp8_linear::kGatedVectors, wide ? kWide : kNarrow), stream},
-         p);
+  if (packed.numel > 0) launch_rows(gated_rows_of(bool(grad), bytes), packed.dtype, p, stream);
   return last_error();
 }
 
 const char* fp8_columns_cuda(const TensorView& x, const TensorViews& more,
-                             const TensorView& row_scales, int64_t rows, const TensorView& codes,
-                             const TensorView& scales, const TensorView& largest, void* stream) {
+                             const TensorView& row_scales, const TensorView& largest, int64_t rows,
+                             const TensorView& codes, const TensorView& scales, void* stream) {
   if (const char* error = wrong(x, more, rows)) return error;
   if (bool(row_scales) != (x.dtype == Dtype::e4m3)) return "row_scales are those of e4m3 codes";
   ColumnParams p = {};
   p.row_scales = row_scales ? row_scales.as<float>() : nullptr;
   p.columns = static_cast<int>(x.columns()), p.total = static_cast<int>(rows);
   p.largest = largest.as<u32>(), p.codes = codes.as<u8>(), p.scales = scales.as<float>();
-  set_zero(reinterpret_cast<uint32_t*>(p.largest), p.columns, stream);
-  const int type = static_cast<int>(x.dtype);
-  const bool coded = x.dtype == Dtype::e4m3;
-  for (int pass = 0; pass < 2; ++pass) {
-    const bool find = pass == 0;
-    p.first = 0;
-    for (int64_t i = 0; i <= more.count; ++i, p.first = p.end) {
-      const TensorView& one = i ? more[i - 1] : x;
-      p.x = one.data, p.stride = one.row_stride(), p.rows = static_cast<int>(one.size(0));
-      p.end = i == more.count ? p.total : p.first + p.rows;
-      if (p.end == p.first) continue;
-      // Blocks for each multiprocessor, of as many rows as that leaves.
-      const int64_t across = ceil_div(p.columns, fp8_linear::kScanColumns);
-      const int64_t parts = ceil_div(8 * gpu_facts().processors, across);
-      p.scan = static_cast<int>(ceil_div(ceil_div(p.rows, parts), fp8_linear::kScanRows)) *
-               fp8_linear::kScanRows;
-      const int64_t high = find ? p.scan : fp8_linear::kTileRows;
-      const int64_t wide = find ? fp8_linear::kScanColumns : fp8_linear::kTileColumns;
-      const LaunchConfig config = {
-          blocks(ceil_div(p.end - p.first, high), ceil_div(p.columns, wide)),
-          {fp8_linear::kColumnThreads},
-          stream};
-      if (coded) {
-        launch(find ? kernel<fp8_linear::find_largest<e4m3>> : kernel<fp8_linear::transpose<e4m3>>,
-               config, p);
-      } else {
-        launch(find ? kFindLargest[type] : kTranspose[type], config, p);
-      }
+  for (int64_t i = 0; i <= more.count; i += fp8_linear::kMatrices, p.first = p.end) {
+    p.rows = static_cast<int>(stack(p.x, x, more, i));
+    p.end = i + fp8_linear::kMatrices > more.count ? p.total : p.first + p.rows;
+    if (p.end == p.first || p.columns == 0) continue;
+    const LaunchConfig config = {blocks(ceil_div(p.end - p.first, fp8_linear::kTileRows),
+                                        ceil_div(p.columns, fp8_linear::kTileColumns)),
+                                 {fp8_linear::kColumnThreads},
+                                 stream};
+    if (row_scales) {
+      launch(kernel<fp8_linear::transpose<e4m3>>, config, p);
+    } else {
+      launch(kTranspose[static_cast<int>(x.dtype)], config, p);
     }
   }
   return last_error();

@@ -378,10 +378,8 @@ def _function(
     """``forward``, if there is one, computes the results, with more behind them, which is only
     kept."""
     count, more = len(schema_of(op).returns), bool(forward)
-    shown, below = (
-        0 if count == 1 else slice(count),
-        builtin(operator_of(forward)) if forward else _below(op),
-    )
+    shown = 0 if count == 1 else slice(count)
+    below = builtin(operator_of(forward)) if forward else _below(op)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

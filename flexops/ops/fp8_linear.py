@@ -14,12 +14,13 @@ dimension that the product sums over (``value = code * scale``)::
     dw = columns(rows(grad)).T @ columns(rows(x))
 
 ``columns(rows(x))`` quantizes the values of the rows' codes again, so that of ``x`` only its codes
-are kept for the backward pass. Powers of two keep the second rounding from changing what the first
+are kept for the backward pass; its scales follow from the largest elements of x's columns, which
+the pass over the rows finds. Powers of two keep the second rounding from changing what the first
 one gave, except codes that are subnormal in their column. These are the recipes of torchao's
 ``Float8LinearConfig.from_recipe_name``.
 
-A row with a NaN or an infinity has codes 0 and the scale NaN; so have all columns of a matrix with
-such a row. The products become NaN there, as they would in bfloat16.
+A row or column with a NaN or an infinity has codes 0 and the scale NaN, and columns of such a row
+have NaN there. The products become NaN, as they would in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,17 +33,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype, scaled_product, scaled_product_refusal
+from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._difference import difference
 from ._register import check_places
-from .activation import FLOAT_DTYPES, gated_backward_reference, gated_reference
+from .activation import gated_backward_reference, gated_reference
+from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
 ACTIVATIONS = ("silu", "none", "tanh")
 """Of gated blocks, in the order of their numbers here; gelu is named by its approximation."""
 MULTIPLE = 16
 """What both dimensions of a weight must be a multiple of."""
+Codes = tuple[Tensor, Tensor, Tensor]
+"""Of rows: the codes, a scale for each row ``[rows, 1]``, the largest magnitude of each column."""
 _CODES = torch.float8_e4m3fn
+_MOST_NORM_BYTES = 65536  # of a row that fp8_norm_rows takes
 
 
 def fp8_linear(
@@ -88,18 +94,37 @@ def fp8_linears(
     biases: Sequence[Tensor],
     recipe: str,
     *,
+    codes: Codes | None = None,
     keep_input: bool = False,
 ) -> Tensor:
     """:func:`fp8_linear` with several weights as one, unchecked: the results side by side.
 
     Args:
+        codes: x's, if they are known.
         keep_input: keep ``x`` for the backward pass, not its codes: where something else keeps it
             anyway.
     """
     result: Tensor = _Linears.apply(
-        x, product_dtype(x), recipe, keep_input, len(weights), *weights, *biases
+        x, product_dtype(x), recipe, codes, keep_input, len(weights), *weights, *biases
     )
     return result
+
+
+def fp8_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Codes] | None:
+    """:func:`flexops.add_rms_norm` and the codes of its result, in one pass; None if the tensors
+    have not one dtype, or rows are too long or no multiple of 16."""
+    width = x.shape[-1]
+    if (
+        not x.dtype == residual.dtype == weight.dtype
+        or width % MULTIPLE
+        or width * x.element_size() > _MOST_NORM_BYTES
+        or x.numel() == 0
+    ):
+        return None
+    y, total, *codes = _NormRows.apply(x, residual, weight, eps)
+    return y, total, (codes[0], codes[1], codes[2])
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
@@ -167,82 +192,82 @@ def _check_matrices(x: Tensor, more: Sequence[Tensor], *_: Any) -> None:
         )
 
 
-def _rows_reference(x: Tensor, more: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _rows_reference(x: Tensor, more: Sequence[Tensor], rows: int) -> Codes:  # noqa: ARG001
     data = _stack(x, more).float()
-    scales = _scales(data.abs().amax(1, keepdim=True))
-    return _encode(data, scales), scales
+    magnitudes = data.abs()
+    scales = _scales(magnitudes.amax(1, keepdim=True))
+    largest = magnitudes.amax(0) if len(data) else data.new_zeros(data.shape[1])
+    return _encode(data, scales), scales, largest
+
+
+def _norm_rows_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    y, total, rstd = add_rms_norm_reference(x, residual, weight, eps)
+    return y, total, rstd, *_rows_reference(y, (), len(y))
 
 
 def _columns_reference(
-    x: Tensor, more: Sequence[Tensor], row_scales: Tensor | None, rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, more: Sequence[Tensor], row_scales: Tensor | None, largest: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
     data = _stack(x, more).float() if row_scales is None else x.float() * row_scales
-    largest = data.abs().amax(0)
     scales = _scales(largest)
-    codes = _encode(data, scales).t()
-    if rows == data.shape[0]:
-        return codes.contiguous(), scales[:, None], largest
-    padded = codes.new_zeros(codes.shape[0], rows)
-    padded[:, : codes.shape[1]] = codes
-    return padded, scales[:, None], largest
+    codes = data.new_zeros(data.shape[1], rows, dtype=_CODES)
+    codes[:, : len(data)] = _encode(data, scales).t()
+    return codes, scales[:, None]
 
 
-def _gated_rows_reference(
-    packed: Tensor, grad: Tensor | None, activation: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gated_rows_reference(packed: Tensor, grad: Tensor | None, activation: int) -> Sequence[Tensor]:
     product = gated_reference(packed, None, ACTIVATIONS[activation], False)
+    rows = _rows_reference(product, (), len(product))
     if grad is None:
-        none = packed.new_empty(0, dtype=_CODES), packed.new_empty(0, dtype=torch.float32)
-        return *_rows_reference(product, (), len(product)), *none
+        return *rows, packed.new_empty(0, dtype=_CODES), *rows[1].new_empty(2, 0)
     of_packed, _ = gated_backward_reference(grad, packed, None, ACTIVATIONS[activation], False)
-    return (
-        *_rows_reference(product, (), len(product)),
-        *_rows_reference(of_packed, (), len(of_packed)),
-    )
+    return *rows, *_rows_reference(of_packed, (), len(of_packed))
 
 
 define("fp8_gated_rows", _gated_rows_reference, hidden=True)
+define("fp8_norm_rows", _norm_rows_reference, hidden=True)
 define("fp8_rows", _rows_reference, check=_check_matrices, hidden=True)
-define(
-    "fp8_columns",
-    _columns_reference,
-    check=_check_matrices,
-    hidden=True,
-)
+define("fp8_columns", _columns_reference, check=_check_matrices, hidden=True)
 
 
-def _rows(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    args = matrices[0], list(matrices[1:]), sum(one.shape[0] for one in matrices)
-    if not matrices[0].is_cuda:  # the CPU has no kernels
-        return _rows_reference(*args)
-    codes, scales = torch.ops.flexops.fp8_rows.default(*args)
-    return codes, scales
+def _on(device: torch.device, name: str, reference: Any, *args: Any) -> Any:
+    """An operator's results; the CPU has no kernels."""
+    return (getattr(torch.ops.flexops, name).default if device.type == "cuda" else reference)(*args)
 
 
-def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[Tensor, ...]:
-    """``rows(act(gate) * up)``; and with the gradient of the product the rows of gate's and up's,
-    side by side."""
-    args = packed, grad, ACTIVATIONS.index(activation)
-    if not packed.is_cuda:
-        return _gated_rows_reference(*args)
-    results: tuple[Tensor, ...] = torch.ops.flexops.fp8_gated_rows.default(*args)
-    return results
+def _rows(matrices: Sequence[Tensor]) -> Codes:
+    first, count = matrices[0], sum(one.shape[0] for one in matrices)
+    found: Codes = _on(first.device, "fp8_rows", _rows_reference, first, list(matrices[1:]), count)
+    return found
 
 
-def _columns(matrices: Sequence[Tensor], row_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[Codes, Codes]:
+    """The codes of ``act(gate) * up``; and with the gradient of the product those of gate's and
+    up's, side by side."""
+    found = _on(
+        packed.device, "fp8_gated_rows", _gated_rows_reference,
+        packed, grad, ACTIVATIONS.index(activation),
+    )  # fmt: skip
+    return tuple(found[:3]), tuple(found[3:])
+
+
+def _columns(
+    matrices: Sequence[Tensor], largest: Tensor, row_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``[columns, rows]``; the rows are filled up with zeros to a multiple of 16."""
-    count = sum(one.shape[0] for one in matrices)
-    rows = -(-count // MULTIPLE) * MULTIPLE
-    args = matrices[0], list(matrices[1:]), row_scales, rows
-    if not matrices[0].is_cuda:
-        return _columns_reference(*args)[:2]
-    codes, scales, _ = torch.ops.flexops.fp8_columns.default(*args)
-    return codes, scales
+    first, count = matrices[0], sum(one.shape[0] for one in matrices)
+    found: tuple[Tensor, Tensor] = _on(
+        first.device, "fp8_columns", _columns_reference,
+        first, list(matrices[1:]), row_scales, largest, -(-count // MULTIPLE) * MULTIPLE,
+    )  # fmt: skip
+    return found
 
 
 def _product(
-    a: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
+    a: tuple[Tensor, ...],
+    b: tuple[Tensor, ...],
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -256,42 +281,66 @@ def _product(
 # ---- gradients -----------------------------------------------------------------------------------
 
 
+class _NormRows(torch.autograd.Function):
+    """``y``, the new residual, and codes of ``y``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, ...]:
+        rows, more = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
+        y, total, rstd, *codes = _on(
+            x.device, "fp8_norm_rows", _norm_rows_reference, rows, more, weight, eps
+        )
+        y, total = y.view(x.shape), total.view(x.shape)
+        results = y, total, rstd.view(x.shape[:-1])
+        add_rms_norm_gradient[0](ctx, (x, residual, weight, eps), results)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*codes)
+        return y, total, *codes
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None, *_: Any) -> Any:
+        return add_rms_norm_gradient[1](ctx, grad, of_total)
+
+
 class _Linears(torch.autograd.Function):
     """``linear(x, cat(weights), cat(biases))``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, recipe: str, keep_input: bool, count: int,
-        *parts: Tensor,
+        ctx: Any, x: Tensor, dtype: torch.dtype, recipe: str, codes: Codes | None,
+        keep_input: bool, count: int, *parts: Tensor,
     ) -> Tensor:  # fmt: skip
         weights, biases = parts[:count], parts[count:]
         rows = x.reshape(-1, x.shape[-1])
-        codes = _rows((rows,))
+        codes = codes or _rows((rows,))
+        of_weights = _rows(weights)
         bias = torch.cat(biases).to(torch.bfloat16) if biases else None
-        result = _product(codes, _rows(weights), dtype, bias)
+        result = _product(codes, of_weights, dtype, bias)
         ctx.x_dtype, ctx.shape, ctx.recipe, ctx.count = x.dtype, x.shape, recipe, count
         ctx.dtypes = [part.dtype for part in parts]
-        ctx.keeps = keep_input or recipe != RECIPES[0]
-        # frozen weights need no gradient, for which x would be kept
-        wanted = any(ctx.needs_input_grad[5 : 5 + count])
-        kept = (rows, None) if ctx.keeps else codes
-        ctx.save_for_backward(*(kept if wanted else (None, None)), *weights)
+        keep = keep_input or recipe != RECIPES[0]
+        _save(ctx, rows if keep else None, codes, any(ctx.needs_input_grad[6 : 6 + count]),
+              of_weights[2], *weights)  # fmt: skip
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, scales, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[5:]
+        of_input, scales, of_columns, largest, *weights = ctx.saved_tensors
+        x = of_input, scales, of_columns
+        wanted = ctx.needs_input_grad[6:]
         rows, of_x = grad.reshape(-1, grad.shape[-1]), None
         of_parts: list[Any] = [None] * len(wanted)
         with torch.autocast(grad.device.type, enabled=False):
             codes = _rows((rows,))
             if ctx.needs_input_grad[0]:
-                of_x = _product(codes, _columns(weights), ctx.x_dtype).view(ctx.shape)
+                of_x = _product(codes, _columns(weights, largest), ctx.x_dtype).view(ctx.shape)
             if any(wanted[: ctx.count]):
                 high = None if ctx.recipe == RECIPES[0] else rows
-                whole = _weight_gradient(high, codes, x, scales, ctx.dtypes[0])
+                whole = _weight_gradient(high, codes, x, ctx.dtypes[0])
                 of_parts[: ctx.count] = whole.split([weight.shape[0] for weight in weights])
             if any(wanted[ctx.count :]):
                 sums = rows.sum(0, dtype=torch.float32)
@@ -300,33 +349,47 @@ class _Linears(torch.autograd.Function):
             part.to(dtype) if asked and part is not None else None
             for part, dtype, asked in zip(of_parts, ctx.dtypes, wanted, strict=True)
         ]
-        return of_x, None, None, None, None, *given
+        return of_x, None, None, None, None, None, *given
+
+
+def _save(ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Tensor) -> None:
+    """Save others and, if a gradient of the weight is wanted, x: its rows, or else their codes."""
+    kept = (None, None, None)
+    if wanted:
+        kept = codes if rows is None else (rows, None, codes[2])  # type: ignore[assignment]
+    ctx.save_for_backward(*kept, *others)
 
 
 def _weight_gradient(
-    grad: Tensor | None,
-    codes: tuple[Tensor, Tensor],
-    x: Tensor,
-    scales: Tensor | None,
-    dtype: torch.dtype,
+    grad: Tensor | None, codes: Codes, x: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
-    """Of ``grad``, rows whose codes are there, as a 16-bit product; without it in fp8. ``x`` is
-    codes if it has ``scales``."""
+    """Of ``grad``, rows whose codes are there, as a 16-bit product; without it in fp8. ``x``: as
+    :func:`_save` has saved it."""
+    of_x, scales, largest = x
     if grad is not None:
-        return (grad.t() @ x.to(grad.dtype)).to(dtype)
-    return _product(_columns((codes[0],), codes[1]), _columns((x,), scales), dtype)
+        result: Tensor = (grad.t() @ of_x.to(grad.dtype)).to(dtype)
+        return result
+    turned = _columns((codes[0],), codes[2], codes[1])
+    return _product(turned, _columns((of_x,), largest, scales), dtype)
 
 
 def fp8_gated_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, recipe: str
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    recipe: str,
+    codes: Codes | None = None,
 ) -> Tensor:
     """``linear(act(linear(x, gate)) * linear(x, up), down)``, unchecked. Of what is between the
     products, their results are kept for the backward pass, not ``act(...) * ...``.
 
     Args:
         activation: ``"silu"``, or gelu's approximation: ``"none"`` or ``"tanh"``.
+        codes: x's, if they are known.
     """
-    result: Tensor = _GatedMlp.apply(x, product_dtype(x), activation, recipe, gate, up, down)
+    result: Tensor = _GatedMlp.apply(x, product_dtype(x), activation, recipe, codes, gate, up, down)
     return result
 
 
@@ -334,49 +397,48 @@ class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, activation: str, recipe: str,
-        gate: Tensor, up: Tensor, down: Tensor,
+        codes: Codes | None, gate: Tensor, up: Tensor, down: Tensor,
     ) -> Tensor:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
-        codes = _rows((rows,))
-        packed = _product(codes, _rows((gate, up)), dtype)
-        inner = _gated_rows(packed, None, activation)
-        result = _product((inner[0], inner[1]), _rows((down,)), dtype)
+        codes = codes or _rows((rows,))
+        first, second = _rows((gate, up)), _rows((down,))
+        packed = _product(codes, first, dtype)
+        result = _product(_gated_rows(packed, None, activation)[0], second, dtype)
         ctx.x_dtype, ctx.shape, ctx.activation, ctx.recipe = x.dtype, x.shape, activation, recipe
-        kept = codes if recipe == RECIPES[0] else (rows, None)
-        wanted = any(ctx.needs_input_grad[4:6])
-        ctx.save_for_backward(*(kept if wanted else (None, None)), packed, gate, up, down)
+        _save(ctx, rows if recipe != RECIPES[0] else None, codes, any(ctx.needs_input_grad[5:7]),
+              packed, first[2], second[2], gate, up, down)  # fmt: skip
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, scales, packed, gate, up, down = ctx.saved_tensors
+        *x, packed, of_first, of_second, gate, up, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         rows, of_x, of_down = grad.reshape(-1, grad.shape[-1]), None, None
         halves: tuple[Any, ...] = (None, None)
         with torch.autocast(grad.device.type, enabled=False):
             codes, of_packed = _rows((rows,)), None
             high = None if ctx.recipe == RECIPES[0] else rows
-            of_product = _product(codes, _columns((down,)), packed.dtype)
+            of_product = _product(codes, _columns((down,), of_second), packed.dtype)
+            product: Sequence[Any]
             if high is None:
-                product, its_scales, *inner = _gated_rows(packed, of_product, ctx.activation)
+                product, inner = _gated_rows(packed, of_product, ctx.activation)
             else:
-                product, its_scales = _gated(packed, ctx.activation), None
+                product = _gated(packed, ctx.activation), None, None
                 of_packed = _gated_gradient(of_product, packed, ctx.activation)
-                inner = list(_rows((of_packed,)))
+                inner = _rows((of_packed,))
             del of_product
-            if wanted[6]:
-                of_down = _weight_gradient(high, codes, product, its_scales, down.dtype)
+            if wanted[7]:
+                of_down = _weight_gradient(high, codes, product, down.dtype)
             del product
-            codes = inner[0], inner[1]
             if wanted[0]:
-                of_x = _product(codes, _columns((gate, up)), ctx.x_dtype).view(ctx.shape)
-            if wanted[4] or wanted[5]:
-                halves = _weight_gradient(of_packed, codes, x, scales, gate.dtype).chunk(2)
+                of_x = _product(inner, _columns((gate, up), of_first), ctx.x_dtype).view(ctx.shape)
+            if wanted[5] or wanted[6]:
+                halves = _weight_gradient(of_packed, inner, x, gate.dtype).chunk(2)
         of_gate, of_up = (
-            half if asked else None for half, asked in zip(halves, wanted[4:6], strict=True)
+            half if asked else None for half, asked in zip(halves, wanted[5:7], strict=True)
         )
-        return of_x, None, None, None, of_gate, of_up, of_down
+        return of_x, None, None, None, None, of_gate, of_up, of_down
 
 
 def _gated(packed: Tensor, activation: str) -> Tensor:
@@ -404,10 +466,8 @@ def self_check(device: str) -> float:
     and the references'."""
     x = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(device)
     found, known = _rows((x,)), _rows_reference(x, (), 72)
-    turned, expected = (
-        _columns((found[0],), found[1]),
-        _columns_reference(known[0], (), known[1], 80),
-    )
+    turned = _columns(found[:1], found[2], found[1])
+    expected = _columns_reference(known[0], (), known[1], known[2], 80)
     return difference(
         (found[0].float() * found[1], turned[0].float() * turned[1]),
         (known[0].float() * known[1], expected[0].float() * expected[1]),

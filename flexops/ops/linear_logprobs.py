@@ -108,7 +108,7 @@ def with_statistics(
     check_numbers(where, temperature, softcap)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{where} chunk_size must be at least 1, or None, got {chunk_size}")
-    check_weights(where, hidden, weight, bias, "hidden")
+    check_weights(where[:-1], hidden, weight, bias, "hidden")
     shape = target.shape
     rows, targets = (
         (hidden, target)

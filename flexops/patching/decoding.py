@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_unheard
-from ..generation.state import state
+from ..generation.state import next_of, state
 from ..ops import few_rows
 from ..ops.int4_linear import TILE_N, streams
 from .linears import is_bare, is_int4
@@ -34,7 +34,9 @@ def takes(x: Tensor, *linears: Any) -> bool:
 
 def _is_plain(x: Tensor, linear: Any) -> bool:
     return (
-        is_bare(linear) and linear.weight.dtype == x.dtype and bool(linear.weight.is_contiguous())
+        is_bare(linear, fp8=True)
+        and linear.weight.dtype == x.dtype
+        and bool(linear.weight.is_contiguous())
     )
 
 
@@ -51,7 +53,7 @@ def _are_int4(x: Tensor, linears: tuple[Any, ...]) -> bool:
 
 def ends_a_block(linear: Any) -> bool:
     """Whether ``product`` can compute a layer that ends a block."""
-    return is_bare(linear) or is_int4(linear)
+    return is_bare(linear, fp8=True) or is_int4(linear)
 
 
 def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
@@ -108,7 +110,8 @@ def product(
         if x.dtype in _HALVES and x.device.type == "cuda"
         else few_rows.composed
     )
+    ahead = [one for one in next_of(weights) if isinstance(one, Tensor) and one.dtype == x.dtype]
     return compute(
         x, weights, biases, norm=norm, eps=eps, offset=offset, activation=kind,
-        residual=residual, early=True,
+        residual=residual, early=True, ahead=ahead,
     )  # fmt: skip

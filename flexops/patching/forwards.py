@@ -48,7 +48,10 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = frozenset(
-    ("eps", "offset", "kind", "act", "names", "siblings", "inner", "site", "gate_first", "groups")
+    (
+        *("eps", "offset", "codes", "kind", "act", "names", "siblings", "inner", "site"),
+        *("gate_first", "groups"),
+    )
 )
 
 
@@ -116,7 +119,15 @@ def _known(module: Any, x: Any) -> Any:
 
 
 @of_tensor
-def rms_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> Any:
+def rms_norm(
+    module: Any,
+    x: Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    codes: bool = False,  # noqa: ARG001
+) -> Any:
+    """``codes``: linear layers read the result in fp8 (``fp8.py``)."""
     if x.dtype not in _DTYPES or not is_plain(module._parameters.get("weight")):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
@@ -163,7 +174,8 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     ours = norm.__dict__["forward"]
     weight, eps = _gain(norm, ours.keywords.get("offset", 0.0)), ours.keywords["eps"]
     if ours.func is rms_norm:
-        return add_rms_norm(x, residual, weight, eps)
+        coded = fp8.add_rms_norm(norm, x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps) if coded is None else coded
     return add_layer_norm(x, residual, weight, norm._parameters.get("bias"), eps)
 
 

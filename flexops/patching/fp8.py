@@ -1,14 +1,16 @@
 """Linear layers whose matrix products are of fp8: ``flexops.patch(model, fp8="rowwise")``.
 
-A layer's ``forward`` is replaced by :func:`forward`, whose arguments have the recipe; so its class,
-parameters and state dict stay what they are. Layers that read one tensor (q, k and v; gate and up)
-quantize it once outside of graphs; within one, the compiler finds that it is quantized repeatedly.
+A layer's ``forward`` is replaced by :func:`fp8_forward`, whose arguments have the recipe; so its
+class, parameters and state dict stay what they are. Layers that read one tensor (q, k and v; gate
+and up) quantize it once outside of graphs; within one, the compiler finds that it is quantized
+repeatedly. A norm behind a sum that such layers read quantizes its result in the same pass, and the
+codes are kept beside it (:func:`add_rms_norm`). Decode steps are those of a model without fp8.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,16 @@ from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard
 from ..errors import PatchError
-from ..ops.fp8_linear import MULTIPLE, RECIPES, fp8_gated_mlp, fp8_linears, fp8_refusal
+from ..generation.state import state
+from ..ops.fp8_linear import (
+    MULTIPLE,
+    RECIPES,
+    Codes,
+    fp8_add_rms_norm,
+    fp8_gated_mlp,
+    fp8_linears,
+    fp8_refusal,
+)
 from .linears import DTYPES, NAMES, is_plain, shared
 from .report import Row
 
@@ -26,31 +37,67 @@ LEAST_SIZE = 850
 Measured on an H200: 0.93 times as fast at 819, 1.14 at 910, 1.35 at 1489, 1.7 at 2320."""
 
 
+_CODES = "_flexops_codes"
+
+
 def size_of(rows: float, inputs: int, outputs: int) -> float:
     """Operations of a product over elements of its operands: what fp8 saves, over what quantization
     costs."""
     return 1 / (1 / rows + 1 / inputs + 1 / outputs) if rows else 0.0
 
 
-def forward(
-    module: nn.Module, x: Tensor, *, recipe: str, siblings: tuple[Any, ...] = (), keep: bool = False
+def fp8_forward(
+    module: nn.Module,
+    x: Tensor,
+    *,
+    recipe: str,
+    siblings: tuple[Any, ...] = (),
+    step: Callable[[Tensor], Tensor] | None = None,
+    keep: bool = False,
 ) -> Tensor:
     """A linear layer. Of ``siblings``, which read the same tensor, the first one that is called
-    computes all. ``keep``: x is kept by something else anyway."""
+    computes all. ``step`` computes it in a decode step. ``keep``: x is kept by something else
+    anyway."""
+    if step is not None and state.active:
+        return step(x)
     if siblings and not torch.compiler.is_compiling():
         known = shared(module, x, siblings, together)
         if known is not None:
             return known
+    weight: Any = module.weight
+    bias: Any = module.bias
     if not takes(x, (module,)):
-        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    biases = () if module.bias is None else (module.bias,)
-    return fp8_linears(x, (module.weight,), biases, recipe, keep_input=keep)  # type: ignore[arg-type]
+        return F.linear(x, weight, bias)
+    biases = () if bias is None else (bias,)
+    return fp8_linears(x, (weight,), biases, recipe, codes=_codes_of(x), keep_input=keep)
+
+
+def _codes_of(x: Tensor) -> Codes | None:
+    found = None if torch.compiler.is_compiling() else getattr(x, _CODES, None)
+    return found[0] if found is not None and found[1] == x._version else None
+
+
+def add_rms_norm(
+    norm: Any, x: Tensor, residual: Tensor, weight: Any, eps: float
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`flexops.add_rms_norm` for layers that read its result in fp8; None for others'."""
+    if not norm.__dict__["forward"].keywords.get("codes") or weight is None:
+        return None
+    width = x.shape[-1]
+    if size_of(x.numel() / width, width, width) < LEAST_SIZE:
+        return None
+    made = fp8_add_rms_norm(x, residual, weight, eps)
+    if made is None:
+        return None
+    y, total, codes = made
+    setattr(y, _CODES, (codes, y._version))
+    return y, total
 
 
 def recipe_of(linear: Any) -> str:
     """The recipe that a layer was patched with; "" if it was not."""
     own = linear.__dict__.get("forward")
-    ours = isinstance(own, functools.partial) and own.func is forward
+    ours = isinstance(own, functools.partial) and own.func is fp8_forward
     return own.keywords["recipe"] if ours else ""
 
 
@@ -81,7 +128,7 @@ def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
         return None
     weights = [one.weight for one in linears]
     biases = [one.bias for one in linears if one.bias is not None]
-    result = fp8_linears(x, weights, biases, recipe_of(linears[0]))
+    result = fp8_linears(x, weights, biases, recipe_of(linears[0]), codes=_codes_of(x))
     return list(result.split([weight.shape[0] for weight in weights], -1))
 
 
@@ -94,7 +141,8 @@ def gated_mlp(x: Any, linears: list[Any], activation: str) -> Tensor | None:
         return None
     if not all(one.bias is None and is_unheard(one) and is_plain(one.weight) for one in linears):
         return None
-    return fp8_gated_mlp(x, gate.weight, up.weight, down.weight, activation, recipe_of(gate))
+    weights = gate.weight, up.weight, down.weight
+    return fp8_gated_mlp(x, *weights, activation, recipe_of(gate), codes=_codes_of(x))
 
 
 def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:
@@ -116,13 +164,26 @@ def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:
         reason = why_kept(name, module, keep, siblings or beside.get(id(module), (module,)))
         if not reason:
             module.__dict__["forward"] = functools.partial(
-                forward,
+                fp8_forward,
                 module,
                 recipe=recipe,
                 siblings=siblings,
+                step=own,
                 keep=name.endswith("o_proj"),
             )
         yield Row("Linear", 1, "fp8_linear", not reason, reason)
+    for layer in model.modules():
+        parts = list(layer.children())
+        if any(recipe_of(one) for part in parts for one in part.children()):
+            _have_codes_written(parts)
+
+
+def _have_codes_written(norms: list[nn.Module]) -> None:
+    """Beside blocks whose layers were patched, norms are read by these."""
+    for norm in norms:
+        own = norm.__dict__.get("forward")
+        if isinstance(own, functools.partial) and own.func.__name__ == "rms_norm":
+            norm.__dict__["forward"] = functools.partial(own, codes=True)
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Any, ...]:

@@ -44,6 +44,8 @@ def is_linear(module: Any, names: tuple[str, ...] = LINEARS) -> bool:
 
 NAMES = ("projection", "output")
 """Of the functions that a plain linear layer's forward is replaced by (``projections.py``)."""
+FP8 = "fp8_forward"
+"""The function that takes their place in fp8 (``fp8.py``)."""
 _FOUND = "_flexops_projected"
 
 
@@ -66,11 +68,11 @@ def shared(
     return results[0]
 
 
-def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1]) -> bool:
-    """Whether its weight and bias are all there is to it."""
+def is_bare(linear: Any, names: tuple[str, ...] = LINEARS[:1], *, fp8: bool = False) -> bool:
+    """Whether its weight and bias are all there is to it; with ``fp8`` also in a layer of fp8."""
     return (
         is_linear(linear, names)
-        and _computes_its_own(linear)
+        and _computes_its_own(linear, fp8)
         and type(linear.weight) is nn.Parameter
         and is_plain(linear.bias)
     )
@@ -81,10 +83,11 @@ def is_int4(linear: Any) -> bool:
     return type(linear) is Int4Linear and _computes_its_own(linear)
 
 
-def _computes_its_own(linear: Any) -> bool:
+def _computes_its_own(linear: Any, fp8: bool = False) -> bool:
     forward = linear.__dict__.get("forward")
+    names = (*NAMES, FP8) if fp8 else NAMES
     own = forward is None or (
-        isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") in NAMES
+        isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") in names
     )
     return own and is_unheard(linear)
 

@@ -12,6 +12,7 @@ from .._torch import is_unheard
 from ..generation.state import state
 from . import decoding, forwards, residuals
 from .forwards import plain
+from .linears import FP8
 from .probe import Swap, disagreement
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -93,6 +94,8 @@ def _function(module: Any) -> Any:
     ours = None if module is None else module.__dict__.get("forward")
     if isinstance(ours, functools.partial) and ours.func is forwards.added:
         ours = ours.keywords.get("inner")
+    if isinstance(ours, functools.partial) and ours.func.__name__ == FP8:
+        ours = ours.keywords["step"]
     return ours if isinstance(ours, functools.partial) and is_unheard(module) else None
 
 

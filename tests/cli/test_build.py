@@ -13,7 +13,7 @@ from flexops.cli._app import app
 from flexops.errors import FlexopsError
 
 
-def test_an_operators_name_builds_its_family(tmp_path: Path, host_compiler: object) -> None:
+def test_an_operators_name_builds_its_family(tmp_path, host_compiler):
     assert host_compiler
     done = CliRunner().invoke(
         app,
@@ -30,7 +30,7 @@ def test_an_operators_name_builds_its_family(tmp_path: Path, host_compiler: obje
     )
 
 
-def test_several_names_of_one_family_build_it_once(host_compiler: object) -> None:
+def test_several_names_of_one_family_build_it_once(host_compiler):
     assert host_compiler
     done = CliRunner().invoke(
         app,
@@ -40,6 +40,6 @@ def test_several_names_of_one_family_build_it_once(host_compiler: object) -> Non
     assert [built["name"] for built in json.loads(done.stdout)] == ["activation-cpu"]
 
 
-def test_a_name_that_is_nearly_right_gets_the_right_one() -> None:
+def test_a_name_that_is_nearly_right_gets_the_right_one():
     with pytest.raises(FlexopsError, match="did you mean swiglu"):
         CliRunner().invoke(app, ["build", "swigluu", "--device", "cpu"], catch_exceptions=False)

@@ -39,7 +39,7 @@ def run(*arguments: str) -> str:
     return done.output
 
 
-def test_resources_of_a_family() -> None:
+def test_resources_of_a_family():
     found = json.loads(run("inspect", "lion", "--arch", "8.0;9.0", "--json"))
     assert {one["architecture"] for one in found} == {"8.0", "9.0"}
     assert all(
@@ -49,7 +49,7 @@ def test_resources_of_a_family() -> None:
     assert all(one["kernel"] in table for one in found)
 
 
-def test_code_and_instructions_of_one_kernel() -> None:
+def test_code_and_instructions_of_one_kernel():
     name = json.loads(run("inspect", "lion", "--arch", "9.0", "--json"))[0]["kernel"]
     assert ".entry" in run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--ptx")
     text = run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--mix")
@@ -79,7 +79,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return csrc
 
 
-def test_what_an_edit_changed(edited: Path) -> None:
+def test_what_an_edit_changed(edited):
     assert "0 with other resources, 0 with the same resources and other code" in run(
         "inspect", "lion", "--arch", "9.0", "--diff", "HEAD"
     )
@@ -102,9 +102,7 @@ def test_what_an_edit_changed(edited: Path) -> None:
     assert "the sources of no-such-commit are missing" in str(done.exception)
 
 
-def test_another_projects_kernels_and_what_an_edit_changed_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_projects_kernels_and_what_an_edit_changed_there(tmp_path, monkeypatch):
     shutil.copytree(REPOSITORY / "flexops/builder/example/mylib", tmp_path / "mylib")
     for command in (
         ["init", "-q"],
@@ -131,7 +129,7 @@ def test_another_projects_kernels_and_what_an_edit_changed_there(
 
 
 @pytest.mark.extra
-def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
+def test_a_library_of_this_directory_is_found_by_name(tmp_path):
     """In a process of its own, as people type it: nothing has imported the library there."""
     shutil.copytree(REPOSITORY / "flexops/builder/example", tmp_path, dirs_exist_ok=True)
     (tmp_path / "compute-sanitizer").write_text(
@@ -161,7 +159,7 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.extra
-def test_no_kernel_takes_more_than_the_baseline_says() -> None:
+def test_no_kernel_takes_more_than_the_baseline_says():
     """The quick form, of the families that compile fastest; a worse one is fixed, or taken by
     `flexops target prove --update`."""
     done = CliRunner().invoke(
@@ -177,7 +175,7 @@ def test_no_kernel_takes_more_than_the_baseline_says() -> None:
     assert " 0 worse than the baseline" in done.output
 
 
-def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(require: Any) -> None:
+def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(require):
     done = CliRunner().invoke(
         app, ["target", "prove", "cu121-sm89", "cu130-sm90", "--op", "lion", "--json"]
     )
@@ -196,9 +194,7 @@ def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(requir
 
 
 @pytest.mark.parametrize("row", targets.load().targets, ids=lambda row: row.id)
-def test_a_row_without_its_nvrtc_names_the_wheel_that_has_it(
-    row: targets.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_without_its_nvrtc_names_the_wheel_that_has_it(row, monkeypatch):
     monkeypatch.setattr(nvrtc, "find", lambda _: Search((), ()))
     with pytest.raises(TargetError) as caught:
         list(proving.places([row.id], settings.current()))
@@ -208,9 +204,7 @@ def test_a_row_without_its_nvrtc_names_the_wheel_that_has_it(
 
 
 @pytest.mark.parametrize("arguments", [["--update"], ["--update", "--op", "nothing"], []])
-def test_proving_that_compiles_nothing_fails(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proving_that_compiles_nothing_fails(arguments, monkeypatch):
     """It printed "0 kernels: 0 worse", and exited 0."""
     written: list[object] = []
     monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))

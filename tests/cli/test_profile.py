@@ -44,7 +44,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -> None:
+def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases):
     found: list[dict[str, Any]] = json.loads(
         run("bench", "run", str(cases), "--device", "cpu", "--json")
     )
@@ -64,25 +64,14 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -
     assert "twice" not in table
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x = 1\n", "no function cases"),
-        ("def cases(setup):\n    return iter(())\n", "no case"),
-        (
-            "from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n",
-            "0 calls",
-        ),
-        (
-            (
-                "from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
-                " print}, measure='slowly')\n"
-            ),
-            "measure='slowly'",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_said(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "said"), [
+    ("x = 1\n", "no function cases"),
+    ("def cases(setup):\n    return iter(())\n", "no case"),
+    ("from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n", "0 calls"),
+    (("from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
+      " print}, measure='slowly')\n"), "measure='slowly'"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_said(tmp_path, text, said):
     (tmp_path / "bad.py").write_text(text)
     done = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "bad.py"), "--device", "cpu"])
     assert isinstance(done.exception, FlexopsError)
@@ -91,7 +80,7 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path, text: str, said: str) -
     assert "no_such_module_here has no cases" in str(done.exception)
 
 
-def test_torchs_profiler_where_there_is_no_gpu(cases: Path) -> None:
+def test_torchs_profiler_where_there_is_no_gpu(cases):
     found = json.loads(run("profile", str(cases), "--case", "product", "--device", "cpu", "--json"))
     assert "aten::mm" in {one["kernel"] for one in found}
     done = CliRunner().invoke(
@@ -100,7 +89,7 @@ def test_torchs_profiler_where_there_is_no_gpu(cases: Path) -> None:
     assert "no case with 'no such case'" in str(done.exception)
 
 
-def test_what_torchs_profiler_tells_of_a_kernel() -> None:
+def test_what_torchs_profiler_tells_of_a_kernel():
     event = {
         "name": "scale",
         "dur": 3.5,
@@ -134,7 +123,7 @@ echo '"1","1","other","launch__registers_per_thread","register/thread","32"'
 echo "$@" > ncu.arguments"""
 
 
-def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ncus_counters(cases, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program(tmp_path, "ncu", NCU)
@@ -158,9 +147,7 @@ def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "run as root" in str(done.exception)
 
 
-def test_sanitizing_runs_the_command_and_counts_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sanitizing_runs_the_command_and_counts_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program(
         tmp_path,
@@ -193,9 +180,7 @@ def test_sanitizing_runs_the_command_and_counts_errors(
     )
 
 
-def test_tools_that_are_not_there_are_named(
-    tmp_path: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_that_are_not_there_are_named(tmp_path, cases, monkeypatch):
     from flexops.inspection import mix
 
     monkeypatch.setattr(mix, "find_tool", lambda _: None)
@@ -207,7 +192,7 @@ def test_tools_that_are_not_there_are_named(
 
 
 @pytest.mark.gpu
-def test_a_profile_on_a_gpu(cases: Path) -> None:
+def test_a_profile_on_a_gpu(cases):
     cases.write_text(CASES.replace("torch.randn(1000)", "torch.randn(1000, device=setup.device)"))
     rows = json.loads(run("profile", str(cases), "--by", "torch", "--case", "scale", "--json"))
     assert rows

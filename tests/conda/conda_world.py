@@ -60,16 +60,8 @@ class World:
     def build(
         self, channel: Path, *arguments: str | Path, variant: str = "cpu"
     ) -> subprocess.CompletedProcess[str]:
-        wanted = (
-            "--variant",
-            variant,
-            "--channel",
-            channel,
-            "--from",
-            self.upstream,
-            "--variant-config",
-            self.pins,
-        )
+        wanted = ("--variant", variant, "--channel", channel, "--from", self.upstream,
+            "--variant-config", self.pins)  # fmt: skip
         return self.flexops("channel", "build", *wanted, *arguments)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from conda_world import ROOT, World
@@ -39,9 +38,7 @@ def upstream(world: World) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: str(one.id))
-def test_exports_of_what_compiles_do_not_bind_what_runs(
-    world: World, upstream: str, tmp_path: Path, variant: Variant
-) -> None:
+def test_exports_of_what_compiles_do_not_bind_what_runs(world, upstream, tmp_path, variant):
     """The recipe with a script that compiles nothing: what is required does not hang on that."""
     shutil.copytree(ROOT / "recipe", tmp_path / "recipe")
     (tmp_path / "recipe/build.sh").write_text(SCRIPT)

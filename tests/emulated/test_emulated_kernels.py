@@ -319,8 +319,9 @@ def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_attention_over_codes(machine: dict[str, str]) -> None:
-    selection = "attend_as and (4-64-64-plain or 8-64-128-plain)"
-    assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 2
+    kinds = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
+    selection = f"attend_as and ({kinds})"
+    assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 4
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropy_cases import assert_near, draw, size_of
+from cross_entropy_cases import assert_near, compare_all
 
 import flexops
 from flexops.bench.reference import OnReference
@@ -44,26 +44,8 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("block", range(4))
 def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...]) -> None:
-    ops = torch.ops.flexops
     for seed in range(block * 60, block * 60 + 60):
-        x, target, numbers, factors, upstream = draw(seed, "cuda", classes)
-        loss, stats = ops.cross_entropy(x, target, *numbers)
-        expected_loss, expected_stats = cross_entropy_module._cross_entropy_reference(
-            x, target, *numbers
-        )
-        assert_near(loss, expected_loss, size_of(x, numbers))
-        expected = cross_entropy_module._cross_entropy_backward_reference(
-            upstream, x, target, expected_stats, *numbers
-        )
-        assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
-        written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
-        assert_near(
-            ops.cross_entropy_(written, target, factors, *numbers)[0],
-            expected_loss,
-            size_of(x, numbers),
-        )
-        cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
-        assert_near(written, expected)
+        compare_all(seed, "cuda", classes)
 
 
 def test_the_native_sum_takes_the_memory_of_the_gradient_alone(

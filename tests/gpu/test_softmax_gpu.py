@@ -3,12 +3,11 @@ layouts at which the ways change."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from softmax_cases import DTYPES, LENGTHS, assert_near, draw_lowest, draw_mask, draw_scores
+from softmax_cases import DTYPES, LENGTHS, assert_near, compare_all, draw_lowest
 
 import flexops
 from flexops.ops import softmax as softmax_module
@@ -25,30 +24,8 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("block", range(4))
 def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...]) -> None:
-    ops = torch.ops.flexops
     for seed in range(block * 100, block * 100 + 100):
-        choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-        x = draw_scores(choose, generator, "cuda", lengths)
-        mask = draw_mask(choose, generator, x)
-        scale = choose.choice([1.0, 0.125, -0.7, 3.0])
-        y = ops.scaled_masked_softmax(x, mask, scale)
-        assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
-        grad = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
-        assert_near(
-            ops.softmax_backward(grad, y, scale, False),
-            softmax_module._softmax_backward_reference(grad, y, scale, False),
-            8,
-            abs(scale),
-        )
-        if x.dim() > 1:
-            y = ops.causal_softmax(x, scale)
-            assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(
-                ops.softmax_backward(grad, y, scale, True),
-                softmax_module._softmax_backward_reference(grad, y, scale, True),
-                8,
-                abs(scale),
-            )
+        compare_all(seed, "cuda", lengths)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

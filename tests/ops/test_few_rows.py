@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexops
-from flexops.ops import few_rows
+from flexops.ops import few_rows, int4_few_rows
 from flexops.testing import Case, Contract
 from flexops.testing.case import Make
 
@@ -24,8 +24,9 @@ def oracle(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more
 
 def fused(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more: Tensor) -> Tensor:
     return flexops.few_rows_linear(
-        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more
-    )
+        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more, early=True,
+        ahead=[two, one],
+    )  # fmt: skip
 
 
 def inputs(make: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -74,6 +75,7 @@ class TestFewRowsLinear(Contract):
         ({"weights": [torch.zeros(4, 9)]}, r"weights\[0\] must have shape \[any, 8\]"),
         ({"activation": "silu"}, "must be 2 tensors, got 1"),
         ({"activation": "relu"}, "activation must be one of"),
+        ({"ahead": [torch.zeros(8)] * 4}, "ahead must be at most 3 tensors, got 4"),
         ({"biases": [torch.zeros(5)]}, r"biases\[0\] must have shape \[4\]"),
     ],
     ids=str,
@@ -101,7 +103,7 @@ def test_weights_of_4_bits(activation: str | None) -> None:
     options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual}
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     kind = few_rows.ACTIVATIONS[activation]
-    found = torch.ops.flexops.int4_few_rows_linear(
+    found = int4_few_rows._int4_reference(
         x, packed, scales, zeros, biases, norm, 1e-6, 0.0, residual, kind, width, 64, 0
     )
     assert torch.equal(

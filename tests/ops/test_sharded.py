@@ -26,10 +26,10 @@ FAMILIES = (
 )
 
 
-def run_ranks(world: int, device: str, store: Path, timeout: float) -> None:
+def run_ranks(world: int, device: str, store: Path, timeout: float, worker: Path = WORKER) -> None:
     """Start all ranks; fail with the output of those that failed."""
     commands = [
-        [sys.executable, str(WORKER), str(rank), str(world), str(store), device]
+        [sys.executable, str(worker), str(rank), str(world), str(store), device]
         for rank in range(world)
     ]
     outputs = [store.with_name(f"rank{rank}.txt") for rank in range(world)]
@@ -48,7 +48,7 @@ def run_ranks(world: int, device: str, store: Path, timeout: float) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes(tmp_path, monkeypatch):
     by_torch = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     if not by_torch:
         monkeypatch.setenv("FULLY_SHARD", "0")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_sharded import run_ranks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexops
 from flexops.errors import PatchError
-from flexops.patching import fp8
+from flexops.patching import decoding, fp8
 
 IDS = torch.arange(48).view(2, 24) * 7 % 61
 
@@ -121,6 +123,65 @@ def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model: Any) ->
     _, found = gradients(adapted)
     assert all("lora" in name for name in found)
     assert distance(found, wanted) < 0.3
+
+
+def test_norms_behind_sums_quantize_their_results(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flexops.patch(model, fp8="rowwise")
+    made: list[Any] = []
+    known: list[bool] = []
+    norm, mlp, linears = fp8.fp8_add_rms_norm, fp8.fp8_gated_mlp, fp8.fp8_linears
+
+    def count(function: Any) -> Any:
+        def counted(*args: Any, codes: Any = None, **kwargs: Any) -> Any:
+            known.append(codes is not None)
+            return function(*args, codes=codes, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(fp8, "fp8_add_rms_norm", lambda *args: made.append(norm(*args)) or made[-1])
+    monkeypatch.setattr(fp8, "fp8_gated_mlp", count(mlp))
+    monkeypatch.setattr(fp8, "fp8_linears", count(linears))
+    loss, found = gradients(model)
+    # q, k and v, o, and the block: the first norm has no sum before it, o is not behind a norm
+    assert known == [False, False, True, True, False, True]
+    assert len(made) == 3
+    monkeypatch.setattr(fp8, "fp8_add_rms_norm", lambda *_: None)
+    apart, wanted = gradients(model)
+    torch.testing.assert_close(loss, apart)
+    assert distance(found, wanted) < 1e-3
+    flexops.unpatch(model)
+    assert all("forward" not in one.__dict__ for one in model.modules())
+
+
+@pytest.mark.extra
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("fp8_worker.py")
+    run_ranks(2, "cpu", tmp_path / "store", timeout=300, worker=worker)
+
+
+def test_decode_steps_are_those_of_a_model_without_fp8(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of few rows with the norm before and the sum behind them."""
+    called: list[int] = []
+    product = decoding.product
+
+    def count(x: Tensor, linears: Any, *args: Any, **kwargs: Any) -> Tensor:
+        called.append(len(linears))
+        return product(x, linears, *args, **kwargs)
+
+    monkeypatch.setattr(decoding, "product", count)
+    found = []
+    for recipe in (None, "rowwise"):
+        flexops.patch(model.eval(), fp8=recipe)
+        found.append((flexops.generate(model, IDS[:1, :4], max_new_tokens=4), tuple(called)))
+        flexops.unpatch(model)
+        called.clear()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1][:4] == (3, 1, 2, 1)
 
 
 @pytest.mark.extra

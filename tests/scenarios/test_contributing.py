@@ -49,7 +49,7 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
+def test_the_operator_of_the_page_passes_its_contract(clone):
     for place, text in blocks().items():
         path = clone / place.partition(",")[0]
         if place in PLACES:
@@ -70,6 +70,6 @@ def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
     assert int(re.findall(r"(\d+) passed", process.stdout)[0]) >= 10, process.stdout
 
 
-def test_the_page_needs_few_lines() -> None:
+def test_the_page_needs_few_lines():
     lines = [line for text in blocks().values() for line in text.splitlines() if line.strip()]
     assert 50 < len(lines) <= 120, len(lines)

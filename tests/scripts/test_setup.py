@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,7 +200,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return made
 
 
-def test_help_names_every_option(checkout: Checkout) -> None:
+def test_help_names_every_option(checkout):
     done = checkout.run("--help", fake=False)
     assert done.returncode == 0
     for option in (
@@ -226,23 +225,21 @@ def test_help_names_every_option(checkout: Checkout) -> None:
         (["--toolkit", "x"], "'auto', 'index', 'system'"),
     ],
 )
-def test_a_wrong_option_is_rejected_with_the_way_to_help(
-    checkout: Checkout, arguments: list[str], said: str
-) -> None:
+def test_a_wrong_option_is_rejected_with_the_way_to_help(checkout, arguments, said):
     done = checkout.run(*arguments, fake=False)
     assert done.returncode == 2
     assert said in done.stderr
     assert "--help" in done.stderr
 
 
-def test_an_unknown_target_names_those_there_are(checkout: Checkout) -> None:
+def test_an_unknown_target_names_those_there_are(checkout):
     done = checkout.run("--target", "cu999-sm1")
     assert done.returncode == 1
     assert "cu130-sm90" in done.stderr
     assert "fix:" in done.stderr
 
 
-def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
+def test_a_dry_run_says_everything_and_does_nothing(checkout):
     before = checkout.files()
     done = checkout.run("--dry-run", "--target=cu130-sm90", "--toolkit=index")
     assert done.returncode == 0, done.stderr
@@ -259,7 +256,7 @@ def test_a_dry_run_says_everything_and_does_nothing(checkout: Checkout) -> None:
     assert checkout.calls == []
 
 
-def test_a_variable_that_is_not_understood_is_an_error_not_a_traceback(checkout: Checkout) -> None:
+def test_a_variable_that_is_not_understood_is_an_error_not_a_traceback(checkout):
     done = checkout.run("--dry-run", FLEXOPS_FALLBACK="perhaps")
     assert done.returncode != 0
     assert "FLEXOPS_FALLBACK" in done.stderr
@@ -267,7 +264,7 @@ def test_a_variable_that_is_not_understood_is_an_error_not_a_traceback(checkout:
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Checkout) -> None:
+def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout):
     programs = [path.name for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()]
     checkout.without(*(name for name in programs if re.search(r"g\+\+|c\+\+|clang", name)))
     no_compiler = {"CXX": "", "CC": ""}
@@ -282,7 +279,7 @@ def test_a_dry_run_without_a_compiler_shows_the_plan_with_that_step(checkout: Ch
     assert checkout.calls == []
 
 
-def test_no_shell_script_needs_dev_fd() -> None:
+def test_no_shell_script_needs_dev_fd():
     """Where it is missing, bash's <(...) opens nothing, and a loop that reads from it sees no
     line."""
     scripts = [
@@ -294,9 +291,7 @@ def test_no_shell_script_needs_dev_fd() -> None:
     assert [line for line in lines if re.search(r"(^|\s)[<>]\(", line.partition(" #")[0])] == []
 
 
-def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_from(
-    checkout: Checkout,
-) -> None:
+def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_from(checkout):
     done = checkout.run("--dry-run", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stderr
     if "none that matches the target" in done.stdout:
@@ -305,7 +300,7 @@ def test_where_no_nvcc_can_be_had_none_is_needed_and_it_says_where_one_comes_fro
         assert "the CPU operators and those for 8.9" in done.stdout
 
 
-def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) -> None:
+def test_the_whole_run_then_a_second_that_changes_nothing(checkout):
     first = checkout.run(
         "--yes", "--no-root", "--target", "cpu", PIP_INDEX_URL="https://index.invalid/simple"
     )
@@ -340,7 +335,7 @@ def test_the_whole_run_then_a_second_that_changes_nothing(checkout: Checkout) ->
 
 
 @pytest.mark.extra
-def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
+def test_a_cuda_target_sets_its_architectures(checkout):
     done = checkout.run("--yes", "--no-root", "--target", "cu121-sm89", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
     build = checkout.calls[2]
@@ -349,7 +344,7 @@ def test_a_cuda_target_sets_its_architectures(checkout: Checkout) -> None:
         assert "--device cpu" in build  # the CPU operators still are
 
 
-def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout: Checkout) -> None:
+def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout):
     for installer in ("uv", "pip"):
         (checkout.tools / f"{installer}-fails").touch()
     failed = checkout.run("--yes", "--no-root", "--target", "cpu")
@@ -369,9 +364,7 @@ def test_a_failing_step_is_named_with_its_fix_and_the_next_run_goes_on(checkout:
 
 
 @pytest.mark.parametrize("uv_is_to_be_had", first_of(True, False))
-def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
-    checkout: Checkout, uv_is_to_be_had: bool
-) -> None:
+def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(checkout, uv_is_to_be_had):
     checkout.without("uv")
     (checkout.tools / "uv").rename(checkout.tools / "uv-program")
     if not uv_is_to_be_had:
@@ -386,7 +379,7 @@ def test_a_missing_uv_is_installed_and_pip_serves_where_it_cannot_be(
 
 
 @pytest.mark.extra
-def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> None:
+def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout):
     (checkout.tools / "home").touch()
     done = checkout.run(
         "--yes",
@@ -402,9 +395,7 @@ def test_without_a_home_uv_has_its_cache_in_the_checkout(checkout: Checkout) -> 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("death", first_of("INT", "TERM", "KILL"))
-def test_an_environment_whose_making_was_interrupted_is_made_anew(
-    checkout: Checkout, death: str
-) -> None:
+def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout, death):
     """It has a Python that runs, and a part of the packages: no look at it shows which."""
     (checkout.tools / "install-dies").write_text(f"SIG{death}")
     first = checkout.run("--yes", "--no-root", "--target", "cpu")
@@ -420,7 +411,7 @@ def test_an_environment_whose_making_was_interrupted_is_made_anew(
 
 
 @pytest.mark.extra
-def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) -> None:
+def test_an_environment_whose_python_is_gone_is_made_anew(checkout):
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     (checkout.root / ".venv" / "bin" / "python").unlink()
     done = checkout.run("--yes", "--no-root", "--target", "cpu")
@@ -429,7 +420,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) ->
 
 
 @pytest.mark.extra
-def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
+def test_an_uninstall_that_was_interrupted_goes_on(checkout):
     """What is half removed has lost its marker, and is listed as unfinished."""
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     prefix = checkout.root / ".venv"
@@ -443,9 +434,7 @@ def test_an_uninstall_that_was_interrupted_goes_on(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("script", [SCRIPT, "scripts/run_tests.sh"])
 @pytest.mark.parametrize("shell", ["dash", "bash --posix", "zsh"])
-def test_any_shell_runs_the_script(
-    checkout: Checkout, script: str, shell: str, require: Callable[..., None]
-) -> None:
+def test_any_shell_runs_the_script(checkout, script, shell, require):
     program, *options = shell.split()
     require(
         shutil.which(program),
@@ -457,7 +446,7 @@ def test_any_shell_runs_the_script(
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
 
-def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
+def test_without_a_python_there_is_a_sentence(checkout):
     programs = [path.name for folder in ("/bin", "/usr/bin") for path in Path(folder).iterdir()]
     checkout.without(*(name for name in programs if name.startswith("python")))
     for name in ("python", "python3", "uv"):
@@ -474,9 +463,7 @@ def test_without_a_python_there_is_a_sentence(checkout: Checkout) -> None:
 
 
 @pytest.mark.extra
-def test_fish_is_shown_how_to_use_the_environment(
-    checkout: Checkout, require: Callable[..., None]
-) -> None:
+def test_fish_is_shown_how_to_use_the_environment(checkout, require):
     require(
         shutil.which("fish"),
         "fish",
@@ -500,7 +487,7 @@ def test_fish_is_shown_how_to_use_the_environment(
 
 
 @pytest.mark.extra
-def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
+def test_another_target_means_a_new_environment(checkout):
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     left_over = checkout.root / ".venv" / "left-over"
     left_over.touch()
@@ -509,9 +496,7 @@ def test_another_target_means_a_new_environment(checkout: Checkout) -> None:
 
 
 @pytest.mark.extra
-def test_another_project_with_our_import_name_is_the_users_to_decide_about(
-    checkout: Checkout,
-) -> None:
+def test_another_project_with_our_import_name_is_the_users_to_decide_about(checkout):
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     info = checkout.root / ".venv/lib/python3.99/site-packages/flexops-3.2.0.dist-info"
     info.mkdir()
@@ -523,7 +508,7 @@ def test_another_project_with_our_import_name_is_the_users_to_decide_about(
 
 
 @pytest.mark.extra
-def test_what_was_changed_in_the_environment_is_installed_again(checkout: Checkout) -> None:
+def test_what_was_changed_in_the_environment_is_installed_again(checkout):
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     site = checkout.root / ".venv/lib/python3.99/site-packages"
     for change in ("ninja-*", "flexops_torch-*"):
@@ -535,7 +520,7 @@ def test_what_was_changed_in_the_environment_is_installed_again(checkout: Checko
         assert found.exists()
 
 
-def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> None:
+def test_a_directory_that_it_did_not_make_is_left_alone(checkout):
     mine = checkout.root / "mine" / "file"
     mine.parent.mkdir()
     mine.write_text("precious")
@@ -546,7 +531,7 @@ def test_a_directory_that_it_did_not_make_is_left_alone(checkout: Checkout) -> N
 
 
 @pytest.mark.extra
-def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> None:
+def test_uninstall_removes_what_it_made_and_only_that(checkout):
     before = checkout.files()
     assert checkout.run("--yes", "--no-root", "--target", "cpu", "--prefix", "env").returncode == 0
     (checkout.root / "mine").write_text("precious")
@@ -566,7 +551,7 @@ def test_uninstall_removes_what_it_made_and_only_that(checkout: Checkout) -> Non
 
 
 @pytest.mark.extra
-def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout: Checkout) -> None:
+def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout):
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
     shutil.rmtree(checkout.root / ".venv")
     (checkout.root / ".venv").mkdir()
@@ -576,9 +561,7 @@ def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout:
 
 
 @pytest.mark.parametrize("shell", first_of("bash", "dash", "zsh"))
-def test_the_environment_file_can_be_undone(
-    checkout: Checkout, shell: str, require: Callable[..., None]
-) -> None:
+def test_the_environment_file_can_be_undone(checkout, shell, require):
     require(
         shutil.which(shell),
         shell,
@@ -611,7 +594,7 @@ def test_the_environment_file_can_be_undone(
 
 
 @pytest.mark.extra
-def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: Checkout) -> None:
+def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout):
     done = checkout.run("--yes", "--no-root", "--target", "cu126-sm90", CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stdout + done.stderr
     pins, flexops = checkout.calls[:2]
@@ -640,7 +623,7 @@ def test_what_is_locked_is_installed_by_hash_and_what_is_not_is_said(checkout: C
 
 
 @pytest.mark.extra
-def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkout) -> None:
+def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout):
     """pip's own settings name one that rejects, one whose name is unknown, and a folder; the
     target's extra index is not reached either."""
     folder = checkout.tools.as_uri()
@@ -667,7 +650,7 @@ def test_an_index_that_does_not_answer_is_passed_over_and_said(checkout: Checkou
 
 
 @pytest.mark.extra
-def test_an_index_that_rejects_us_answers(tmp_path: Path) -> None:
+def test_an_index_that_rejects_us_answers(tmp_path):
     """401 and 404 are answers; so is a folder. A server that takes a connection and says nothing is
     silent, and costs seconds."""
 
@@ -692,7 +675,7 @@ def test_an_index_that_rejects_us_answers(tmp_path: Path) -> None:
     assert (answers, silent) == (urls[:2], urls[2:])
 
 
-def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
+def test_uv_is_given_the_settings_that_pip_reads(tmp_path):
     """From every file and variable that pip takes them from, by pip's own order."""
     files = {
         "xdg/pip/pip.conf": "[global]\nindex-url = https://system.invalid/simple\nretries = 1\n",
@@ -739,14 +722,14 @@ def test_uv_is_given_the_settings_that_pip_reads(tmp_path: Path) -> None:
     }
 
 
-def test_no_password_of_an_index_is_printed() -> None:
+def test_no_password_of_an_index_is_printed():
     for text in ("--index-url https://me:s3/cr@et@host/simple", "-i https://s3cret@host/simple x"):
         assert "cr" not in indexes.without_credentials(text)
         assert "https://host/simple" in indexes.without_credentials(text)
 
 
 @pytest.mark.extra
-def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
+def test_root_rights_are_used_only_with_consent(checkout):
     checkout.without("ccache", "sccache", "sudo", "apt-get", "dnf", "zypper", "pacman")
     checkout.tool("apt-get", FAKE_APT)
     assert checkout.run("--yes", "--no-root", "--target", "cpu").returncode == 0
@@ -767,9 +750,7 @@ def test_root_rights_are_used_only_with_consent(checkout: Checkout) -> None:
         ("pixi", "pixi init --import {root}/envs/cpu.yml {prefix}"),
     ),
 )
-def test_conda_makes_the_environment_from_envs(
-    checkout: Checkout, tool: str, expected: str
-) -> None:
+def test_conda_makes_the_environment_from_envs(checkout, tool, expected):
     checkout.without("conda", "mamba", "micromamba", "pixi")
     checkout.tool(tool, FAKE_CONDA)
     done = checkout.run("--yes", "--no-root", "--conda", "--target", "cpu", fake=False)
@@ -783,7 +764,7 @@ def test_conda_makes_the_environment_from_envs(
     )
 
 
-def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
+def test_without_any_conda_it_says_how_to_get_one(checkout):
     checkout.without("conda", "mamba", "micromamba", "pixi")
     done = checkout.run("--conda", "--target", "cpu", fake=False)
     assert done.returncode == 1
@@ -791,7 +772,7 @@ def test_without_any_conda_it_says_how_to_get_one(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_for_real(checkout: Checkout) -> None:
+def test_for_real(checkout):
     """The README's first command, from nothing to a checked environment; takes minutes, and torch's
     wheel from the package index."""
     for name in ("flexops", "csrc", "tools"):

@@ -206,10 +206,10 @@ def publish(made: Sequence[Made], chosen: Settings) -> int:
     entries = [one.entry for one in made if one.entry]
     for number, entry in enumerate(entries):
         if not store.publish(cache, entry):
-            found, fix = (
-                f"{number} of {len(entries)} entries are there; {store.problem or store.unwritten}",
-                "export FLEXOPS_CACHE_REMOTE_WRITE=1",
+            found = (
+                f"{number} of {len(entries)} entries are there; {store.problem or store.unwritten}"
             )
+            fix = "export FLEXOPS_CACHE_REMOTE_WRITE=1"
             raise CacheError(
                 f"the remote cache {store.name} cannot be written", found=found, fix=fix
             )

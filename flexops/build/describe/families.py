@@ -190,19 +190,48 @@ _ROPE: dict[str, Any] = {
     },
 }
 
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _norm(schema: str, *results: Output, **said: Any) -> Declared:
+    """``schema`` without what it returns."""
+    parameters = [name for name in ("weight", "bias") if f"? {name}," in schema]
+    rows = [name for name in ("x", "residual") if f" {name}," in schema]
+    return _op(
+        f"{schema} -> ({', '.join(['Tensor'] * len(results))})".replace("(Tensor)", "Tensor"),
+        dtypes=dict.fromkeys((*rows, *parameters), _FLOATS),
+        shapes=dict.fromkeys(parameters, "x[-1]") | dict.fromkeys(rows[1:], "x"),
+        strided=dict.fromkeys(rows, "rows"),
+        alike=parameters if len(parameters) == 2 else (),
+        outputs=results,
+        **said,
+    )
+
+
+def _norms(name: str, arguments: str, *results: Output) -> tuple[Declared, ...]:
+    """An operator, and its overload ``forward``, which returns the rows' statistics as well: means
+    and reciprocal deviations of a layer norm, the latter of an RMS norm."""
+    statistics = Output("2, x[:-1]" if "layer" in name else "x[:-1]", "float32")
+    return (
+        _norm(f"{name}({arguments})", *results, plain=True),
+        _norm(f"{name}.forward({arguments})", *results, statistics),
+    )
+
+
+_SCALES = Output("x[:-1], 1", "float32")
+_SUMMED = Output("x"), Output("x", "residual")
+_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
+_NORM_BACKWARD: dict[str, Any] = {
+    "dtypes": dict.fromkeys(("grad_residual", "x", "weight"), _FLOATS) | {"statistics": "float32"},
+    "strided": dict.fromkeys(("grad", "grad_residual", "x"), "rows"),
+    "alike": ("grad", "grad_residual", "x"),
+}
+_OF_INPUT = {"grad": "x", "grad_residual": "x", "weight": "x[-1]"}
+_INPUT_GRADIENT = Output("x", "x", when="need_x")
+_WEIGHT_GRADIENT = Output("x[-1]", "weight", when="need_weight and weight")
+
 # ---- families with a binding of their own --------------------------------------------------------
 
-
-def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
-    """An operator, and its overload ``forward``, which returns the rows' statistics as well."""
-    more = ", Tensor" * residual
-    (shown,) = _by_hand(
-        f"{name}({arguments}) -> {f'(Tensor{more})' if residual else 'Tensor'}", plain=True
-    )
-    return shown, *_by_hand(f"{name}.forward({arguments}) -> (Tensor, Tensor{more})")
-
-
-_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
 KVCACHE_ATTENTION = (
     "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
@@ -322,7 +351,8 @@ CATALOG: tuple[OpSpec, ...] = (
         "few_rows",
         _op(
             "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
-            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
+            " float offset, Tensor? residual, int activation, int width, bool early, Tensor[] ahead)"
+            " -> Tensor",
             dtypes={"x": ("float16", "bfloat16")},
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
             outputs=(Output("x[:-1], width"),),
@@ -344,36 +374,58 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "fp8_linear",
         _op(
-            "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales)",
+            "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales, Tensor"
+            " largest)",
             strided={"x": "aligned rows"},
             split="whole",
-            outputs=(Output("rows, x[1]", "float8_e4m3fn"), Output("rows, 1", "float32")),
+            outputs=(
+                Output("rows, x[1]", "float8_e4m3fn"),
+                Output("rows, 1", "float32"),
+                Output("x[1]", "float32"),
+            ),
+        ),
+        _op(
+            "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y,"
+            " Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest)",
+            shapes={"residual": "x", "weight": "x[1]"},
+            strided={"x": "aligned rows", "residual": "aligned rows"},
+            split="whole",
+            outputs=(
+                Output("x"),
+                Output("x"),
+                Output("x[0]", "float32"),
+                Output("x", "float8_e4m3fn"),
+                Output("x[0], 1", "float32"),
+                Output("x[1]", "float32"),
+            ),
         ),
         _op(
             "fp8_gated_rows(Tensor packed, Tensor? grad, int activation) -> (Tensor codes, Tensor"
-            " scales, Tensor grad_codes, Tensor grad_scales)",
+            " scales, Tensor largest, Tensor grad_codes, Tensor grad_scales, Tensor grad_largest)",
             shapes={"grad": "packed[0], packed[1] // 2"},
             strided={"packed": "aligned rows", "grad": "aligned rows"},
             split="whole",
             outputs=(
                 Output("packed[0], packed[1] // 2", "float8_e4m3fn"),
                 Output("packed[0], 1", "float32"),
+                Output("packed[1] // 2", "float32"),
                 Output("packed", "float8_e4m3fn", when="grad"),
                 Output("packed[0], 1", "float32", when="grad"),
+                Output("packed[1]", "float32", when="grad"),
             ),
         ),
         _op(
-            "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, int rows) -> (Tensor codes,"
-            " Tensor scales, Tensor largest)",
-            dtypes={"x": (*_FLOATS, "float8_e4m3fn"), "row_scales": "float32"},
-            shapes={"row_scales": "x[0], 1"},
+            "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, Tensor largest, int rows) ->"
+            " (Tensor codes, Tensor scales)",
+            dtypes={
+                "x": (*_FLOATS, "float8_e4m3fn"),
+                "row_scales": "float32",
+                "largest": "float32",
+            },
+            shapes={"row_scales": "x[0], 1", "largest": "x[1]"},
             strided={"x": "aligned rows"},
             split="whole",
-            outputs=(
-                Output("x[1], rows", "float8_e4m3fn"),
-                Output("x[1], 1", "float32"),
-                Output("x[1]", "float32"),
-            ),
+            outputs=(Output("x[1], rows", "float8_e4m3fn"), Output("x[1], 1", "float32")),
         ),
         hip=False,
     ),
@@ -592,9 +644,9 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "lion",
         _op(
-            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float"
-            " beta1, float beta2, float weight_decay, bool maximize, Tensor? lr_tensor, Tensor?"
-            " grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
+            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
+            " state_steps, float lr, float beta1, float beta2, float weight_decay, bool maximize,"
+            " Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, bool stochastic) -> ()",
             rows=Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED),
             numbers=_NUMBERS,
         ),
@@ -763,26 +815,45 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "norm",
-        *_norm("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", False),
-        *_norm("rms_norm", "Tensor x, Tensor? weight, float eps", False),
-        *_norm(
+        *_norms("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", Output("x")),
+        *_norms("rms_norm", "Tensor x, Tensor? weight, float eps", Output("x")),
+        *_norms(
             "add_layer_norm",
             "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
-            True,
+            *_SUMMED,
         ),
-        *_norm("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", True),
-        *_by_hand(
-            f"rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) {_PAIR}",
+        *_norms("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", *_SUMMED),
+        _norm(
+            "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype)",
+            Output("x", "dtype"),
+            _SCALES,
+        ),
+        _norm(
             "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps,"
-            " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+            " ScalarType dtype)",
+            Output("x", "dtype"),
+            _SCALES,
+            _SUMMED[1],
         ),
     ),
     _family(
         "norm_backward",
-        *_by_hand(
+        _op(
             f"layer_norm_backward({_STATISTICS}, bool need_x, bool need_weight, bool need_bias,"
             " ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+            shapes=_OF_INPUT | {"statistics": "2, x[:-1]"},
+            outputs=(
+                _INPUT_GRADIENT,
+                _WEIGHT_GRADIENT,
+                Output("x[-1]", "bias_dtype", when="need_bias"),
+            ),
+            **_NORM_BACKWARD,
+        ),
+        _op(
             f"rms_norm_backward({_STATISTICS}, bool need_x, bool need_weight) {_PAIR}",
+            shapes=_OF_INPUT | {"statistics": "x[:-1]"},
+            outputs=(_INPUT_GRADIENT, _WEIGHT_GRADIENT),
+            **_NORM_BACKWARD,
         ),
     ),
 )

@@ -367,10 +367,8 @@ def local_plan(spec: OpSpec, device: DeviceType, chosen: settings.Settings) -> B
     if device == "cuda" and torch and torch.hip:
         from ..plan.hip import plan_hip_op
 
-        tools, gfx = (
-            toolchain.discover(chosen, device="cuda"),
-            toolchain.gpus.gfx_targets(chosen.rocm_arch_list),
-        )
+        tools = toolchain.discover(chosen, device="cuda")
+        gfx = toolchain.gpus.gfx_targets(chosen.rocm_arch_list)
         plan = plan_hip_op(
             spec,
             tools,

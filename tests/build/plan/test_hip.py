@@ -45,7 +45,7 @@ def built(build: Callable[[Sequence[OpSpec]], list[Result]]) -> dict[str, Result
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", [spec.name for spec in SPECS])
-def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
+def test_ops_compile_for_amd_gpus(built, name):
     entry = built[name].require()
     assert entry.manifest.architectures == (ARCHITECTURE,)
     library = entry.library.read_bytes()
@@ -54,7 +54,7 @@ def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
 
 
 @pytest.mark.extra
-def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None:
+def test_a_row_is_proven_as_far_as_it_compiles(built):
     """By the command; the libraries are those that were compiled before."""
     done = CliRunner().invoke(app, ["target", "prove", "rocm72-gfx90a", "--op", "rope", "--json"])
     assert done.exit_code == 0, done.output
@@ -65,9 +65,7 @@ def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None
 
 
 @pytest.mark.extra
-def test_a_projects_operator_whose_binding_the_builder_writes(
-    build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_projects_operator_whose_binding_the_builder_writes(build, monkeypatch):
     monkeypatch.syspath_prepend(str(layout.example_root()))
     # what looks at all families later in this process does not find it
     monkeypatch.setattr(catalog, "_others", dict(catalog._others))

@@ -59,6 +59,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, 4, 2048),
+    "small": Shape(1024, 4, 16, 8, 2816, 8192, 4, 512),
     "8b-4": Shape(4096, 4, 32, 8, 14336, 128256, 4, 2048),
     "tiny": Shape(64, 2, 4, 2, 128, 512, 2, 32),
 }
@@ -81,8 +82,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """Results in the order of the contenders, losses of each step by contender, and who could not
-    take part, and why."""
+    """Results in the order of the contenders, means of so many steps' losses by contender, and who
+    could not take part, and why."""
 
     date: str
     machine: str
@@ -90,6 +91,7 @@ class Run:
     results: tuple[Result, ...] = ()
     losses: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    steps: int = 1
     benchmark: str = "training step"
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class Run:
             results,
             data.get("losses", {}),
             data.get("absent", {}),
+            data.get("steps", 1),
         )
 
 
@@ -168,7 +171,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "flexops.patch, fp8": {"kind": "flexops", "fp8": "rowwise"},
     "flexops.patch, fp8, gw_hp": {"kind": "flexops", "fp8": "rowwise_with_gw_hp"},
 }
-OTHER_SEED = "transformers, another seed"
+OTHER_SEED = ", another seed"
 
 
 def make_model(shape: Shape, device: str, seed: int) -> Any:
@@ -270,7 +273,8 @@ def run(
 
     Args:
         budget: seconds of measuring, all together; 0 for none.
-        curve: steps of a training of each, beside that of a plain model from another seed.
+        curve: steps of a training of each, beside that of the first from another seed; fp8 for all
+            layers, also those that are too small to gain by it. Of more than 300 the means of ten.
         curve_batch: sequences a step in these; 0 for the shape's.
 
     Raises:
@@ -289,12 +293,16 @@ def run(
     tokens = text_tokens(max(8, curve) * shape.batch * shape.length, shape.vocabulary)
     results = _times(shape, device, chosen, tokens, budget, report) if budget > 0 else ()
     losses = {}
+    steps = 1 if curve <= 300 else 10
     curve_shape = Shape(**{**asdict(shape), "batch": curve_batch or shape.batch})
-    for name, options in {**chosen, OTHER_SEED: {"seed": 1}}.items() if curve else ():
+    first = next(iter(chosen))
+    trained = {**chosen, first + OTHER_SEED: {**chosen[first], "seed": 1}}
+    for name, options in trained.items() if curve else ():
         report(f"{name}, {curve} steps")
-        losses[name] = _losses(
-            Contender(curve_shape, device, **options), batches(tokens, curve_shape, curve, device)
-        )
+        data = batches(tokens, curve_shape, curve, device)
+        with _all_in_fp8():
+            each = _losses(Contender(curve_shape, device, **options), data)
+        losses[name] = [round(math.fsum(part) / len(part), 4) for part in _parts(each, steps)]
         _release(device)
     precision = "bfloat16" if device == "cuda" else "float32"
     what = (
@@ -308,8 +316,25 @@ def run(
         else f"CPU, {torch.get_num_threads()} threads"
     )
     return Run(
-        datetime.now(timezone.utc).strftime("%Y-%m-%d"), name, what, tuple(results), losses, absent
-    )
+        datetime.now(timezone.utc).strftime("%Y-%m-%d"), name, what, tuple(results), losses, absent,
+        steps,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _all_in_fp8() -> Iterator[None]:
+    """Patches put layers of every size in fp8."""
+    from flexops.patching import fp8
+
+    before, fp8.LEAST_SIZE = fp8.LEAST_SIZE, 0
+    try:
+        yield
+    finally:
+        fp8.LEAST_SIZE = before
+
+
+def _parts(values: list[float], size: int) -> list[list[float]]:
+    return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def _times(
@@ -361,7 +386,7 @@ def _losses(contender: Contender, data: list[Tensor]) -> list[float]:
     for number, batch in enumerate(data):
         contender.rate(RATE * min(1.0, (number + 1) / WARM_UP))
         losses.append(contender.step(batch))
-    return [round(value, 4) for value in torch.stack(losses).tolist()]
+    return torch.stack(losses).tolist()
 
 
 def _no_liger(device: str) -> str:
@@ -413,12 +438,10 @@ def lines(run: Run) -> Iterator[str]:
         ]
         yield from columns(rows, left=1)
     for name, losses in run.losses.items():
-        apart = (
-            f", {mean_distance(run.losses, name, 'transformers'):.4f} from transformers' on average"
-            if "transformers" in run.losses
-            else ""
-        )
-        yield f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps{apart}"
+        plain = next(iter(run.losses))
+        apart = f"{mean_distance(run.losses, name, plain):.4f} from {plain} on average"
+        steps = run.steps * len(losses)
+        yield f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps, {apart}"
     yield from (f"{name} takes no part: {reason}" for name, reason in run.absent.items())
     yield f"{run.what}; {run.machine}"
 
@@ -430,13 +453,15 @@ def markdown(run: Run) -> Iterator[str]:
         yield from ("", "| | ms a step | GiB at the peak |", "| --- | ---: | ---: |")
         yield from (f"| {one.name} | {one.milliseconds} | {one.gibibytes} |" for one in run.results)
     if run.losses:
-        steps = len(next(iter(run.losses.values())))
-        marks = [mark for mark in (10, 50, 100, 200, 300, 500, 1000) if mark <= steps] or [steps]
+        plain, values = next(iter(run.losses.items()))
+        steps = run.steps * len(values)
+        marks = [mark for mark in (10, 50, 100, 200, 300, 500, 1000, 2000) if mark <= steps]
+        marks = marks or [steps]
         yield from (
             "",
             (
                 f"| mean of ten losses up to step | {' | '.join(map(str, marks))} | distance to"
-                " transformers' |"
+                f" {plain} |"
             ),
         )
         yield "| --- |" + " ---: |" * (len(marks) + 1)
@@ -444,12 +469,8 @@ def markdown(run: Run) -> Iterator[str]:
             means = (
                 f"{math.fsum(part) / len(part):.3f}"
                 for mark in marks
-                if (part := losses[max(0, mark - 10) : mark])
+                if (part := losses[max(0, mark - 10) // run.steps : mark // run.steps])
             )
-            apart = (
-                f"{mean_distance(run.losses, name, 'transformers'):.4f}"
-                if "transformers" in run.losses
-                else ""
-            )
+            apart = f"{mean_distance(run.losses, name, plain):.4f}"
             yield f"| {name} | {' | '.join(means)} | {apart} |"
     yield from (f"\n{name} took no part: {reason}" for name, reason in run.absent.items())

@@ -16,7 +16,10 @@ STYLES = {
     "transformers, torch.compile": ("#57606a", ":"),
     "Liger": ("#2da44e", "--"),
     "flexops.patch": (OURS, "-"),
+    "flexops.patch, another seed": ("#9aa5b1", "-"),
     "flexops.patch, torch.compile": ("#e36209", "--"),
+    "flexops.patch, fp8": ("#e36209", "-"),
+    "flexops.patch, fp8, gw_hp": ("#2da44e", "--"),
 }
 SMOOTH = 10
 
@@ -57,17 +60,18 @@ def draw(data: dict[str, Any], file: Path) -> None:
 
 
 def draw_losses(data: dict[str, Any], file: Path) -> None:
-    """Losses over steps, each the mean of ten; and how far each training is from the plain one,
+    """Losses over steps, each the mean of ten; and how far each training is from the first one,
     beside how far another seed is."""
     losses: dict[str, list[float]] = data["losses"]
+    steps, first = data.get("steps", 1), next(iter(losses))
     figure = _figure((10, 4))
     left, right = figure.subplots(1, 2)
     for name, values in losses.items():
         colour, line = STYLES.get(name, (None, "-."))
-        left.plot(*_smooth(values), color=colour, linestyle=line, linewidth=1.2, label=name)
-        if name != "transformers" and "transformers" in losses:
+        left.plot(*_smooth(values, steps), color=colour, linestyle=line, linewidth=1.2, label=name)
+        if name != first:
             right.plot(
-                *_smooth([abs(a - b) for a, b in zip(values, losses["transformers"], strict=True)]),
+                *_smooth([abs(a - b) for a, b in zip(values, losses[first], strict=True)], steps),
                 color=colour,
                 linestyle=line,
                 linewidth=1.2,
@@ -76,7 +80,7 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
     right.set_yscale("log")
     for axes, title in (
         (left, f"loss, mean of {SMOOTH} steps"),
-        (right, "distance from transformers' loss"),
+        (right, f"distance from the loss of {first}"),
     ):
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step", fontsize=8)
@@ -85,7 +89,9 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
     save(figure, data, file)
 
 
-def _smooth(values: list[float]) -> tuple[list[int], list[float]]:
+def _smooth(values: list[float], steps: int) -> tuple[list[int], list[float]]:
+    if steps > 1:  # means already
+        return list(range(steps, steps * len(values) + 1, steps)), values
     ends = range(min(SMOOTH, len(values)), len(values) + 1)
     return list(ends), [
         sum(values[max(0, end - SMOOTH) : end]) / len(values[max(0, end - SMOOTH) : end])

@@ -302,7 +302,7 @@ def model(
         typer.Option(
             help=(
                 "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model; both need a large"
-                " GPU) or tiny; tiny, if not given, where there is no GPU."
+                " GPU), small (for losses) or tiny; tiny, if not given, where there is no GPU."
             )
         ),
     ] = "",
@@ -422,7 +422,14 @@ def generate(
     as_json: _Json = False,
     chart: _Chart = None,
     as_markdown: _Markdown = False,
-    earlier: _Earlier = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Show the JSON of an earlier run (repeatable: parts of one) instead of measuring.",
+        ),
+    ] = None,
 ) -> None:
     """Generation: transformers' own, compiled, patched by flexops, and flexops.generate, beside the
     memory limit."""
@@ -431,7 +438,9 @@ def generate(
     if chart:
         plot.check(chart)
     if earlier:
-        found = _read(earlier, "generate", bench_generate.Run.from_dict)
+        found = bench_generate.merged(
+            [_read(file, "generate", bench_generate.Run.from_dict) for file in earlier]
+        )
     else:
         found = _measure_generation(
             size,
