@@ -644,6 +644,39 @@ def test_declarations_that_cannot_be(code: str, said: str) -> None:
     assert said in run(program, EXAMPLE)
 
 
+FORWARD = """
+import mylib, torch
+from flexops.errors import FlexopsError
+x = torch.randn(4)
+try:
+    torch.func.jvp(lambda x: mylib.scale(x, 3.0), (x,), (x,))
+except NotImplementedError as error:
+    print(error)
+
+@mylib.scale.jvp
+def _(ctx, dx, factor):
+    assert factor is None
+    return mylib.scale(dx, ctx.factor)
+
+y, dy = torch.func.jvp(lambda x: mylib.scale(x, 3.0), (x,), (x,))
+assert torch.equal(dy, 3 * x) and torch.equal(y, 3 * x)
+assert torch.equal(torch.func.jacfwd(lambda x: mylib.scale(x, 3.0))(x), 3 * torch.eye(4))
+@mylib.lib.op("plain(Tensor x) -> Tensor", family="scale")
+def plain(x): return x.clone()
+try:
+    plain.jvp(print)
+except FlexopsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.extra
+def test_a_derivative_in_forward_mode(package: Path):
+    said = run(FORWARD, package, FLEXOPS_FALLBACK="allow")
+    assert "mylib.scale has no derivative in forward mode" in said
+    assert "mylib.plain has a derivative in forward mode and no backward" in said
+
+
 def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path) -> None:
     other = "other = builder.Library('other', root=mylib.__file__)\n"
     other += (

@@ -80,6 +80,11 @@ class KernelSchema(NamedTuple):
         return next((tensor.name for tensor in self.tensors if not tensor.optional), "")
 
     @property
+    def inner(self) -> bool:
+        """Whether it is one of several kernels', whose arguments are those of a checked call."""
+        return any(one.local for one in self.arguments)
+
+    @property
     def device(self) -> str:
         """The argument that says where a factory's results are."""
         return next(
@@ -582,6 +587,8 @@ def _run_again(
 def _on_its_device(schema: KernelSchema) -> Iterable[str]:
     place = f"{schema.first}.get_device()" if schema.first else f"_index_of({schema.device})"
     yield f"_device = {place}"
+    if schema.inner:
+        return
     yield "if _device != _current_device():"
     yield (
         "    with _guard(_device): return"
@@ -701,7 +708,7 @@ def _size(part: Dimensions, whole: bool, tensor: bool) -> str:
 
 def _contiguous(schema: KernelSchema, pointers: Container[str]) -> Iterable[str]:
     for tensor in schema.tensors:
-        if tensor.name in pointers:
+        if tensor.name in pointers and (tensor.local or not schema.inner):
             there = f"{tensor.name} is not None and " if tensor.optional else ""
             yield f"if {there}not {tensor.name}.is_contiguous():"
             yield (

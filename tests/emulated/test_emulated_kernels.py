@@ -1,6 +1,5 @@
 """Kernels for CUDA, run where there is no GPU: the tests of operators (tests/ops), on NVRTC's code
-for compute_80, translated to C++ (ptx.py) and run by the stand-in driver, a thread of a block being
-a fiber (device.h).
+for compute_80, translated to C++ (flexops/testing/emulator), a thread of a block being a fiber.
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
 on a GPU of capability 8.0; that no thread touches memory which is not the call's, at an address
@@ -16,6 +15,7 @@ Some of them run always, the others with ``-m slow``: those of a family are an a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -25,10 +25,13 @@ from pathlib import Path
 
 import pytest
 import stand_in_driver
-from builds import REPOSITORY
+import torch
+from builds import REPOSITORY, child_environment
 from processes import completed
 
+import flexops
 from flexops import settings
+from flexops.testing import emulate
 from flexops.toolchain.model import HostCompiler
 
 HERE = Path(__file__).resolve().parent
@@ -40,185 +43,60 @@ RESULTS = (
 
 
 @pytest.fixture(scope="module")
-def machine(
-    tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler
-) -> dict[str, str]:
+def machine(host_compiler: HostCompiler) -> dict[str, str]:
     """The environment of a process whose GPU, an A100, is emulated."""
-    folder = stand_in_driver.build(tmp_path_factory.mktemp("stand-in"), host_compiler)
-    made = settings.current().cache_dir / "emulated"
-    made.mkdir(exist_ok=True)
-    translator = shlex.join(
-        [sys.executable, "-S", "-E", str(REPOSITORY / "flexops/testing/emulator/ptx.py"), str(made)]
-    )
-    return {
-        "folder": str(folder),
-        "STAND_IN_GPUS": "80",
-        "STAND_IN_SMS": "108",
-        "STAND_IN_TRANSLATOR": translator,
-        "CXX": str(host_compiler.path),
-    }
+    return {"CXX": str(host_compiler.path)}
 
 
 def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     """How many of these tests passed; all others of the selection are skipped ones. What a kernel
     did wrong is in the output of the test that failed."""
-    folder = Path(machine["folder"])
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    known |= {
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        "FLEXOPS_TEST_CACHE": str(settings.current().cache_dir),
-    }
-    environment = stand_in_driver.environment(folder, **(known | variables))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "emulated_gpu",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *selection,
-    ]
+    environment = child_environment(
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        FLEXOPS_TEST_CACHE=str(settings.current().cache_dir),
+        **(machine | variables),
+    )
+    plugins = ["-p", "emulated_gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", *selection]
     done = completed(command, cwd=REPOSITORY, env=environment, timeout=3600)
-    log = Path(environment["STAND_IN_LOG"]).read_text()
-    assert "\nfault" not in log
-    assert "\nlaunch" in log, "a kernel ran"
+    assert re.search(r"[1-9]\d* kernels ran", done.stdout), "no kernel ran"
     found = re.search(r"(\d+) passed", done.stdout)
     return int(found[1]) if found else 0
 
 
-# ---- what the emulated GPU notices ---------------------------------------------------------------
-
-FAULTS = r"""
-import ctypes, struct
-from flexops.compute_capability import ComputeCapability
-from flexops.kernels import launch as packed
-from flexops.build.plan import kernel_plan
-from flexops.build.describe import layout
-import emulated_gpu
-from flexops.build.load import provider
-from flexops.toolchain import libcuda
-SOURCE = '''
-__global__ void wrong(float* x, int n, int which) {
-  __shared__ volatile float row[64];
-  const int i = threadIdx.x;
-  float* volatile far = x + n;
-  if (which == 0) { row[i] = x[i]; __syncthreads(); x[i] = row[63 - i] + __shfl_xor_sync(~0u, x[i], 1); }
-  if (which == 1) far[i] = 1;
-  if (which == 2) *reinterpret_cast<volatile long long*>(far - 3) = 1;
-  if (which == 3) x[i] = row[i];
-  if (which == 4) row[i + n] = 1;
-  if (which == 5 && i < 40) asm volatile("bar.sync 1, 64;");
-  if (which == 6 && i % 32 < 16) x[i] = __shfl_sync(~0u, x[i], 0);
-  if (which == 7) {
-    asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.ca.shared.global [at], [%1], 4; }" :: "l"(&row[i]), "l"(x + i));
-    asm volatile("cp.async.commit_group;");
-    x[i] = row[i];
-  }
-}
-'''
-x = torch.arange(64.0)
-libcuda.driver().enter_context(0)
-def load(text):
-    return provider.load(kernel_plan.TextKernel("emulated", text, "wrong", layout.csrc_root()), ComputeCapability(8, 0))
-kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
-call = packed.driver_call()
-for which in range(8):
-    kept = packed.Buffers("Qii", (1, 1, 1))  # whose memory the driver reads
-    buffers = kept.all
-    struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
-    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), *buffers[3:])
-said["x"] = x.tolist() if said["0"] == 0 else None
-"""
-
-
-def test_what_the_emulated_gpu_notices(machine):
-    """Each branch of the kernel does one thing wrong; the first nothing."""
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(
-        Path(machine["folder"]),
-        FAULTS,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        **known,
-    )
-    assert "error" not in answer.said, answer.said
-    assert [answer.said[str(which)] for which in range(8)] == [0, *[719] * 7]
-    faults = [line for line in answer.log if line.startswith("fault")]
-    for fault, text in zip(
-        faults,
-        (
-            (
-                "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory"
-                " before, in block .0, 0, 0., thread .0, 0, 0., at .*st"
-            ),
-            "8 bytes at 0x[0-9a-f]+ are misaligned",
-            "byte 0 of shared memory was never written",
-            "256 bytes from the start of shared memory, is outside of its 256",
-            "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
-            "waits for lanes of its warp",
-            "byte 0 of shared memory was never written",
-        ),
-        strict=True,
-    ):
-        assert re.search(text, fault), fault
-
-
 # ---- a header of which other projects' kernels are made ------------------------------------------
-
-MAPPED = r"""
-import ctypes, struct
-from flexops.compute_capability import ComputeCapability
-from flexops.kernels import launch as packed
-from flexops.build.plan import kernel_plan
-from flexops.build.describe import layout
-from flexops.build.load import provider
-from flexops.toolchain import libcuda
-import emulated_gpu
-SOURCE = '''
-#include "common/map_elements.cuh"
-using namespace flexops;
-__global__ void mapped(const A* a, const B* b, OUT* out, i64 count) {
-  map_elements(out, count, [](float a, float b) { return a + 2 * b; }, a, b);
-}
-'''
-libcuda.driver().enter_context(0)
-call, letters = packed.driver_call(), packed.layout("QQQq")
-generator = torch.Generator().manual_seed(0)
-names = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
-runs = 0
-for types in ((torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch.bfloat16, torch.float16)):
-    text = SOURCE
-    for word, dtype in zip(("A*", "B*", "OUT*"), types):
-        text = text.replace(word, names[dtype] + "*")
-    kernel = provider.load(kernel_plan.TextKernel("mapped", text, "mapped", layout.csrc_root()), ComputeCapability(8, 0))
-    for count in (1, 7, 8, 64, 259, 512):
-        for shift in (0, 1, 4):
-            a, b = (torch.randn(count + shift, generator=generator).to(dtype)[shift:] for dtype in types[:2])
-            whole = torch.full((count + shift + 9,), 99.0, dtype=types[2])
-            out = whole[shift : shift + count]
-            kept = packed.Buffers("QQQq", (1, 1, 1))
-            struct.pack_into(letters, kept.all[0], 0, -(-count // 128) + 1, 1, 1, 32, 1, 1, 0, 0, 0, 0, a.data_ptr(), b.data_ptr(), out.data_ptr(), count)
-            status = call(kept.all[1], ctypes.c_void_p(kernel), *kept.all[3:])
-            right = torch.equal(out, (a.float() + 2 * b.float()).to(types[2])) and bool((whole[shift + count :] == 99).all() and (whole[:shift] == 99).all())
-            runs += 1
-            if status or not right:
-                said["wrong"] = f"{types} {count} elements from {shift}: status {status}"
-said["runs"] = runs
-"""
 
 
 @pytest.mark.extra
-def test_elements_of_any_number_at_any_address_are_mapped(machine):
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(
-        Path(machine["folder"]),
-        MAPPED,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        **known,
+@pytest.mark.usefixtures("host_compiler")
+def test_elements_of_any_number_at_any_address_are_mapped():
+    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+    names = {f32: "float", bf16: "flexops::bf16", f16: "flexops::f16"}
+    kernel = flexops.kernel(
+        """
+        #include "common/map_elements.cuh"
+        template <typename A, typename B, typename T>
+        __global__ void mapped(const A* a, const B* b, T* out, int64_t n) {
+          flexops::map_elements(out, n, [](float a, float b) { return a + 2 * b; }, a, b);
+        }""",
+        "emulated::mapped(Tensor a, Tensor b, Tensor(a!) out) -> ()",
+        template={
+            "A": lambda a: names[a.dtype],
+            "B": lambda b: names[b.dtype],
+            "T": lambda out: names[out.dtype],
+        },
+        args={"n": lambda out: out.numel()},
+        block=32,
     )
-    assert answer.said == {"runs": 54}, answer.said
-    assert not [line for line in answer.log if line.startswith("fault")]
+    for types in ((f32,) * 3, (bf16,) * 3, (f32, bf16, f16)):
+        for count, shift in itertools.product((1, 7, 8, 64, 259, 512), (0, 1, 4)):
+            a, b = (torch.randn(count + shift).to(dtype)[shift:] for dtype in types[:2])
+            whole = torch.full((count + shift + 9,), 99.0, dtype=types[2])
+            out = whole[shift : shift + count]
+            emulate(kernel, a, b, out)
+            assert torch.equal(out, (a.float() + 2 * b.float()).to(types[2]))
+            assert (whole[shift + count :] == 99).all()
+            assert (whole[:shift] == 99).all()
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -410,7 +288,11 @@ torch::Tensor sums(torch::Tensor x) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gate", &gate); m.def("sums", &sums); }
 """
 CALLS = """
-import os, emulated_gpu
+import os
+from functools import partial
+from flexops.build.load import provider
+provider.compiler_for = partial(provider.compiler_for, asked="compute_80")
+provider.machine_code = lambda _: iter(())
 torch.version.cuda = torch.version.cuda or "13.0"  # a torch for CPUs compiles just as well
 module = flexops.load("people", [os.environ["FOLDER"] + "/people.cu"], device_compiler="nvrtc", extra_ldflags=["-L" + os.environ["FOLDER"]])
 for dtype in (torch.float32, torch.float64):
@@ -426,7 +308,7 @@ said["right"] = True
 @pytest.mark.slow
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_a_source_with_torchs_headers_computes_without_nvcc(machine, tmp_path, host_compiler):
+def test_a_source_with_torchs_headers_computes_without_nvcc(tmp_path, host_compiler):
     """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
     anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)
@@ -443,19 +325,20 @@ def test_a_source_with_torchs_headers_computes_without_nvcc(machine, tmp_path, h
         ],
         check=True,
     )
-    (tmp_path / "libtorch_cuda.so").symlink_to(Path(machine["folder"]) / "libtorch_cuda.so")
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    known |= {
+    stand_in_driver.build(tmp_path, host_compiler)
+    made = settings.current().cache_dir / "emulated"
+    made.mkdir(exist_ok=True)
+    ptx = str(REPOSITORY / "flexops/testing/emulator/ptx.py")
+    known = {
+        "STAND_IN_GPUS": "80",
+        "STAND_IN_SMS": "108",
+        "STAND_IN_TRANSLATOR": shlex.join([sys.executable, "-S", "-E", ptx, str(made)]),
+        "CXX": str(host_compiler.path),
         "FOLDER": str(tmp_path),
         "TORCH_CUDA_ARCH_LIST": "8.0",
         "FLEXOPS_PCH": "0",
         "FLEXOPS_CACHE_DIR": str(tmp_path / "cache"),
     }
-    answer = stand_in_driver.run(
-        Path(machine["folder"]),
-        CALLS,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        **known,
-    )
+    answer = stand_in_driver.run(tmp_path, CALLS, PYTHONPATH=str(REPOSITORY), **known)
     assert answer.said == {"right": True}, f"{answer.said}{answer.errors}"
     assert len([one for one in answer.launches if one.status == 0]) == 6

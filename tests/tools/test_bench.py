@@ -518,15 +518,8 @@ def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too():
     from flexops_tools.bench.cases import optim
 
     measured = {}
-    for case in optim._step(
-        Setup("cuda"),
-        "adam",
-        "AdamW",
-        f"AdamW, {optim.MANY} fp32 x 8",
-        1,
-        {"flexops": lambda: None},
-        "1 B",
-    ):
+    group = optim._Group(Setup("cuda"), optim.MANY, (8,))
+    for case in group.step("adam", "AdamW", 1, {"flexops": lambda: None}, "1 B"):
         measured[case.name] = list(case.contenders)
         case.contenders.clear()  # as measuring does, to free memory
     assert measured == {

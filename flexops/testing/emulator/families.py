@@ -175,24 +175,27 @@ class OnEmulator(TorchDispatchMode):
     """Operators that are called in it on tensors of the CPU compute what their CUDA kernels do.
 
     Args:
-        families: the labels of those that are emulated, such as ``mylib.scale``.
+        families: the labels of those that are emulated, such as ``mylib.scale``; without any, all
+            of them, each opened in its first call.
     """
 
     def __init__(self, *families: str) -> None:
         super().__init__()
         for family in families:
             open_library(family)
-        self._names = {
-            f"{spec.project.name}::{signature.schema.name}"
-            for spec in map(catalog.find, families)
-            for signature in spec.signatures
+        self._families = {
+            f"{spec.project.name}::{op}": spec.name
+            for spec in (map(catalog.find, families) if families else catalog.specs())
+            for op in spec.ops
         }
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.name().partition(".")[0] not in self._names:
+        family = self._families.get(func.name().partition(".")[0])
+        if family is None:
             return func(*args, **(kwargs or {}))
+        open_library(family)
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         driver().memory, driver().failed = [extent(one) for one in given], None
         try:

@@ -15,6 +15,20 @@ from flexops_tools.bench import model
 pytestmark = pytest.mark.usefixtures("transformers_models")
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_5_vl"])
+def test_models_with_experts_and_with_pictures(kind, monkeypatch):
+    monkeypatch.setattr(model, "PATCHES", 4)
+    monkeypatch.setattr(model, "VISION", {"depth": 1, "hidden_size": 32, "num_heads": 2})
+    shape = model.Shape(64, 1, 4, 2, 128, 512, 2, 24, kind)
+    tokens = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+    plain, ours = (
+        model.Contender(shape, "cpu", kind=who).step(tokens).item() for who in ("", "flexops")
+    )
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert plain > 5
+
+
 def test_times_and_losses_of_all_who_can_take_part(tmp_path):
     names = ["transformers", "flexops.patch", "Liger"]
     options = ["--device", "cpu", "--batch", "2", "--length", "16", "--budget", "0.2", "--curve",
