@@ -11,14 +11,8 @@ int splits_wanted = -1;  // tests' choice; see the end of this file
 
 template <int D, int DV, int kWarps, int N>
 constexpr Tiling<DecodeParams> tiling() {
-  using Shape = Decode<bf16, D, DV, kWarps, N>;
-  return {D,
-          DV,
-          Shape::kM,
-          N,
-          Shape::kThreads,
-          Shape::kBytes,
-          FLEXOPS_VARIANTS(decode, D, DV, kWarps, N)};  // N: keys of a warp's blocks
+  return tiling_of<Decode<bf16, D, DV, kWarps, N>, DecodeParams>(
+      D, DV, N, FLEXOPS_VARIANTS(decode, D, DV, kWarps, N));  // N: keys of a warp's blocks
 }
 constexpr Tiling<DecodeParams> kTilings[] = {tiling<64, 64, 4, 32>(), tiling<128, 128, 4, 16>(),
                                              tiling<192, 128, 2, 16>(), tiling<256, 256, 2, 16>()};

@@ -10,25 +10,13 @@ namespace {
 
 template <int D, int DV, int G, int N>
 constexpr Tiling<ForwardHopperParams> hopper_tiling() {
-  using Shape = ForwardHopper<bf16, D, DV, G, N>;
-  return {D,
-          DV,
-          Shape::kM,
-          N,
-          Shape::kThreads,
-          Shape::kBytes,
-          FLEXOPS_VARIANTS(forward_hopper, D, DV, G, N)};
+  return tiling_of<ForwardHopper<bf16, D, DV, G, N>, ForwardHopperParams>(
+      D, DV, N, FLEXOPS_VARIANTS(forward_hopper, D, DV, G, N));
 }
 template <int D, int DV, int kTiles, int N>
 constexpr Tiling<ForwardParams> tiling() {
-  using Shape = ForwardShape<bf16, D, DV, kTiles, N>;
-  return {D,
-          DV,
-          Shape::kM,
-          N,
-          Shape::kThreads,
-          Shape::kBytes,
-          FLEXOPS_VARIANTS(forward, D, DV, kTiles, N)};
+  return tiling_of<ForwardShape<bf16, D, DV, kTiles, N>, ForwardParams>(
+      D, DV, N, FLEXOPS_VARIANTS(forward, D, DV, kTiles, N));
 }
 
 const Tiling<ForwardHopperParams>& choose_hopper(const Attention& a) {

@@ -69,6 +69,11 @@ struct Tiling {
   Variants<Params> variants;
 };
 
+template <class Shape, class Params>
+constexpr Tiling<Params> tiling_of(int dim, int dim_v, int keys, const Variants<Params>& variants) {
+  return {dim, dim_v, Shape::kM, keys, Shape::kThreads, Shape::kBytes, variants};
+}
+
 /// The first of them that takes so many columns, else the last.
 template <class Params, int kCount>
 const Tiling<Params>& first_fitting(const Tiling<Params> (&tilings)[kCount], const Attention& a) {
