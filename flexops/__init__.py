@@ -206,10 +206,8 @@ def _refuse_unfit_python(version: tuple[int, ...], platform: str) -> None:
     from .errors import FlexopsError
 
     if version < (3, 10):
-        found, fix = (
-            ".".join(map(str, version[:3])),
-            "python3.12 -m venv .venv && . .venv/bin/activate",
-        )
+        found = ".".join(map(str, version[:3]))
+        fix = "python3.12 -m venv .venv && . .venv/bin/activate"
         raise ImportError(
             str(
                 FlexopsError(

@@ -160,12 +160,10 @@ class RotaryEmbedding(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.max_positions, self.base, self.interleaved = (
-            dim,
-            max_positions,
-            base,
-            interleaved,
-        )
+        self.dim = dim
+        self.max_positions = max_positions
+        self.base = base
+        self.interleaved = interleaved
         frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
         angles = torch.outer(
             torch.arange(max_positions, dtype=torch.float64, device=device), frequencies
@@ -211,13 +209,11 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.ignore_index, self.reduction, self.label_smoothing, self.z_loss, self.chunk_size = (
-            ignore_index,
-            reduction,
-            label_smoothing,
-            z_loss,
-            chunk_size,
-        )
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.chunk_size = chunk_size
 
     def forward(
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None

@@ -113,6 +113,7 @@ class Settings(NamedTuple):
         fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native
             kernel? allow, warn (default) or forbid.
         jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
+        autotune: ``FLEXOPS_AUTOTUNE``: 0 takes the first of a kernel's candidates, unmeasured.
         log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
         aot: ``FLEXOPS_AOT``: ops that an install compiles in: nothing, ``all`` or names.
         aot_dir: ``FLEXOPS_AOT_DIR``: the folder that is searched for flexops' own libraries
@@ -191,6 +192,7 @@ class Settings(NamedTuple):
     cache_remote_http: bool = False
     compile_wait: int = 60
     record: Path | None = None
+    autotune: bool = True
     image: str = ""
 
     @classmethod
@@ -209,6 +211,7 @@ class Settings(NamedTuple):
                 Fallback, _choice(environ, "FLEXOPS_FALLBACK", "warn", get_args(Fallback))
             ),
             jit=_choice(environ, "FLEXOPS_JIT", "1", ("0", "1")) == "1",
+            autotune=_choice(environ, "FLEXOPS_AUTOTUNE", "1", ("0", "1")) == "1",
             log=cast(LogLevel, _choice(environ, "FLEXOPS_LOG", "info", get_args(LogLevel))),
             aot=tuple(name for name in _words(get("FLEXOPS_AOT", "")) if name not in ("0", "none")),
             launcher=get("FLEXOPS_COMPILER_LAUNCHER") or None,

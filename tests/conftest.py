@@ -8,8 +8,11 @@ Missing, that is a skip which names the way to get it, and a failure where
 
 from __future__ import annotations
 
+import functools
+import getpass
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +38,11 @@ _CLEARED = (
 """The last two are what readline, which pytest imports, sets for child processes: pytest-xdist's
 workers are such."""
 _KEPT_PREFIX = "FLEXOPS_TEST_"
+_OF_OTHERS = re.compile(
+    r"torchelastic_|torchinductor_|pymp-|uv-|cc\w{6}\.|tmpxft_|stand-in-|flexops-builds-"
+)
+"""What stays in TMPDIR: files of torch, multiprocessing, uv and killed compilers, and where flexops
+builds if others can change its cache."""
 _missing: dict[str, str] = {}
 
 
@@ -59,6 +67,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FLEXOPS_AOT_DIR"] = os.path.join(cache, "no-aot")
     if not kept:
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    _use_own_tmpdir(config)
+
+
+def _use_own_tmpdir(config: pytest.Config) -> None:
+    """A TMPDIR for this process and its children, so that what they leave there is noticed. Files
+    that are meant to last stay where they were."""
+    usual = tempfile.gettempdir()
+    inductor = os.path.join(usual, f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="flexops-tmp-", dir=usual)
+    os.chmod(tempfile.tempdir, 0o1777)  # as any TMPDIR; some tests become other users
+    config.add_cleanup(functools.partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_in_tmpdir() -> Iterator[None]:
+    """A module fails if it leaves files in TMPDIR: its tests have ``tmp_path``, and flexops removes
+    its own."""
+    place = os.environ["TMPDIR"]
+    before = set(os.listdir(place))
+    yield
+    left = [name for name in os.listdir(place) if name not in before and not _OF_OTHERS.match(name)]
+    assert not left, f"left in {place}: {left}"
 
 
 def _is_checkout() -> bool:

@@ -472,6 +472,68 @@ def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: Hos
         assert line in said, (line, said)
 
 
+LIBRARIES = {
+    "CUB": ("#include <cub/block/block_reduce.cuh>\n#include <cuda/std/limits>", """
+      using Reduce = cub::BlockReduce<float, 256>;
+      __shared__ typename Reduce::TempStorage storage;
+      float own = cuda::std::numeric_limits<float>::lowest();
+      for (i64 i = threadIdx.x; i < n; i += 256) own = x[i] > own ? x[i] : own;
+      own = Reduce(storage).Reduce(own, [](float a, float b) { return a > b ? a : b; });
+      if (threadIdx.x == 0) *out = own;"""),
+    "CuTe": ("#include <cute/tensor.hpp>", """
+      auto from = cute::make_tensor(cute::make_gmem_ptr(x), cute::make_layout(int(n)));
+      if (threadIdx.x == 0) for (int i = *out = from(0); i < size(from); ++i)
+        if (from(i) > *out) *out = from(i);"""),
+}  # fmt: skip
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_familys_kernels_include_cudas_libraries(
+    name: str, tmp_path: Path, host_compiler: HostCompiler
+) -> None:
+    """CCCL's headers are found as for flexops.kernel; CUTLASS' are in csrc."""
+    assert host_compiler
+    headers, body = LIBRARIES[name]
+    family = tmp_path / "largest" / "csrc" / "most"
+    family.mkdir(parents=True)
+    if name == "CuTe":
+        cutlass = importlib.util.find_spec("cutlass_library")
+        assert cutlass, "pip install -r tests/requirements.txt"
+        assert cutlass.origin
+        for one in ("cute", "cutlass"):
+            (family.parent / one).symlink_to(Path(cutlass.origin).parent / "source/include" / one)
+    (tmp_path / "largest/__init__.py").write_text(
+        "from flexops import builder\n"
+        "lib = builder.Library('largest', root=__file__)\n"
+        "@lib.op('most(Tensor x) -> Tensor', family='most', dtypes={'x': 'float32'},"
+        " outputs=builder.Output('[]'))\n"
+        "def most(x): return x.max()\n"
+    )
+    kernel = "__global__ void __launch_bounds__(256) most_kernel(const float* x, i64 n, float* out)"
+    (family / "most.cuh").write_text(
+        '#pragma once\n#include "common/device.cuh"\n'
+        f"#ifdef __CUDACC__\n{headers}\n#endif\n"
+        f"namespace largest {{\nusing namespace flexops;\n{kernel};\n"
+        f"#ifdef __CUDACC__\n{kernel} {{ {body} }}\n#endif\n}}\n"
+    )
+    (family / "most_cuda.cpp").write_text(
+        '#include "common/launch.h"\n#include "most/most.cuh"\nnamespace largest {\n'
+        "const char* most_cuda(const TensorView& x, const TensorView& out, void* stream) {\n"
+        "  const LaunchConfig config{blocks(1), {256}, stream};\n"
+        "  launch(kernel<most_kernel>, config, x.as<float>(), x.numel, out.as<float>());\n"
+        "  return last_error();\n}\n}\n"
+    )
+    done = run(
+        "import sys, runpy; sys.argv[1:] = ['build', 'largest', '--arch', '9.0'];"
+        " runpy.run_module('flexops', run_name='__main__')",
+        tmp_path,
+        FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
+        FLEXOPS_AOT_DEVICES="cuda",
+    )
+    assert "largest.most-cuda compiled" in done
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_another_launcher_than_the_schema_says(package: Path, device: str) -> None:
     """Found when it is built; the text has what there is, and what there should be."""
@@ -580,6 +642,39 @@ def test_declarations_that_cannot_be(code: str, said: str) -> None:
     imports = "import mylib\nfrom flexops import builder\nfrom flexops.errors import FlexopsError\n"
     program = f"{imports}try:\n    {code}\nexcept FlexopsError as error:\n    print(error)"
     assert said in run(program, EXAMPLE)
+
+
+FORWARD = """
+import mylib, torch
+from flexops.errors import FlexopsError
+x = torch.randn(4)
+try:
+    torch.func.jvp(lambda x: mylib.scale(x, 3.0), (x,), (x,))
+except NotImplementedError as error:
+    print(error)
+
+@mylib.scale.jvp
+def _(ctx, dx, factor):
+    assert factor is None
+    return mylib.scale(dx, ctx.factor)
+
+y, dy = torch.func.jvp(lambda x: mylib.scale(x, 3.0), (x,), (x,))
+assert torch.equal(dy, 3 * x) and torch.equal(y, 3 * x)
+assert torch.equal(torch.func.jacfwd(lambda x: mylib.scale(x, 3.0))(x), 3 * torch.eye(4))
+@mylib.lib.op("plain(Tensor x) -> Tensor", family="scale")
+def plain(x): return x.clone()
+try:
+    plain.jvp(print)
+except FlexopsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.extra
+def test_a_derivative_in_forward_mode(package: Path):
+    said = run(FORWARD, package, FLEXOPS_FALLBACK="allow")
+    assert "mylib.scale has no derivative in forward mode" in said
+    assert "mylib.plain has a derivative in forward mode and no backward" in said
 
 
 def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path) -> None:
@@ -857,6 +952,23 @@ def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path)
     assert all(
         re.search(rf"with kernels of level {level}: |result {level}: ", line) for line in told
     ), done.stdout
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("x * factor", "x + factor", "AssertionError"),
+        ("out, count", "out, count + 9", "the instruction "),
+    ],
+)
+def test_the_contract_runs_kernels_for_cuda_on_the_emulator(
+    package: Path, old: str, new: str, said: str
+) -> None:
+    edit(package / "mylib/csrc/scale/scale.cuh", old, new)
+    done = contract(package, "-k", "emulator and float32", "--tb=short")
+    assert "1 failed" in done.stdout, done.stdout
+    assert said in done.stdout
 
 
 # ---- wheels --------------------------------------------------------------------------------------

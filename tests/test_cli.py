@@ -11,20 +11,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from command_line import COMMAND, parse
+from command_line import COMMAND, flexops_command, parse
 from processes import completed
-from typer.testing import CliRunner
 
 import flexops
 from flexops import errors
 from flexops.cli import main
-from flexops.cli._app import app
 from flexops.cli.commands import COMMANDS, GROUP, OF_TOOLS, OPTIONS, help_text
 from flexops.cli.examples import EXAMPLES as OWN
 from flexops.errors import FlexopsError, SettingsError
@@ -39,22 +37,24 @@ def commands(tool: Any, *before: str) -> Iterator[tuple[str, ...]]:
         yield from commands(tool.get_command(None, name), *before, name)
 
 
-def test_every_command_has_a_short_option_for_help() -> None:
+def test_every_command_has_a_short_option_for_help():
     found = list(commands(COMMAND))
     assert len(found) > 25
     for command in found:
-        short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
+        short = flexops_command(*command, "-h", catch_exceptions=True, prog_name="flexops")
         assert short.exit_code == 0, (command, short.output)
         assert (
             short.output
-            == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+            == flexops_command(
+                *command, "--help", catch_exceptions=True, prog_name="flexops"
+            ).output
         )
 
 
 EXAMPLES = OWN | tools.EXAMPLES
 
 
-def test_examples_are_understood() -> None:
+def test_examples_are_understood():
     found = [" ".join(command) for command in commands(COMMAND)]
     assert sorted(EXAMPLES) == sorted(
         one for one in found if not any(other.startswith(f"{one} ") for other in found) and one
@@ -68,7 +68,9 @@ def test_examples_are_understood() -> None:
             if line.startswith("flexops"):
                 assert line.startswith(f"flexops {name}")
                 parse(shlex.split(line)[1:])
-    shown = CliRunner().invoke(app, ["cache", "prune", "-h"], prog_name="flexops").output
+    shown = flexops_command(
+        "cache", "prune", "-h", catch_exceptions=True, prog_name="flexops"
+    ).output
     assert "Examples:" in shown
     assert "flexops cache prune --max-size 500M" in shown
 
@@ -108,7 +110,7 @@ def documented() -> Iterator[tuple[str, list[str]]]:
                 yield page.name, words[:end]
 
 
-def test_commands_in_the_documentation_are_understood() -> None:
+def test_commands_in_the_documentation_are_understood():
     found = list(documented())
     assert len(found) > 100
     for page, command in found:
@@ -125,7 +127,7 @@ def test_commands_in_the_documentation_are_understood() -> None:
                 pytest.fail(f"{page}: flexops {shlex.join(command)}: {error!r}")
 
 
-def test_exit_codes_are_documented() -> None:
+def test_exit_codes_are_documented():
     kinds = [
         kind
         for kind in vars(errors).values()
@@ -139,9 +141,7 @@ def test_exit_codes_are_documented() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_installed_and_completes(
-    shell: str, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_completion_can_be_installed_and_completes(shell, tmp_path, require):
     require(
         shutil.which(shell),
         shell,
@@ -175,7 +175,7 @@ def test_completion_can_be_installed_and_completes(
     assert "target" in told.stdout, told.stdout + told.stderr
 
 
-def test_usage_names_the_command_however_it_was_started() -> None:
+def test_usage_names_the_command_however_it_was_started():
     """Python's own options do not hide that it is the command line, which starts without torch."""
     options = ["-X", "dev", "-W", "ignore"]
     command = [sys.executable, *options, "-m", "flexops", "target", "-h"]
@@ -211,7 +211,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--help"], 0), (["-h"], 0), (["--version"], 0), ([], 2)]
 )
-def test_help_and_version_need_no_parser(arguments: list[str], code: int) -> None:
+def test_help_and_version_need_no_parser(arguments, code):
     """What takes long to import stays out, so that they answer as fast as Python starts."""
     done = started(*arguments)
     assert done.returncode == code
@@ -221,21 +221,21 @@ def test_help_and_version_need_no_parser(arguments: list[str], code: int) -> Non
     assert done.stdout.startswith(said)
 
 
-def test_a_command_imports_its_own_module_only() -> None:
+def test_a_command_imports_its_own_module_only():
     found = imported(started("new", "--help"))
     modules = {row.target.partition(":")[0] for row in COMMANDS.values()}
     assert found & modules == {"flexops.cli.new"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_table_of_commands_says_what_their_help_says(name: str) -> None:
+def test_the_table_of_commands_says_what_their_help_says(name):
     tool = COMMAND.get_command(None, name)
     first = inspect.cleandoc(tool.help).partition("\n\n")[0].replace("\n", " ")
     assert COMMANDS[name].summary == first
 
 
-def test_the_help_names_every_option_and_command() -> None:
-    said = CliRunner().invoke(app, ["--help"], prog_name="flexops").output
+def test_the_help_names_every_option_and_command():
+    said = flexops_command("--help", catch_exceptions=True, prog_name="flexops").output
     assert said.splitlines() == help_text().splitlines()
     context = COMMAND.make_context("flexops", ["doctor"])
     options = [", ".join(sorted(one.opts, key=len)) for one in COMMAND.get_params(context)]
@@ -245,7 +245,7 @@ def test_the_help_names_every_option_and_command() -> None:
     assert max(map(len, said.splitlines())) <= 100
 
 
-def test_another_distribution_adds_commands(tmp_path: Path) -> None:
+def test_another_distribution_adds_commands(tmp_path):
     """By an entry point. It cannot replace one of ours, and one that fails hides no others."""
     (tmp_path / "extra.py").write_text(
         "import typer\n"
@@ -272,12 +272,10 @@ def test_another_distribution_adds_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OF_TOOLS)
-def test_without_flexops_tools_its_commands_say_how_to_install_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flexops_tools_its_commands_say_how_to_install_it(name, monkeypatch):
     assert sorted(OF_TOOLS) == sorted(tools.COMMANDS)
     monkeypatch.setattr("flexops.cli.commands.table", lambda: COMMANDS)
-    shown = CliRunner().invoke(app, name.split())
+    shown = flexops_command(*name.split(), catch_exceptions=True)
     assert isinstance(shown.exception, SettingsError)
     assert "pip install './tools[" in shown.exception.fix
 
@@ -336,7 +334,7 @@ EXIT_CODES: dict[str, int] = {
 
 
 @pytest.mark.parametrize("line", EXIT_CODES)
-def test_an_exit_code_says_what_is_wrong(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_code_says_what_is_wrong(line, monkeypatch):
     """Of ``main`` itself, with the modules that it needs imported already."""
     monkeypatch.setattr(sys, "argv", ["flexops", *shlex.split(line)])
     monkeypatch.delenv("FLEXOPS_CACHE_REMOTE", raising=False)
@@ -345,7 +343,7 @@ def test_an_exit_code_says_what_is_wrong(line: str, monkeypatch: pytest.MonkeyPa
     assert caught.value.code == EXIT_CODES[line]
 
 
-def test_every_command_has_an_exit_code_in_the_table() -> None:
+def test_every_command_has_an_exit_code_in_the_table():
     """Those left out take no argument that can be wrong, or ask a machine for its state."""
     named = {
         words
@@ -374,7 +372,7 @@ def test_every_command_has_an_exit_code_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["FLEXOPS_FALLBACK", "MAX_JOBS", "FLEXOPS_CACHE_MAX_SIZE"])
-def test_a_setting_that_is_not_understood_is_exit_code_2(name: str) -> None:
+def test_a_setting_that_is_not_understood_is_exit_code_2(name):
     assert started("cache", "info", **{name: "nothing"}).returncode == 2
 
 
@@ -386,13 +384,11 @@ def test_a_setting_that_is_not_understood_is_exit_code_2(name: str) -> None:
         (None, True, "on a GPU"),
     ],
 )
-def test_a_profile_says_what_was_timed(
-    given: str | None, seen: bool, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_says_what_was_timed(given, seen, said, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: seen)
     monkeypatch.setattr("flexops.bench.profiling.by_torch", lambda _: [{"kernel": "k"}])
     options = ["--by", "torch", *(["--device", given] if given else [])]
-    done = CliRunner().invoke(app, ["profile", "rms_norm", *options], catch_exceptions=False)
+    done = flexops_command("profile", "rms_norm", *options)
     assert done.output.splitlines()[-1] == f"rms_norm, by torch.profiler, {said}"
-    rows = CliRunner().invoke(app, ["profile", "rms_norm", *options, "--json"]).stdout
+    rows = flexops_command("profile", "rms_norm", *options, "--json", catch_exceptions=True).stdout
     assert json.loads(rows) == [{"kernel": "k", "device": "cuda" if said == "on a GPU" else "cpu"}]

@@ -114,24 +114,12 @@ def configure(
 
 
 @pytest.mark.parametrize("installed", first_of(False, True), ids=["checkout", "installed"])
-def test_a_library_that_cmake_builds(
-    cmake: str, project: Path, host_compiler: HostCompiler, tmp_path: Path, installed: bool
-) -> None:
+def test_a_library_that_cmake_builds(cmake, project, host_compiler, tmp_path, installed):
     place, headers = REPOSITORY, REPOSITORY / "csrc"
     if installed:
         place = tmp_path / "site"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--target",
-            str(place),
-            str(REPOSITORY),
-        ]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps",
+            "--no-build-isolation", "--target", str(place), str(REPOSITORY)]  # fmt: skip
         subprocess.run(command, check=True)
         headers = place / "flexops" / "_csrc"
     done = configure(cmake, project, host_compiler, place)
@@ -159,7 +147,7 @@ MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
         (f"{MAJOR}.{MINOR}.{PATCH + 9}", False),
     ],
 )
-def test_versions_that_go_with_this_one(cmake: str, project: Path, asked: str, found: bool) -> None:
+def test_versions_that_go_with_this_one(cmake, project, asked, found):
     lists = project / "CMakeLists.txt"
     lists.write_text(f"cmake_minimum_required(VERSION 3.18)\nproject(mine LANGUAGES NONE)\nfind_package(flexops {asked} CONFIG)\n"
                      'message(STATUS "found=${flexops_FOUND}")\n')  # fmt: skip
@@ -168,7 +156,7 @@ def test_versions_that_go_with_this_one(cmake: str, project: Path, asked: str, f
     assert f"found={int(found)}" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_flags_are_the_builders() -> None:
+def test_the_flags_are_the_builders():
     text = (layout.cmake_root() / "flexops-config.cmake").read_text()
     for level, flags in plan.ISA_FLAGS.items():
         assert f"set(flexops_ISA_FLAGS_{level} {' '.join(flags) or chr(34) * 2})" in text

@@ -61,27 +61,15 @@ CUDA_13 = [
         ("native", "8.6;9.0"),
     ],
 )
-def test_what_a_list_means(text: str, expected: str) -> None:
+def test_what_a_list_means(text, expected):
     native = lambda: [ComputeCapability(9, 0), ComputeCapability(8, 6)]  # noqa: E731
     assert format_arch_list(parse_arch_list(text, native=native, supported=CUDA_13)) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9",
-        "sm_9",
-        "9.0b",
-        "9.0+PTXX",
-        "Hoper",
-        "sm_90x",
-        "9.0.1",
-        "compute",
-        "+PTX",
-        "hopper+tegra+ptx2",
-    ],
-)
-def test_an_unknown_piece_is_named(text: str) -> None:
+@pytest.mark.parametrize("text",
+    ["9", "sm_9", "9.0b", "9.0+PTXX", "Hoper", "sm_90x", "9.0.1", "compute", "+PTX",
+     "hopper+tegra+ptx2"])  # fmt: skip
+def test_an_unknown_piece_is_named(text):
     with pytest.raises(ArchitectureError) as caught:
         parse_arch_list(f"8.0;{text}")
     assert repr(text) in str(caught.value)
@@ -90,12 +78,12 @@ def test_an_unknown_piece_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", ";", ", ;"])
-def test_an_empty_list_is_an_error(text: str) -> None:
+def test_an_empty_list_is_an_error(text):
     with pytest.raises(ArchitectureError, match="empty"):
         parse_arch_list(text)
 
 
-def test_words_that_need_something_say_what() -> None:
+def test_words_that_need_something_say_what():
     with pytest.raises(ArchitectureError, match="no GPU was found"):
         parse_arch_list("native")
     with pytest.raises(ArchitectureError, match="no GPU was found"):
@@ -104,7 +92,7 @@ def test_words_that_need_something_say_what() -> None:
         parse_arch_list("all")
 
 
-def test_native_is_asked_only_when_the_list_says_so() -> None:
+def test_native_is_asked_only_when_the_list_says_so():
     def never() -> list[ComputeCapability]:
         raise AssertionError("asked")
 
@@ -122,19 +110,19 @@ architectures = st.builds(
 
 
 @given(st.lists(architectures, min_size=1, unique_by=lambda one: one.capability))
-def test_format_and_parse_are_inverse(wanted: list[Architecture]) -> None:
+def test_format_and_parse_are_inverse(wanted):
     assert parse_arch_list(format_arch_list(wanted)) == tuple(sorted(wanted))
 
 
 @given(capabilities)
-def test_every_spelling_of_a_capability_parses(capability: ComputeCapability) -> None:
+def test_every_spelling_of_a_capability_parses(capability):
     assert {
         ComputeCapability.parse(text)
         for text in (str(capability), capability.sm, capability.compute)
     } == {capability}
 
 
-def test_order_is_by_number_not_by_text() -> None:
+def test_order_is_by_number_not_by_text():
     assert ComputeCapability(9, 0) < ComputeCapability(10, 0)
     assert [str(one) for one in sorted(CUDA_13)] == [
         "7.5",
@@ -150,7 +138,7 @@ def test_order_is_by_number_not_by_text() -> None:
     ]
 
 
-def test_gencodes() -> None:
+def test_gencodes():
     assert gencodes(parse_arch_list("8.0;9.0a+PTX;compute_100")) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
@@ -184,7 +172,7 @@ def test_gencodes() -> None:
         ([], "9.0", False),
     ],
 )
-def test_what_runs_on_what(compiled: list[str], device: str, runs: bool) -> None:
+def test_what_runs_on_what(compiled, device, runs):
     assert runs_on(compiled, ComputeCapability.parse(device)) is runs
     assert (
         runs_on(
@@ -195,6 +183,6 @@ def test_what_runs_on_what(compiled: list[str], device: str, runs: bool) -> None
     )
 
 
-def test_code_for_amds_gpus_runs_on_none_of_these() -> None:
+def test_code_for_amds_gpus_runs_on_none_of_these():
     assert runs_on(["gfx90a", "9.0"], ComputeCapability.parse("9.0"))
     assert not runs_on(["gfx90a"], ComputeCapability.parse("9.0"))

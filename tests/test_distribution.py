@@ -4,7 +4,6 @@ send people there."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,11 +45,11 @@ def sent_there(text: str) -> list[str]:
         ("`RUN pip install x` adds to flexops", False),
     ],
 )
-def test_what_is_forbidden(text: str, forbidden: bool) -> None:
+def test_what_is_forbidden(text, forbidden):
     assert bool(sent_there(text.format("flexops"))) == forbidden
 
 
-def test_no_text_names_the_other_projects_distribution(require: Callable[..., None]) -> None:
+def test_no_text_names_the_other_projects_distribution(require):
     listed = completed(["git", "ls-files", "-z"], cwd=ROOT, code=None)
     require(
         listed.returncode == 0,
@@ -73,7 +72,7 @@ def test_no_text_names_the_other_projects_distribution(require: Callable[..., No
     assert found == []
 
 
-def test_the_name_is_the_one_that_is_packaged() -> None:
+def test_the_name_is_the_one_that_is_packaged():
     project = _toml.load(ROOT / "pyproject.toml")["project"]
     assert project["name"] == distribution.NAME
     assert project["scripts"] == {"flexops": "flexops.cli:main"}
@@ -90,9 +89,7 @@ def install(site: Path, version: str, author: str) -> None:
     )
 
 
-def test_the_other_project_is_seen_where_it_is_installed_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_project_is_seen_where_it_is_installed_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert distribution.namesake() == ""
     # ours, from before it was called flexops-torch

@@ -45,7 +45,7 @@ def bare_python(tmp_path: Path) -> str:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_a_machine_that_works(cache_dir: Path) -> None:
+def test_a_machine_that_works(cache_dir):
     status, document = doctor("--target", "cpu")
     assert (status, document["target"]) == (0, "cpu"), document
     trial = finding(document, "build-cpu")
@@ -61,7 +61,7 @@ def test_a_machine_that_works(cache_dir: Path) -> None:
     assert not list((cache_dir / ".tmp").glob("doctor-*"))  # it tidies up
 
 
-def test_without_torch_everything_else_is_reported(bare_python: str, tmp_path: Path) -> None:
+def test_without_torch_everything_else_is_reported(bare_python, tmp_path):
     status, document = doctor(python=bare_python, FLEXOPS_CACHE_DIR=str(tmp_path / "cache"))
     assert (status, document["status"], document["ops"]) == (1, "fail", [])
     torch = finding(document, "torch")
@@ -71,7 +71,7 @@ def test_without_torch_everything_else_is_reported(bare_python: str, tmp_path: P
     assert "torch cannot be imported" in finding(document, "build-cpu")["found"]
 
 
-def test_text_without_torch_and_rich(bare_python: str, tmp_path: Path) -> None:
+def test_text_without_torch_and_rich(bare_python, tmp_path):
     environment = {
         "PYTHONPATH": HOME,
         "PATH": os.environ["PATH"],
@@ -84,7 +84,7 @@ def test_text_without_torch_and_rich(bare_python: str, tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_a_torch_that_crashes_on_import(bare_python: str, tmp_path: Path) -> None:
+def test_a_torch_that_crashes_on_import(bare_python, tmp_path):
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text(
         "import os; os.kill(os.getpid(), 11)"
@@ -98,7 +98,7 @@ def test_a_torch_that_crashes_on_import(bare_python: str, tmp_path: Path) -> Non
     assert "SIGSEGV" in finding(document, "torch")["found"]
 
 
-def test_no_compiler_and_no_libraries(tmp_path: Path) -> None:
+def test_no_compiler_and_no_libraries(tmp_path):
     status, document = doctor(PATH=str(tmp_path), FLEXOPS_CACHE_DIR=str(tmp_path / "cache"), CXX="")
     compiler = finding(document, "host-compiler")
     assert (status, compiler["status"]) == (1, "fail")
@@ -109,7 +109,7 @@ def test_no_compiler_and_no_libraries(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path):
     """It answers when it is asked for its version, and has no memory when it compiles."""
     fake = tmp_path / "bin" / "g++"
     fake.parent.mkdir()
@@ -128,7 +128,7 @@ def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path: Path) -
 
 
 @pytest.mark.extra
-def test_a_setting_that_is_not_understood(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_understood(tmp_path):
     status, document = doctor(
         FLEXOPS_FALLBACK="perhaps", FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "cache")
     )
@@ -137,7 +137,7 @@ def test_a_setting_that_is_not_understood(tmp_path: Path) -> None:
     assert finding(document, "platform")["status"] == "ok"
 
 
-def test_an_unknown_target(bare_python: str, tmp_path: Path) -> None:
+def test_an_unknown_target(bare_python, tmp_path):
     status, document = doctor(
         "--target", "cu999", python=bare_python, FLEXOPS_CACHE_DIR=str(tmp_path / "cache")
     )

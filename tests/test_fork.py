@@ -10,21 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from builds import child_environment, copy_csrc, start_child, watched_compiler
 from marks import first_of
 
-from flexops.toolchain.model import HostCompiler
-
 SECONDS = 60.0
 
 
 @pytest.mark.parametrize("how", first_of("os.fork", "starting", "process", "dataloader", "orphan"))
-def test_a_child_forked_while_a_thread_compiles_gets_the_operator(
-    tmp_path: Path, host_compiler: HostCompiler, how: str
-) -> None:
+def test_a_child_forked_while_a_thread_compiles_gets_the_operator(tmp_path, host_compiler, how):
     watched = tmp_path / "watched"
     compiler = watched_compiler(watched, str(host_compiler.path))
     (watched / "hang-compile").touch()
@@ -76,7 +71,7 @@ sys.exit(code)
 """
 
 
-def test_a_child_forked_while_a_thread_reads_a_familys_files() -> None:
+def test_a_child_forked_while_a_thread_reads_a_familys_files():
     """Its own families' files it can read: functools.cached_property has one lock for all of them
     before Python 3.12."""
     process = subprocess.Popen(

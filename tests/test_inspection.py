@@ -34,13 +34,11 @@ HOPPER = ComputeCapability(9, 0)
         (HOPPER, 32, 0, 0, None),
     ],
 )
-def test_occupancy(
-    capability: ComputeCapability, registers: int, shared: int, threads: int, expected: float | None
-) -> None:
+def test_occupancy(capability, registers, shared, threads, expected):
     assert occupancy(capability, registers, shared, threads) == expected
 
 
-def test_instructions_by_kind() -> None:
+def test_instructions_by_kind():
     ptx = """
 .visible .entry scale(.param .u64 a)
 {
@@ -95,7 +93,7 @@ def measured(tmp_path: Path, kernel: str, **resources: int) -> Measured:
         *(({"spill_stores": 4}, True), ({"stack": 8}, True), ({"shared": 16}, True)),
     ],
 )
-def test_what_is_worse(tmp_path: Path, now: dict[str, int], worse: bool) -> None:
+def test_what_is_worse(tmp_path, now, worse):
     known = baseline.of([measured(tmp_path, "mine::scale<float>")])
     (change,) = baseline.compare(known, [measured(tmp_path, "mine::scale<float>", **now)])
     assert change.worse == worse
@@ -103,7 +101,7 @@ def test_what_is_worse(tmp_path: Path, now: dict[str, int], worse: bool) -> None
     assert baseline.compare(known, [measured(tmp_path, "mine::scale<float>")]) == []
 
 
-def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_path: Path) -> None:
+def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_path):
     file = tmp_path / "baseline.json"
     baseline.write(
         file,
@@ -133,7 +131,7 @@ def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_pat
         baseline.read(tmp_path / "none.json")
 
 
-def test_a_report_names_what_spills(tmp_path: Path) -> None:
+def test_a_report_names_what_spills(tmp_path):
     text = proving.report(
         [
             measured(tmp_path, "mine::scale"),
@@ -150,12 +148,12 @@ def test_a_report_names_what_spills(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code", [b"", b"PTX", b"\x7fELF\x02" + b"\0" * 10, b"\x7fELF\x02" + b"\xff" * 100]
 )
-def test_what_is_no_cubin_is_rejected(code: bytes) -> None:
+def test_what_is_no_cubin_is_rejected(code):
     with pytest.raises(ValueError):
         cubin.most_threads(code, "kernel")
 
 
-def test_the_baseline_is_committed_for_the_tests_compilers() -> None:
+def test_the_baseline_is_committed_for_the_tests_compilers():
     known = baseline.read(Path(__file__).parents[1] / baseline.FILE)
     assert {
         f"NVRTC {version} sm_{sm}" for version in ("12.1", "13.0") for sm in (80, 86, 89, 90)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
+from command_line import flexops_command
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from flexops import settings
 from flexops.build.store import remote
@@ -55,7 +55,7 @@ def _fresh() -> Iterator[None]:
 @example(scheme="https", password="hun?ter2")
 @example(scheme="https", password="hun#ter2")
 @example(scheme="https", password="hun@ter2/")
-def test_no_setting_and_no_error_of_one_shows_a_password(scheme: str, password: str) -> None:
+def test_no_setting_and_no_error_of_one_shows_a_password(scheme, password):
     for url in (f"{scheme}://me:{password}@localhost/x", f"{scheme}://localhost/x?sig={password}"):
         assert not shows(redacted(url))
         assert not shows(said_of(url))
@@ -64,7 +64,7 @@ def test_no_setting_and_no_error_of_one_shows_a_password(scheme: str, password: 
 @QUICK
 @given(password=PASSWORDS, form=st.sampled_from(["{}", "GET https://h/{}/x failed", "a{}b"]))
 @example(password="hun/ter2", form="error for url (https://me:{}@host/x)")
-def test_no_message_of_a_client_shows_what_a_variable_holds(password: str, form: str) -> None:
+def test_no_message_of_a_client_shows_what_a_variable_holds(password, form):
     url = f"https://me:{quote(password, safe='')}@host/x"
     for variables in ({"FLEXOPS_CACHE_REMOTE": url}, {"AWS_SECRET_ACCESS_KEY": password}):
         for spelling in (password, quote(password, safe="")):
@@ -76,10 +76,9 @@ def test_no_message_of_a_client_shows_what_a_variable_holds(password: str, form:
     "command", ["cache info", "cache remote list", "warm --record {}", "new a"]
 )
 def test_no_command_shows_a_password(
-    password: str, command: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    from flexops.cli._app import app
+    password, command, tmp_path, monkeypatch,
+    caplog
+):  # fmt: skip
 
     monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"https://me:{password}@localhost:1/x")
     monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_TIMEOUT", "0.2")
@@ -87,11 +86,11 @@ def test_no_command_shows_a_password(
     monkeypatch.chdir(str(tmp_path))
     settings.current.cache_clear()
     with caplog.at_level(logging.DEBUG):
-        done = CliRunner().invoke(app, command.format(tmp_path).split())
+        done = flexops_command(*command.format(tmp_path).split(), catch_exceptions=True)
     assert not shows(f"{done.output} {done.exception} {caplog.text}")
 
 
-def test_doctor_s_finding_shows_no_password() -> None:
+def test_doctor_s_finding_shows_no_password():
     from flexops.doctor.checks import machine as checks
     from flexops.doctor.probes import machine as probes
 
@@ -102,22 +101,22 @@ def test_doctor_s_finding_shows_no_password() -> None:
         assert not shows(str(findings))
 
 
-def test_paths_of_keys_are_no_secrets() -> None:
+def test_paths_of_keys_are_no_secrets():
     variables = {"FLEXOPS_CACHE_SIGNING_KEY": "/keys/mine", "AWS_CONFIG_FILE": "/a/b"}
     assert scrubbed("/keys/mine and /a/b", variables) == "/keys/mine and /a/b"
 
 
 @pytest.mark.parametrize("url", ["https://index.example/simple", "git@host:a/b", ""])
-def test_a_url_without_credentials_is_whole(url: str) -> None:
+def test_a_url_without_credentials_is_whole(url):
     assert split_credentials(url) == (url, "")
 
 
-def test_credentials_are_split_off() -> None:
+def test_credentials_are_split_off():
     found = split_credentials("https://me:s3cret@index.example:8443/simple")
     assert found == ("https://index.example:8443/simple", "me:s3cret")
 
 
-def test_a_password_that_cannot_be_split_off_is_an_error_without_it() -> None:
+def test_a_password_that_cannot_be_split_off_is_an_error_without_it():
     with pytest.raises(FlexopsError, match="percent-encode") as caught:
         split_credentials("https://me:s3/cret@index.example/simple")
     assert "cret" not in str(caught.value)

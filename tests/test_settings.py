@@ -17,7 +17,7 @@ def read(**environ: str) -> Settings:
     return Settings.from_environ(environ)
 
 
-def test_defaults() -> None:
+def test_defaults():
     settings = read(HOME="/home/me")
     assert (settings.fallback, settings.jit, settings.log, settings.aot) == (
         "warn",
@@ -40,7 +40,7 @@ def test_defaults() -> None:
         ({"FLEXOPS_CACHE_DIR": "here"}, str(Path.cwd() / "here")),
     ],
 )
-def test_cache_dir(environ: dict[str, str], expected: str) -> None:
+def test_cache_dir(environ, expected):
     assert str(Settings.from_environ(environ).cache_dir) == expected
 
 
@@ -56,7 +56,7 @@ def test_cache_dir(environ: dict[str, str], expected: str) -> None:
         ("0", 0),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_size("X", text) == size
     assert read(FLEXOPS_CACHE_MAX_SIZE=text).cache_max_bytes == size
 
@@ -87,7 +87,7 @@ def test_sizes(text: str, size: int) -> None:
         ("VIRTUAL_ENV", "~nobody-of-that-name"),
     ],
 )
-def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
+def test_a_wrong_value_names_its_variable(name, value):
     with pytest.raises(SettingsError) as caught:
         Settings.from_environ({name: value})
     assert name in str(caught.value)
@@ -106,11 +106,11 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
         ("adam; quant", ("adam", "quant")),
     ],
 )
-def test_aot_names(text: str, names: tuple[str, ...]) -> None:
+def test_aot_names(text, names):
     assert read(FLEXOPS_AOT=text).aot == names
 
 
-def test_a_folder_of_libraries_compiled_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_libraries_compiled_ahead_of_time(monkeypatch):
     assert read().aot_dir is None
     monkeypatch.delenv("FLEXOPS_AOT_DIR")
     current.cache_clear()
@@ -122,7 +122,7 @@ def test_a_folder_of_libraries_compiled_ahead_of_time(monkeypatch: pytest.Monkey
     current.cache_clear()
 
 
-def test_familiar_variables_keep_their_meaning() -> None:
+def test_familiar_variables_keep_their_meaning():
     settings = read(
         TORCH_CUDA_ARCH_LIST=" 8.9;9.0 ",
         MAX_JOBS="3",
@@ -141,7 +141,7 @@ def test_familiar_variables_keep_their_meaning() -> None:
     assert read(TORCH_CUDA_ARCH_LIST="  ").arch_list is None
 
 
-def test_what_compilers_read_by_themselves_is_kept() -> None:
+def test_what_compilers_read_by_themselves_is_kept():
     environ = {
         "CPATH": "/a",
         "NVCC_APPEND_FLAGS": "-lineinfo",
@@ -155,12 +155,12 @@ def test_what_compilers_read_by_themselves_is_kept() -> None:
     assert Settings.from_environ({}).compiler_environment == ()
 
 
-def test_a_time_limit_for_compilers() -> None:
+def test_a_time_limit_for_compilers():
     assert Settings.from_environ({}).compile_timeout > 600
     assert Settings.from_environ({"FLEXOPS_COMPILE_TIMEOUT": "0"}).compile_timeout == 0
 
 
-def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home(monkeypatch):
     """A container's user id without a name: the cache is the user's own all the same."""
 
     def unknown(_: int) -> object:
@@ -171,9 +171,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(TMPDIR="/scratch").cache_dir == Path(f"/scratch/flexops-{os.getuid()}")
 
 
-def test_a_relative_path_where_the_working_directory_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_where_the_working_directory_is_gone(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -185,7 +183,7 @@ def test_a_relative_path_where_the_working_directory_is_gone(
 
 
 @pytest.mark.parametrize("text", ["~nouser\0", "/cache\0", "~\ud800", "/cache/\ud800"])
-def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
+def test_a_path_that_no_file_system_could_spell_is_said(text):
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_DIR is no path"):
         Settings.from_environ({"FLEXOPS_CACHE_DIR": text})
 
@@ -203,7 +201,7 @@ def test_a_path_that_no_file_system_could_spell_is_said(text: str) -> None:
         "http://[::1]/x",
     ],
 )
-def test_remote_caches(url: str) -> None:
+def test_remote_caches(url):
     assert read(FLEXOPS_CACHE_REMOTE=url).cache_remote.reveal() == url
 
 
@@ -218,24 +216,24 @@ def test_remote_caches(url: str) -> None:
         "http://localhost.evil.example/hunter2",
     ],
 )
-def test_what_is_no_remote_cache_is_rejected_and_its_secrets_are_not_shown(url: str) -> None:
+def test_what_is_no_remote_cache_is_rejected_and_its_secrets_are_not_shown(url):
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:
         read(FLEXOPS_CACHE_REMOTE=url)
     assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 10.0), ("0.5", 0.5), ("20", 20.0)])
-def test_seconds(text: str, seconds: float) -> None:
+def test_seconds(text, seconds):
     assert read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text).cache_remote_timeout == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1e3", "nan", "soon", "1."])
-def test_no_seconds(text: str) -> None:
+def test_no_seconds(text):
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE_TIMEOUT"):
         read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text)
 
 
-def test_http_to_another_machine_is_allowed_by_a_setting_of_its_own() -> None:
+def test_http_to_another_machine_is_allowed_by_a_setting_of_its_own():
     url = "http://store.example:9000/x"
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:
         read(FLEXOPS_CACHE_REMOTE=url)

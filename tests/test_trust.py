@@ -123,7 +123,7 @@ def loose(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o770])
-def test_a_root_that_others_may_write_to(place: Path, plan: BuildPlan, mode: int) -> None:
+def test_a_root_that_others_may_write_to(place, plan, mode):
     """A user who may add entries may add code; that of a group counts as well, unless
     FLEXOPS_CACHE_SHARED says that it is trusted."""
     root = home_of(VICTIM, place) / "cache"
@@ -143,9 +143,7 @@ def test_a_root_that_others_may_write_to(place: Path, plan: BuildPlan, mode: int
     assert BuildCache(root, shared=True).problem() == ""
 
 
-def test_entries_that_another_user_left_while_the_root_was_open(
-    place: Path, plan: BuildPlan
-) -> None:
+def test_entries_that_another_user_left_while_the_root_was_open(place, plan):
     """The root was made under umask 000, another user's entry came in, and then the owner closed
     the root: it stays rejected, and a build fixes it."""
     root = home_of(VICTIM, place) / "cache"
@@ -179,9 +177,7 @@ def publish_loosely(root: Path, plan: BuildPlan, content: str) -> str:
 
 @pytest.mark.parametrize("which", ["name", "entry", "library", "manifest", "headers"])
 @pytest.mark.parametrize("how", ["0777", "another user's"])
-def test_one_part_that_another_user_could_change(
-    place: Path, plan: BuildPlan, which: str, how: str
-) -> None:
+def test_one_part_that_another_user_could_change(place, plan, which, how):
     root = home_of(VICTIM, place) / "cache"
     entry = Path(as_user(VICTIM, lambda: publish(root, plan, "mine")))
     manifest = read_manifest(entry)
@@ -205,9 +201,7 @@ def test_one_part_that_another_user_could_change(
     ]
 
 
-def test_who_could_put_another_directory_in_the_cache_s_place(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_could_put_another_directory_in_the_cache_s_place(place, monkeypatch):
     home = home_of(VICTIM, place)
     (home / "open" / "cache").mkdir(parents=True)
     for path in (home / "open", home / "open" / "cache"):
@@ -242,7 +236,7 @@ def test_who_could_put_another_directory_in_the_cache_s_place(
     assert f"{home}/link belongs to user id {ATTACKER}" in problem("link/cache")
 
 
-def test_a_build_directory_that_others_can_write_to(place: Path, plan: BuildPlan) -> None:
+def test_a_build_directory_that_others_can_write_to(place, plan):
     """``flexops.load(build_directory=...)`` loads its copy: it must be the one that it made."""
     home = home_of(VICTIM, place)
     theirs, mine = home / "theirs", home / "mine"
@@ -274,7 +268,7 @@ def test_a_build_directory_that_others_can_write_to(place: Path, plan: BuildPlan
     assert as_user(VICTIM, lambda: installed(theirs, shared=True)) == "mine"
 
 
-def test_links_in_circles_end(tmp_path: Path) -> None:
+def test_links_in_circles_end(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="symbolic links"):
@@ -283,7 +277,7 @@ def test_links_in_circles_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["publish", "import"])
-def test_what_is_stored_under_umask_000_is_closed(tmp_path: Path, how: str) -> None:
+def test_what_is_stored_under_umask_000_is_closed(tmp_path, how):
     plan = tiny_plan(tmp_path / "tiny")
     archive = tmp_path / "cache.tar.gz"
     made_up_entry(BuildCache(tmp_path / "first"), plan)
@@ -305,9 +299,7 @@ def test_what_is_stored_under_umask_000_is_closed(tmp_path: Path, how: str) -> N
     assert BuildCache(root).lookup(plan)
 
 
-def test_a_name_that_was_open_is_put_aside_where_something_is_published(
-    place: Path, plan: BuildPlan
-) -> None:
+def test_a_name_that_was_open_is_put_aside_where_something_is_published(place, plan):
     """A failed build under umask 000 left one, and the next build of that name could not be
     stored."""
     root = home_of(VICTIM, place) / "cache"
@@ -321,7 +313,7 @@ def test_a_name_that_was_open_is_put_aside_where_something_is_published(
     }
 
 
-def test_a_team_s_cache_serves_and_takes_from_all_of_them(place: Path, plan: BuildPlan) -> None:
+def test_a_team_s_cache_serves_and_takes_from_all_of_them(place, plan):
     root = place / "team"
     root.mkdir()
     os.chown(root, 0, 100)
@@ -368,7 +360,7 @@ def builder(root: Path, keys: Path, key: str = "team") -> BuildCache:
     return BuildCache(root, signing_key=keys / key)
 
 
-def test_only_what_a_trusted_key_signed_is_opened(tmp_path: Path, keys: Path) -> None:
+def test_only_what_a_trusted_key_signed_is_opened(tmp_path, keys):
     plan, root = tiny_plan(tmp_path / "tiny"), tmp_path / "cache"
     unsigned = made_up_entry(BuildCache(root), plan, header="1")
     foreign = made_up_entry(builder(root, keys, "other"), plan, header="2")
@@ -387,7 +379,7 @@ def test_only_what_a_trusted_key_signed_is_opened(tmp_path: Path, keys: Path) ->
 @pytest.mark.parametrize(
     "what", ["library", "library and manifest", "signature", "nonsense for a signature"]
 )
-def test_what_changed_after_it_was_signed(tmp_path: Path, keys: Path, what: str) -> None:
+def test_what_changed_after_it_was_signed(tmp_path, keys, what):
     plan = tiny_plan(tmp_path / "tiny")
     entry = made_up_entry(builder(tmp_path / "cache", keys), plan)
     other = made_up_entry(BuildCache(tmp_path / "other"), plan, b"evil!!!")
@@ -402,7 +394,7 @@ def test_what_changed_after_it_was_signed(tmp_path: Path, keys: Path, what: str)
     assert reader(tmp_path / "cache", keys).lookup(plan) is None
 
 
-def test_keys_that_are_not_there_are_said(tmp_path: Path, keys: Path) -> None:
+def test_keys_that_are_not_there_are_said(tmp_path, keys):
     plan = tiny_plan(tmp_path / "tiny")
     made_up_entry(builder(tmp_path / "cache", keys), plan)
     cache = BuildCache(tmp_path / "cache", trusted_keys=keys / "absent")
@@ -412,7 +404,7 @@ def test_keys_that_are_not_there_are_said(tmp_path: Path, keys: Path) -> None:
     assert "no file that can be read" in str(refusal)
 
 
-def test_nothing_is_built_that_could_not_be_opened(tmp_path: Path, keys: Path) -> None:
+def test_nothing_is_built_that_could_not_be_opened(tmp_path, keys):
     plan = tiny_plan(tmp_path / "tiny")
     with pytest.raises(CacheError, match="would not be signed") as caught:
         reader(tmp_path / "cache", keys).require_writable()
@@ -428,7 +420,7 @@ def test_nothing_is_built_that_could_not_be_opened(tmp_path: Path, keys: Path) -
 
 
 @pytest.mark.parametrize("key", ["absent", "locked"])
-def test_a_key_that_cannot_sign_is_said(tmp_path: Path, keys: Path, key: str) -> None:
+def test_a_key_that_cannot_sign_is_said(tmp_path, keys, key):
     if key == "locked" and not (keys / key).exists():
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "passphrase", "-f", str(keys / key)],
@@ -440,7 +432,7 @@ def test_a_key_that_cannot_sign_is_said(tmp_path: Path, keys: Path, key: str) ->
     assert caught.value.fix
 
 
-def test_a_signature_replaces_an_entry_without_one(tmp_path: Path, keys: Path) -> None:
+def test_a_signature_replaces_an_entry_without_one(tmp_path, keys):
     plan, root = tiny_plan(tmp_path / "tiny"), tmp_path / "cache"
     made_up_entry(BuildCache(root), plan, b"whose?")
     cache = reader(root, keys, signing_key=keys / "team")
@@ -448,9 +440,7 @@ def test_a_signature_replaces_an_entry_without_one(tmp_path: Path, keys: Path) -
     assert cache.lookup(plan)
 
 
-def test_signed_entries_of_a_shared_cache_are_opened_where_no_other_user_can_write(
-    tmp_path: Path, keys: Path
-) -> None:
+def test_signed_entries_of_a_shared_cache_are_opened_where_no_other_user_can_write(tmp_path, keys):
     """What others may still swap after it was verified is not what is opened."""
     plan, root = tiny_plan(tmp_path / "tiny"), tmp_path / "team"
     root.mkdir()
@@ -470,7 +460,7 @@ def test_signed_entries_of_a_shared_cache_are_opened_where_no_other_user_can_wri
     assert not list((tmp_path / "own").glob("copies/tiny-cpu/*"))
 
 
-def test_signatures_travel_in_archives(tmp_path: Path, keys: Path) -> None:
+def test_signatures_travel_in_archives(tmp_path, keys):
     plan = tiny_plan(tmp_path / "tiny")
     made_up_entry(builder(tmp_path / "first", keys), plan)
     cache_archive.export(BuildCache(tmp_path / "first"), tmp_path / "signed.tar.gz")
@@ -513,8 +503,8 @@ def swap(root: Path, forged: bytes) -> int:
 
 @pytest.mark.parametrize("mode", [0o2775, 0o777, 0o1777, 0o2777])
 def test_no_member_of_a_shared_cache_can_swap_what_is_built_and_signed(
-    place: Path, keys: Path, mode: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    place, keys, mode, monkeypatch
+):
     """The private folder was below the shared root, where any member could rename it."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delenv("TMPDIR", raising=False)
@@ -547,7 +537,7 @@ def test_no_member_of_a_shared_cache_can_swap_what_is_built_and_signed(
     assert mode & 0o2000 == 0 or entry.stat().st_gid == 100, "the group that the root hands down"
 
 
-def test_what_another_user_could_have_changed_is_not_signed(place: Path, keys: Path) -> None:
+def test_what_another_user_could_have_changed_is_not_signed(place, keys):
     folder = place / "open" / "built"
     folder.mkdir(parents=True)
     (folder / "tiny.so").write_bytes(b"library")
@@ -559,9 +549,7 @@ def test_what_another_user_could_have_changed_is_not_signed(place: Path, keys: P
     assert "can be written by everybody" in caught.value.found
 
 
-def test_no_place_that_only_the_builder_can_change_is_said(
-    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_place_that_only_the_builder_can_change_is_said(place, plan, monkeypatch):
     (place / "open").mkdir()
     (place / "open").chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(place / "open"))
@@ -572,9 +560,7 @@ def test_no_place_that_only_the_builder_can_change_is_said(
     made_up_entry(BuildCache(place / "own"), plan)  # builds of one's own cache are in it
 
 
-def test_a_place_of_that_name_that_another_user_made_is_not_built_in(
-    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_of_that_name_that_another_user_made_is_not_built_in(place, plan, monkeypatch):
     (place / "tmp").mkdir()
     (place / "tmp").chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(place / "tmp"))
@@ -584,7 +570,7 @@ def test_a_place_of_that_name_that_another_user_made_is_not_built_in(
         as_user(VICTIM, lambda: str(made_up_entry(BuildCache(root, shared=True), plan).directory))
 
 
-def test_a_workshop_that_another_user_left_is_put_aside(place: Path, plan: BuildPlan) -> None:
+def test_a_workshop_that_another_user_left_is_put_aside(place, plan):
     """Made while the root was open; root, who may write anywhere, built in it."""
     root = place / "cache"
     (root / "theirs").mkdir(parents=True)
@@ -598,9 +584,7 @@ def test_a_workshop_that_another_user_left_is_put_aside(place: Path, plan: Build
         assert path.lstat().st_uid == 0
 
 
-def test_what_is_signed_is_not_linked_from_objects_of_another_member(
-    place: Path, keys: Path
-) -> None:
+def test_what_is_signed_is_not_linked_from_objects_of_another_member(place, keys):
     """Objects are kept in the shared cache: a forged one would be linked and signed."""
     root = team_root(place, 0o777)
     plan = tiny_plan(place / "tiny", keep_objects=True)
@@ -632,9 +616,7 @@ def test_what_is_signed_is_not_linked_from_objects_of_another_member(
     assert answer(build_plans([plan], trusting)[0].require().library) == 42
 
 
-def test_a_list_of_headers_is_not_written_through_a_link(
-    place: Path, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_headers_is_not_written_through_a_link(place, plan, monkeypatch):
     """A member put a link in the place of the temporary file: what it led to was overwritten."""
     precious = place / "precious"
     precious.write_text("mine")
@@ -674,9 +656,7 @@ ADDED = {"train.py": b"evil", "sitecustomize.py": b"evil", "Makefile": b"evil"}
 
 
 @pytest.mark.parametrize("way", ["import", "remote", "verified copy"])
-def test_a_signed_entry_with_added_files_brings_none_of_them(
-    tmp_path: Path, keys: Path, way: str
-) -> None:
+def test_a_signed_entry_with_added_files_brings_none_of_them(tmp_path, keys, way):
     """The signature covers the manifest and the library, and nothing that is beside them."""
     plan, user = tiny_plan(tmp_path / "tiny"), tmp_path / "user"
     made = made_up_entry(builder(tmp_path / "first", keys), plan)
@@ -713,7 +693,7 @@ def test_a_signed_entry_with_added_files_brings_none_of_them(
     assert {path.name for path in user.iterdir()} == {"train.py", *signed}
 
 
-def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Path) -> None:
+def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path):
     entry = made_up_entry(BuildCache(tmp_path / "cache"), tiny_plan(tmp_path / "tiny"))
     for name, content in ADDED.items():
         (entry.directory / name).write_bytes(content)
@@ -726,7 +706,7 @@ def test_files_that_an_older_flexops_has_imported_are_not_installed(tmp_path: Pa
     assert not (tmp_path / "user" / "sitecustomize.py").exists()
 
 
-def test_a_library_of_another_name_is_not_what_was_planned(tmp_path: Path) -> None:
+def test_a_library_of_another_name_is_not_what_was_planned(tmp_path):
     """An unsigned archive may call its library ``train.py``: it would be installed so."""
     plan, cache = tiny_plan(tmp_path / "tiny"), BuildCache(tmp_path / "cache")
     made_up_entry(cache, plan._replace(library="train.py"))

@@ -10,26 +10,19 @@ using multi::Data;
 
 // Tuned on one H200.
 
-struct Shared {
-  const float *grad_scale, *found_inf;
-  const float* lr_tensor;
-  float lr, lr_decay;
-  float weight_decay;
-  float eps;
-  bool maximize;
+struct Shared : multi::StepNumbers {
+  float lr_decay, eps;
 };
 
 template <Data data>
-struct Rule {
+struct Rule : multi::RuleDefaults {
   enum { kParam, kGrad, kSum };
   enum { kStep };  // the extra input: how many steps were made, this one included
   static constexpr Data kData = data;
-  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
+  static constexpr int kUnroll = 2;
   static constexpr int kMinBlocks = data == Data::mixed ? 8 : 10;
-  static constexpr int kArrays = 3, kApart = 1, kExtras = 1, kSums = 0, kUnscaled = kGrad;
-  static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = 0b011, kOptional = 0;
-  static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+  static constexpr int kArrays = 3, kExtras = 1, kUnscaled = kGrad;
+  static constexpr u32 kReads = 0b111, kWrites = 0b101, kTyped = 0b011;
   using Shared = adagrad::Shared;
 
   struct Factors {
@@ -38,9 +31,9 @@ struct Rule {
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch,
                                         int tensor) {
-    const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    const float decayed = lr / (1.0f + (*launch.row[tensor].extra[kStep] - 1.0f) * s.lr_decay);
-    return {decayed, s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f};
+    const float decayed =
+        s.rate() / (1.0f + (*launch.row[tensor].extra[kStep] - 1.0f) * s.lr_decay);
+    return {decayed, s.sign(), s.scale()};
   }
 
   /// The formula, as in torch's fused Adagrad.

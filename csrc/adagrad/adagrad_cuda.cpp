@@ -11,15 +11,8 @@ namespace {
 using multi::Data;
 
 adagrad::Shared make_shared(const AdagradOptions& o) {
-  adagrad::Shared s;
-  s.grad_scale = o.grad_scale;
-  s.found_inf = o.found_inf;
-  s.lr_tensor = o.lr_tensor;
-  s.lr = static_cast<float>(o.lr);
-  s.lr_decay = static_cast<float>(o.lr_decay);
-  s.eps = static_cast<float>(o.eps);
-  s.weight_decay = static_cast<float>(o.weight_decay);
-  s.maximize = o.maximize;
+  adagrad::Shared s = multi::make_numbers<adagrad::Shared>(o);
+  s.lr_decay = static_cast<float>(o.lr_decay), s.eps = static_cast<float>(o.eps);
   return s;
 }
 

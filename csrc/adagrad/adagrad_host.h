@@ -8,9 +8,9 @@
 namespace flexops {
 
 inline AdagradStep make_adagrad_step(const AdagradOptions& o, const float* count) {
-  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr, step = *count;
+  const double step = *count;
   AdagradStep s;
-  s.lr = static_cast<float>(lr / (1 + (step - 1) * o.lr_decay));
+  s.lr = static_cast<float>(rate_of(o) / (1 + (step - 1) * o.lr_decay));
   s.eps = static_cast<float>(o.eps);
   s.l2 = static_cast<float>(o.weight_decay);
   s.sign = o.maximize ? -1.0f : 1.0f;

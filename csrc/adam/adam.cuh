@@ -22,28 +22,26 @@ struct FactorsOf<true> {
 };
 
 template <Mode mode>
-struct Rule {
+struct Rule : multi::RuleDefaults {
   static constexpr bool mixed = mode == Mode::mixed, copies = mixed || mode == Mode::bf16_copy,
                         random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kCopy };
   enum { kStep };  // the extra input: how many steps were made, this one included
   static constexpr multi::Data kData = multi::data_of(mode);
   // Tuned on one H200.
-  static constexpr int kThreads = 128, kIterations = 1, kApart = 2;
+  static constexpr int kApart = 2;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
   static constexpr int kMinBlocks = mode == Mode::f32 || mode == Mode::bf16_copy ? 8
                                     : mode == Mode::bf16                         ? 7
                                     : mixed                                      ? 5
                                                                                  : 6;
-  static constexpr int kArrays = copies ? 6 : 4, kExtras = 1, kSums = 0, kUnscaled = kGrad;
+  static constexpr int kArrays = copies ? 6 : 4, kExtras = 1, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b011111, kWrites = 0b111101,
                        kTyped = mode == Mode::bf16_grad          ? 0b000010
                                 : mode == Mode::bf16_average_f32 ? 0b000011
                                 : mode == Mode::bf16_copy        ? 0b100000
                                                                  : 0b111111,
                        kOptional = mode == Mode::bf16_copy ? 0b010000 : 0b110000;
-  static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
 
   using Shared = Numbers;
   using Factors = typename FactorsOf<random>::type;

@@ -11,10 +11,9 @@ namespace flexops {
 /// grad_scale.
 enum AdamArray { kAdamParam, kAdamGrad, kAdamExpAvg, kAdamExpAvgSq, kAdamMaxExpAvgSq, kAdamCopy };
 
-struct AdamOptions : StepOptions {
-  double beta1, beta2, eps;
+struct AdamOptions : AverageOptions {
+  double eps;
   bool decoupled;
-  bool stochastic = false;  // averages in bfloat16 are rounded stochastically
   const float* grad_factor =
       nullptr;  // nullptr, or what the step multiplies gradients by, after grad_scale
 };
@@ -25,17 +24,11 @@ FLEXOPS_CUDA_DECLARE(const char* adam_cuda(const TensorRow* rows, int64_t count,
                                            const AdamOptions& options, void* stream))
 
 /// What every element of one tensor shares in one step, on the CPU.
-struct AdamStep {
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+struct AdamStep : AverageStep {
   float eps;
   float step_size;      // lr / (1 - beta1^step)
   float inverse_bias2;  // 1 / sqrt(1 - beta2^step)
   float l2;             // weight decay added to the gradient
-  float decay;          // the share of the parameter that decoupled weight decay takes
-  float sign;           // -1 to maximize, times grad_factor
-  float grad_scale;     // 0 for none
-  bool stochastic;
-  uint32_t key;  // of the step's random numbers
 };
 
 /// Elements [begin, end) of one tensor.

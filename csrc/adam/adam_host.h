@@ -18,13 +18,9 @@ inline void adam__host(Host& host, TensorRow* rows, int64_t count, double lr, do
                   ": max_exp_avg_sqs must hold ", count, " tensors, as params does, got 0");
     if (!amsgrad) row->drop(kAdamMaxExpAvgSq);
   }
-  const AdamOptions options = {{lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf},
-                               beta1,
-                               beta2,
-                               eps,
-                               decoupled,
-                               stochastic,
-                               grad_factor};
+  const AverageOptions average = {
+      {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, beta1, beta2, stochastic};
+  const AdamOptions options = {average, eps, decoupled, grad_factor};
   if (FLEXOPS_DEVICE_CUDA) return host.check(adam_cuda(rows, count, options, host.stream()));
   step_rows(rows, count, options, make_adam_step, FLEXOPS_ISA_CALL(adam_cpu));
 }

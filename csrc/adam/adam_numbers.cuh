@@ -1,22 +1,17 @@
 // The numbers of an Adam step on the device; adam8bit's and LAMB's, too.
 #pragma once
 
-#include "common/device.cuh"
+#include "common/multi_tensor.cuh"
 
 namespace flexops::adam {
 
 /// What all tensors share; pointers null where not used.
-struct Numbers {
-  const float *grad_scale, *found_inf;
-  const float *lr_tensor, *grad_factor;
-  float lr;
+struct Numbers : multi::AverageNumbers {
+  const float* grad_factor;
   float log_beta1, log_beta2;  // for 1 - beta^step = -expm1(step * log(beta)): exact to a rounding,
                                // without double arithmetic
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
   float eps;
-  float weight_decay;
-  bool decoupled, maximize;
-  bool stochastic;  // averages in bf16 are rounded stochastically
+  bool decoupled;
 };
 
 /// 1 - beta^step: what an average that began with 0 is too small by.
@@ -30,13 +25,13 @@ struct Factors {
 
   /// step: how many steps were made, this one included.
   FLEXOPS_DEVICE void find(const Numbers& n, float step) {
-    const float rate = n.lr_tensor ? *n.lr_tensor : n.lr;
+    const float rate = n.rate();
     step_size = rate / bias(n.log_beta1, step);
     inverse_bias2 = 1.0f / sqrtf(bias(n.log_beta2, step));
     l2 = n.decoupled ? 0.0f : n.weight_decay;
     decay = n.decoupled ? rate * n.weight_decay : 0.0f;
-    sign = (n.maximize ? -1.0f : 1.0f) * (n.grad_factor ? *n.grad_factor : 1.0f);
-    grad_scale = n.grad_scale ? *n.grad_scale : 1.0f;
+    sign = n.sign() * (n.grad_factor ? *n.grad_factor : 1.0f);
+    grad_scale = n.scale();
   }
 };
 

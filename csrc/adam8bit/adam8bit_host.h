@@ -16,8 +16,8 @@ inline void adam8bit__host(Host& host, TensorRow* rows, int64_t count, double lr
                            double beta2, double eps, double weight_decay, bool maximize,
                            bool decoupled, const float* lr_tensor, const float* grad_scale,
                            const float* found_inf) {
-  const AdamOptions options = {
-      {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, beta1, beta2, eps, decoupled};
+  const StepOptions step = {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf};
+  const AdamOptions options = {{step, beta1, beta2}, eps, decoupled};
   if (FLEXOPS_DEVICE_CUDA) return host.check(adam8bit_cuda(rows, count, options, host.stream()));
   step_rows(rows, count, options, make_adam8bit_step, FLEXOPS_ISA_CALL(adam8bit_cpu),
             kAdam8bitBlock);

@@ -24,11 +24,11 @@ struct DecodeParams {
   float* parts_sums;  // [splits, batch, heads_q, length_q]: log2 of the sum of 2^score
 };
 
-template <class T, int kDim, int kDimV, int kWarps_, int kN>
+/// kMost: bytes of shared memory; 96 KiB are what sm_86 and sm_89 have, too.
+template <class T, int kDim, int kDimV, int kWarps_, int kN, int kMost = 96 * 1024>
 struct Decode {
   static constexpr int kM = 16, kColumns = kDim, kColumnsV = kDimV, kKeys = kN, kWarps = kWarps_,
-                       kThreads = 32 * kWarps,
-                       kMost = 96 * 1024;  // bytes: what sm_86 and sm_89 have, too
+                       kThreads = 32 * kWarps;
   using K = Panels<kN, kDim>;
   using V = Panels<kN, kDimV>;
   static constexpr int kStages = kMost / (kWarps * (K::kBytes + V::kBytes)),
@@ -128,27 +128,15 @@ FLEXOPS_DEVICE void attend_block(const DecodeRows<Shape, Modifier>& own, u32 k, 
   }
 }
 
-/// Combines the warps' rows by way of shared memory, whose contents no thread uses any more:
-/// `write(row, column, o, total)` gets 8 columns of each of the tile's `rows_there` rows.
-/// `sink_of(row)`: see Total.
+/// Combines the warps' rows, which each has put into shared memory: O, and the maxima and sums of
+/// exponents. `write(row, column, o, total)` gets 8 columns of each of the tile's `rows_there`
+/// rows. `sink_of(row)`: see Total.
 template <class Shape, class Sink, class Write>
-FLEXOPS_DEVICE void combine_warps(float* parts, const Rows& rows,
-                                  const float (&out)[Shape::kColumnsV / 2], float scale,
-                                  int rows_there, int columns, const Sink& sink_of,
-                                  const Write& write) {
-  constexpr int kM = Shape::kM, kDimV = Shape::kColumnsV, kWarps = Shape::kWarps;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  float *const maxima = parts + Shape::kMaxima, *const sums = parts + Shape::kSums;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int at = warp * kM + lane_row() + 8 * r;
-    const float sum = quad_sum(rows.sum[r]);
-    if (lane_id() % 4 == 0)
-      maxima[at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale, sums[at] = sum;
-    Shape::store_row(parts + at * Shape::kRow, out, r);
-  }
+FLEXOPS_DEVICE void combine_parts(const float* parts, int rows_there, int columns,
+                                  const Sink& sink_of, const Write& write) {
+  constexpr int kM = Shape::kM, kWarps = Shape::kWarps, kVectors = Shape::kColumnsV / 8;
+  const float *const maxima = parts + Shape::kMaxima, *const sums = parts + Shape::kSums;
   __syncthreads();
-  constexpr int kVectors = kDimV / 8;
   for (int i = static_cast<int>(threadIdx.x); i < kM * kVectors; i += Shape::kThreads) {
     const int at = i / kVectors, column = i % kVectors * 8;
     if (at >= rows_there || column >= columns) continue;
@@ -168,6 +156,27 @@ FLEXOPS_DEVICE void combine_warps(float* parts, const Rows& rows,
     for (int j = 0; j < 8; ++j) o[j] *= factor;
     write(at, column, o, total);
   }
+}
+
+/// Puts a warp's rows into shared memory, whose contents no thread uses any more, and combines
+/// them.
+template <class Shape, class Sink, class Write>
+FLEXOPS_DEVICE void combine_warps(float* parts, const Rows& rows,
+                                  const float (&out)[Shape::kColumnsV / 2], float scale,
+                                  int rows_there, int columns, const Sink& sink_of,
+                                  const Write& write) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int at = warp * Shape::kM + lane_row() + 8 * r;
+    const float sum = quad_sum(rows.sum[r]);
+    if (lane_id() % 4 == 0) {
+      parts[Shape::kMaxima + at] = rows.max[r] == -infinity() ? -infinity() : rows.max[r] * scale;
+      parts[Shape::kSums + at] = sum;
+    }
+    Shape::store_row(parts + at * Shape::kRow, out, r);
+  }
+  combine_parts<Shape>(parts, rows_there, columns, sink_of, write);
 }
 
 FLEXOPS_DEVICE void store_part(float* to, const float (&o)[8]) {
@@ -308,6 +317,17 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
   const i64 first = part_row(p, 0, s, query), step = part_row(p, 1, s, query) - first;
 
   const float exponent = mine < splits ? p.parts_sums[first + mine * step] : -infinity();
+  // This warp's first row is asked for before it is known what the rows weigh.
+  const bool inside = column < problem.head_dim_v;
+  float part[8] = {};
+  const auto load = [&](int split) {
+    const float4* const vectors = reinterpret_cast<const float4*>(
+        p.parts + (first + split * step) * problem.head_dim_v + column);
+    const float4 low = vectors[0], high = vectors[1];
+    part[0] = low.x, part[1] = low.y, part[2] = low.z, part[3] = low.w;
+    part[4] = high.x, part[5] = high.y, part[6] = high.z, part[7] = high.w;
+  };
+  if (inside && warp < splits) load(warp);
   float most = exponent;
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, shuffle_xor(most, lanes));
@@ -321,15 +341,10 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
 #pragma unroll 4
   for (int split = warp; split < splits; split += kWarps) {
     const float factor = shuffle(weight, split / kWarps);
-    if (column >= problem.head_dim_v) continue;
-    const float4* const vectors = reinterpret_cast<const float4*>(
-        p.parts + (first + split * step) * problem.head_dim_v + column);
-    const float4 low = vectors[0], high = vectors[1];
-    o[0] = fmaf(factor, low.x, o[0]), o[1] = fmaf(factor, low.y, o[1]),
-    o[2] = fmaf(factor, low.z, o[2]), o[3] = fmaf(factor, low.w, o[3]);
-    o[4] = fmaf(factor, high.x, o[4]), o[5] = fmaf(factor, high.y, o[5]),
-    o[6] = fmaf(factor, high.z, o[6]);
-    o[7] = fmaf(factor, high.w, o[7]);
+    if (!inside) continue;
+    if (split != warp) load(split);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) o[j] = fmaf(factor, part[j], o[j]);
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
@@ -337,7 +352,7 @@ FLEXOPS_DEVICE void combine_splits(const DecodeParams& p, const Sequence& s, int
 #pragma unroll
   for (int j = 0; j < 8; ++j) rows[warp][column + j] = o[j];
   __syncthreads();
-  if (warp != 0 || column >= problem.head_dim_v) return;
+  if (warp != 0 || !inside) return;
   total.sum += sums[0] + sums[1] + sums[2] + sums[3];
   const float factor = total.factor();
 #pragma unroll

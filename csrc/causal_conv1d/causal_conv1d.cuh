@@ -6,19 +6,15 @@
 #pragma once
 
 #include "common/elements.cuh"
-#include "common/rows.cuh"
 
 namespace flexops::causal_conv1d {
-
-using rows::packed;
-using rows::widen;
 
 inline constexpr int kTaps = 4;  // kConvTaps
 inline constexpr int kThreads = 128;
 inline constexpr int kForwardRun = 32;    // time steps of a thread
 inline constexpr int kBackwardRun = 128;  // kConvRun
 // Steps whose loads are issued at once, while as many before them are computed.
-inline constexpr int kAhead = 4, kPair = 2;
+inline constexpr int kAhead = 4;
 
 struct Params {
   const void *x, *grad;
@@ -27,28 +23,6 @@ struct Params {
   float* partial;
   i64 length, channels;
   int runs, silu;
-};
-
-/// W words hold the thread's channels; or, with 0, one channel is all that it has.
-template <typename T, int W>
-struct Channels {
-  static constexpr int N = W == 0 ? 1 : W * 4 / static_cast<int>(sizeof(T));
-  using Raw = Vec<T, N>;
-
-  FLEXOPS_DEVICE static void read(float (&out)[N], const Raw& raw) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = to_float(raw.at[i]);
-  }
-  FLEXOPS_DEVICE static Raw rounded(const float (&in)[N]) {
-    Raw raw;
-    if constexpr (W == 0 || sizeof(T) == 4) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) raw.at[i] = from_float<T>(in[i]);
-      return raw;
-    } else {
-      return bit_cast<Raw>(packed<T, W>(in));
-    }
-  }
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
@@ -87,114 +61,108 @@ FLEXOPS_DEVICE void read_filter(const Params& p, i64 channel, float (&weight)[kT
 }
 
 /// The steps before `step`, newest last but one.
-template <typename T, int W, int N>
+template <typename T, int N>
 FLEXOPS_DEVICE void read_window(const Params& p, const T* x, i64 step, float (&window)[kTaps][N]) {
-  using C = Channels<T, W>;
 #pragma unroll
   for (int k = 1; k < kTaps; ++k) {
     const i64 at = step - kTaps + k;
-    typename C::Raw raw = {};
-    if (at >= 0)
-      raw = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(x + at * p.channels));
-    C::read(window[k], raw);
+    Raw<T, N> raw;
+    if (at >= 0) raw.read(x + at * p.channels);
+    widen(window[k], raw);
   }
 }
 
-template <typename T, int W>
+/// Where a thread works: its channels, and its run of a sequence.
+template <int N>
+struct Place {
+  i64 channel, begin, end, offset;
+
+  FLEXOPS_DEVICE Place(const Params& p, int run)
+      : channel((static_cast<i64>(blockIdx.y) * kThreads + threadIdx.x) * N),
+        begin(static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * run),
+        end(begin + run < p.length ? begin + run : p.length),
+        offset(blockIdx.x / static_cast<u32>(p.runs) * p.length * p.channels + channel) {}
+};
+
+/// A thread has N neighbouring channels.
+template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_forward(const FLEXOPS_GRID_CONSTANT Params p) {
-  using C = Channels<T, W>;
-  constexpr int N = C::N;
-  // The thread's channels, and its run of a sequence.
-  const i64 channel = (static_cast<i64>(blockIdx.y) * kThreads + threadIdx.x) * N;
-  if (channel >= p.channels) return;
-  const i64 sequence = blockIdx.x / static_cast<u32>(p.runs);
-  const i64 begin = static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * kForwardRun;
-  const i64 end = begin + kForwardRun < p.length ? begin + kForwardRun : p.length;
-  const i64 offset = sequence * p.length * p.channels + channel;
-  const T* x = static_cast<const T*>(p.x) + offset;
-  T* out = static_cast<T*>(p.out) + offset;
+  const Place<N> at(p, kForwardRun);
+  if (at.channel >= p.channels) return;
+  const T* x = static_cast<const T*>(p.x) + at.offset;
+  T* out = static_cast<T*>(p.out) + at.offset;
   float weight[kTaps][N], bias[N], window[kTaps][N];
-  read_filter(p, channel, weight, bias);
-  read_window<T, W>(p, x, begin, window);
-  typename C::Raw ahead[kAhead];
+  read_filter(p, at.channel, weight, bias);
+  read_window(p, x, at.begin, window);
+  Raw<T, N> ahead[kAhead];
+  const T* next = x + at.begin * p.channels;
   const auto fetch = [&](i64 from) {
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      if (from + k < end)
-        ahead[k] = load<Cache::normal>(
-            reinterpret_cast<const typename C::Raw*>(x + (from + k) * p.channels));
+    for (int k = 0; k < kAhead; ++k, next += p.channels) {
+      if (from + k < at.end) ahead[k].read(next);
     }
   };
-  fetch(begin);
-  for (i64 from = begin; from < end; from += kAhead) {
-    typename C::Raw raw[kAhead];
+  fetch(at.begin);
+  out += at.begin * p.channels;
+  for (i64 from = at.begin; from < at.end; from += kAhead) {
+    Raw<T, N> raw[kAhead];
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) raw[k] = ahead[k];
     fetch(from + kAhead);  // while these steps are computed
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      if (from + k >= end) break;
+    for (int k = 0; k < kAhead; ++k, out += p.channels) {
       shift(window);
-      C::read(window[kTaps - 1], raw[k]);
+      widen(window[kTaps - 1], raw[k]);
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         y[i] = filtered(weight, window, bias[i], i);
         if (p.silu) y[i] *= sigmoid(y[i]);
       }
-      store<Cache::streaming>(reinterpret_cast<typename C::Raw*>(out + (from + k) * p.channels),
-                              C::rounded(y));
+      if (from + k < at.end) store<T, Cache::streaming>(out, 0, y);
     }
   }
 }
 
 /// x's gradient for a run, and the run's part of those of weight and bias. The steps behind the run
 /// are computed too: its last inputs reach them.
-template <typename T, int W>
+template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_gradient(const FLEXOPS_GRID_CONSTANT Params p) {
-  using C = Channels<T, W>;
-  constexpr int N = C::N;
-  const i64 channel = (static_cast<i64>(blockIdx.y) * kThreads + threadIdx.x) * N;
-  if (channel >= p.channels) return;
-  const i64 sequence = blockIdx.x / static_cast<u32>(p.runs);
-  const i64 begin = static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * kBackwardRun;
-  const i64 end = begin + kBackwardRun < p.length ? begin + kBackwardRun : p.length;
-  const i64 offset = sequence * p.length * p.channels + channel;
-  const T* x = static_cast<const T*>(p.x) + offset;
-  const T* grad = static_cast<const T*>(p.grad) + offset;
-  T* out = static_cast<T*>(p.out) + offset;
+  const Place<N> at(p, kBackwardRun);
+  if (at.channel >= p.channels) return;
+  const T* x = static_cast<const T*>(p.x) + at.offset;
+  const T* grad = static_cast<const T*>(p.grad) + at.offset;
   float weight[kTaps][N], bias[N], window[kTaps][N];
   float inner[kTaps][N] = {};  // gradients of the filter's results, newest last
   float of_weight[kTaps][N] = {}, of_bias[N] = {};
-  read_filter(p, channel, weight, bias);
-  read_window<T, W>(p, x, begin, window);
-  const i64 last = end > begin ? end + kTaps - 1 : begin;
-  typename C::Raw next[kPair], next_grad[kPair];
+  read_filter(p, at.channel, weight, bias);
+  read_window(p, x, at.begin, window);
+  // Loads, stores and sums are predicated, without a branch: gradients of steps that do not exist
+  // are zeros.
+  Raw<T, N> next[kAhead], next_grad[kAhead];
+  const i64 readable = at.end + kTaps - 1 < p.length ? at.end + kTaps - 1 : p.length;
+  i64 ahead = at.begin * p.channels;
   const auto fetch = [&](i64 from) {
 #pragma unroll
-    for (int k = 0; k < kPair; ++k) {
+    for (int k = 0; k < kAhead; ++k, ahead += p.channels) {
       next[k] = {}, next_grad[k] = {};
-      if (from + k >= last || from + k >= p.length) continue;
-      const i64 at = (from + k) * p.channels;
-      next[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(x + at));
-      next_grad[k] = load<Cache::normal>(reinterpret_cast<const typename C::Raw*>(grad + at));
+      if (from + k < readable) next[k].read(x + ahead), next_grad[k].read(grad + ahead);
     }
   };
-  fetch(begin);
-  for (i64 from = begin; from < last; from += kPair) {
-    typename C::Raw raw[kPair], upstream[kPair];
+  fetch(at.begin);
+  T* out = static_cast<T*>(p.out) + at.offset + (at.begin - kTaps + 1) * p.channels;
+  for (i64 from = at.begin; from < at.end + kTaps - 1; from += kAhead) {
+    Raw<T, N> raw[kAhead], upstream[kAhead];
 #pragma unroll
-    for (int k = 0; k < kPair; ++k) raw[k] = next[k], upstream[k] = next_grad[k];
-    fetch(from + kPair);  // while these steps are computed
+    for (int k = 0; k < kAhead; ++k) raw[k] = next[k], upstream[k] = next_grad[k];
+    fetch(from + kAhead);  // while these steps are computed
 #pragma unroll
-    for (int k = 0; k < kPair; ++k) {
-      const i64 step = from + k;
-      if (step >= last) break;
+    for (int k = 0; k < kAhead; ++k, out += p.channels) {
       shift(window), shift(inner);
-      C::read(window[kTaps - 1], raw[k]);
-      C::read(inner[kTaps - 1], upstream[k]);
+      widen(window[kTaps - 1], raw[k]);
+      widen(inner[kTaps - 1], upstream[k]);
       if (p.silu) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -202,31 +170,24 @@ __global__ void __launch_bounds__(kThreads)
           inner[kTaps - 1][i] *= s * (1.0f + y * (1.0f - s));
         }
       }
-      if (step < end) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float g = inner[kTaps - 1][i];
-          of_bias[i] += g;
-#pragma unroll
-          for (int tap = 0; tap < kTaps; ++tap)
-            of_weight[tap][i] = __fmaf_rn(g, window[tap][i], of_weight[tap][i]);
-        }
-      }
-      if (step - begin < kTaps - 1) continue;
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        const float g = from + k < at.end ? inner[kTaps - 1][i] : 0.0f;
+        of_bias[i] += g;
         y[i] = 0.0f;
 #pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap)
+        for (int tap = 0; tap < kTaps; ++tap) {
+          of_weight[tap][i] = __fmaf_rn(g, window[tap][i], of_weight[tap][i]);
           y[i] = __fmaf_rn(weight[kTaps - 1 - tap][i], inner[tap][i], y[i]);
+        }
       }
-      store<Cache::streaming>(
-          reinterpret_cast<typename C::Raw*>(out + (step - kTaps + 1) * p.channels), C::rounded(y));
+      const i64 step = from + k - kTaps + 1;
+      if (step >= at.begin && step < at.end) store<T, Cache::streaming>(out, 0, y);
     }
   }
   // The run's sums.
-  float* partial = p.partial + static_cast<i64>(blockIdx.x) * (kTaps + 1) * p.channels + channel;
+  float* partial = p.partial + static_cast<i64>(blockIdx.x) * (kTaps + 1) * p.channels + at.channel;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #pragma unroll

@@ -11,21 +11,6 @@ using causal_conv1d::Params;
 
 static_assert(causal_conv1d::kTaps == kConvTaps && causal_conv1d::kBackwardRun == kConvRun);
 
-/// Whether every step's channels can be read in vectors of so many bytes.
-bool has_vectors(const void* a, const void* b, const void* c, const ConvShape& shape,
-                 int64_t bytes) {
-  const int64_t row = shape.channels * element_size(shape.type);
-  return aligned(a) && aligned(b) && aligned(c) && row % bytes == 0;
-}
-
-template <typename T, int W>
-LaunchConfig config_of(const Params& p, int64_t batch, void* stream) {
-  const int64_t vectors = ceil_div(p.channels, causal_conv1d::Channels<T, W>::N);
-  return {blocks(batch * p.runs, ceil_div(vectors, causal_conv1d::kThreads)),
-          {causal_conv1d::kThreads},
-          stream};
-}
-
 Params make_params(const void* x, const ConvFilter& filter, void* out, const ConvShape& shape) {
   Params p = {};
   p.x = x, p.out = out, p.weight = filter.weight, p.bias = filter.bias;
@@ -33,28 +18,30 @@ Params make_params(const void* x, const ConvFilter& filter, void* out, const Con
   return p;
 }
 
-template <typename T>
-void forward(const Params& p, const ConvShape& shape, bool vectors, void* stream) {
-  constexpr int W = static_cast<int>(sizeof(T));  // four channels: more would leave few threads
-  if (vectors) {
-    launch(kernel<causal_conv1d::causal_conv1d_forward<T, W>>,
-           config_of<T, W>(p, shape.batch, stream), p);
-  } else {
-    launch(kernel<causal_conv1d::causal_conv1d_forward<T, 0>>,
-           config_of<T, 0>(p, shape.batch, stream), p);
-  }
+/// Launches the forward pass, or the backward pass where parts of sums are wanted.
+template <typename T, int N>
+void launch_runs(const Params& p, int64_t batch, void* stream) {
+  const LaunchConfig config{
+      blocks(batch * p.runs, ceil_div(ceil_div(p.channels, N), causal_conv1d::kThreads)),
+      {causal_conv1d::kThreads},
+      stream};
+  if (p.partial) return launch(kernel<causal_conv1d::causal_conv1d_gradient<T, N>>, config, p);
+  launch(kernel<causal_conv1d::causal_conv1d_forward<T, N>>, config, p);
 }
 
 template <typename T>
-void backward(const Params& p, const ConvShape& shape, bool vectors, void* stream) {
-  constexpr int W = static_cast<int>(sizeof(T));  // four channels
-  if (vectors) {
-    launch(kernel<causal_conv1d::causal_conv1d_gradient<T, W>>,
-           config_of<T, W>(p, shape.batch, stream), p);
-  } else {
-    launch(kernel<causal_conv1d::causal_conv1d_gradient<T, 0>>,
-           config_of<T, 0>(p, shape.batch, stream), p);
-  }
+void launch_type(const Params& p, const ConvShape& shape, void* stream) {
+  constexpr int N = 4;  // channels: more would leave few threads
+  const bool vectors = shape.channels % N == 0 && aligned(p.x) && aligned(p.out) && aligned(p.grad);
+  if (vectors) return launch_runs<T, N>(p, shape.batch, stream);
+  launch_runs<T, 1>(p, shape.batch, stream);
+}
+
+const char* launch_all(const Params& p, const ConvShape& shape, void* stream) {
+  if (shape.type == ElementType::f32) launch_type<float>(p, shape, stream);
+  if (shape.type == ElementType::f16) launch_type<f16>(p, shape, stream);
+  if (shape.type == ElementType::bf16) launch_type<bf16>(p, shape, stream);
+  return last_error();
 }
 
 template <typename T, typename W>
@@ -70,11 +57,7 @@ const char* causal_conv1d_cuda(const void* x, const ConvFilter& filter, void* ou
                                const ConvShape& shape, void* stream) {
   Params p = make_params(x, filter, out, shape);
   p.runs = static_cast<int>(ceil_div(shape.length, causal_conv1d::kForwardRun));
-  const bool vectors = has_vectors(x, out, out, shape, 4 * element_size(shape.type));
-  if (shape.type == ElementType::f32) forward<float>(p, shape, vectors, stream);
-  if (shape.type == ElementType::f16) forward<f16>(p, shape, vectors, stream);
-  if (shape.type == ElementType::bf16) forward<bf16>(p, shape, vectors, stream);
-  return last_error();
+  return launch_all(p, shape, stream);
 }
 
 const char* causal_conv1d_backward_cuda(const void* grad, const void* x, const ConvFilter& filter,
@@ -83,11 +66,7 @@ const char* causal_conv1d_backward_cuda(const void* grad, const void* x, const C
   Params p = make_params(x, filter, x_grad, shape);
   p.grad = grad, p.partial = partial;
   p.runs = static_cast<int>(shape.runs());
-  const bool vectors = has_vectors(x, grad, x_grad, shape, 4 * element_size(shape.type));
-  if (shape.type == ElementType::f32) backward<float>(p, shape, vectors, stream);
-  if (shape.type == ElementType::f16) backward<f16>(p, shape, vectors, stream);
-  if (shape.type == ElementType::bf16) backward<bf16>(p, shape, vectors, stream);
-  return last_error();
+  return launch_all(p, shape, stream);
 }
 
 const char* causal_conv1d_update_cuda(void* state, const void* x, void* out,

@@ -47,6 +47,13 @@ inline void store_some(float* to, Floats value, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = value[i];
 #endif
 }
+/// The same of lanes that may be all.
+inline Floats load_up_to(const float* from, int64_t count) {
+  return count == kLanes ? load_floats(from) : load_some(from, count, 0.0f);
+}
+inline void store_up_to(float* to, Floats value, int64_t count) {
+  count == kLanes ? store_floats(to, value) : store_some(to, value, count);
+}
 
 inline Floats greater_of(Floats a, Floats b) { return a < b ? b : a; }  // a if b is NaN
 

@@ -17,5 +17,9 @@ void with_floats(Dtype dtype, const F& body) {
   if (dtype == Dtype::f16) return body(f16{});
   return body(float{});
 }
+template <typename F>
+void with_floats(ElementType type, const F& body) {
+  with_floats(static_cast<Dtype>(type), body);
+}
 
 }  // namespace flexops

@@ -69,6 +69,50 @@ FLEXOPS_DEVICE void store(void* to, i64 index, const float (&value)[N]) {
   }
 }
 
+/// What fills registers of 32 bits, or else T.
+template <typename T, bool Whole>
+struct Word {
+  using Type = u32;
+};
+template <typename T>
+struct Word<T, false> {
+  using Type = T;
+};
+
+/// N elements as they are in memory, for loads long before their use: in whole registers if they
+/// fill any, since halves of registers are moved by instructions of their own. Zeros until read.
+template <typename T, int N>
+struct Raw {
+  static constexpr bool kWhole = N * sizeof(T) % 4 == 0;
+  static constexpr int kBytes = N * sizeof(T) < 16 ? static_cast<int>(N * sizeof(T)) : 16;
+  using Part =
+      Vec<typename Word<T, kWhole>::Type, kBytes / (kWhole ? 4 : static_cast<int>(sizeof(T)))>;
+  Part parts[N * sizeof(T) / kBytes] = {};
+
+  FLEXOPS_DEVICE void read(const T* from) {
+#pragma unroll
+    for (int k = 0; k < static_cast<int>(N * sizeof(T)) / kBytes; ++k)
+      parts[k] = load<Cache::normal>(reinterpret_cast<const Part*>(from) + k);
+  }
+  FLEXOPS_DEVICE float operator[](int i) const {
+    constexpr int kPer = kBytes / static_cast<int>(sizeof(T));
+    const auto& part = parts[i / kPer];
+    if constexpr (!kWhole) {
+      return to_float(part.at[i % kPer]);
+    } else if constexpr (sizeof(T) == 4) {
+      return bit_cast<float>(part.at[i % kPer]);
+    } else {
+      return half_of<T>(part.at[i % kPer / 2], i % 2);
+    }
+  }
+};
+
+template <typename T, int N>
+FLEXOPS_DEVICE void widen(float (&out)[N], const Raw<T, N>& in) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = in[i];
+}
+
 FLEXOPS_DEVICE float load_any(const void* from, i64 index, ElementType type) {
   if (type == ElementType::bf16) return to_float(static_cast<const bf16*>(from)[index]);
   if (type == ElementType::f16) return to_float(static_cast<const f16*>(from)[index]);

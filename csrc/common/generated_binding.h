@@ -32,6 +32,32 @@ inline bool same_shape(const TensorView& a, const TensorView& b) {
                 shape_text(other), ", got ", shape_text(tensor));
 }
 
+inline Tensor cast(const Tensor& tensor, Dtype dtype) {
+  Tensor out = empty_like_contiguous(tensor, dtype);
+  copy(out, tensor);
+  return out;
+}
+
+/// Casts tensors to float32, unless all that are given have one dtype.
+struct Alike {
+  Tensor* tensor;  // null if it is not given
+  TensorView* view;
+};
+[[gnu::noinline]] inline void make_alike(std::initializer_list<Alike> tensors) {
+  Dtype dtype = Dtype::none;
+  bool same = true;
+  for (const Alike& one : tensors) {
+    if (!one.tensor) continue;
+    same = same && (dtype == Dtype::none || dtype == one.view->dtype);
+    dtype = one.view->dtype;
+  }
+  for (const Alike& one : tensors) {
+    if (same || !one.tensor || one.view->dtype == Dtype::f32) continue;
+    *one.tensor = cast(*one.tensor, Dtype::f32);
+    *one.view = view_of(*one.tensor);
+  }
+}
+
 /// Views of a list's tensors.
 class ViewList {
  public:

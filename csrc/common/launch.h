@@ -191,8 +191,8 @@ constexpr int kOverlap = 6;           // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
 constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNotInitialized = 3, kInvalidContext = 201;
-/// The driver's own text has no mend. A process that has GPU tensors and no CUDA is a child of the
-/// one that it was forked from.
+/// The driver's own text names no cure. A process that has GPU tensors and no CUDA is a child of
+/// the one that it was forked from.
 constexpr const char* kNotStarted =
     "initialization error (a process that was forked after its parent had used CUDA cannot use it: "
     "multiprocessing.set_start_method(\"spawn\"))";

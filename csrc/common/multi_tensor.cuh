@@ -3,7 +3,7 @@
 // which is what decides: every access is 16 bytes wide for fp32 (8 for 16-bit data), a thread has
 // all loads of kUnroll vectors in flight before the first use, and blocks are small.
 //
-//   template <Data data> struct Rule {
+//   template <Data data> struct Rule : RuleDefaults {
 //     static constexpr Data kData = data;  // what the typed arrays hold
 //     static constexpr int kThreads, kUnroll, kIterations, kMinBlocks;
 //     static constexpr int kApart;  // as kUnroll, for tensors that are not aligned
@@ -14,7 +14,6 @@
 //     static constexpr u32 kReads, kWrites, kTyped, kOptional;
 //     static constexpr int kUnscaled;  // the array also written with shared.grad_scale, or -1
 //     static constexpr bool kReverse;  // last chunk first: the pass before left it in the cache
-//     static constexpr Cache kLoad, kStore;
 //     struct Shared { const float *grad_scale, *found_inf; ... };  // of all tensors; null: unused
 //     struct Factors { ... };                                      // of all elements of a tensor
 //     static Factors prepare(const Shared&, const Launch<Rule>&, int tensor);
@@ -34,6 +33,30 @@ inline constexpr int kVector = 4;  // elements per access
 /// What a rule's typed arrays hold: all of them fp32, or bf16, and no optional one is there; or
 /// each what its tensor's flags say.
 enum class Data { f32, bf16, mixed };
+
+/// What most rules have alike.
+struct RuleDefaults {
+  static constexpr int kThreads = 128, kIterations = 1, kApart = 1, kSums = 0, kUnscaled = -1;
+  static constexpr u32 kOptional = 0;
+  static constexpr bool kReverse = false;
+};
+
+/// The numbers of every optimizer's step; pointers null where not used.
+struct StepNumbers {
+  const float *grad_scale, *found_inf, *lr_tensor;
+  float lr, weight_decay;
+  bool maximize;
+
+  FLEXOPS_DEVICE float rate() const { return lr_tensor ? *lr_tensor : lr; }
+  FLEXOPS_DEVICE float sign() const { return maximize ? -1.0f : 1.0f; }
+  FLEXOPS_DEVICE float scale() const { return grad_scale ? *grad_scale : 1.0f; }
+};
+
+/// Of steps by moving averages.
+struct AverageNumbers : StepNumbers {
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  bool stochastic;  // averages in bf16 are rounded stochastically
+};
 
 template <class Rule>
 inline constexpr int kStride = Rule::kThreads * kVector;  // elements between a thread's vectors
@@ -172,12 +195,12 @@ struct Elements {
       const char* base = from.array[k];
       if constexpr (kPacked) {
         if (from.is_float(k)) {
-          const auto v = load<float, kVector, Rule::kLoad>(base, at);
+          const auto v = load<float, kVector, Cache::normal>(base, at);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) x[k][i] = v.at[i];
         } else {
           const auto v =
-              bit_cast<Vec<float, kVector / 2>>(load<bf16, kVector, Rule::kLoad>(base, at));
+              bit_cast<Vec<float, kVector / 2>>(load<bf16, kVector, Cache::normal>(base, at));
 #pragma unroll
           for (int i = 0; i < kVector / 2; ++i) x[k][i] = v.at[i];
         }
@@ -185,14 +208,14 @@ struct Elements {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           if (at + i * kStep < end)
-            x[k][i] = load<Rule::kLoad>(reinterpret_cast<const float*>(base) + at + i * kStep);
+            x[k][i] = load<Cache::normal>(reinterpret_cast<const float*>(base) + at + i * kStep);
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           if (at + i * kStep < end) {
             x[k][i] = bit_cast<float>(static_cast<u32>(
-                load<Rule::kLoad>(reinterpret_cast<const u16*>(base) + at + i * kStep)));
+                load<Cache::normal>(reinterpret_cast<const u16*>(base) + at + i * kStep)));
           }
         }
       }
@@ -253,13 +276,13 @@ struct Elements {
   template <typename T>
   static FLEXOPS_DEVICE void put_as(char* base, const float (&values)[kVector], i64 at, i64 end) {
     if constexpr (kPacked) {
-      store<T, Rule::kStore>(base, at, values);
+      store<T, Cache::normal>(base, at, values);
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (at + i * kStep < end)
-          store<Rule::kStore>(reinterpret_cast<Vec<T, 1>*>(base) + at + i * kStep,
-                              {from_float<T>(values[i])});
+          store<Cache::normal>(reinterpret_cast<Vec<T, 1>*>(base) + at + i * kStep,
+                               {from_float<T>(values[i])});
       }
     }
   }

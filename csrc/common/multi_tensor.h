@@ -33,4 +33,20 @@ struct StepOptions {
   const float* found_inf;   // nullptr, or nonzero to do nothing at all
 };
 
+/// Of a step by moving averages.
+struct AverageOptions : StepOptions {
+  double beta1, beta2;
+  bool stochastic = false;  // averages in bfloat16 are rounded stochastically, by the rows' steps
+};
+
+/// What every element of one tensor shares in a step on the CPU.
+struct AverageStep {
+  float beta1, beta2, one_minus_beta1, one_minus_beta2;
+  float decay;       // the share of the parameter that decoupled weight decay takes
+  float sign;        // -1 to maximize
+  float grad_scale;  // 0 for none
+  bool stochastic;
+  uint32_t key;  // of the step's random numbers
+};
+
 }  // namespace flexops

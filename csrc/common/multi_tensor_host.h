@@ -4,8 +4,25 @@
 #include "common/host.h"
 
 #include "common/multi_tensor_binding.h"
+#include "common/stochastic.h"
 
 namespace flexops {
+
+inline double rate_of(const StepOptions& o) { return o.lr_tensor ? *o.lr_tensor : o.lr; }
+
+/// `count`: the steps made, or null where none are counted.
+inline AverageStep make_average_step(const AverageOptions& o, const float* count) {
+  AverageStep s;
+  s.beta1 = static_cast<float>(o.beta1), s.beta2 = static_cast<float>(o.beta2);
+  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
+  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
+  s.decay = static_cast<float>(rate_of(o) * o.weight_decay);
+  s.sign = o.maximize ? -1.0f : 1.0f;
+  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
+  s.stochastic = o.stochastic;
+  s.key = count ? scramble(static_cast<uint32_t>(*count)) : 0;
+  return s;
+}
 
 /// One step of every row: the rows' step counts go up, `make_step` gives from the options and the
 /// count what all elements of a row share, and `kernel` gets pieces of a row, cut at multiples of

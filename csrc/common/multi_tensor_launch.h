@@ -17,6 +17,25 @@ int64_t chunks_of(int64_t numel) {
   return ceil_div(numel, kChunk<Rule>);
 }
 
+/// As kernels take the options.
+template <class Numbers>
+Numbers make_numbers(const StepOptions& o) {
+  Numbers n;
+  n.grad_scale = o.grad_scale, n.found_inf = o.found_inf, n.lr_tensor = o.lr_tensor;
+  n.lr = static_cast<float>(o.lr), n.weight_decay = static_cast<float>(o.weight_decay);
+  n.maximize = o.maximize;
+  return n;
+}
+template <class Numbers>
+Numbers make_average_numbers(const AverageOptions& o) {
+  Numbers n = make_numbers<Numbers>(o);
+  n.beta1 = static_cast<float>(o.beta1), n.beta2 = static_cast<float>(o.beta2);
+  n.one_minus_beta1 = static_cast<float>(1.0 - o.beta1);
+  n.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
+  n.stochastic = o.stochastic;
+  return n;
+}
+
 /// Which of a rule's kernels a row needs. `Rule` is the one of mixed data, which knows all arrays.
 template <class Rule>
 Data data_of(const TensorRow& row) {

@@ -68,16 +68,7 @@ struct Panels {
           : "memory");
   }
 
- private:
-  static FLEXOPS_DEVICE u32 lane() { return threadIdx.x % 32; }
-  /// A lane's row of four 8 x 8 matrices. What differs from place(): the column's part is one
-  /// instruction, on what all columns share.
-  static FLEXOPS_DEVICE u32 matrices(u32 tile, int row, u32 lane_row, int column, u32 lane_vector) {
-    const u32 swizzle = kPanel == 64 ? lane_row % 8 : lane_row / 2 % 4;
-    const u32 shared = tile + (row + lane_row) * kRowBytes + (lane_vector ^ swizzle) * 16;
-    return (shared ^ static_cast<u32>(column / 8 % kVectors * 16)) +
-           column / 8 / kVectors * kPanelBytes;
-  }
+  /// Four 8 x 8 matrices: lane 8 i + j has the address of row j of the i-th one.
   template <bool kTransposed>
   static FLEXOPS_DEVICE void load_matrices(u32 (&out)[4], u32 address) {
     if constexpr (kTransposed) {
@@ -91,6 +82,17 @@ struct Panels {
                    : "r"(address)
                    : "memory");
     }
+  }
+
+ private:
+  static FLEXOPS_DEVICE u32 lane() { return threadIdx.x % 32; }
+  /// A lane's row of four 8 x 8 matrices. What differs from place(): the column's part is one
+  /// instruction, on what all columns share.
+  static FLEXOPS_DEVICE u32 matrices(u32 tile, int row, u32 lane_row, int column, u32 lane_vector) {
+    const u32 swizzle = kPanel == 64 ? lane_row % 8 : lane_row / 2 % 4;
+    const u32 shared = tile + (row + lane_row) * kRowBytes + (lane_vector ^ swizzle) * 16;
+    return (shared ^ static_cast<u32>(column / 8 % kVectors * 16)) +
+           column / 8 / kVectors * kPanelBytes;
   }
 };
 

@@ -144,6 +144,7 @@ struct Wgmma;
 #define FLEXOPS_D96(i) FLEXOPS_D64(i), FLEXOPS_D32(i + 64)
 #define FLEXOPS_D128(i) FLEXOPS_D64(i), FLEXOPS_D64(i + 64)
 // The same registers in the instruction's text.
+#define FLEXOPS_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define FLEXOPS_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define FLEXOPS_L32 FLEXOPS_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FLEXOPS_L40 FLEXOPS_L32 ",%32,%33,%34,%35,%36,%37,%38,%39"
@@ -188,6 +189,7 @@ struct Wgmma;
 #define FLEXOPS_DEFINE_WGMMA(...)                    \
   FLEXOPS_DEFINE_WGMMA_OF(bf16, "bf16", __VA_ARGS__) \
   FLEXOPS_DEFINE_WGMMA_OF(f16, "f16", __VA_ARGS__)
+FLEXOPS_DEFINE_WGMMA(16, 8, "8", "9", "10", "11", "12", "13", "14")
 FLEXOPS_DEFINE_WGMMA(32, 16, "16", "17", "18", "19", "20", "21", "22")
 FLEXOPS_DEFINE_WGMMA(64, 32, "32", "33", "34", "35", "36", "37", "38")
 FLEXOPS_DEFINE_WGMMA(80, 40, "40", "41", "42", "43", "44", "45", "46")

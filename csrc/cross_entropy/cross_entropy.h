@@ -5,15 +5,11 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
-#include "common/element_type.h"
+#include "common/logit_rows.h"
 
 namespace flexops {
 
-/// N rows of V logits; row r starts at element r * stride.
-struct Logits {
-  int64_t rows, length, stride;
-  ElementType type;
-  int64_t ignore_index;
+struct Logits : LogitRows {
   float smoothing, z_loss;
 };
 

@@ -1,5 +1,6 @@
 // Cross entropy's launchers: how many threads and blocks share a row.
 
+#include "common/dispatch.cuh"
 #include "cross_entropy/cross_entropy.cuh"
 #include "cross_entropy/cross_entropy.h"
 #include "cross_entropy/cross_entropy_launch.h"
@@ -9,15 +10,6 @@ namespace {
 
 constexpr int64_t kCountedByBlocks =
     1024;  // targets; of more, a kernel counts those that are not ignored
-
-int64_t elements_of(ElementType type) { return 16 / element_size(type); }
-
-/// Vectors that the longest row needs, wherever it starts.
-int64_t vectors_of(const void* data, const Logits& shape) {
-  const int64_t elements = elements_of(shape.type);
-  const int64_t head = aligned(data) && shape.stride % elements == 0 ? 0 : elements - 1;
-  return ceil_div(shape.length + head, elements);
-}
 
 /// A kernel for each type, of which logits seldom are float16.
 using Kernels = KernelOf<Params>[3];
@@ -90,13 +82,6 @@ void launch_finish(const Logits& shape, const int64_t* target, const LossStats& 
                   shape.rows, shape.ignore_index, reduction == Reduction::mean);
 }
 
-template <typename T>
-void scale_rows(const LaunchConfig& config, void* values, const float* factors, int64_t rows,
-                int64_t length, bool each_row) {
-  flexops::launch(kernel<cross_entropy::scale_rows<T>>, config, static_cast<T*>(values), factors,
-                  rows, length, each_row);
-}
-
 }  // namespace
 
 const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits& shape,
@@ -117,7 +102,7 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
         }
       }
     }
-    launch_rows(p, shape.type, stream, vectors_of(logits, shape));
+    launch_rows(p, shape.type, stream, row_vectors(logits, shape));
   }
   if (reduction != Reduction::none) launch_finish(shape, target, stats, loss, reduction, stream);
   return last_error();
@@ -131,7 +116,7 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
   p.maxima = stats.maxima, p.sums = stats.sums, p.divisor = stats.divisor;
   p.upstream = factors.data, p.each_row = factors.each_row;
   p.out = out, p.out_stride = shape.length;
-  const int64_t vectors = vectors_of(logits, shape);
+  const int64_t vectors = row_vectors(logits, shape);
   if (!launch_short(p, shape.type, vectors, stream)) {
     p.lanes = cross_entropy::kGradientThreads;
     p.part = cross_entropy::kGradientThreads * cross_entropy::kVectors;
@@ -146,14 +131,17 @@ const char* scale_rows_cuda(void* values, ElementType type, int64_t rows, int64_
   if (rows * length == 0) return nullptr;
   constexpr int64_t kBlocks =
       2048;  // few enough to come and go quickly where there is nothing to do, as there mostly is
-  const int64_t work = ceil_div((each_row ? length : rows * length) + elements_of(type),
-                                elements_of(type) * cross_entropy::kScaleThreads);
+  const int64_t elements = 16 / element_size(type);
+  const int64_t work = ceil_div((each_row ? length : rows * length) + elements,
+                                elements * cross_entropy::kScaleThreads);
   const Dim3 grid =
       blocks(least(work, kBlocks), each_row ? least(rows, ceil_div(kBlocks, work)) : 1);
   const LaunchConfig config = {grid, {cross_entropy::kScaleThreads}, stream};
-  if (type == ElementType::f32) scale_rows<float>(config, values, factors, rows, length, each_row);
-  if (type == ElementType::f16) scale_rows<f16>(config, values, factors, rows, length, each_row);
-  if (type == ElementType::bf16) scale_rows<bf16>(config, values, factors, rows, length, each_row);
+  with_floats(type, [&](auto of) {
+    using T = decltype(of);
+    flexops::launch(kernel<cross_entropy::scale_rows<T>>, config, static_cast<T*>(values), factors,
+                    rows, length, each_row);
+  });
   return last_error();
 }
 

@@ -1,8 +1,8 @@
 // From cross entropy's arguments to the launchers' (what is declared of them:
-// flexops/build/describe/declared.py).
+// flexops/build/describe/families.py).
 #pragma once
 
-#include "common/host.h"
+#include "common/logit_rows_host.h"
 
 #include "cross_entropy/cross_entropy.h"
 
@@ -10,19 +10,9 @@ namespace flexops {
 
 inline Logits make_logits(Host& host, const TensorView& logits, int64_t ignore_index,
                           double smoothing, double z_loss, int64_t reduction) {
-  constexpr int64_t kLongest = int64_t{1} << 30;
-  FLEXOPS_CHECK(logits.dim == 2, host.op, ": logits must be [N, V], got shape ",
-                shape_text(logits));
   FLEXOPS_CHECK(0 <= reduction && reduction <= 2, host.op,
                 ": reduction must be 0 (none), 1 (sum) or 2 (mean), got ", reduction);
-  FLEXOPS_CHECK(1 <= logits.columns() && logits.columns() <= kLongest, host.op,
-                ": logits must have 1 to ", kLongest, " classes, got shape ", shape_text(logits));
-  return {logits.size(0),
-          logits.columns(),
-          logits.row_stride(),
-          element_type(logits),
-          ignore_index,
-          static_cast<float>(smoothing),
+  return {make_logit_rows(host, logits, ignore_index), static_cast<float>(smoothing),
           static_cast<float>(z_loss)};
 }
 
@@ -34,9 +24,6 @@ inline GradientFactors make_factors(Host& host, const char* name, const TensorVi
                 " rows, got shape ", shape_text(factors));
   return {factors.as<float>(), factors.dim == 1};
 }
-
-/// The least rows that are worth a thread.
-inline int64_t loss_grain(int64_t length) { return 8192 / least(length, 8192); }
 
 inline void losses(Host& host, const TensorView& logits, const TensorView& target,
                    const Logits& shape, int64_t reduced, bool write_gradient,
@@ -50,7 +37,7 @@ inline void losses(Host& host, const TensorView& logits, const TensorView& targe
   int64_t used = 0;
   for (int64_t row = 0; row < shape.rows; ++row) used += classes[row] != shape.ignore_index;
   const float divisor = reduction == Reduction::mean ? static_cast<float>(used) : 1.0f;
-  parallel_for(0, shape.rows, loss_grain(shape.length), [&](int64_t begin, int64_t end) {
+  for_rows(shape.rows, shape.length, [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(cross_entropy_cpu)(logits.data, classes, shape, divisor, write_gradient,
                                         factors, stats, begin, end);
   });
@@ -99,7 +86,7 @@ inline void cross_entropy_backward_host(Host& host, const TensorView& grad,
     return host.check(cross_entropy_backward_cuda(logits.data, classes, known, upstream, out.data,
                                                   shape, host.stream()));
   const float divisor = known.divisor ? *known.divisor : 1.0f;
-  parallel_for(0, shape.rows, loss_grain(shape.length), [&](int64_t begin, int64_t end) {
+  for_rows(shape.rows, shape.length, [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(cross_entropy_backward_cpu)(logits.data, classes, known, upstream, divisor,
                                                  out.data, shape, begin, end);
   });
@@ -119,7 +106,7 @@ inline void scale_rows__host(Host& host, const TensorView& values, const TensorV
     FLEXOPS_ISA_CALL(scale_rows_cpu)(values.data, type, begin, end, factor);
   };
   if (by.each_row) {
-    parallel_for(0, rows, loss_grain(length), [&](int64_t begin, int64_t end) {
+    for_rows(rows, length, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         scale(row * length, (row + 1) * length, by.data[row]);
     });

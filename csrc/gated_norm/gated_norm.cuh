@@ -10,13 +10,16 @@
 
 namespace flexops::gated_norm {
 
-// Vectors of a thread that stay in registers, in the forward and in the backward pass.
-inline constexpr int kHeld = 2, kHeldBackward = 1;
-inline constexpr int kPartRows = 16;  // tokens whose part of the weight's gradient is added up
-
+inline constexpr int kResident = 512;  // threads that a multiprocessor is to have, at least
+inline constexpr int kHeld = 2;        // vectors of a thread in registers in the forward pass
+inline constexpr int kPartRows = 16;   // tokens whose part of the weight's gradient is added up
 /// Threads of a block: a team, or several.
 template <int Lanes>
 inline constexpr int kThreads = Lanes <= 32 ? 128 : Lanes;
+
+/// Whether a row may have more than a team holds.
+template <int Lanes, int N>
+inline constexpr bool kWide = Lanes == 512 || N == 1;
 
 struct Shape {
   i64 tokens;
@@ -31,27 +34,12 @@ FLEXOPS_DEVICE float sigmoid(float x) {
 
 /// N elements of a row, which are all in it; zeros if `there` is false.
 template <typename T, int N>
-struct Part {
-  static constexpr int M = N * sizeof(T) <= 16 ? N : 16 / sizeof(T);  // of an access
-  Vec<T, M> raw[N / M] = {};
-
+struct Part : Raw<T, N> {
   FLEXOPS_DEVICE Part() {}
   FLEXOPS_DEVICE Part(const T* row, int at, bool there) {
-#pragma unroll
-    for (int k = 0; k < N / M; ++k) {
-      if (there) raw[k] = load<Cache::normal>(reinterpret_cast<const Vec<T, M>*>(row + at) + k);
-    }
+    if (there) this->read(row + at);
   }
-  FLEXOPS_DEVICE float operator[](int i) const { return to_float(raw[i / M].at[i % M]); }
 };
-
-template <int N, typename T>
-FLEXOPS_DEVICE void write(T* row, int at, const float (&values)[N]) {
-  Vec<T, N> raw;
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw.at[i] = from_float<T>(values[i]);
-  store<Cache::normal>(reinterpret_cast<Vec<T, N>*>(row + at), raw);
-}
 
 /// Vectors have N elements: 16 bytes of T, or 1 where rows do not allow that.
 template <typename T, typename W, int Lanes, int N>
@@ -84,7 +72,7 @@ __global__ void __launch_bounds__(kThreads<Lanes>)
   };
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) square(a[k], g[k]);
-  for (int at = first + kHeld * kStep; at < s.width; at += kStep)
+  for (int at = first + kHeld * kStep; kWide<Lanes, N> && at < s.width; at += kStep)
     square({x, at, true}, {gate, at, true});
   sum = rows::group_reduce(sum, Sum{}, 0.0f, Lanes, shared);
   const float scale = rsqrtf(sum / static_cast<float>(s.width) + s.eps);
@@ -98,138 +86,142 @@ __global__ void __launch_bounds__(kThreads<Lanes>)
       const float n = values[i] * scale * (weight ? w[i] : 1.0f);
       y[i] = n * (gates[i] * sigmoid(gates[i]));
     }
-    write(out, at, y);
+    store<T>(out, at, y);
   };
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     if (first + k * kStep < s.width) finish(first + k * kStep, a[k], g[k]);
   }
-  for (int at = first + kHeld * kStep; at < s.width; at += kStep)
+  for (int at = first + kHeld * kStep; kWide<Lanes, N> && at < s.width; at += kStep)
     finish(at, {x, at, true}, {gate, at, true});
 }
 
-/// Where the rows of one token begin.
-template <typename T, int N>
-struct Inputs {
-  const T *grad, *x, *gate;
-  Part<T, N> d[kHeldBackward], a[kHeldBackward], g[kHeldBackward];
+/// What the backward pass computes of one element. Multiplications and additions are not
+/// contracted, so fused ones are written.
+template <bool NormFirst>
+struct Element {
+  float grad, x, gate, half, silu, u, weighted, of_norm;  // of_norm: of u's normalized form
 
-  FLEXOPS_DEVICE Inputs(const T* grads, const T* xs, const T* gates, i64 offset, int first,
-                        int step, int width)
-      : grad(grads + offset), x(xs + offset), gate(gates + offset) {
-#pragma unroll
-    for (int k = 0; k < kHeldBackward; ++k) {
-      const int at = first + k * step;
-      d[k] = Part<T, N>(grad, at, at < width), a[k] = Part<T, N>(x, at, at < width),
-      g[k] = Part<T, N>(gate, at, at < width);
-    }
+  FLEXOPS_DEVICE Element(float grad, float x, float gate, float half, float weight)
+      : grad(grad),
+        x(x),
+        gate(gate),
+        half(half),
+        silu(gate * half),
+        u(NormFirst ? x : x * silu),
+        weighted(grad * weight),
+        of_norm(NormFirst ? weighted * silu : weighted) {}
+  FLEXOPS_DEVICE void gradients(float scale, float mean, float& of_x, float& of_gate,
+                                float& of_weight) const {
+    const float n = u * scale, of_u = __fmaf_rn(-n, mean, of_norm * scale);
+    const float slope = __fmaf_rn(half, gate - silu, half);
+    of_x = NormFirst ? of_u : of_u * silu;
+    of_gate = slope * (NormFirst ? weighted * n : of_u * x);
+    of_weight = __fmaf_rn(NormFirst ? grad * silu : grad, n, of_weight);
   }
 };
 
 /// A team has a group of columns of kPartRows tokens: their gradients, and their part of the
 /// weight's.
-template <typename T, typename W, int Lanes, int N>
-__global__ void __launch_bounds__(kThreads<Lanes>)
-    gated_norm_backward(const T* grad, const T* x, const T* gate, const W* weight, float* partial,
-                        T* x_grad, T* gate_grad, const FLEXOPS_GRID_CONSTANT Shape s) {
+template <bool NormFirst, typename T, typename W, int Lanes, int N>
+FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const W* weight,
+                                float* partial, T* x_grad, T* gate_grad, const Shape& s,
+                                float (*shared)[32]) {
   constexpr int kStep = Lanes * N;
-  __shared__ float shared[2][32];
   const i64 teams = (s.tokens / kPartRows + 1) * s.groups;
   const i64 index = static_cast<i64>(blockIdx.x) * (kThreads<Lanes> / Lanes) + threadIdx.x / Lanes;
   const i64 team = index < teams ? index : teams - 1;
   const int first = static_cast<int>(threadIdx.x) % Lanes * N;
-  const i64 begin = team / s.groups * kPartRows, group = team % s.groups;
+  const i64 begin = team / s.groups * kPartRows, group = team % s.groups, last = s.tokens - 1;
+  const i64 apart = static_cast<i64>(s.groups) * s.width;
   if (weight) weight += group * s.width;
   partial += team * s.width;
-  float sums[kHeldBackward][N] = {};
-  const auto offset_of = [&](int r) {  // of a token's row; behind the last, of that
-    return ((begin + r < s.tokens ? begin + r : s.tokens - 1) * s.groups + group) * s.width;
+  // A thread's first vectors stay in registers. The next token's are loaded before this one's
+  // reduction. All teams of a warp take part in all reductions; those without a token compute the
+  // last one again, and store nothing.
+  const bool mine = first < s.width;
+  float sums[N] = {};
+  const Part<W, N> weights(weight, first, weight && mine);
+  i64 offset = (begin < last ? begin : last) * apart + group * s.width;
+  Part<T, N> next[3];
+  const auto read = [&](i64 at, Part<T, N>(&in)[3]) {
+    in[0].read(grad + at), in[1].read(x + at), in[2].read(gate + at);
   };
-  Inputs<T, N> next(grad, x, gate, offset_of(0), first, kStep, s.width);
+  if (mine) read(offset + first, next);
+  const float part_of_width = 1.0f / static_cast<float>(s.width);
   for (int r = 0; r < kPartRows; ++r) {
-    // The next token's loads are issued before this one's reduction. All teams of a warp take part
-    // in all reductions; those without a token store nothing.
-    const Inputs<T, N> in = next;
-    const bool live = index < teams && begin + r < s.tokens;
-    const i64 offset = offset_of(r);
-    if (Lanes > 32 && begin + r >= s.tokens) break;
-    if (r + 1 < kPartRows)
-      next = Inputs<T, N>(grad, x, gate, offset_of(r + 1), first, kStep, s.width);
+    if (Lanes > 32 && begin + r > last) break;
+    const bool live = index < teams && begin + r <= last;
+    const i64 here = offset;
+    Part<T, N> held[3] = {next[0], next[1], next[2]};
+    offset += begin + r < last ? apart : 0;
+    if (mine && r + 1 < kPartRows) read(offset + first, next);
     // First, the sums of u * u and of u * (its normalized form's gradient).
     float squares = 0.0f, products = 0.0f;
-    const auto add = [&](int at, const Part<T, N>& upstream, const Part<T, N>& values,
-                         const Part<T, N>& gates) {
-      const Part<W, N> w(weight, at, weight != nullptr);
+    const auto add = [&](const Part<T, N>(&in)[3], const Part<W, N>& w, float (&half)[N]) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float silu = gates[i] * sigmoid(gates[i]);
-        const float u = s.norm_first ? values[i] : values[i] * silu;
-        const float of_norm = upstream[i] * (weight ? w[i] : 1.0f) * (s.norm_first ? silu : 1.0f);
-        squares = __fmaf_rn(u, u, squares), products = __fmaf_rn(u, of_norm, products);
+        half[i] = sigmoid(in[2][i]);
+        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f);
+        squares = __fmaf_rn(one.u, one.u, squares);
+        products = __fmaf_rn(one.u, one.of_norm, products);
       }
     };
-#pragma unroll
-    for (int k = 0; k < kHeldBackward; ++k) {
-      if (first + k * kStep < s.width) add(first + k * kStep, in.d[k], in.a[k], in.g[k]);
+    float halves[N];
+    add(held, weights, halves);
+    for (int at = first + kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
+      Part<T, N> in[3];
+      float half[N];
+      read(here + at, in);
+      add(in, {weight, at, weight != nullptr}, half);
     }
-    for (int at = first + kHeldBackward * kStep; at < s.width; at += kStep)
-      add(at, {in.grad, at, true}, {in.x, at, true}, {in.gate, at, true});
     // Two arrays take turns, so that no write overtakes a read.
     squares = rows::group_reduce(squares, Sum{}, 0.0f, Lanes, shared[0]);
     products = rows::group_reduce(products, Sum{}, 0.0f, Lanes, shared[1]);
-    const float width = static_cast<float>(s.width);
-    const float scale = rsqrtf(squares / width + s.eps);
-    const float mean = products * scale * scale / width;
+    if (!live) continue;
+    const float scale = rsqrtf(squares * part_of_width + s.eps);
+    const float mean = products * scale * scale * part_of_width;
     // Then, the gradients; the weight's is added to `part`.
-    const auto finish = [&](int at, const Part<T, N>& upstream, const Part<T, N>& values,
-                            const Part<T, N>& gates, float (&part)[N]) {
-      const Part<W, N> w(weight, at, weight != nullptr);
+    const auto finish = [&](int at, const Part<T, N>(&in)[3], const Part<W, N>& w,
+                            const float (&half)[N], float (&part)[N]) {
       float of_x[N], of_gate[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float half = sigmoid(gates[i]), silu = gates[i] * half;
-        const float slope = half * (1.0f + gates[i] * (1.0f - half));
-        const float u = s.norm_first ? values[i] : values[i] * silu;
-        const float weighted = upstream[i] * (weight ? w[i] : 1.0f);
-        const float of_u = scale * (weighted * (s.norm_first ? silu : 1.0f) - u * mean);
-        of_x[i] = s.norm_first ? of_u : of_u * silu;
-        of_gate[i] = slope * (s.norm_first ? weighted * (u * scale) : of_u * values[i]);
-        part[i] += live ? upstream[i] * u * scale * (s.norm_first ? silu : 1.0f) : 0.0f;
+        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f);
+        one.gradients(scale, mean, of_x[i], of_gate[i], part[i]);
       }
-      if (!live) return;
-      write(x_grad + offset, at, of_x), write(gate_grad + offset, at, of_gate);
+      store<T>(x_grad, here + at, of_x), store<T>(gate_grad, here + at, of_gate);
     };
+    if (mine) finish(first, held, weights, halves, sums);
+    for (int at = first + kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
+      Part<T, N> in[3];
+      float part[N], half[N];
+      read(here + at, in);
 #pragma unroll
-    for (int k = 0; k < kHeldBackward; ++k) {
-      if (first + k * kStep < s.width)
-        finish(first + k * kStep, in.d[k], in.a[k], in.g[k], sums[k]);
-    }
-    for (int at = first + kHeldBackward * kStep; at < s.width; at += kStep) {
-      float part[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) part[i] = r > 0 ? partial[at + i] : 0.0f;
-      finish(at, {in.grad, at, true}, {in.x, at, true}, {in.gate, at, true}, part);
-      if (index < teams) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) partial[at + i] = part[i];
-      }
+      for (int i = 0; i < N; ++i)
+        part[i] = r > 0 ? partial[at + i] : 0.0f, half[i] = sigmoid(in[2][i]);
+      finish(at, in, {weight, at, weight != nullptr}, half, part);
+      store<float>(partial, at, part);
     }
   }
   if (index >= teams) return;
-#pragma unroll
-  for (int k = 0; k < kHeldBackward; ++k) {
-    const int at = first + k * kStep;
-    if (at >= s.width) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i) partial[at + i] = sums[k][i];
-  }
+  if (mine) store<float>(partial, first, sums);
   // A part without tokens.
-  if (Lanes > 32 && begin >= s.tokens) {
-    for (int at = first + kHeldBackward * kStep; at < s.width; at += kStep) {
+  for (int at = first + kStep; kWide<Lanes, N> && begin > last && at < s.width; at += kStep) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) partial[at + i] = 0.0f;
-    }
+    for (int i = 0; i < N; ++i) partial[at + i] = 0.0f;
   }
+}
+
+template <typename T, typename W, int Lanes, int N>
+__global__ void __launch_bounds__(kThreads<Lanes>, kResident / kThreads<Lanes>)
+    gated_norm_backward(const T* grad, const T* x, const T* gate, const W* weight, float* partial,
+                        T* x_grad, T* gate_grad, const FLEXOPS_GRID_CONSTANT Shape s) {
+  __shared__ float shared[2][32];
+  if (s.norm_first)
+    return backward_of<true, T, W, Lanes, N>(grad, x, gate, weight, partial, x_grad, gate_grad, s,
+                                             shared);
+  backward_of<false, T, W, Lanes, N>(grad, x, gate, weight, partial, x_grad, gate_grad, s, shared);
 }
 
 }  // namespace flexops::gated_norm

@@ -26,8 +26,8 @@ bool has_vectors(int width, const TensorView& x, const TensorView& weight, const
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-/// Calls body(T, W, Count of the threads of a row, Count of the elements of a vector). Some threads
-/// have no vector unless a row has `held` for each.
+/// Calls body(T, W, Count of the threads of a row, Count of the elements of a vector). A thread
+/// holds so many vectors.
 template <typename F>
 void with_teams(const TensorView& x, const TensorView& weight, int width, int held, bool vectors,
                 const F& body) {
@@ -36,11 +36,12 @@ void with_teams(const TensorView& x, const TensorView& weight, int width, int he
     const auto with_lanes = [&](auto w) {
       constexpr int N = kPerVector<T>;
       if (!vectors) return body(type, w, Count<256>{}, Count<1>{});
-      const int64_t lanes = ceil_div(width, held * N);
-      if (lanes <= 8) return body(type, w, Count<8>{}, Count<N>{});
-      if (lanes <= 16) return body(type, w, Count<16>{}, Count<N>{});
-      if (lanes <= 64) return body(type, w, Count<64>{}, Count<N>{});
-      if (lanes <= 256) return body(type, w, Count<256>{}, Count<N>{});
+      const auto fits = [&](auto lanes) { return width <= lanes * held * N; };
+      if (fits(Count<8>{})) return body(type, w, Count<8>{}, Count<N>{});
+      if (fits(Count<16>{})) return body(type, w, Count<16>{}, Count<N>{});
+      if (fits(Count<64>{})) return body(type, w, Count<64>{}, Count<N>{});
+      if (fits(Count<128>{})) return body(type, w, Count<128>{}, Count<N>{});
+      if (fits(Count<256>{})) return body(type, w, Count<256>{}, Count<N>{});
       return body(type, w, Count<512>{}, Count<N>{});
     };
     if (weight && weight.dtype != x.dtype) return with_lanes(float{});
@@ -77,18 +78,16 @@ const char* gated_rms_norm_backward_cuda(const TensorView& grad, const TensorVie
   if (x.numel == 0) return nullptr;
   const Shape shape = shape_of(x, eps, groups, norm_first);
   const bool vectors = has_vectors(shape.width, x, weight, gate, grad, x_grad, gate_grad);
-  with_teams(x, weight, shape.width, gated_norm::kHeldBackward, vectors,
-             [&](auto type, auto w, auto lanes, auto n) {
-               using T = decltype(type);
-               using W = decltype(w);
-               constexpr int kThreads = gated_norm::kThreads<lanes>;
-               const int64_t teams = partial.size(0) * groups;
-               const LaunchConfig config{
-                   {blocks(ceil_div(teams, kThreads / lanes))}, {kThreads}, stream};
-               launch(kernel<gated_norm::gated_norm_backward<T, W, lanes, n>>, config, grad.as<T>(),
-                      x.as<T>(), gate.as<T>(), weight.as<W>(), partial.as<float>(), x_grad.as<T>(),
-                      gate_grad.as<T>(), shape);
-             });
+  with_teams(x, weight, shape.width, 1, vectors, [&](auto type, auto w, auto lanes, auto n) {
+    using T = decltype(type);
+    using W = decltype(w);
+    constexpr int kThreads = gated_norm::kThreads<lanes>;
+    const int64_t teams = partial.size(0) * groups;
+    const LaunchConfig config{{blocks(ceil_div(teams, kThreads / lanes))}, {kThreads}, stream};
+    launch(kernel<gated_norm::gated_norm_backward<T, W, lanes, n>>, config, grad.as<T>(), x.as<T>(),
+           gate.as<T>(), weight.as<W>(), partial.as<float>(), x_grad.as<T>(), gate_grad.as<T>(),
+           shape);
+  });
   return last_error();
 }
 

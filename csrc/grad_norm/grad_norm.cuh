@@ -21,17 +21,15 @@ struct NanMax {
 /// Two's norm, or (kTwo = false) any other: the p-th powers' sum or, if it is infinite, the largest
 /// magnitude.
 template <bool two>
-struct NormRule {
+struct NormRule : multi::RuleDefaults {
   static constexpr Data kData = Data::mixed;
   // Powers are much code, and do best with many threads. Chunks are equally long: the launchers
   // count them by one of both rules.
-  static constexpr int kThreads = 128, kUnroll = two ? 8 : 1;
+  static constexpr int kUnroll = two ? 8 : 1;
   static constexpr int kIterations = 32 / kUnroll;
   static constexpr int kMinBlocks = 10;
-  static constexpr int kArrays = 1, kApart = 1, kExtras = 1, kSums = 1, kUnscaled = -1;
-  static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1, kOptional = 0;
-  static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+  static constexpr int kArrays = 1, kExtras = 1, kSums = 1;
+  static constexpr u32 kReads = 1, kWrites = 0, kTyped = 1;
 
   struct Shared {
     const float *grad_scale, *found_inf;
@@ -81,14 +79,12 @@ struct Clip {
 
 /// Gradients of 16 bits need more vectors in flight.
 template <Data data>
-struct ClipRule {
+struct ClipRule : multi::RuleDefaults {
   static constexpr Data kData = data;
-  static constexpr int kThreads = 128, kUnroll = data == Data::f32 ? 2 : 4, kIterations = 1,
-                       kMinBlocks = 12;
-  static constexpr int kArrays = 1, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = -1;
-  static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1, kOptional = 0;
+  static constexpr int kUnroll = data == Data::f32 ? 2 : 4, kMinBlocks = 12;
+  static constexpr int kArrays = 1, kExtras = 0;
+  static constexpr u32 kReads = 1, kWrites = 1, kTyped = 1;
   static constexpr bool kReverse = true;  // what the norm read last is still in the cache
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = Clip;
 
   struct Factors {

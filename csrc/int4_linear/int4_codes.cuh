@@ -1,5 +1,6 @@
-// What all kernels of 4-bit weights share: operands of mma.sync from packed words; and what blocks
-// of a cluster read of each other. The layout of the weight: flexops/ops/int4_linear.py.
+// What all kernels of 4-bit weights share: operands of mma.sync and wgmma from packed words, and
+// what blocks of a cluster read of each other. The layout of the weight:
+// flexops/ops/int4_linear.py.
 #pragma once
 
 #include "common/async.cuh"
@@ -7,6 +8,31 @@
 #include "common/hopper.cuh"
 
 namespace flexops::int4 {
+
+struct Params {
+  const void* x;  // [m, k]
+  const u8* packed;
+  const u16 *scales, *zeros;  // float16 or bfloat16; float16 or null
+  const void* bias;
+  void* out;  // [m, n]
+  int m, n, k;
+  int tiles_n, tiles_k, groups;
+  int group_shift;  // log2 of the group size
+  int cluster;      // blocks that share the columns of one tile of the result
+  int token_tiles;
+  bool half_scales;  // float16
+};
+
+/// Which part of the result a block computes; blocks of a cluster follow each other.
+struct Place {
+  int rank, token_tile, n_tile;
+  FLEXOPS_DEVICE explicit Place(const Params& p) {
+    const int block = static_cast<int>(blockIdx.x), rest = block / p.cluster;
+    rank = block - rest * p.cluster;
+    n_tile = rest / p.token_tiles;
+    token_tile = rest - n_tile * p.token_tiles;
+  }
+};
 
 /// How a code becomes a number of T: its bits are put into the fraction of a power of two.
 template <class T>
@@ -16,12 +42,15 @@ struct Code<bf16> {
   static constexpr u32 kMask = 0x000f000fu, kBits = 0x43004300u, kOnes = 0x3f803f80u;
   static constexpr float kOffset = 128.0f;
   static constexpr int kShift = 0;
+  // A whole number of float16 plus 1024, as -kOffset less it.
+  static constexpr u32 kMost = 0x57f057f0u, kWholeMask = 0x007f007fu, kWholeBits = 0xc300c300u;
 };
 template <>
 struct Code<f16> {
   static constexpr u32 kMask = 0x00f000f0u, kBits = 0x54005400u, kOnes = 0x3c003c00u;
   static constexpr float kOffset = 64.0f;
   static constexpr int kShift = 4;
+  static constexpr u32 kMost = 0x53e053e0u, kWholeMask = 0x03f003f0u, kWholeBits = 0xd400d400u;
 };
 
 /// (word & mask) | bits, in one instruction: both constants are in registers.
@@ -64,11 +93,49 @@ FLEXOPS_DEFINE_INT4(bf16, "bf16")
 FLEXOPS_DEFINE_INT4(f16, "f16")
 #undef FLEXOPS_DEFINE_INT4
 
-FLEXOPS_DEVICE void cluster_sync() {
-  FLEXOPS_SM90(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
+/// The scales or zero points of rows g and g + 8 (half 0 and 1), float16 or bfloat16.
+FLEXOPS_DEVICE float number_of(u32 word, int half, bool half_precision) {
+  return half_precision ? half_of<f16>(word, half) : half_of<bf16>(word, half);
 }
-/// A float at the same place of another block's shared memory.
+
+/// Dequantizes codes of rows g and g + 8: less the whole part of the zero point they are exact;
+/// then they are scaled and rounded once.
+template <class T>
+struct Dequantizer {
+  u32 whole[2], factor[2], rest[2];  // each twice in a word
+
+  FLEXOPS_DEVICE Dequantizer(u32 scales, u32 zeros, bool half_scales) {
+    u32 near, part;
+    asm("{\n.reg .b32 low, high, sum;\nmax.f16x2 low, %2, %5;\nmin.f16x2 high, low, %3;\n"
+        "add.rn.f16x2 %0, high, %4;\nsub.rn.f16x2 sum, %0, %4;\nsub.rn.f16x2 %1, sum, %2;\n}"
+        : "=&r"(near), "=r"(part)
+        : "r"(zeros), "r"(Code<T>::kMost), "r"(0x64006400u), "r"(0u));  // 1024
+    near = and_or(near << Code<T>::kShift, Code<T>::kWholeMask, Code<T>::kWholeBits);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float scale = number_of(scales, i, half_scales), less = half_of<f16>(part, i) * scale;
+      whole[i] = __byte_perm(near, near, i ? 0x3232 : 0x1010);
+      factor[i] = pack2<T>(scale, scale), rest[i] = pack2<T>(less, less);
+    }
+  }
+  /// The left operand of four columns' mma.
+  FLEXOPS_DEVICE void widen(u32* to, u32 word) const {
+    u32 left[4];
+    widen_codes<T>(left, word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      to[i] = fma2<T>(fma2<T>(left[i], Code<T>::kOnes, whole[i % 2]), factor[i % 2], rest[i % 2]);
+  }
+};
+inline constexpr u32 kEight = 0x48004800u;  // the zero points of a weight without any
+
+using hopper::cluster_sync;
+/// Until no block of the cluster reads this one's shared memory any more.
+FLEXOPS_DEVICE void cluster_leave() {
+  FLEXOPS_SM90(
+      "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :: : "memory");
+}
+/// Floats at the same place of another block's shared memory.
 FLEXOPS_DEVICE float cluster_load(const float* own, int rank) {
   float value = *own;
   FLEXOPS_SM90(
@@ -77,6 +144,60 @@ FLEXOPS_DEVICE float cluster_load(const float* own, int rank) {
       "r"(rank) : "memory");
   (void)rank;
   return value;
+}
+FLEXOPS_DEVICE float4 cluster_load(const float4* own, int rank) {
+  float4 v = *own;
+  FLEXOPS_SM90(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}" : "=f"(v.x),
+      "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(hopper::shared_address(own)), "r"(rank) : "memory");
+  (void)rank;
+  return v;
+}
+
+/// Adds the parts of a sum, `depth` in each block of a cluster, in a fixed order, and writes them
+/// with the bias. `parts`: [depth][tokens][stride], rows of W beside each other; all blocks have
+/// stored theirs. `tokens`, `lines`: the block's, as the threads that call it.
+template <class T>
+FLEXOPS_DEVICE void write_sums(const Params& p, int rank, const float* parts, int depth, int stride,
+                               int tokens, int lines, int first_token, int first_line,
+                               int threads) {
+  if (p.cluster > 1) cluster_sync();
+  const int quads = lines / 4, present = min(p.m - first_token, tokens);
+  for (int i = static_cast<int>(threadIdx.x) + threads * rank; i < present * quads;
+       i += threads * p.cluster) {
+    const int token = i / quads, line = i % quads * 4, n = first_line + line;
+    float total[4] = {};
+    for (int d = 0; d < depth; ++d) {
+      const float4* const from =
+          reinterpret_cast<const float4*>(parts + (d * tokens + token) * stride + line);
+      float4 part[hopper::kMostClusterBlocks];
+#pragma unroll
+      for (int other = 0; other < hopper::kMostClusterBlocks; ++other) {
+        if (other < p.cluster) part[other] = p.cluster > 1 ? cluster_load(from, other) : *from;
+      }
+#pragma unroll
+      for (int other = 0; other < hopper::kMostClusterBlocks; ++other) {
+        if (other >= p.cluster) break;
+        total[0] += part[other].x, total[1] += part[other].y;
+        total[2] += part[other].z, total[3] += part[other].w;
+      }
+    }
+    T* const out = static_cast<T*>(p.out) + static_cast<i64>(first_token + token) * p.n + n;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (p.bias && n + j < p.n) total[j] += to_float(static_cast<const T*>(p.bias)[n + j]);
+    }
+    if (n + 4 <= p.n && p.n % 4 == 0) {
+      *reinterpret_cast<uint2*>(out) = {pack2<T>(total[0], total[1]), pack2<T>(total[2], total[3])};
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (n + j < p.n) out[j] = from_float<T>(total[j]);
+    }
+  }
+  if (p.cluster > 1) cluster_leave();
 }
 
 }  // namespace flexops::int4

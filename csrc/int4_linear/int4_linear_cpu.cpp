@@ -13,9 +13,8 @@ namespace flexops::FLEXOPS_ISA {
 
 /// The column of a tile that byte `position` of 64 holds.
 static int64_t column_of(int64_t position) {
-  const int64_t within[4] = {0, 2, 1, 3};
-  const int64_t t = position / 16, word = position / 4 % 4;
-  return 32 * (word / 2) + 8 * t + 4 * (word % 2) + within[position % 4];
+  const int64_t within[4] = {0, 8, 1, 9};
+  return position / 4 % 4 * 16 + position / 16 * 2 + within[position % 4];
 }
 
 constexpr int64_t kLaneSums = 16;
@@ -40,8 +39,13 @@ void int4_order_cpu(const Int4Product& c, float* x, float* sums, int64_t begin, 
   }
 }
 
-static float number_at(const void* from, int64_t index, ElementType type) {
-  return load(from, index, type);
+/// Scale and zero point of a group of a row.
+struct Number {
+  float scale, zero;
+};
+static inline Number load_number(const Int4View& w, int64_t tile, int64_t group, int64_t at) {
+  const int64_t index = (tile * w.groups + group) * kInt4TileN + at;
+  return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : 8.0f};
 }
 
 /// Registers of the codes of 16 bytes: of their low halves, or of their high ones.
@@ -80,18 +84,13 @@ struct Numbers {
 static inline Numbers load_numbers(const Int4View& w, int64_t tile, int64_t tile_k, int64_t at) {
   const int64_t first = tile_k * kInt4TileK / w.group_size;
   Numbers out;
-  float scales[2], zeros[2];
-  for (int64_t i = 0; i < 2; ++i) {
-    const int64_t group = first + (w.group_size == 32 ? i : 0);
-    const int64_t index = (tile * w.groups + group) * kInt4TileN + at;
-    scales[i] = number_at(w.scales, index, w.scale_type);
-    zeros[i] = w.zeros ? number_at(w.zeros, index, w.zero_type) : 8.0f;
-  }
+  const Number of[2] = {load_number(w, tile, first, at),
+                        load_number(w, tile, first + (w.group_size == 32 ? 1 : 0), at)};
   for (int i = 0; i < kParts; ++i) {
     float scale[kLanes], zero[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const int which = (i * kLanes + lane) / 8;
-      scale[lane] = scales[which], zero[lane] = zeros[which];
+      const Number& number = of[(i * kLanes + lane) / 8];
+      scale[lane] = number.scale, zero[lane] = number.zero;
     }
     out.scale[i] = load_floats(scale), out.zero[i] = load_floats(zero);
   }
@@ -155,12 +154,13 @@ void int4_product_cpu(const Int4Product& c, const float* x, const float* sums, i
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-/// From positions 0, 1, 2, 3 of each four bytes to columns 0, 2, 1, 3.
-static inline Bytes by_column(Bytes word) {
+/// From the order of the words of four threads to that of their 16 columns.
+static inline Bytes by_column(Bytes words) {
 #if defined(__clang__)
-  return __builtin_shufflevector(word, word, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  return __builtin_shufflevector(words, words, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13,
+                                 15);
 #else
-  return __builtin_shuffle(word, Bytes{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+  return __builtin_shuffle(words, Bytes{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
 #endif
 }
 
@@ -169,25 +169,22 @@ void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t beg
     const int64_t tile = pair / 8, g = pair % 8, row = tile * kInt4TileN + g;
     for (int64_t tile_k = 0; tile_k < w.tiles_k; ++tile_k) {
       const uint8_t* const bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes + 64 * g;
-      const Numbers of_low = load_numbers(w, tile, tile_k, 2 * g),
-                    of_high = load_numbers(w, tile, tile_k, 2 * g + 1);
       alignas(64) float values[2][kInt4TileK];
-      for (int64_t t = 0; t < 4; ++t) {
-        // 16 bytes in the order of their columns: 8 of the first 32, and 8 of the others.
-        Bytes word;
-        memcpy(&word, bytes + 16 * t, sizeof word);
-        word = by_column(word);
+      for (int64_t column = 0; column < kInt4TileK; column += 16) {
+        const int64_t group = (tile_k * kInt4TileK + column) / w.group_size;
+        const Number low = load_number(w, tile, group, 2 * g),
+                     high = load_number(w, tile, group, 2 * g + 1);
+        Bytes words;
+        for (int64_t t = 0; t < 4; ++t)
+          memcpy(reinterpret_cast<char*>(&words) + 4 * t, bytes + 16 * t + column / 4, 4);
+        words = by_column(words);
         uint8_t ordered[16];
-        memcpy(ordered, &word, sizeof ordered);
+        memcpy(ordered, &words, sizeof ordered);
         const Codes codes = load_codes(ordered);
-        alignas(64) float low[16], high[16];
         for (int i = 0; i < kParts; ++i) {
-          store_floats(low + i * kLanes, (codes.low[i] - of_low.zero[i]) * of_low.scale[i]);
-          store_floats(high + i * kLanes, (codes.high[i] - of_high.zero[i]) * of_high.scale[i]);
-        }
-        for (int64_t h = 0; h < 2; ++h) {
-          memcpy(values[0] + 32 * h + 8 * t, low + 8 * h, 8 * sizeof(float));
-          memcpy(values[1] + 32 * h + 8 * t, high + 8 * h, 8 * sizeof(float));
+          const int64_t to = column + i * kLanes;
+          store_floats(values[0] + to, (codes.low[i] - low.zero) * low.scale);
+          store_floats(values[1] + to, (codes.high[i] - high.zero) * high.scale);
         }
       }
       const int64_t first = tile_k * kInt4TileK, count = least(kInt4TileK, w.k - first);

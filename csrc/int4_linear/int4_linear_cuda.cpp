@@ -2,8 +2,9 @@
 
 #include "int4_linear/int4_linear.h"
 
-#include "common/launch.h"
-#include "int4_linear/int4_16_rows.cuh"
+#include <type_traits>
+
+#include "common/tensor_map.h"
 #include "int4_linear/int4_many_rows.cuh"
 #include "int4_linear/int4_many_rows_hopper.cuh"
 #include "int4_linear/int4_unpack.cuh"
@@ -13,11 +14,10 @@ namespace {
 
 using int4::Params;
 
-/// A kernel's configuration: as a number, for measurements, `beside << 16 | warps << 8 | cluster`.
+/// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int beside;   // warps beside each other along n, 1 (up to 16 rows), 2 or 8; or wgmma's rows of x,
-                // 32 or 64
-  int warps;    // of a block; those that are not beside each other share the columns
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128
+  int second;   // warps of a block; or consumer warpgroups that share the columns
   int cluster;  // blocks that share the columns
 };
 
@@ -27,37 +27,30 @@ int log2_of(int64_t value) {
   return log;
 }
 
-/// wgmma's kernel rounds scales to x's dtype.
-bool takes_hopper(const Int4Product& c) { return c.type == c.weight.scale_type; }
+/// The most blocks of a cluster with which all of `count` clusters run at once, by what an H200's
+/// clusters of processors hold.
+int cluster_of(int64_t count, int64_t processors) {
+  constexpr int kClusters[] = {16, 16, 16, 24, 32, 40, 64};  // of 8, 7, ... blocks
+  for (int size = 8; size > 1; --size) {
+    if (count <= kClusters[8 - size] * processors / 132) return size;
+  }
+  return 1;
+}
 
 /// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
-  const int64_t processors = gpu.processors;
-  const bool clusters = gpu.capability >= 90;
-  if (c.m <= 16) {
-    const int64_t count = ceil_div(c.weight.tiles_n, 2);
-    if (2 * count >= 7 * processors) return {1, 4, 1};
-    const int warps = c.m <= 8 && count <= processors ? 16 : 8;
-    int cluster = c.m > 8 && clusters && count <= processors ? 2 : 1;
-    while (clusters && cluster < 4 && 2 * count * cluster <= processors &&
-           c.weight.tiles_k >= 4 * warps * cluster)
-      cluster *= 2;
-    return {1, warps, cluster};
+  const int64_t processors = gpu.processors, tiles_n = c.weight.tiles_n;
+  if (gpu.capability == 90) {
+    const int tokens = c.m <= 16 ? 16 : c.m <= 32 ? 32 : c.m <= 64 ? 64 : 128;
+    const int64_t count = ceil_div(tiles_n, 16) * ceil_div(c.m, tokens);
+    return {tokens, 1, static_cast<int>(least(cluster_of(count, processors), c.weight.tiles_k))};
   }
-  if (gpu.capability == 90 && takes_hopper(c)) {
-    const int tokens = c.m <= 32 ? 32 : 64;
-    const int64_t count =
-        ceil_div(c.weight.tiles_n, 4 * int4::kHopperGroups) * ceil_div(c.m, tokens);
-    int cluster = 1;
-    while (cluster < 8 && c.weight.tiles_k >= 8 * cluster &&
-           2 * cluster * count <= (cluster == 1 ? processors : 3 * processors / 4))
-      cluster *= 2;
-    return {tokens, 20, cluster};
-  }
-  const int64_t count = ceil_div(c.weight.tiles_n, 4) * ceil_div(c.m, 64);
+  const int64_t count = ceil_div(tiles_n, 4) * ceil_div(c.m, c.m <= 16 ? 16 : 64);
   if (count >= 3 * processors && c.m > 32) return {8, 8, 1};
   if (count > processors || gpu.shared_of_block < 180 << 10) return {2, 4, 1};
-  const int cluster = !clusters || 2 * count > processors ? 1 : 6 * count > processors ? 2 : 4;
+  const int cluster = gpu.capability < 90 || 2 * count > processors ? 1
+                      : 6 * count > processors                      ? 2
+                                                                    : 4;
   return {2, 8, cluster};
 }
 
@@ -70,81 +63,78 @@ Params make_params(const Int4Product& c, const Plan& plan) {
   p.m = static_cast<int>(c.m), p.n = static_cast<int>(w.n), p.k = static_cast<int>(w.k);
   p.tiles_n = static_cast<int>(w.tiles_n), p.tiles_k = static_cast<int>(w.tiles_k);
   p.groups = static_cast<int>(w.groups), p.group_shift = log2_of(w.group_size);
-  p.cluster = plan.cluster;
+  p.cluster = plan.cluster, p.half_scales = w.scale_type == ElementType::f16;
   return p;
 }
 
-LaunchConfig config_of(int64_t grid, int warps, int64_t shared_bytes, int cluster, void* stream) {
-  return {blocks(grid), {static_cast<unsigned>(32 * warps)}, stream,
-          shared_bytes, static_cast<unsigned>(cluster),      gpu_facts().capability >= 90};
+LaunchConfig config_of(int64_t grid, int threads, int64_t shared_bytes, int cluster, void* stream) {
+  return {blocks(grid), {static_cast<unsigned>(threads)}, stream,
+          shared_bytes, static_cast<unsigned>(cluster),   gpu_facts().capability >= 90};
 }
 
-template <class T, class S, int kTokens, int kAhead, int kThreads, int kBlocks>
-void launch_16(Params& p, const Plan& plan, void* stream) {
-  constexpr int kRows = 2;
-  p.token_tiles = 1, p.warps_n = 1, p.log_rows = log2_of(16 * kRows);
-  const LaunchConfig config =
-      config_of(ceil_div(p.tiles_n, kRows) * plan.cluster, plan.warps,
-                int64_t{plan.warps} * kRows * kTokens * 512, plan.cluster, stream);
-  if (p.group_shift == 5)
-    return launch(rare_kernel<int4::rows_16<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, true>>,
-                  config, p);
-  launch(kernel<int4::rows_16<T, S, kRows, kTokens, kAhead, kThreads, kBlocks, false>>, config, p);
-}
-
-template <class T, class S, int kTokens, int kBeside>
+template <class T, int kTokens, int kBeside>
 void launch_many(Params& p, const Plan& plan, void* stream) {
-  const int64_t stage = kTokens * 1024 + kBeside * int4::kWarpStage;
-  const int64_t staged = plan.warps / kBeside * int4::kManyStages * stage;
-  const int64_t parts = int64_t{plan.warps} * int4::kManyRows * kTokens * 512;
+  const int64_t stage = kTokens * 1024 + kBeside * int4::kWarpStage, depth = plan.second / kBeside;
+  const int64_t staged = depth * int4::kManyStages * stage;
+  const int lines = 16 * int4::kManyRows * kBeside;
+  const int64_t sums = depth * kTokens * 8 * (lines + 4) * 4;
   p.token_tiles = static_cast<int>(ceil_div(p.m, 8 * kTokens));
-  p.warps_n = kBeside, p.log_rows = log2_of(16 * int4::kManyRows * kBeside);
-  const int64_t grid = ceil_div(p.tiles_n, int4::kManyRows * kBeside) * p.token_tiles;
-  const LaunchConfig config = config_of(grid * plan.cluster, plan.warps,
-                                        staged > parts ? staged : parts, plan.cluster, stream);
-  if (p.group_shift == 5)
-    return launch(rare_kernel<int4::many_rows<T, S, kTokens, kBeside, true>>, config, p);
-  launch(kernel<int4::many_rows<T, S, kTokens, kBeside, false>>, config, p);
+  launch(kernel<int4::many_rows<T, kTokens, kBeside>>,
+         config_of(ceil_div(p.n, lines) * p.token_tiles * plan.cluster, 32 * plan.second,
+                   staged > sums ? staged : sums, plan.cluster, stream),
+         p);
 }
 
-template <class T, class S>
-void launch_many(Params& p, const Plan& plan, void* stream) {
-  if (plan.beside == 1) {
-    if (p.m > 8) return launch_16<T, S, 2, 2, 256, 2>(p, plan, stream);
-    return launch_16<T, S, 1, 3, 512, 1>(p, plan, stream);
-  }
-  if (plan.beside == 2) {
-    if (p.m <= 32) return launch_many<T, S, 4, 2>(p, plan, stream);
-    return launch_many<T, S, 8, 2>(p, plan, stream);
-  }
-  if (p.m <= 32) return launch_many<T, S, 4, 8>(p, plan, stream);
-  launch_many<T, S, 8, 8>(p, plan, stream);
+template <class T, int kN, int kDepth, bool kSmall>
+void launch_hopper(Params& p, const KernelOf<int4::HopperParams>& hopper_kernel, void* stream) {
+  using Layout = int4::HopperLayout<kN, kDepth, kSmall>;
+  constexpr unsigned kTiles = Layout::kTiles, kChunk = Layout::kChunk;
+  const auto numbers = [&](const void* of) {
+    return map_words(of ? of : p.scales, p.tiles_n, 1, int64_t{p.groups} * 8, kTiles, 1,
+                     (kChunk * 64 >> p.group_shift) * 8);
+  };
+  launch(hopper_kernel,
+         config_of(ceil_div(p.tiles_n, kTiles) * ceil_div(p.m, kN) * p.cluster,
+                   int4::kHopperThreads, Layout::kBytes, p.cluster, stream),
+         int4::HopperParams{p,
+                            map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1,
+                                         p.m, p.k, p.k, 0, kN),
+                            map_words(p.packed, p.tiles_n, p.tiles_k, 128, kTiles, kChunk, 128),
+                            numbers(p.scales), numbers(p.zeros)});
+}
+
+template <class T, int kN, int kDepth>
+void launch_hopper(Params& p, void* stream) {
+  p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
+  if (p.group_shift == 5)
+    return launch_hopper<T, kN, kDepth, true>(
+        p, rare_kernel<int4::many_rows_hopper<T, kN, kDepth, true>>, stream);
+  launch_hopper<T, kN, kDepth, false>(p, kernel<int4::many_rows_hopper<T, kN, kDepth, false>>,
+                                      stream);
 }
 
 template <class T, int kN>
-void launch_hopper(Params& p, void* stream) {
-  p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
-  const int64_t grid = ceil_div(p.tiles_n, 4 * int4::kHopperGroups) * p.token_tiles * p.cluster;
-  const auto config = [&](int64_t bytes) {
-    return config_of(grid, int4::kHopperThreads / 32, bytes, p.cluster, stream);
-  };
-  if (p.group_shift == 5)
-    return launch(rare_kernel<int4::many_rows_hopper<T, kN, true>>,
-                  config(int4::HopperLayout<kN, true>::kBytes), p);
-  launch(kernel<int4::many_rows_hopper<T, kN, false>>,
-         config(int4::HopperLayout<kN, false>::kBytes), p);
+void launch_hopper(Params& p, const Plan& plan, void* stream) {
+  if (plan.second == 4) return launch_hopper < T, kN, kN<64 ? 4 : 2>(p, stream);
+  if (plan.second == 2) return launch_hopper<T, kN, 2>(p, stream);
+  launch_hopper<T, kN, 1>(p, stream);
 }
 
 template <class T>
 void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   Params p = make_params(c, plan);
-  if (plan.beside >= 32) {
-    if (!takes_hopper(c)) return detail::note("this plan takes scales of x's dtype");
-    if (plan.beside == 32) return launch_hopper<T, 32>(p, stream);
-    return launch_hopper<T, 64>(p, stream);
+  if (plan.first == 2) {
+    if (p.m <= 16) return launch_many<T, 2, 2>(p, plan, stream);
+    if (p.m <= 32) return launch_many<T, 4, 2>(p, plan, stream);
+    return launch_many<T, 8, 2>(p, plan, stream);
   }
-  c.weight.scale_type == ElementType::f16 ? launch_many<T, f16>(p, plan, stream)
-                                          : launch_many<T, bf16>(p, plan, stream);
+  if (plan.first == 8)
+    return p.m <= 32 ? launch_many<T, 4, 8>(p, plan, stream)
+                     : launch_many<T, 8, 8>(p, plan, stream);
+  if (plan.first == 16) return launch_hopper<T, 16>(p, plan, stream);
+  if (plan.first == 32) return launch_hopper<T, 32>(p, plan, stream);
+  if (plan.first == 64) return launch_hopper<T, 64>(p, plan, stream);
+  launch_hopper<T, 128>(p, plan, stream);
 }
 
 template <class T>

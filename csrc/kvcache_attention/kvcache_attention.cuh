@@ -291,37 +291,37 @@ FLEXOPS_DEVICE void stage_queries(const CacheParams& p, const Cached& s, int fir
   }
 }
 
-/// combine_warps, to the result if this is all of a tile, else to a part of it.
-template <class T, class Shape>
-FLEXOPS_DEVICE void finish_part(const CacheParams& p, const Cached& s, u8* memory, int first,
-                                const Rows& rows, const float (&out)[Shape::kColumnsV / 2],
-                                float scale, int part, bool alone) {
-  const ForwardParams& call = p.decode.call;
-  const Problem& problem = call.problem;
-  const int group = problem.group;
-  combine_warps<Shape>(
-      reinterpret_cast<float*>(memory), rows, out, scale, s.length_q * group - first,
-      problem.head_dim_v,
-      [&](int at) {
-        return alone && call.sinks ? call.sinks + s.head + (first + at) % group : nullptr;
-      },
-      [&](int at, int column, const float (&o)[8], const Total& total) {
-        const Sequence of(problem, s.batch, s.head + (first + at) % group);
-        const int of_query = (first + at) / group;
-        if (alone) {
-          store_columns<T>(call, of, of_query, column, o);
-          if (column == 0) store_log_sum(call, of, of_query, total.log2_sum());
-          return;
-        }
-        const i64 to = part_row(p.decode, part, of, of_query);
-        store_part(p.decode.parts + to * problem.head_dim_v + column, o);
-        if (column == 0) p.decode.parts_sums[to] = total.log2_sum();
-      });
-}
+/// Where a tile's rows go: to the result if this is all of the tile, else to a part of it.
+template <class T>
+struct Finish {
+  const CacheParams& p;
+  const Cached& s;
+  int first, part;
+  bool alone;
+
+  FLEXOPS_DEVICE const float* operator()(int at) const {
+    const ForwardParams& call = p.decode.call;
+    return alone && call.sinks ? call.sinks + s.head + (first + at) % call.problem.group : nullptr;
+  }
+  FLEXOPS_DEVICE void operator()(int at, int column, const float (&o)[8],
+                                 const Total& total) const {
+    const ForwardParams& call = p.decode.call;
+    const int group = call.problem.group, of_query = (first + at) / group;
+    const Sequence of(call.problem, s.batch, s.head + (first + at) % group);
+    if (alone) {
+      store_columns<T>(call, of, of_query, column, o);
+      if (column == 0) store_log_sum(call, of, of_query, total.log2_sum());
+      return;
+    }
+    const i64 to = part_row(p.decode, part, of, of_query);
+    store_part(p.decode.parts + to * call.problem.head_dim_v + column, o);
+    if (column == 0) p.decode.parts_sums[to] = total.log2_sum();
+  }
+};
 
 /// Appends and attends: the keys of blocks [begin, end), as a part of a tile. With `all` also
-/// appends what the tile does not see.
-template <class T, class Shape, class Modifier>
+/// appends what the tile does not see. kRows: of the tile, which may be fewer than the product's.
+template <class T, class Shape, class Modifier, int kRows = Shape::kM>
 FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& s, int first,
                                 int begin, int end, bool all, int part, bool alone) {
   using K = typename Shape::K;
@@ -365,15 +365,19 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i, fresh);
   wait_for_previous();
 
+  // Rotate Q, and put it where this block's last stage will be.
+  const u32 q = whole + (kStages - 1) * kStage;
+  stage_queries<T, Q, Shape::kThreads>(p, s, first, q);
   // Append the new tokens of this part, to memory and to the blocks that have been loaded; and with
-  // `all` the others.
+  // `all` the others. The last threads begin: the first ones wait for Q meanwhile.
   const int from = all ? fresh : max(fresh, begin * kN),
             to = all ? s.length_k : min(s.length_k, end * kN), vectors = vectors_of_token(problem),
             count = (to - from) * vectors;
 #pragma unroll 1
   for (int base = 0; base < count; base += Shape::kThreads) {
-    const int i = base + static_cast<int>(threadIdx.x), token = from + i / vectors,
-              column = i % vectors * 8, n = token / kN, row = token % kN;
+    const int i = base + Shape::kThreads - 1 - static_cast<int>(threadIdx.x),
+              token = from + i / vectors, column = i % vectors * 8, n = token / kN,
+              row = token % kN;
     uint4 value = {0, 0, 0, 0};
     if (i < count) value = new_columns<T>(p, s, token, column);
     if (base == 0) {  // after the zeros that stand for new tokens
@@ -396,9 +400,6 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   }
   if (from < to && (to - 1) / kN - begin >= kWarps * (kStages - 1))
     __threadfence();  // cp.async reads them from the L2 cache
-  // Rotate Q, and put it where this block's last stage will be.
-  const u32 q = whole + (kStages - 1) * kStage;
-  stage_queries<T, Q, Shape::kThreads>(p, s, first, q);
   __syncthreads();
 
   // This lane's two rows.
@@ -433,7 +434,9 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   // Combine the warps, and write the result, or the part.
   async_wait(0);
   __syncthreads();
-  finish_part<T, Shape>(p, s, memory, first, rows, out, scale, part, alone);
+  const Finish<T> finish = {p, s, first, part, alone};
+  combine_warps<Shape>(reinterpret_cast<float*>(memory), rows, out, scale,
+                       min(kRows, s.length_q * group - first), problem.head_dim_v, finish, finish);
 }
 
 /// Grid: tiles * splits * batch * heads_k blocks, as decode().

@@ -16,9 +16,12 @@
 //   first O_d = sum_t (p_t step_t) (1024 + code_td) + m, m = sum_t p_t min_t - 1024 sum_t (p_t
 //   step_t)
 //
-// mma.sync sums over columns in any order, so that a word of codes from ldmatrix is a right operand
-// without shuffles: a lane's columns of Q are those of its words. In 4 bits, columns 2, 3, 6 and 7
-// of 8 are in high halves: their Q is divided by 16, as O is in the end (columns 1 and 3 of 4).
+// Codes are the left operands of mma.sync, 16 tokens or columns of them, and the 8 queries that
+// share a key head are the right one: S and O are computed transposed, so that most of a product is
+// not zeros, and a thread needs few registers. mma.sync sums over columns in any order, so that a
+// word of codes from ldmatrix is a left operand without shuffles: a lane's columns of Q are those
+// of its words. In 4 bits, columns 2, 3, 6 and 7 of 8 are in high halves: their Q is divided by 16,
+// as O is in the end (columns 1 and 3 of 4).
 //
 //   k_codes   [batch, heads, tokens, columns bits / 8]; 4 bits: of 8 columns, column i in half-byte
 //             0, 4, 1, 5, 2, 6, 3, 7 of a word
@@ -30,6 +33,8 @@
 #include "kvcache_attention/kvcache_attention.cuh"
 
 namespace flexops::attention {
+
+inline constexpr int kCodedRows = 8;  // of a tile
 
 struct CodesParams {
   CacheParams cache;  // k and v: the rings; length_k: tokens that a sequence can have
@@ -47,11 +52,11 @@ struct CodesParams {
   FLEXOPS_DEVICE int coded(int tokens) const { return max(0, tokens - residual) & -group; }
 };
 
-/// 32 tokens' codes in shared memory, 16-byte vectors permuted so that ldmatrix reads 8 rows
-/// without conflicts.
-template <int kRowBytes_>
+/// Tokens' codes in shared memory, 16-byte vectors permuted so that ldmatrix reads 8 rows without
+/// conflicts.
+template <int kRows_, int kRowBytes_>
 struct CodeTile {
-  static constexpr int kRows = 32, kRowBytes = kRowBytes_, kVectors = kRowBytes / 16,
+  static constexpr int kRows = kRows_, kRowBytes = kRowBytes_, kVectors = kRowBytes / 16,
                        kBytes = kRows * kRowBytes, kApart = kRowBytes >= 128 ? 1 : 128 / kRowBytes,
                        kMask = kVectors >= 8 ? 7 : kVectors - 1;
   static FLEXOPS_DEVICE u32 place(u32 tile, u32 row, u32 vector) {
@@ -89,41 +94,38 @@ FLEXOPS_DEVICE u32 widen_halves(u32 word, u32 mask) {
   return out;
 }
 
-template <int kDim, int kDimV, int kBits_, int kValueGroup_, int kWarps_>
+/// An 8 x 8 matrix of 16-bit elements, of which a lane has two of row lane / 4, transposed.
+FLEXOPS_DEVICE u32 transposed(u32 word) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+}
+
+/// kKeys: tokens of a block, 32 or 64, which lie in one group.
+template <int kDim, int kBits_, int kValueGroup_, int kWarps_, int kKeys_>
 struct Coded {
-  static constexpr int kM = 16, kKeys = 32, kColumns = kDim, kColumnsV = kDimV, kBits = kBits_,
-                       kWarps = kWarps_, kThreads = 32 * kWarps, kValueGroup = kValueGroup_,
-                       kGroups = kDimV / kValueGroup, kMost = 90 * 1024;
-  using K = CodeTile<kDim * kBits / 8>;
-  using V = CodeTile<kDimV * kBits / 8>;
+  // Three blocks of threads have room on a multiprocessor of 228 KiB.
+  static constexpr int kM = kCodedRows, kKeys = kKeys_, kColumns = kDim, kColumnsV = kDim,
+                       kBits = kBits_, kWarps = kWarps_, kThreads = 32 * kWarps,
+                       kValueGroup = kValueGroup_, kGroups = kDim / kValueGroup, kMost = 74 * 1024;
+  using Codes = CodeTile<kKeys, kDim * kBits / 8>;
   using Q = Panels<kM, kDim>;
-  static constexpr int kStepsK = kDim * 4, kStepsV = kGroups * 128;  // bytes
-  static constexpr int kStage = K::kBytes + V::kBytes + kStepsK + kStepsV;
-  static constexpr int kFitting = kMost / (kWarps * kStage), kStages = kFitting < 4 ? kFitting : 4,
+  static constexpr int kStepsK = kDim * 4, kStepsV = kGroups * 4 * kKeys;  // bytes
+  static constexpr int kStage = 2 * Codes::kBytes + kStepsK + kStepsV;
+  static constexpr int kFitting = (kMost - Q::kBytes) / (kWarps * kStage),
+                       kStages = kFitting < 4 ? kFitting : 4,
                        kRing = (kStages * kWarps * kStage + 1023) / 1024 * 1024,
                        kBytes = kRing + Q::kBytes;
-  static constexpr int kRow = kDimV + 4, kMaxima = kWarps * kM * kRow,
-                       kSums = kMaxima + kWarps * kM;
+  static constexpr int kRow = kDim + 4, kMaxima = kWarps * kM * kRow, kSums = kMaxima + kWarps * kM;
   static_assert(kStages >= 2 && (kSums + kWarps * kM) * 4 <= kBytes, "room for the end");
 
-  /// The first of the four columns of K that a lane has in a step, and that of the columns of O
-  /// that it has in tiles kTiles u, kTiles u + 1, ...
-  static constexpr int kTiles = 16 / kBits;
+  /// The first of the four columns of K that a lane has in a step.
   static FLEXOPS_DEVICE int column_of_step(int step) {
     return kBits == 8 ? 16 * step + lane_column() * 2
                       : 32 * (step / 2) + lane_column() * 4 + 4 * (step % 2);
   }
-  static FLEXOPS_DEVICE void store_row(float* row, const float (&out)[kDimV / 2], int r) {
-#pragma unroll
-    for (int u = 0; u < kDimV / 8 / kTiles; ++u) {
-      float* const to = row + 8 * kTiles * u + kTiles * lane_column();
-#pragma unroll
-      for (int i = 0; i < 2 * kTiles; i += 2)
-        *reinterpret_cast<float2*>(to + i) =
-            float2{out[4 * (kTiles * u + i % kTiles) + 2 * r + i / kTiles],
-                   out[4 * (kTiles * u + (i + 1) % kTiles) + 2 * r + (i + 1) / kTiles]};
-    }
-  }
+  /// Of a vector of codes: tiles of 16 columns.
+  static constexpr int kTiles = 8 / kBits;
 };
 
 FLEXOPS_DEVICE u32 load_shared_word(u32 address) {
@@ -140,116 +142,171 @@ FLEXOPS_DEVICE uint2 load_shared_words(u32 address) {
   return out;
 }
 
-/// What a warp sums up: sum_t (p_t step_t) (1024 + code), and per group of columns sum_t p_t min_t
+/// What a lane has of two rows, 2 (lane % 4) and the next: maxima and sums, of its tokens, and
+/// their O, transposed: sum_t (p_t step_t) (1024 + code), and per group of columns sum_t p_t min_t
 /// and -1024 sum_t p_t step_t.
 template <class Shape>
 struct CodedSums {
-  Rows rows;
-  float out[Shape::kColumnsV / 2] = {};
+  static constexpr int kOut = Shape::kColumnsV / 4;
+  float max[2] = {-infinity(), -infinity()}, sum[2] = {0, 0}, out[kOut] = {};
   float minima[Shape::kGroups][4] = {}, offset[Shape::kGroups][4] = {};
 
-  FLEXOPS_DEVICE void scale(const float (&factor)[2]) {
-    scale_rows(out, factor);
+  /// Scores, of which every second one is of a row, become 2^(scale (score - max)).
+  template <int N>
+  FLEXOPS_DEVICE void update(float (&scores)[N], float scale) {
+    float correction[2];
 #pragma unroll
-    for (int g = 0; g < Shape::kGroups; ++g)
-      scale_rows(minima[g], factor), scale_rows(offset[g], factor);
-  }
-  /// `out` becomes O.
-  FLEXOPS_DEVICE void finish() {
+    for (int r = 0; r < 2; ++r) {
+      float best = max[r];
 #pragma unroll
-    for (int tile = 0; tile < Shape::kColumnsV / 8; ++tile) {
-      constexpr int kTiles = Shape::kTiles;
-      const int g = tile / kTiles * kTiles * 8 / Shape::kValueGroup;
-      const float share = Shape::kBits == 4 && tile % 2 == 1 ? 0.0625f : 1.0f;
+      for (int i = r; i < N; i += 2) best = fmaxf(best, scores[i]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) best = fmaxf(best, shuffle_xor(best, lanes));
+      const float shift = best == -infinity() ? 0.0f : best * scale;  // a row that saw nothing yet
+      correction[r] = exp2_approx(fmaf(max[r], scale, -shift)), max[r] = best;
+      float total = 0;
+#pragma unroll
+      for (int i = r; i < N; i += 2)
+        scores[i] = exp2_approx(fmaf(scores[i], scale, -shift)), total += scores[i];
+      sum[r] = fmaf(sum[r], correction[r], total);
+    }
+    if (!__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] *= correction[i % 2];
+#pragma unroll
+    for (int g = 0; g < Shape::kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        out[4 * tile + i] = (out[4 * tile + i] + offset[g][i]) * share + minima[g][i];
+        minima[g][i] *= correction[i % 2], offset[g][i] *= correction[i % 2];
+    }
+  }
+  /// To where combine_parts looks for them.
+  FLEXOPS_DEVICE void store(float* parts, float scale) const {
+    constexpr int kTiles = Shape::kTiles, kEach = 2 * kTiles;  // columns of a vector
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = warp * Shape::kM + lane_column() + r;
+      float total = sum[r];
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) total += shuffle_xor(total, lanes);
+      if (lane_row() == 0) {
+        parts[Shape::kMaxima + at] = max[r] == -infinity() ? -infinity() : max[r] * scale;
+        parts[Shape::kSums + at] = total;
+      }
+#pragma unroll
+      for (int vector = 0; vector < Shape::Codes::kVectors; ++vector) {
+        constexpr int kWide = 8 * kEach;
+        const int g = vector * kWide / Shape::kValueGroup;
+        float* const to = parts + at * Shape::kRow + vector * kWide + lane_row() * kEach;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const float share = Shape::kBits == 4 && i % 2 == 1 ? 0.0625f : 1.0f,
+                      o = out[4 * (kTiles * vector + i / 2) + i % 2 * 2 + r];
+          to[i] = (o + offset[g][r]) * share + minima[g][r];
+        }
+      }
     }
   }
 };
 
-/// Adds 32 tokens' codes, from `first` on, to a warp's online softmax. `stage`: where they lie.
+/// A lane's two rows: their queries and what these see; and its part of Q, of row lane / 4.
 template <class Shape, class Modifier>
-FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 stage, int first,
-                                 float scale, CodedSums<Shape>& sums) {
-  constexpr int kDim = Shape::kColumns, kDimV = Shape::kColumnsV, kN = Shape::kKeys;
-  constexpr u32 kOffset = 0xe400e400u;  // -1024, twice
-  using K = typename Shape::K;
-  using V = typename Shape::V;
-  const u32 v = stage + K::kBytes, k_steps = v + V::kBytes, v_steps = k_steps + Shape::kStepsK;
-  const u32 lane = lane_id();
+struct CodedRows {
+  u32 q[Shape::kColumns / 16][2];
+  int query[2];
+  Modifier modifier[2];
+  Visible visible[2];
+};
 
-  // S = Q K^T: lane i gives the address of row i, which is row i % 8 of matrix i / 8.
-  float minima_of_row[4] = {}, offset_of_row[4] = {}, scores[kN / 2] = {};
+/// sum += left of 16 equal rows, `low` and `high` of the 16 columns, times right.
+FLEXOPS_DEVICE void mma_equal_rows(float (&sum)[4], u32 low, u32 high, const u32 (&right)[2]) {
+  const u32 left[4] = {low, low, high, high};
+  mma<f16>(sum, left, right[0], right[1]);
+}
+
+/// Adds a block of tokens' codes, from `first` on, to a warp's online softmax. `stage`: where they
+/// lie.
+template <class Shape, class Modifier>
+FLEXOPS_DEVICE void attend_codes(const CodedRows<Shape, Modifier>& own, u32 stage, int first,
+                                 float scale, CodedSums<Shape>& sums) {
+  constexpr int kDim = Shape::kColumns, kN = Shape::kKeys;
+  constexpr bool kBytes = Shape::kBits == 8;
+  constexpr u32 kOffset = 0xe400e400u;  // -1024, twice
+  using Codes = typename Shape::Codes;
+  const u32 v = stage + Codes::kBytes, k_steps = v + Codes::kBytes,
+            v_steps = k_steps + Shape::kStepsK, lane = lane_id();
+
+  // S^T = K Q^T: lane i gives the address of row i, which is row i % 8 of matrix i / 8.
+  float minima_of_row[4] = {}, offset_of_row[4] = {}, scores[kN / 4] = {};
 #pragma unroll
-  for (int chunk = 0; chunk < K::kVectors; ++chunk) {
-    constexpr int kSteps = Shape::kBits == 8 ? 1 : 2;
-    u32 q[kSteps][4];
+  for (int chunk = 0; chunk < Codes::kVectors; ++chunk) {
+    constexpr int kSteps = kBytes ? 1 : 2;
+    u32 q[kSteps][2];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int step = kSteps * chunk + i;
       const u32 at = k_steps + Shape::column_of_step(step) * 2;
       const uint2 steps = load_shared_words(at), minima = load_shared_words(at + kDim * 2);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) q[i][j] = multiply2(own.q[step][j], j < 2 ? steps.x : steps.y);
+      q[i][0] = multiply2(own.q[step][0], steps.x), q[i][1] = multiply2(own.q[step][1], steps.y);
       // In 4 bits the second half of own.q is divided by 16.
-      const u32 second = Shape::kBits == 4 ? multiply2(minima.y, 0x4c004c00u) : minima.y;
-      mma<f16>(minima_of_row, own.q[step], minima.x, second);
-      mma<f16>(offset_of_row, q[i], kOffset, kOffset);
+      mma_equal_rows(minima_of_row, minima.x, kBytes ? minima.y : multiply2(minima.y, 0x4c004c00u),
+                     own.q[step]);
+      mma_equal_rows(offset_of_row, kOffset, kOffset, q[i]);
     }
-    u32 words[4];
-    load_words<false>(words, K::place(stage, lane, chunk));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (Shape::kBits == 8) {
-        mma<f16>(&scores[4 * j], q[0], widen_bytes(words[j], 0x4140),
-                 widen_bytes(words[j], 0x4342));
-      } else {
-        const u32 rest = words[j] >> 8;
-        mma<f16>(&scores[4 * j], q[0], widen_halves(words[j], 0x000f000fu),
-                 widen_halves(words[j], 0x00f000f0u));
-        mma<f16>(&scores[4 * j], q[kSteps - 1], widen_halves(rest, 0x000f000fu),
-                 widen_halves(rest, 0x00f000f0u));
+    for (int part = 0; part < kN / 32; ++part) {
+      u32 words[4];
+      load_words<false>(words, Codes::place(stage, 32 * part + lane, chunk));
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        float* const out = &scores[8 * part + 4 * tile];
+        const u32 a = words[2 * tile], b = words[2 * tile + 1];
+        if constexpr (kBytes) {
+          const u32 left[4] = {widen_bytes(a, 0x4140), widen_bytes(b, 0x4140),
+                               widen_bytes(a, 0x4342), widen_bytes(b, 0x4342)};
+          mma<f16>(out, left, q[0][0], q[0][1]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const u32 left[4] = {
+                widen_halves(a >> 8 * i, 0x000f000fu), widen_halves(b >> 8 * i, 0x000f000fu),
+                widen_halves(a >> 8 * i, 0x00f000f0u), widen_halves(b >> 8 * i, 0x00f000f0u)};
+            mma<f16>(out, left, q[i % kSteps][0], q[i % kSteps][1]);
+          }
+        }
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) minima_of_row[i] += offset_of_row[i];
-#pragma unroll
-  for (int i = 0; i < kN / 2; ++i) scores[i] += minima_of_row[i % 4];
+  for (int i = 0; i < kN / 4; ++i) scores[i] += minima_of_row[i % 2] + offset_of_row[i % 2];
   const bool whole = own.visible[0](first) && own.visible[0](first + kN - 1) &&
                      own.visible[1](first) && own.visible[1](first + kN - 1);
   if (!Modifier::kPlain || !whole) {
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      const int r = i / 2 % 2, key = first + lane_column() + i / 4 * 8 + i % 2;
+    for (int i = 0; i < kN / 4; ++i) {
+      const int r = i % 2, key = first + lane_row() + i / 2 * 8;
       if constexpr (!Modifier::kPlain)
         scores[i] = own.modifier[r].value(scores[i], own.query[r], key);
       if (!own.visible[r](key)) scores[i] = -infinity();
     }
   }
+  sums.update(scores, scale);
 
-  // O += P V.
-  float correction[2];
-  u32 weights[kN / 4];
-  sums.rows.update(scores, scale, correction);
-  pack<f16>(weights, scores);
-  if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-    sums.scale(correction);
-  }
+  // O^T += V^T P^T.
 #pragma unroll
-  for (int g = 0; g < Shape::kGroups; ++g) {
+  for (int part = 0; part < kN / 16; ++part) {
+    const float* const p = &scores[4 * part];
+    const u32 right[2] = {transposed(pack2<f16>(p[0], p[1])), transposed(pack2<f16>(p[2], p[3]))};
 #pragma unroll
-    for (int half = 0; half < kN / 16; ++half) {
-      const u32 steps = v_steps + g * 128 + half * 32 + lane_column() * 2;
-      const u32 step[2] = {load_shared_word(steps), load_shared_word(steps + 16)},
-                low[2] = {load_shared_word(steps + 64), load_shared_word(steps + 80)};
-      const u32 left[4] = {weights[4 * half], weights[4 * half + 1], weights[4 * half + 2],
-                           weights[4 * half + 3]};
-      const u32 scaled[4] = {multiply2(left[0], step[0]), multiply2(left[1], step[0]),
-                             multiply2(left[2], step[1]), multiply2(left[3], step[1])};
-      mma<f16>(sums.minima[g], left, low[0], low[1]);
-      mma<f16>(sums.offset[g], scaled, kOffset, kOffset);
+    for (int g = 0; g < Shape::kGroups; ++g) {
+      const u32 steps =
+          v_steps + part / 2 * (Shape::kGroups * 128) + g * 128 + part % 2 * 32 + lane_column() * 2;
+      const u32 scaled[2] = {multiply2(right[0], load_shared_word(steps)),
+                             multiply2(right[1], load_shared_word(steps + 16))};
+      mma_equal_rows(sums.minima[g], load_shared_word(steps + 64), load_shared_word(steps + 80),
+                     right);
+      mma_equal_rows(sums.offset[g], kOffset, kOffset, scaled);
       // Lanes 0 to 15 give the addresses of 16 tokens' vectors, the others' of the next vectors.
       constexpr int kVectors = Shape::kValueGroup * Shape::kBits / 128,
                     kAtOnce = kVectors < 2 ? 1 : 2;
@@ -257,21 +314,24 @@ FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 sta
       for (int i = 0; i < kVectors; i += kAtOnce) {
         u32 words[4];
         const u32 vector = g * kVectors + i + (kAtOnce == 2 ? lane / 16 : 0);
-        load_words<true>(words, V::place(v, 16 * half + lane % 16, vector));
+        load_words<true>(words, Codes::place(v, 16 * part + lane % 16, vector));
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           float* const out = &sums.out[4 * Shape::kTiles * (g * kVectors + i + j)];
           const u32 a = words[2 * j], b = words[2 * j + 1];
-          if constexpr (Shape::kBits == 8) {
-            mma<f16>(out, scaled, widen_bytes(a, 0x4240), widen_bytes(b, 0x4240));
-            mma<f16>(out + 4, scaled, widen_bytes(a, 0x4341), widen_bytes(b, 0x4341));
+          if constexpr (kBytes) {
+            const u32 left[4] = {widen_bytes(a, 0x4240), widen_bytes(a, 0x4341),
+                                 widen_bytes(b, 0x4240), widen_bytes(b, 0x4341)};
+            mma<f16>(out, left, scaled[0], scaled[1]);
           } else {
-            mma<f16>(out, scaled, widen_halves(a, 0x000f000fu), widen_halves(b, 0x000f000fu));
-            mma<f16>(out + 4, scaled, widen_halves(a, 0x00f000f0u), widen_halves(b, 0x00f000f0u));
-            mma<f16>(out + 8, scaled, widen_halves(a >> 8, 0x000f000fu),
-                     widen_halves(b >> 8, 0x000f000fu));
-            mma<f16>(out + 12, scaled, widen_halves(a >> 8, 0x00f000f0u),
-                     widen_halves(b >> 8, 0x00f000f0u));
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+              const u32 left[4] = {widen_halves(a >> 8 * tile, 0x000f000fu),
+                                   widen_halves(a >> 8 * tile, 0x00f000f0u),
+                                   widen_halves(b >> 8 * tile, 0x000f000fu),
+                                   widen_halves(b >> 8 * tile, 0x00f000f0u)};
+              mma<f16>(out + 4 * tile, left, scaled[0], scaled[1]);
+            }
           }
         }
       }
@@ -279,25 +339,23 @@ FLEXOPS_DEVICE void attend_codes(const DecodeRows<Shape, Modifier>& own, u32 sta
   }
 }
 
-/// The blocks of 32 coded tokens that any row of a tile sees, and their parts; none where parts is
-/// 0.
+/// The blocks of coded tokens that any row of a tile sees, and their parts; none where parts is 0.
 struct CodedKeys {
   int lowest, highest, each, parts;
   FLEXOPS_DEVICE CodedKeys(const CodesParams& c, const Cached& s, int tile) {
-    constexpr int kM = 16, kN = 32;
     const CacheParams& p = c.cache;
-    const TileKeys seen(p, s, tile, kM, kN);
-    lowest = seen.lowest, highest = min(seen.highest, c.coded(min(s.cached, s.length_k)) / kN);
+    const TileKeys seen(p, s, tile, kCodedRows, p.keys);
+    lowest = seen.lowest, highest = min(seen.highest, c.coded(min(s.cached, s.length_k)) / p.keys);
     const int count = max(0, highest - lowest);
     each = max(ceil_div(count, p.decode.splits), p.least), parts = ceil_div(count, each);
   }
 };
 
-/// Starts a warp's copies of 32 tokens' codes, and of what belongs to them.
+/// Starts a warp's copies of a block's codes, and of what belongs to them.
 template <class Tile>
 FLEXOPS_DEVICE void copy_codes(u32 to, const u8* from) {
 #pragma unroll
-  for (int i = 0; i < Tile::kVectors; ++i) {
+  for (int i = 0; i < Tile::kVectors * Tile::kRows / 32; ++i) {
     const int at = 32 * i + lane_id();
     async_copy16(Tile::place(to, at / Tile::kVectors, at % Tile::kVectors), from + 16 * at, true);
   }
@@ -307,12 +365,11 @@ FLEXOPS_DEVICE void copy_bytes(u32 to, const void* from, int bytes) {
     async_copy16(to + i, static_cast<const u8*>(from) + i, true);
 }
 
-/// Attends to codes: blocks [begin, end) of 32 tokens, below `coded`, as a part of a tile.
+/// Attends to codes: blocks [begin, end), below `coded`, as a part of a tile.
 template <class T, class Shape, class Modifier>
 FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Cached& s, int first,
                                       int begin, int end, int part) {
-  using K = typename Shape::K;
-  using V = typename Shape::V;
+  using Codes = typename Shape::Codes;
   using Q = typename Shape::Q;
   constexpr int kWarps = Shape::kWarps, kStages = Shape::kStages, kStage = Shape::kStage,
                 kN = Shape::kKeys;
@@ -326,10 +383,10 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
   const int shift = 31 - __clz(c.group);  // a power of two
   const auto load = [&](int n, int stage) {
     if (n < end) {
-      const u32 to = ring + stage * kStage, v = to + K::kBytes, steps = v + V::kBytes;
+      const u32 to = ring + stage * kStage, v = to + Codes::kBytes, steps = v + Codes::kBytes;
       const i64 token = c.token(s, n * kN);
-      copy_codes<K>(to, c.k_codes + token * K::kRowBytes);
-      copy_codes<V>(v, c.v_codes + token * V::kRowBytes);
+      copy_codes<Codes>(to, c.k_codes + token * Codes::kRowBytes);
+      copy_codes<Codes>(v, c.v_codes + token * Codes::kRowBytes);
       copy_bytes(steps, c.k_steps + (token >> shift) * (2 * Shape::kColumns), Shape::kStepsK);
       copy_bytes(steps + Shape::kStepsK, c.v_steps + (token >> 5) * (64 * Shape::kGroups),
                  Shape::kStepsV);
@@ -343,23 +400,22 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
   const u32 staged = whole + Shape::kRing;
   stage_queries<T, Q, Shape::kThreads>(p, s, first, staged);
   __syncthreads();
-  const int row[2] = {first + lane_row(), first + lane_row() + 8},
+  const int row[2] = {first + lane_column(), first + lane_column() + 1},
             query[2] = {row[0] / group, row[1] / group};
   Cached of_row[2] = {s, s};
   of_row[0].head += row[0] % group, of_row[1].head += row[1] % group;
-  DecodeRows<Shape, Modifier> own = {{},
-                                     {query[0], query[1]},
-                                     {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])},
-                                     {s.visible(problem, query[0]), s.visible(problem, query[1])}};
+  CodedRows<Shape, Modifier> own = {{},
+                                    {query[0], query[1]},
+                                    {Modifier(problem, of_row[0]), Modifier(problem, of_row[1])},
+                                    {s.visible(problem, query[0]), s.visible(problem, query[1])}};
   // Q in fp16, in the order of the codes' columns.
 #pragma unroll
   for (int step = 0; step < Shape::kColumns / 16; ++step) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = Shape::column_of_step(step) + i / 2 * 2;
-      const u32 word =
-          load_shared_word(Q::place(staged, lane_row() + i % 2 * 8, column / 8) + column % 8 * 2);
-      const float share = Shape::kBits == 4 && i >= 2 ? 0.0625f : 1.0f;
+    for (int i = 0; i < 2; ++i) {
+      const int column = Shape::column_of_step(step) + 2 * i;
+      const u32 word = load_shared_word(Q::place(staged, lane_row(), column / 8) + column % 8 * 2);
+      const float share = Shape::kBits == 4 && i == 1 ? 0.0625f : 1.0f;
       own.q[step][i] = pack2<f16>(half_of<T>(word, 0) * share, half_of<T>(word, 1) * share);
     }
   }
@@ -376,10 +432,12 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
     attend_codes(own, ring + stage * kStage, n * kN, scale, sums);
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-  sums.finish();
   async_wait(0);
   __syncthreads();
-  finish_part<T, Shape>(p, s, memory, first, sums.rows, sums.out, scale, part, false);
+  float* const parts = reinterpret_cast<float*>(memory);
+  sums.store(parts, scale);
+  const Finish<T> finish = {p, s, first, part, false};
+  combine_parts<Shape>(parts, s.length_q * group - first, problem.head_dim_v, finish, finish);
 }
 
 // ---- quantizing ----
@@ -487,11 +545,13 @@ FLEXOPS_DEVICE void compress_group(const CodesParams& c, const Cached& s, int fi
 }
 
 /// Grid: tiles * (splits + 1) * batch * heads_k blocks. The last part of a tile is the ring's.
-template <class T, int kDim, int kBits, int kValueGroup, int kWarps, int kN, class Modifier>
-__global__ void __launch_bounds__(32 * kWarps, 2)
+/// kN: keys of a block of the ring's.
+template <class T, int kDim, int kBits, int kValueGroup, int kWarps, int kKeys, int kN,
+          class Modifier>
+__global__ void __launch_bounds__(32 * kWarps, 3)
     codes_attend(const FLEXOPS_GRID_CONSTANT CodesParams c) {
-  using Shape = Coded<kDim, kDim, kBits, kValueGroup, kWarps>;
-  using Ring = Decode<T, kDim, kDim, kWarps, kN>;
+  using Shape = Coded<kDim, kBits, kValueGroup, kWarps, kKeys>;
+  using Ring = Decode<T, kDim, kDim, kWarps, kN, Shape::kMost>;
   __align__(1024) extern __shared__ u8 memory[];
   if (c.cache.overlaps) let_next_start();
   if (!c.cache.early) wait_for_previous();
@@ -513,10 +573,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
   // The ring, whose first token is the first that is no code.
   const int coded = c.coded(s.cached), leaves = c.coded(s.length_k);
   s.begin = max(s.begin, min(coded, s.length_k));
-  const TileKeys recent(p, s, tile, Ring::kM, kN);
+  const TileKeys recent(p, s, tile, Shape::kM, kN);
   const bool all = tile == 0 && (recent.lowest * kN > s.cached || recent.highest * kN < s.length_k);
-  attend_part<T, Ring, Modifier>(p, memory, s, first, recent.lowest, recent.highest, all,
-                                 seen.parts, seen.parts == 0);
+  attend_part<T, Ring, Modifier, Shape::kM>(p, memory, s, first, recent.lowest, recent.highest, all,
+                                            seen.parts, seen.parts == 0);
   if (tile != 0 || leaves == coded || s.length_k == s.cached) return;
   __syncthreads();
   const auto row = [&](const Tensor& ring) {
@@ -535,7 +595,7 @@ __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
             both = static_cast<int>(blockIdx.x) / problem.length_q, head = both % problem.heads_q;
   const Cached s(c.cache, both / problem.heads_q, head);
-  const CodedKeys seen(c, s, (query * problem.group + head % problem.group) / 16);
+  const CodedKeys seen(c, s, (query * problem.group + head % problem.group) / kCodedRows);
   wait_for_previous();
   if (seen.parts > 0) combine_splits<T>(c.cache.decode, s, query, seen.parts + 1);
 }

@@ -8,14 +8,14 @@
 namespace flexops::attention {
 namespace {
 
-/// For heads of D columns; kWarps and N: those of the ring's part. What few models have is compiled
-/// when it is called.
-template <int D, int kBits, int kValueGroup, int kWarps, int N>
+/// For heads of D columns, in blocks of kKeys tokens; N: those of the ring's part. What few models
+/// have is compiled when it is called.
+template <int D, int kBits, int kValueGroup, int kWarps, int kKeys, int N>
 constexpr Tiling<CodesParams> coded_tiling() {
-  using Shape = Coded<D, D, kBits, kValueGroup, kWarps>;
-  using Ring = Decode<bf16, D, D, kWarps, N>;
+  using Shape = Coded<D, kBits, kValueGroup, kWarps, kKeys>;
+  using Ring = Decode<bf16, D, D, kWarps, N, Shape::kMost>;
 #define FLEXOPS_CODES(which, ...) \
-  FLEXOPS_PER_TYPE(which, codes_attend, D, kBits, kValueGroup, kWarps, N, __VA_ARGS__)
+  FLEXOPS_PER_TYPE(which, codes_attend, D, kBits, kValueGroup, kWarps, kKeys, N, __VA_ARGS__)
   return {D,
           D,
           Shape::kM,
@@ -36,23 +36,18 @@ struct Choice {
   int64_t bits, value_group;
   Tiling<CodesParams> tiling;
 };
-template <int kBits, int kValueGroup>
-constexpr Choice choice_64() {
-  return {kBits, kValueGroup, coded_tiling<64, kBits, kValueGroup, 4, 32>()};
-}
-template <int kBits, int kValueGroup>
-constexpr Choice choice_128() {
-  return {kBits, kValueGroup, coded_tiling<128, kBits, kValueGroup, 4, 16>()};
-}
-template <int kBits, int kValueGroup>
-constexpr Choice choice_256() {
-  return {kBits, kValueGroup, coded_tiling<256, kBits, kValueGroup, 2, 16>()};
+template <int D, int kBits, int kValueGroup>
+constexpr Choice choice() {
+  // A group of tokens at once where shared memory suffices.
+  constexpr int kKeys = kBits * D <= 512 && kValueGroup >= 64 ? 64 : 32;
+  return {kBits, kValueGroup,
+          coded_tiling<D, kBits, kValueGroup, D == 256 ? 2 : 4, kKeys, D == 64 ? 32 : 16>()};
 }
 constexpr Choice kChoices[] = {
-    choice_64<8, 64>(),   choice_64<4, 64>(),   choice_64<8, 32>(),  choice_64<4, 32>(),
-    choice_128<8, 64>(),  choice_128<4, 64>(),  choice_128<8, 32>(), choice_128<4, 32>(),
-    choice_128<8, 128>(), choice_128<4, 128>(), choice_256<8, 64>(), choice_256<4, 64>(),
-    choice_256<8, 128>(), choice_256<4, 128>(),
+    choice<64, 8, 64>(),   choice<64, 4, 64>(),   choice<64, 8, 32>(),  choice<64, 4, 32>(),
+    choice<128, 8, 64>(),  choice<128, 4, 64>(),  choice<128, 8, 32>(), choice<128, 4, 32>(),
+    choice<128, 8, 128>(), choice<128, 4, 128>(), choice<256, 8, 64>(), choice<256, 4, 64>(),
+    choice<256, 8, 128>(), choice<256, 4, 128>(),
 };
 constexpr PerType<CodesParams> kCombine = FLEXOPS_PER_TYPE(kernel, codes_combine),
                                kCompress = FLEXOPS_PER_TYPE(kernel, compress);
@@ -68,9 +63,9 @@ const Tiling<CodesParams>* tiling_of(const CodesAttention& c) {
 
 int64_t splits_of(const CodesAttention& c, const Tiling<CodesParams>& tiling) {
   Attention a = c.cache.attend.problem;
-  // Arithmetic bounds these kernels, and evens out over more blocks than one wave has: on an H200,
-  // three parts of 1000 tokens or more were faster than one by 4 to 18 %.
-  const int64_t wanted = least(3, a.length_k / 1024), most = kMostKeyParts - 1;  // and the ring
+  // Three blocks of threads share a multiprocessor, and even out over more than one wave: on an
+  // H200, four parts of 1000 tokens or more took 98 us where three took 104 and one 113.
+  const int64_t wanted = least(4, a.length_k / 1024), most = kMostKeyParts - 1;  // and the ring
   if (c.cache.splits > 0) return least(c.cache.splits, most);
   a.length_k = a.length_k * c.bits / 16;  // as long as so many tokens of 16 bits take
   const int64_t chosen =

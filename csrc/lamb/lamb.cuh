@@ -31,18 +31,16 @@ struct Bias {
 
 /// First pass.
 template <Mode mode>
-struct Moments {
+struct Moments : multi::RuleDefaults {
   static constexpr bool random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg, kExpAvgSq };
   enum { kStep, kPartials };
   static constexpr multi::Data kData = multi::data_of(mode);
-  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 4;
+  static constexpr int kUnroll = 2, kIterations = 4;
   static constexpr int kMinBlocks = mode == Mode::f32 ? 8 : 6;
-  static constexpr int kArrays = 4, kApart = 1, kExtras = 2, kSums = 2, kUnscaled = kGrad;
+  static constexpr int kArrays = 4, kExtras = 2, kSums = 2, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b1111, kWrites = 0b1100,
-                       kTyped = mode == Mode::bf16_average_f32 ? 0b0011 : 0b1111, kOptional = 0;
-  static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b0011 : 0b1111;
   using Shared = lamb::Shared;
 
   struct Factors {
@@ -56,8 +54,7 @@ struct Moments {
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Moments>& launch,
                                         int tensor) {
     const float* step = launch.row[tensor].extra[kStep];
-    return {Bias(s, *step), s.maximize ? -1.0f : 1.0f, s.grad_scale ? *s.grad_scale : 1.0f,
-            random ? multi::key_of(step) : 0};
+    return {Bias(s, *step), s.sign(), s.scale(), random ? multi::key_of(step) : 0};
   }
 
   static FLEXOPS_DEVICE void update(multi::Element<Moments>& e, const Shared& s, const Factors& f,
@@ -83,17 +80,15 @@ struct Moments {
 
 /// Second pass: backwards, because what the first wrote last is still in the cache.
 template <Mode mode>
-struct Apply {
+struct Apply : multi::RuleDefaults {
   enum { kParam, kExpAvg, kExpAvgSq };
   enum { kStep, kNorms };
   static constexpr multi::Data kData = multi::data_of(mode);
-  static constexpr int kThreads = 128, kUnroll = 2, kIterations = 1;
-  static constexpr int kMinBlocks = 8;
-  static constexpr int kArrays = 3, kApart = 1, kExtras = 2, kSums = 0, kUnscaled = -1;
+  static constexpr int kUnroll = 2, kMinBlocks = 8;
+  static constexpr int kArrays = 3, kExtras = 2;
   static constexpr u32 kReads = 0b111, kWrites = 0b001,
-                       kTyped = mode == Mode::bf16_average_f32 ? 0b001 : 0b111, kOptional = 0;
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b001 : 0b111;
   static constexpr bool kReverse = true;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = lamb::Shared;
 
   struct Factors {
@@ -105,7 +100,7 @@ struct Apply {
                                         int tensor) {
     const float *norms = launch.row[tensor].extra[kNorms], param = sqrtf(norms[0]),
                 update = sqrtf(norms[1]);
-    const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
+    const float lr = s.rate();
     return {Bias(s, *launch.row[tensor].extra[kStep]),
             s.adapt && param > 0.0f && update > 0.0f ? lr * (param / update) : lr};
   }

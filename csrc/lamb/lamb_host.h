@@ -53,7 +53,7 @@ inline void apply(Host& host, const TensorRow* rows, int64_t count, const LambOp
   if (FLEXOPS_DEVICE_CUDA)
     return host.check(lamb_apply_cuda(rows, count, options, norms, host.stream()));
   if (options.found_inf && *options.found_inf != 0) return;
-  const double lr = options.lr_tensor ? *options.lr_tensor : options.lr;
+  const double lr = rate_of(options);
   std::vector<LambStep> steps(count);
   for (int64_t i = 0; i < count; ++i) {
     const double param = sqrt(norms[2 * i]), update = sqrt(norms[2 * i + 1]);
@@ -68,7 +68,7 @@ inline void apply(Host& host, const TensorRow* rows, int64_t count, const LambOp
 
 inline LambOptions lamb_options(const StepOptions& step, double beta1, double beta2, double eps,
                                 bool stochastic, bool adapt) {
-  return {{step, beta1, beta2, eps, false, stochastic}, adapt};
+  return {{{step, beta1, beta2, stochastic}, eps, false}, adapt};
 }
 
 inline void lamb_moments__host(Host& host, TensorRow* rows, int64_t count, double beta1,

@@ -8,17 +8,10 @@ namespace flexops::lion {
 
 using multi::Mode;
 
-struct Shared {
-  const float *grad_scale, *found_inf;
-  const float* lr_tensor;
-  float lr;
-  float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float weight_decay;
-  bool maximize, stochastic;
-};
+using Shared = multi::AverageNumbers;
 
 template <Mode mode>
-struct Rule {
+struct Rule : multi::RuleDefaults {
   static constexpr bool random = multi::is_random(mode);
   enum { kParam, kGrad, kExpAvg };
   enum {
@@ -27,15 +20,11 @@ struct Rule {
       // included, or null
   static constexpr multi::Data kData = multi::data_of(mode);
   // Tuned on one H200.
-  static constexpr int kThreads = 128, kIterations = 1;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
   static constexpr int kMinBlocks = 8;
-  static constexpr int kArrays = 3, kApart = 1, kExtras = random ? 1 : 0, kSums = 0,
-                       kUnscaled = kGrad;
+  static constexpr int kArrays = 3, kExtras = random ? 1 : 0, kUnscaled = kGrad;
   static constexpr u32 kReads = 0b111, kWrites = 0b101,
-                       kTyped = mode == Mode::bf16_average_f32 ? 0b011 : 0b111, kOptional = 0;
-  static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
+                       kTyped = mode == Mode::bf16_average_f32 ? 0b011 : 0b111;
   using Shared = lion::Shared;
 
   struct Factors {
@@ -45,9 +34,8 @@ struct Rule {
 
   static FLEXOPS_DEVICE Factors prepare(const Shared& s, const multi::Launch<Rule>& launch,
                                         int tensor) {
-    const float lr = s.lr_tensor ? *s.lr_tensor : s.lr;
-    Factors f = {lr, lr * s.weight_decay, s.maximize ? -1.0f : 1.0f,
-                 s.grad_scale ? *s.grad_scale : 1.0f, 0};
+    const float lr = s.rate();
+    Factors f = {lr, lr * s.weight_decay, s.sign(), s.scale(), 0};
     if constexpr (random) f.key = multi::key_of(launch.row[tensor].extra[kStep]);
     return f;
   }

@@ -18,27 +18,11 @@ Mode mode_of(const TensorRow& row) {
              : Mode::mixed;
 }
 
-lion::Shared make_shared(const LionOptions& o) {
-  lion::Shared s;
-  s.grad_scale = o.grad_scale;
-  s.found_inf = o.found_inf;
-  s.lr_tensor = o.lr_tensor;
-  s.lr = static_cast<float>(o.lr);
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1.0 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
-  s.weight_decay = static_cast<float>(o.weight_decay);
-  s.maximize = o.maximize;
-  s.stochastic = o.stochastic;
-  return s;
-}
-
 }  // namespace
 
-const char* lion_cuda(const TensorRow* rows, int64_t count, const LionOptions& options,
+const char* lion_cuda(const TensorRow* rows, int64_t count, const AverageOptions& options,
                       void* stream) {
-  multi::step_rows(rows, count, mode_of, make_shared(options), stream,
+  multi::step_rows(rows, count, mode_of, multi::make_average_numbers<lion::Shared>(options), stream,
                    kernel<lion::lion_kernel<Mode::f32>>, kernel<lion::lion_kernel<Mode::bf16>>,
                    rare_kernel<lion::lion_kernel<Mode::bf16_average_f32>>,
                    rare_kernel<lion::lion_kernel<Mode::mixed>>);

@@ -3,25 +3,12 @@
 
 #include "common/multi_tensor_host.h"
 
-#include "common/stochastic.h"
 #include "lion/lion.h"
 
 namespace flexops {
 
-inline LionStep make_lion_step(const LionOptions& o, const float* count) {
-  const double lr = o.lr_tensor ? *o.lr_tensor : o.lr;
-  LionStep s;
-  s.lr = static_cast<float>(lr);
-  s.beta1 = static_cast<float>(o.beta1);
-  s.beta2 = static_cast<float>(o.beta2);
-  s.one_minus_beta1 = static_cast<float>(1 - o.beta1);
-  s.one_minus_beta2 = static_cast<float>(1 - o.beta2);
-  s.decay = static_cast<float>(lr * o.weight_decay);
-  s.sign = o.maximize ? -1.0f : 1.0f;
-  s.grad_scale = o.grad_scale ? *o.grad_scale : 0.0f;
-  s.stochastic = o.stochastic;
-  s.key = count ? scramble(static_cast<uint32_t>(*count)) : 0;
-  return s;
+inline LionStep make_lion_step(const AverageOptions& o, const float* count) {
+  return {make_average_step(o, count), static_cast<float>(rate_of(o))};
 }
 
 inline void lion__host(Host& host, TensorRow* rows, int64_t count, double lr, double beta1,
@@ -29,7 +16,7 @@ inline void lion__host(Host& host, TensorRow* rows, int64_t count, double lr, do
                        const float* grad_scale, const float* found_inf, bool stochastic) {
   FLEXOPS_CHECK(!stochastic || rows[0].step, host.op,
                 ": state_steps must be given to round stochastically");
-  const LionOptions options = {
+  const AverageOptions options = {
       {lr, lr_tensor, weight_decay, maximize, grad_scale, found_inf}, beta1, beta2, stochastic};
   if (FLEXOPS_DEVICE_CUDA) return host.check(lion_cuda(rows, count, options, host.stream()));
   step_rows(rows, count, options, make_lion_step, FLEXOPS_ISA_CALL(lion_cpu));

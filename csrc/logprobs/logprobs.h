@@ -5,16 +5,13 @@
 #include <stdint.h>
 
 #include "common/cpu.h"
-#include "common/element_type.h"
+#include "common/logit_rows.h"
 
 namespace flexops {
 
-/// N rows of V logits; row r starts at element r * stride. The distribution of a row is the softmax
-/// of its logits, after softcap * tanh(logit / softcap) unless softcap is 0, over the temperature.
-struct LogprobRows {
-  int64_t rows, length, stride;
-  ElementType type;
-  int64_t ignore_index;
+/// The distribution of a row is the softmax of its logits, after softcap * tanh(logit / softcap)
+/// unless softcap is 0, over the temperature.
+struct LogprobRows : LogitRows {
   float temperature, softcap;
 };
 

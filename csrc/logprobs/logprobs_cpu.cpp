@@ -30,7 +30,7 @@ static void scale_block(const float* x, float* out, float* slopes, int64_t count
   const float inverse_cap = shape.softcap > 0.0f ? 1.0f / shape.softcap : 0.0f;
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
-    Floats value = some == kLanes ? load_floats(x + i) : load_some(x + i, some, 0.0f);
+    Floats value = load_up_to(x + i, some);
     Floats slope = floats_of(inverse);
     if (shape.softcap > 0.0f) {
       Floats bend;
@@ -39,9 +39,8 @@ static void scale_block(const float* x, float* out, float* slopes, int64_t count
       value = value == -kInfinity ? value : capped;
     }
     value *= inverse;
-    some == kLanes ? store_floats(out + i, value) : store_some(out + i, value, some);
-    if (slopes)
-      some == kLanes ? store_floats(slopes + i, slope) : store_some(slopes + i, slope, some);
+    store_up_to(out + i, value, some);
+    if (slopes) store_up_to(slopes + i, slope, some);
   }
 }
 
@@ -56,10 +55,8 @@ static float sum_weighted(const float* values, const float* powers, int64_t coun
   Floats sum = {};
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
-    const bool whole = some == kLanes;
-    const Floats value = whole ? load_floats(values + i) : load_some(values + i, some, 0.0f);
-    const Floats weight = whole ? load_floats(powers + i) : load_some(powers + i, some, 0.0f);
-    sum += weight * greater(value - base, floats_of(kLeast));
+    sum += load_up_to(powers + i, some) *
+           greater(load_up_to(values + i, some) - base, floats_of(kLeast));
   }
   return sum_of_lanes(sum);
 }
@@ -119,11 +116,10 @@ void logprobs_backward_cpu(const void* logits, const int64_t* target, const Logp
       float* const place = place_in_row(out, to + at, shape.type, made);
       for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t some = least(count - i, kLanes);
-        const Floats value = some == kLanes ? load_floats(z + i) : load_some(z + i, some, 0.0f);
-        const Floats exponent = value - base;
+        const Floats exponent = load_up_to(z + i, some) - base;
         const Floats gradient =
             -power(exponent) * (greater(exponent, floats_of(kLeast)) * bend + level);
-        some == kLanes ? store_floats(z + i, gradient) : store_some(z + i, gradient, some);
+        store_up_to(z + i, gradient, some);
       }
       if (wanted >= at && wanted < at + count) z[wanted - at] += rise;
       for (int64_t i = 0; i < count; ++i) place[i] = z[i] * slopes[i];

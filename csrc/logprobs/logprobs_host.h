@@ -2,7 +2,7 @@
 // flexops/build/describe/families.py).
 #pragma once
 
-#include "common/host.h"
+#include "common/logit_rows_host.h"
 
 #include "logprobs/logprobs.h"
 
@@ -10,22 +10,9 @@ namespace flexops {
 
 inline LogprobRows make_rows(Host& host, const TensorView& logits, int64_t ignore_index,
                              double temperature, double softcap) {
-  constexpr int64_t kLongest = int64_t{1} << 30;
-  FLEXOPS_CHECK(logits.dim == 2, host.op, ": logits must be [N, V], got shape ",
-                shape_text(logits));
-  FLEXOPS_CHECK(1 <= logits.columns() && logits.columns() <= kLongest, host.op,
-                ": logits must have 1 to ", kLongest, " classes, got shape ", shape_text(logits));
-  return {logits.size(0),
-          logits.columns(),
-          logits.row_stride(),
-          element_type(logits),
-          ignore_index,
-          static_cast<float>(temperature),
+  return {make_logit_rows(host, logits, ignore_index), static_cast<float>(temperature),
           static_cast<float>(softcap)};
 }
-
-/// The least rows that are worth a thread.
-inline int64_t row_grain(int64_t length) { return 8192 / least(length, 8192); }
 
 inline void logprobs_host(Host& host, const TensorView& logits, const TensorView& target,
                           int64_t ignore_index, double temperature, double softcap,
@@ -37,7 +24,7 @@ inline void logprobs_host(Host& host, const TensorView& logits, const TensorView
   if (shape.rows == 0) return;
   if (FLEXOPS_DEVICE_CUDA)
     return host.check(logprobs_cuda(logits.data, classes, shape, results, host.stream()));
-  parallel_for(0, shape.rows, row_grain(shape.length), [&](int64_t begin, int64_t end) {
+  for_rows(shape.rows, shape.length, [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(logprobs_cpu)(logits.data, classes, shape, results, begin, end);
   });
 }
@@ -53,7 +40,7 @@ inline void write_gradient(Host& host, const TensorView& grad, const TensorView&
   if (FLEXOPS_DEVICE_CUDA)
     return host.check(logprobs_backward_cuda(logits.data, classes, shape, results, gradients, out,
                                              out_stride, host.stream()));
-  parallel_for(0, shape.rows, row_grain(shape.length), [&](int64_t begin, int64_t end) {
+  for_rows(shape.rows, shape.length, [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(logprobs_backward_cpu)(logits.data, classes, shape, results, gradients, out,
                                             out_stride, begin, end);
   });

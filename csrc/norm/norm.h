@@ -8,6 +8,8 @@
 
 namespace flexops {
 
+constexpr int64_t kMostColumns = 65536;
+
 /// Rows of `columns` elements: x + residual, rounded to row_type, is what is normalized; x alone,
 /// and row_type is type, without a residual. Rows of x and residual are x_stride and
 /// residual_stride apart; everything else is contiguous.
@@ -26,7 +28,7 @@ struct NormForward {
 };
 
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* norm_forward_cuda(const NormForward& arguments, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* norm_forward_cuda(const NormForward& arguments, void* stream))
 
 /// The CPU's work, cut into rows.
 FLEXOPS_ISA_DECLARE(void norm_forward_cpu(const NormForward& arguments, int64_t begin, int64_t end))

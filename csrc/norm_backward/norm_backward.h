@@ -24,10 +24,10 @@ struct NormBackward {
 };
 
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* norm_backward_cuda(const NormBackward& arguments, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* norm_backward_cuda(const NormBackward& arguments, void* stream))
 
 /// How many partial sums of each column the current GPU makes.
-int64_t norm_partial_rows_cuda(const NormBackward& arguments);
+FLEXOPS_CUDA_DECLARE(int64_t norm_partial_rows_cuda(const NormBackward& arguments))
 
 /// How many partial sums of each column the CPU makes, whatever the number of threads.
 inline int64_t norm_partial_rows_cpu(const NormBackward& arguments) {
@@ -37,8 +37,7 @@ inline int64_t norm_partial_rows_cpu(const NormBackward& arguments) {
   return wanted < most ? (wanted > 1 || most == 0 ? wanted : 1) : most;
 }
 
-/// The CPU's work, for a weight_type that is type or float32: cut into partial sums, and the sums'
-/// sum into columns.
+/// The CPU's work: cut into partial sums, and the sums' sum into columns.
 FLEXOPS_ISA_DECLARE(void norm_backward_cpu(const NormBackward& arguments, int64_t begin,
                                            int64_t end))
 FLEXOPS_ISA_DECLARE(void norm_reduce_cpu(const NormBackward& arguments, int64_t begin, int64_t end))

@@ -66,12 +66,16 @@ static void backward_parts(const NormBackward& n, int64_t begin, int64_t end) {
 
 template <ElementType type>
 static void backward_of(const NormBackward& n, int64_t begin, int64_t end) {
-  n.weight_type == ElementType::f32 ? backward_parts<type, true>(n, begin, end)
-                                    : backward_parts<type, false>(n, begin, end);
+  if (type != ElementType::f32 && n.weight_type == type)
+    return backward_parts<type, false>(n, begin, end);
+  alignas(64) float weight[kMostColumns];
+  NormBackward wide = n;
+  if (n.weight) wide.weight = widen(n.weight, 0, n.columns, n.weight_type, weight);
+  backward_parts<type, true>(wide, begin, end);
 }
 
 void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
-  n.type == ElementType::f32   ? backward_parts<ElementType::f32, true>(n, begin, end)
+  n.type == ElementType::f32   ? backward_of<ElementType::f32>(n, begin, end)
   : n.type == ElementType::f16 ? backward_of<ElementType::f16>(n, begin, end)
                                : backward_of<ElementType::bf16>(n, begin, end);
 }

@@ -1,5 +1,5 @@
 // From softmax's arguments to the launchers' (what is declared of them:
-// flexops/build/describe/declared.py).
+// flexops/build/describe/families.py).
 #pragma once
 
 #include "common/host.h"

@@ -74,10 +74,8 @@ def case(
             ``graph`` (in a CUDA graph).
     """
     if not calls or measure not in timing.MEASURES or bytes < 0 or flops < 0:
-        found, required = (
-            f"{len(calls)} calls, measure={measure!r}, {bytes} bytes, {flops} operations",
-            f"a call, and one of {', '.join(timing.MEASURES)}",
-        )
+        found = f"{len(calls)} calls, measure={measure!r}, {bytes} bytes, {flops} operations"
+        required = f"a call, and one of {', '.join(timing.MEASURES)}"
         raise FlexopsError(f"the case {name} cannot be measured", found=found, required=required)
     return Own(name, dict(calls), bytes, flops, measure)
 
@@ -104,13 +102,11 @@ def cases_of(place: str, setup: Setup) -> Iterator[Own]:
                 required="what it imports",
                 fix="install that: pip install -e .",
             ) from error
-        required, fix = (
-            (
-                "a file with cases(setup), such as benchmarks/scale.py, or a module that can be"
-                " imported"
-            ),
-            "name the file; docs/workbench.md shows one",
+        required = (
+            "a file with cases(setup), such as benchmarks/scale.py, or a module that can be"
+            " imported"
         )
+        fix = "name the file; docs/workbench.md shows one"
         raise FlexopsError(
             f"{place} has no cases", found=str(error), required=required, fix=fix
         ) from error

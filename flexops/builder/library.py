@@ -339,6 +339,19 @@ class Op:
         _register.add_gradient(self.op, keep, gradient)
         return function
 
+    def jvp(self, function: F) -> F:
+        """The derivative in forward mode (``torch.func.jvp``, ``jacfwd``), beside ``backward``:
+        ``(ctx, *tangents of the arguments) -> tangents of the results``. ``ctx`` has what
+        ``backward`` saves; the tangent of an argument that is no tensor is None."""
+        if not _register.has_gradient(self.op):
+            raise FlexopsError(
+                f"{self.label} has a derivative in forward mode and no backward",
+                required="both: saves= of backward is what ctx has",
+                fix=f"@{self.label.partition('.')[2]}.backward before it",
+            )
+        _register.tangents[self.op] = function
+        return function
+
     def _fake_of(self, *args: Any) -> Any:
         if self._fake is None:
             raise NotImplementedError(

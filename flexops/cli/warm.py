@@ -52,11 +52,9 @@ def warm(
             required=required,
             fix="FLEXOPS_RECORD=FILE <what is to start warm>",
         )
-    chosen, wanted, families = (
-        settings.current(),
-        record.read(records or ()),
-        _families(model) if model else (),
-    )
+    chosen = settings.current()
+    wanted = record.read(records or ())
+    families = _families(model) if model else ()
     with progress.shown("what is to start warm", "quiet" if as_json else chosen.log) as report:
         made = warming.make(wanted, chosen, arch_list=arch, progress=report)
         if families:

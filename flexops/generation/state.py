@@ -36,14 +36,14 @@ class Tables:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._made: dict[Any, Tensor] = {}
 
-    def of(self, key: Any, like: Tensor, make: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
-        """``[positions, rotary_dim]``, from what ``make`` gives for positions ``[1, length]``."""
+    def of(self, key: Any, like: Tensor, make: Callable[[Tensor], Any]) -> Tensor:
+        """``[positions, 2 rotary_dim]``, cosines and then sines, from what ``make`` gives for
+        positions ``[1, length]``."""
         if key not in self._made:
             positions = torch.arange(self.length, device=like.device)[None]
-            cos, sin = (one[0].contiguous() for one in make(positions))
-            self._made[key] = cos, sin
+            self._made[key] = torch.cat(make(positions), -1)[0]
         return self._made[key]
 
 

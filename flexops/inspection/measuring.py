@@ -95,11 +95,9 @@ def measure(
     own = csrc is not None and all(spec.project.own for spec in specs)
     specs = [_read_from(spec, csrc) if csrc else spec for spec in specs if "cuda" in spec.devices]
     csrc = csrc if csrc and own else layout.csrc_root()
-    cache, tools, resources = (
-        loader.open_cache(chosen),
-        toolchain.discover(chosen, device="cpu"),
-        toolchain.resources.detect(),
-    )
+    cache = loader.open_cache(chosen)
+    tools = toolchain.discover(chosen, device="cpu")
+    resources = toolchain.resources.detect()
     libraries = building.obtain(
         [
             plan_op(spec, "cuda", tools, csrc=csrc, resources=resources, max_jobs=chosen.max_jobs)

@@ -32,7 +32,8 @@ _DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
 
 
 class KernelArgument(NamedTuple):
-    """An argument of the operator; ``type`` as torch writes it."""
+    """An argument of the operator; ``type`` as torch writes it. ``local``: of one of several
+    kernels alone, for what a call makes, which the kernel may read or write."""
 
     name: str
     type: str
@@ -40,6 +41,7 @@ class KernelArgument(NamedTuple):
     keyword_only: bool = False
     has_default: bool = False
     default: Any = None
+    local: bool = False
 
     @property
     def tensor(self) -> bool:
@@ -72,6 +74,23 @@ class KernelSchema(NamedTuple):
     def tensors(self) -> tuple[KernelArgument, ...]:
         return tuple(argument for argument in self.arguments if argument.tensor)
 
+    @property
+    def first(self) -> str:
+        """The tensor that determines the device; "" for a factory, which ``device`` does it for."""
+        return next((tensor.name for tensor in self.tensors if not tensor.optional), "")
+
+    @property
+    def inner(self) -> bool:
+        """Whether it is one of several kernels', whose arguments are those of a checked call."""
+        return any(one.local for one in self.arguments)
+
+    @property
+    def device(self) -> str:
+        """The argument that says where a factory's results are."""
+        return next(
+            (one.name for one in self.arguments if one.type.endswith(("Device", "Device]"))), ""
+        )
+
 
 class KernelOptions(NamedTuple):
     """What ``flexops.kernel`` was given besides source and schema."""
@@ -87,6 +106,14 @@ class KernelOptions(NamedTuple):
     check: Any = None
     shapes: Mapping[str, str] = {}
     cooperative: bool = False
+    name: str | None = None
+    defines: Mapping[str, object] = {}
+    constants: str = ""
+    steps: Sequence[Mapping[str, Any]] = ()
+    workspace: Mapping[str, Any] = {}
+    candidates: Sequence[Mapping[str, Any]] = ()
+    key: Any = None
+    candidate: int | None = None
 
 
 class Bound(NamedTuple):
@@ -161,32 +188,116 @@ def bind(
         (one.name, one.type) for one in signature.parameters if one.pointer and one.name in tensors
     )
     bound = Bound(tuple(values), tuple(letters), typed, template, functions, "")
-    launch = list(_run(signature, schema, options, bound, known))
+    made = list(_made(_pointers(signature), schema, options, functions))
+    launch = list(_run(made, schema, options, bound, known))
+    chosen = ", ".join(f"{name!r}: {text}" for name, text in template)
+    return _written(
+        {"run": launch, "values": [f"return {{{chosen}}}"]},
+        made, schema, options, bound, reference,
+        list(_run_again(signature, schema, options, bound)),
+    )  # fmt: skip
+
+
+def bind_steps(
+    signatures: Sequence[CudaSignature],
+    schema: KernelSchema,
+    options: KernelOptions,
+    reference: Function | None,
+) -> Bound:
+    """A call of several kernels: ``_step0``, ``_step1``, ... take the arguments of
+    :func:`step_schema`."""
+    bound = Bound((), (), (), (), {}, "")
+    pointers = set().union(*map(_pointers, signatures))
+    made = list(_made(pointers, schema, options, bound.functions))
+    names = [one.name for one in step_schema(schema, options).arguments]
+    inputs = [one.name for one in schema.arguments]
+    room = [
+        f"{name} = {_evaluated(f'_workspace_{name}', given, schema, bound.functions, inputs)}"
+        for name, given in options.workspace.items()
+    ]
+    steps = [f"_step{number}({', '.join(names)})" for number in range(len(signatures))]
+    run = [*_on_its_device(schema), *made, *room, *steps, _returned(schema)]
+    everything = [*made, *room, f"return ({', '.join(names)},)"]
+    pieces = {"run": run, "everything": everything}
+    return _written(pieces, made, schema, options, bound, reference)
+
+
+def step_schema(schema: KernelSchema, options: KernelOptions) -> KernelSchema:
+    """What one of several kernels has for arguments: results, the operator's, and workspaces."""
+    results, rooms = (
+        [KernelArgument(name, "Tensor", mutable=True, local=True) for name in names]
+        for names in (schema.results, options.workspace)
+    )
+    own = (one._replace(keyword_only=False, has_default=False) for one in schema.arguments)
+    return schema._replace(arguments=(*results, *own, *rooms), results=())
+
+
+def bind_candidates(schema: KernelSchema, options: KernelOptions, first: Bound) -> Bound:
+    """A call that one of several candidates serves, by what ``key`` says of the arguments. The rest
+    is the first candidate's."""
+    bound = first._replace(functions=dict(first.functions))
+    names = [one.name for one in schema.arguments]
+    pieces = ["_is_deterministic()", "_device"]
+    for one in schema.arguments:
+        if one.tensor:
+            known = f"{one.name}.dtype" if options.key else f"{one.name}.dtype, {one.name}.shape"
+            pieces.append(f"(None if {one.name} is None else ({known}))" if one.optional else known)
+        elif not options.key and one.type in ("int", "bool", "Optional[int]", "Optional[bool]"):
+            pieces.append(one.name)
+    if options.key:
+        pieces.append(f"repr({_evaluated('_key_of', options.key, schema, bound.functions, names)})")
+    place, *elsewhere = _on_its_device(schema)
+    run = [
+        place,
+        *elsewhere,
+        f"_key = ({', '.join(pieces)},)",
+        "_candidate = _choices.get(_key)",
+        f"if _candidate is None: _candidate = _choose(_key, ({', '.join(names)},))",
+        f"return _candidate({', '.join(names)})",
+    ]
+    key = [place, f"return ({', '.join(pieces)},)"]
+    text = first.text + _defined("run", schema, run) + _defined("key", schema, key)
+    return bound._replace(text=text + _call(schema, run))
+
+
+def _written(
+    pieces: Mapping[str, Sequence[str]],
+    made: Sequence[str],
+    schema: KernelSchema,
+    options: KernelOptions,
+    bound: Bound,
+    reference: Function | None,
+    again: Sequence[str] = (),
+) -> Bound:
+    """``bound`` with its text: ``pieces``, and what every operator has."""
+    inputs = [argument.name for argument in schema.arguments]
     refer: list[str] = []
     if reference is not None:
         if not callable(reference):
             raise _wrong(schema, f"reference is {reference!r}", "a function of the arguments")
-        said = _evaluated("_reference", reference, schema, functions, inputs)
+        said = _evaluated("_reference", reference, schema, bound.functions, inputs)
         refer = [
-            *_checked(schema, options, functions, inputs),
+            *_checked(schema, options, bound.functions, inputs),
             f"{'return ' if schema.results else ''}{said}",
         ]
-    pieces = {
-        "run": launch,
-        "fake": [*_made(signature, schema, options, functions, inputs), _returned(schema)],
-        "values": [f"return {{{', '.join(f'{name!r}: {text}' for name, text in template)}}}"],
+    common = {
+        "fake": [*made, _returned(schema)],
         "complete": [f"return {{{', '.join(f'{name!r}: {name}' for name in inputs)}}}"],
         "refer": refer,
     }
-    declared = ", ".join(map(_declared, schema.arguments))
     text = "".join(
-        f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines)
-        for name, lines in pieces.items()
-        if lines
+        _defined(name, schema, lines) for name, lines in (*pieces.items(), *common.items()) if lines
     )
-    return bound._replace(
-        text=text + _call(schema, list(_run_again(signature, schema, options, bound)) or launch)
-    )
+    return bound._replace(text=text + _call(schema, again or pieces["run"]))
+
+
+def _defined(name: str, schema: KernelSchema, lines: Iterable[str]) -> str:
+    declared = ", ".join(map(_declared, schema.arguments))
+    return f"def {name}({declared}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _pointers(signature: CudaSignature) -> set[str]:
+    return {parameter.name for parameter in signature.parameters if parameter.pointer}
 
 
 def _check_parameter(
@@ -202,7 +313,8 @@ def _check_parameter(
             "one type and one name for each parameter",
             fix="add the missing comma or parenthesis",
         )
-    if not parameter.pointer or (name not in written) == parameter.const:
+    made = any(one.name == name and one.local for one in schema.arguments)
+    if not parameter.pointer or made or (name not in written) == parameter.const:
         return
     if name in written:
         what = "a result" if name in schema.results else "written"
@@ -295,10 +407,8 @@ def _value(
         )
     if name == "n" and not pointer:
         return f"{_counted(schema)}.numel()"
-    sizes = (
-        f"{schema.tensors[0].name}_numel, {schema.tensors[0].name}_size0,"
-        f" {schema.tensors[0].name}_stride0, n (elements of {_counted(schema)})"
-    )
+    one = schema.first or schema.results[0]
+    sizes = f"{one}_numel, {one}_size0, {one}_stride0, n (elements of {_counted(schema)})"
     raise _wrong(
         schema,
         f"nothing says what the parameter {name} of {signature.name} (line {signature.line}) gets",
@@ -310,7 +420,7 @@ def _value(
 def _counted(schema: KernelSchema) -> str:
     """The tensor whose elements a kernel goes through if nothing else is said."""
     mutable = [tensor.name for tensor in schema.tensors if tensor.mutable]
-    return [*schema.results, *mutable, schema.tensors[0].name][0]
+    return [*schema.results, *mutable, schema.first][0]
 
 
 def _template(
@@ -399,17 +509,16 @@ def _evaluated(
 
 
 def _run(
-    signature: CudaSignature,
+    made: Sequence[str],
     schema: KernelSchema,
     options: KernelOptions,
     bound: Bound,
     known: Sequence[str],
 ) -> Iterable[str]:
     inputs, functions = [argument.name for argument in schema.arguments], bound.functions
-    first = next(tensor.name for tensor in schema.tensors if not tensor.optional)
-    yield from _on_its_device(schema, first)
-    yield from _made(signature, schema, options, functions, inputs)
-    yield f"_key = ({_key(schema, bound, first)},)"
+    yield from _on_its_device(schema)
+    yield from made
+    yield f"_key = ({_key(schema, bound)},)"
     yield "_kernel = _kernels.get(_key)"
     yield "if _kernel is None:"
     everything = ", ".join(f"{name!r}: {name}" for name in known)
@@ -440,25 +549,23 @@ def _run_again(
 ) -> Iterable[str]:
     """The same where all but the values follows from dtypes and the first result's shape: that is
     worked out once for each. Nothing, where it does not."""
-    pointers = {parameter.name for parameter in signature.parameters if parameter.pointer}
+    pointers = _pointers(signature)
     functions = (options.grid, options.block, options.shared, options.out)
     if (
         any(map(callable, functions))
         or options.grid is not None
         or len(schema.results) != 1
+        or not schema.tensors
         or options.strided
         or _like(schema, options) not in pointers
     ):
         return
-    first, like = (
-        next(tensor.name for tensor in schema.tensors if not tensor.optional),
-        _like(schema, options),
-    )
-    yield from _on_its_device(schema, first)
+    like = _like(schema, options)
+    yield from _on_its_device(schema)
     checks = [argument.name for argument in schema.arguments]
     yield from _checked(schema, options, bound.functions, checks)
     yield from _contiguous(schema, pointers)
-    yield f"_key = ({_key(schema, bound, first)}, {like}.shape)"
+    yield f"_key = ({_key(schema, bound)}, {like}.shape)"
     yield "_plan = _plans.get(_key)"
     yield (
         f"if _plan is None: return _remember(_key, {like},"
@@ -477,8 +584,11 @@ def _run_again(
     )
 
 
-def _on_its_device(schema: KernelSchema, first: str) -> Iterable[str]:
-    yield f"_device = {first}.get_device()"
+def _on_its_device(schema: KernelSchema) -> Iterable[str]:
+    place = f"{schema.first}.get_device()" if schema.first else f"_index_of({schema.device})"
+    yield f"_device = {place}"
+    if schema.inner:
+        return
     yield "if _device != _current_device():"
     yield (
         "    with _guard(_device): return"
@@ -510,24 +620,23 @@ def _launched(
         "if _status: _failed(_status, _device, (_config, _kernel, _parameters, _extra),"
         f" ({grid}), ({block}), {shared})"
     )
-    yield from (f"_count_write({tensor.name})" for tensor in schema.tensors if tensor.mutable)
+    written = (tensor.name for tensor in schema.tensors if tensor.mutable and not tensor.local)
+    yield from (f"_count_write({name})" for name in written)
     yield _returned(schema)
 
 
 def _made(
-    signature: CudaSignature,
+    pointers: Container[str],
     schema: KernelSchema,
     options: KernelOptions,
     functions: dict[str, Any],
-    inputs: Sequence[str],
 ) -> Iterable[str]:
     """Lines that check the arguments, make contiguous what becomes a pointer, and make the results:
     of fake tensors, too."""
+    inputs = [argument.name for argument in schema.arguments]
     yield from _checked(schema, options, functions, inputs)
     if not options.strided:
-        yield from _contiguous(
-            schema, {parameter.name for parameter in signature.parameters if parameter.pointer}
-        )
+        yield from _contiguous(schema, pointers)
     if callable(options.out):
         yield (
             f"{', '.join(schema.results)} ="
@@ -599,7 +708,7 @@ def _size(part: Dimensions, whole: bool, tensor: bool) -> str:
 
 def _contiguous(schema: KernelSchema, pointers: Container[str]) -> Iterable[str]:
     for tensor in schema.tensors:
-        if tensor.name in pointers:
+        if tensor.name in pointers and (tensor.local or not schema.inner):
             there = f"{tensor.name} is not None and " if tensor.optional else ""
             yield f"if {there}not {tensor.name}.is_contiguous():"
             yield (
@@ -611,7 +720,7 @@ def _contiguous(schema: KernelSchema, pointers: Container[str]) -> Iterable[str]
 
 def _like(schema: KernelSchema, options: KernelOptions) -> str:
     """The tensor that the one result is like."""
-    given = options.out or next(tensor.name for tensor in schema.tensors if not tensor.optional)
+    given = options.out or schema.first
     names = [tensor.name for tensor in schema.tensors if not tensor.optional]
     if len(schema.results) != 1 or given not in names:
         raise _wrong(
@@ -642,14 +751,16 @@ def _dimensions(
     yield f"else: {names} = _three({label.strip('_')!r}, {label})"
 
 
-def _key(schema: KernelSchema, bound: Bound, first: str) -> str:
+def _key(schema: KernelSchema, bound: Bound) -> str:
     """What decides which compiled kernel a call takes, and all that is checked of its tensors: a
     new combination is looked at by ``_prepare``."""
     pieces = ["_device"]
+    if not schema.tensors:
+        pieces += [f"{result}.dtype" for result in schema.results]
     for tensor in schema.tensors:
         alone = (
             f"{tensor.name}.dtype"
-            if tensor.name == first
+            if tensor.name == schema.first
             else f"{tensor.name}.dtype, {tensor.name}.get_device()"
         )
         pieces.append(
@@ -667,6 +778,9 @@ def _call(schema: KernelSchema, launch: Iterable[str]) -> str:
     forwarded = ", ".join(
         f"{one.name}={one.name}" if one.keyword_only else one.name for one in schema.arguments
     )
+    if not schema.tensors:
+        default = f"    if {schema.device} is None: {schema.device} = _usual_device()\n"
+        return f"def __call__({declared}):\n{default}    return _op({forwarded})\n"
     names = ", ".join(argument.name for argument in schema.arguments)
     conditions = []
     for tensor in schema.tensors:

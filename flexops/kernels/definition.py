@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +31,8 @@ from ..toolchain import libcuda
 from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
 from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter, kernels, unclosed
-from .structs import TENSOR_MAP, TENSOR_MAP_TEXT, structs
+from .structs import TENSOR_MAP, TENSOR_MAP_TEXT, constant_arrays, structs
+from .tuning import Tuner
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
@@ -77,6 +78,13 @@ def kernel(
     reference: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    steps: Sequence[Mapping[str, Any]] = (),
+    workspace: Mapping[str, Callable[..., Any]] | None = None,
+    candidates: Sequence[Mapping[str, Any]] = (),
+    key: Callable[..., Any] | None = None,
+    candidate: int | None = None,
+    constants: Mapping[str, Any] | None = None,
     defines: Mapping[str, object] | None = None,
     include: Sequence[str | Path] = (),
     options: Sequence[str] = (),
@@ -135,6 +143,23 @@ def kernel(
         backward, setup_context: as for ``torch.library.register_autograd``. Without ``backward``, a
             backward pass that needs the gradient raises, and a call that writes a tensor does where
             one of its tensors requires a gradient: on each device, and under ``torch.compile``.
+        jvp: ``(ctx, *tangents of the arguments) -> tangents of the results``, for forward mode
+            (``torch.func.jvp``), with what ``setup_context`` keeps by ``ctx.save_for_forward``.
+        steps: the kernels of an operator that has several, launched in this order, each a mapping
+            with ``name`` and, where they differ from the operator's, ``grid``, ``block``,
+            ``shared``, ``cluster``, ``cooperative``, ``args`` and ``template``.
+        workspace: tensors of a call that the steps share: name -> function that makes it, such as
+            ``lambda x: x.new_empty(132)``. A parameter of the name gets its pointer.
+        candidates: launches to choose from, each a mapping with the options in which it differs:
+            those of a step, ``defines`` and ``steps``. Measured on a GPU in the first call of each
+            kind; the fastest one's number is stored in the cache under the GPU's name. Elsewhere,
+            with FLEXOPS_AUTOTUNE=0 and under ``torch.use_deterministic_algorithms`` the first one
+            serves.
+        key: what makes two calls one kind: a function that returns numbers or text. By default
+            dtypes, bools, and sizes and ints rounded up to powers of two.
+        candidate: the number of the one that serves every call; nothing is measured.
+        constants: arrays in constant memory, of at most 64 KiB: name -> numbers, nested for several
+            dimensions, or a tensor of the CPU. Numbers are ``float`` or ``int``.
         defines: macros, as ``-D``.
         include: directories with headers of your own.
         options: further options of NVRTC, such as ``"--use_fast_math"``.
@@ -147,43 +172,121 @@ def kernel(
     if backward and not parsed.functional:
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
-    if setup_context and not backward:
+    if setup_context and not (backward or jvp):
         raise FlexopsError(
             f"flexops.kernel: {parsed.qualname} has setup_context without backward",
             required="both: setup_context keeps what backward uses",
             fix="add backward=, or remove setup_context=",
         )
-    signature = _chosen(source, name or parsed.name, schema)
     given = KernelOptions(
-        grid,
-        block,
-        shared,
-        cluster,
-        args or {},
-        template or {},
-        out,
-        strided,
-        check,
-        shapes or {},
-        cooperative,
-    )
+        grid, block, shared, cluster, args or {}, template or {}, out, strided, check, shapes or {},
+        cooperative, name, defines or {}, constant_arrays(constants or {}), steps, workspace or {},
+        candidates, key, candidate,
+    )  # fmt: skip
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    bound = binding.bind(signature, parsed, given, reference, structs(source))
-    flags = (*(f"-D{key}={_define(value)}" for key, value in (defines or {}).items()), *options)
-    made = KernelCode(
-        source,
-        signature,
-        parsed,
-        bound,
-        given,
-        reference,
-        tuple(str(Path(path).absolute()) for path in include),
-        flags,
-    )
+    places = tuple(str(Path(path).absolute()) for path in include)
+    made = _code(source, parsed, given, reference, places, tuple(options))
     with _lock:
-        registered = _register(parsed, backward, setup_context, caller)
+        registered = _register(parsed, (backward, setup_context, jvp), caller)
         registered.current = made
     return made.public(registered)
+
+
+_OF_A_STEP = ("name", "grid", "block", "shared", "cluster", "cooperative", "args", "template")
+_OF_A_CANDIDATE = (*_OF_A_STEP, "defines", "steps")
+
+
+def _code(
+    source: str,
+    schema: KernelSchema,
+    options: KernelOptions,
+    reference: Callable[..., Any] | None,
+    include: tuple[str, ...],
+    flags: tuple[str, ...],
+) -> KernelCode:
+    """The code of a definition: of its candidates, of its steps, or of its one kernel."""
+    if options.candidates:
+        alone = options._replace(candidates=(), key=None, candidate=None)
+        candidates = tuple(
+            _code(
+                source,
+                schema,
+                _varied(schema, alone, one, _OF_A_CANDIDATE),
+                reference,
+                include,
+                flags,
+            )
+            for one in options.candidates
+        )
+        first = candidates[0]
+        bound = binding.bind_candidates(schema, options, first.bound)
+        parts = (*first.parts[:3], bound, options, *first.parts[5:])
+        made = KernelCode(*parts)
+        made.let_choose(candidates)
+        return made
+    if options.key or options.candidate is not None:
+        given = "key" if options.key else "candidate"
+        raise _odd(schema, f"{given} without candidates", f"candidates, or no {given}")
+    if options.workspace and not options.steps:
+        raise _odd(schema, "a workspace without steps", "steps: the kernels that share it")
+    made_flags = (*(f"-D{name}={_define(one)}" for name, one in options.defines.items()), *flags)
+    if options.steps:
+        inner = binding.step_schema(schema, options)
+        steps = tuple(
+            _code(source, inner, one, None, include, flags)
+            for one in _steps(source, schema, options)
+        )
+        signatures = [step.signature for step in steps]
+        bound = binding.bind_steps(signatures, schema, options, reference)
+        return KernelCode(
+            source, signatures[0], schema, bound, options, reference, include, made_flags, steps
+        )
+    signature = _chosen(source, options.name or schema.name, schema.text)
+    bound = binding.bind(signature, schema, options, reference, structs(source))
+    return KernelCode(source, signature, schema, bound, options, reference, include, made_flags)
+
+
+def _steps(source: str, schema: KernelSchema, options: KernelOptions) -> Iterator[KernelOptions]:
+    """The options of each step: its own, and those of the operator's that are for its kernel."""
+    used: set[str] = set()
+    for given in options.steps:
+        step = _varied(schema, options, given, _OF_A_STEP)
+        signature = _chosen(source, step.name or "", schema.text)
+        own = {one.name for one in signature.parameters} | {one.name for one in signature.template}
+        used |= own
+        args, template = (
+            {name: value for name, value in merged.items() if name in own or name not in everywhere}
+            for merged, everywhere in (
+                (step.args, options.args),
+                (step.template, options.template),
+            )
+        )
+        yield step._replace(
+            args=args, template=template, out=None, check=None, shapes={}, steps=(), workspace={}
+        )
+    if lost := sorted({*options.args, *options.template} - used):
+        raise _odd(schema, f"{', '.join(lost)}, which no step has", "parameters of a step's kernel")
+
+
+def _varied(
+    schema: KernelSchema, options: KernelOptions, changes: Mapping[str, Any], allowed: Sequence[str]
+) -> KernelOptions:
+    if not isinstance(changes, Mapping) or (odd := sorted(set(changes) - set(allowed))):
+        found = ", ".join(odd) if isinstance(changes, Mapping) else repr(changes)
+        raise _odd(
+            schema, f"a step or candidate with {found}", f"a mapping of {', '.join(allowed)}"
+        )
+    merged = ("args", "template", "defines")
+    given: dict[str, Any] = {
+        name: {**getattr(options, name), **value} if name in merged else value
+        for name, value in changes.items()
+    }
+    return options._replace(**given)
+
+
+def _odd(schema: KernelSchema, found: str, required: str) -> FlexopsError:
+    what = f"flexops.kernel: {schema.text} has options that do not fit together"
+    return FlexopsError(what, found=found, required=required, fix="see docs/kernels.md")
 
 
 class Kernel:
@@ -194,6 +297,8 @@ class Kernel:
         source, schema: what it was made of.
         reference: plain PyTorch that does the same, or None.
         differentiable: whether it has a backward.
+        candidates: a kernel for each of ``candidates=``; of any other, itself. They serve eager
+            calls for tests and measurements.
     """
 
     differentiable: bool
@@ -201,6 +306,7 @@ class Kernel:
     source: str
     schema: str
     reference: Callable[..., Any] | None
+    candidates: tuple[Kernel, ...]
     _code: KernelCode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,26 +327,40 @@ class Kernel:
             CompileError: with the source's line.
             ToolchainError: there is no NVRTC that matches torch.
         """
-        return [
-            entry.library
-            for entry in self._code.compiled(self._code.expression(*args, **kwargs), arch)
-        ]
+        found = [one.compiled(text, arch) for one, text in self._code.launched(*args, **kwargs)]
+        return [entry.library for entries in found for entry in entries]
 
     def resources(
         self, *args: Any, arch: str | None = None, **kwargs: Any
     ) -> dict[str, dict[str, int]]:
         """What the kernel of a call with these arguments takes, by architecture: registers of a
         thread, bytes of stack, of spill stores and loads, and of static shared memory, and
-        barriers. As for ``compile``; PTX has none."""
-        entries = self._code.compiled(self._code.expression(*args, **kwargs), arch)
+        barriers. As for ``compile``; PTX has none. Of several kernels, by architecture and name."""
+        launched = self._code.launched(*args, **kwargs)
         return {
-            entry.manifest.architectures[0]: dict(entry.manifest.resources) for entry in entries
+            f"{entry.manifest.architectures[0]}{f' {text}' if len(launched) > 1 else ''}": dict(
+                entry.manifest.resources
+            )
+            for one, text in launched
+            for entry in one.compiled(text, arch)
         }
 
     def expression(self, *args: Any, **kwargs: Any) -> str:
         """The kernel that a call with these arguments launches, as C++ names it:
-        ``scale<float>``."""
-        return self._code.expression(*args, **kwargs)
+        ``scale<float>``; several are separated by commas, all candidates' among them."""
+        return ", ".join(text for _, text in self._code.launched(*args, **kwargs))
+
+    def tune(self, *args: Any, **kwargs: Any) -> tuple[float, ...]:
+        """Measure the candidates with these arguments, on a GPU, and store the fastest for calls of
+        their kind. What the schema writes is copied before.
+
+        Returns:
+            Seconds of each; infinity for one that this GPU cannot launch.
+
+        Raises:
+            FlexopsError: the kernel has no candidates, or a tensor is not on a GPU.
+        """
+        return self._code.tune(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<flexops.kernel {self.schema}>"
@@ -259,8 +379,12 @@ class KernelCode:
         reference: Callable[..., Any] | None,
         include: tuple[str, ...],
         flags: tuple[str, ...],
+        steps: tuple[KernelCode, ...] = (),
     ) -> None:
-        self.parts = (source, signature, schema, bound, options, reference, include, flags)
+        self.parts = (source, signature, schema, bound, options, reference, include, flags, steps)
+        self.steps = steps
+        self.candidates: tuple[KernelCode, ...] = (self,)
+        self.tuner: Tuner | None = None
         self.source, self.signature, self.schema, self.bound, self.options, self.reference = (
             source,
             signature,
@@ -318,6 +442,12 @@ class KernelCode:
             "_modes": _torch.count_of_modes,
             "_is_transforming": _torch.is_transforming,
             "_is_grad_enabled": _torch.is_grad_enabled,
+            "_is_deterministic": torch.are_deterministic_algorithms_enabled,
+            "_index_of": _index_of,
+            "_usual_device": torch.get_default_device,
+            "_choices": {},
+            "_choose": self._choose,
+            **{f"_step{number}": step.run for number, step in enumerate(steps)},
         }
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
         self.run: Callable[..., Any] = self.names["run"]
@@ -339,7 +469,49 @@ class KernelCode:
             self.reference,
             self,
         )
+        others = (one.public(registered) for one in self.candidates if one is not self)
+        made.candidates = tuple(others) or (made,)
         return made
+
+    def let_choose(self, candidates: tuple[KernelCode, ...]) -> None:
+        """Serve each call by one of these."""
+        self.candidates = candidates
+        fixed = self.options.candidate
+        if fixed is not None and not 0 <= fixed < len(candidates):
+            raise _odd(self.schema, f"candidate {fixed}", f"0 to {len(candidates) - 1}")
+        self.tuner = Tuner(self.schema, self._identity(), [one.run for one in candidates], fixed)
+
+    def _identity(self) -> list[tuple[str, str]]:
+        """What decides how fast the candidates are, as far as text says it: functions are not."""
+
+        def text(value: Any) -> str:
+            if isinstance(value, Mapping):
+                return str({name: text(one) for name, one in sorted(value.items())})
+            if isinstance(value, (tuple, list)) and not callable(value):
+                return str([text(one) for one in value])
+            return "function" if callable(value) else str(value)
+
+        return [
+            ("source", self.source),
+            ("options", text(self.options[:6] + self.options[11:])),
+            ("flags", text(self.flags)),
+        ]
+
+    def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., Any]:
+        assert self.tuner is not None
+        return self.tuner.choose(key, args, self.names["_choices"])
+
+    def tune(self, *args: Any, **kwargs: Any) -> tuple[float, ...]:
+        given = tuple(self.names["complete"](*args, **kwargs).values())
+        if self.tuner is None or not any(
+            isinstance(one, torch.Tensor) and one.is_cuda for one in given
+        ):
+            found = "tensors that are on no GPU" if self.tuner else "no candidates"
+            raise FlexopsError(
+                f"{self.schema.qualname} cannot be tuned", found=found,
+                required="candidates=, and tensors on a GPU", fix="see docs/kernels.md",
+            )  # fmt: skip
+        return self.tuner.tune(given, self.names["key"](*given))
 
     def native(self, *args: Any, **kwargs: Any) -> Any:
         """What the dispatcher calls for tensors on a GPU."""
@@ -349,7 +521,10 @@ class KernelCode:
             return self._fall_back(error, tuple(self.names["complete"](*args, **kwargs).values()))
 
     def elsewhere(self, *args: Any, **kwargs: Any) -> Any:
-        """What the dispatcher calls for all other tensors."""
+        """What the dispatcher calls for all other tensors, and for factories."""
+        place = not self.schema.tensors and self.names["complete"](*args, **kwargs)
+        if place and _device(place[self.schema.device]).type == "cuda":
+            return self.native(*args, **kwargs)
         if self.reference is None:
             raise NativeUnavailableError(
                 f"{self.schema.qualname} has a kernel for GPUs only",
@@ -369,14 +544,18 @@ class KernelCode:
 
     # ---- compiling -------------------------------------------------------------------------------
 
-    def expression(self, *args: Any, **kwargs: Any) -> str:
+    def launched(self, *args: Any, **kwargs: Any) -> list[tuple[KernelCode, str]]:
+        """The kernels of a call, each with its name in C++; of every candidate."""
+        if self.tuner:
+            return [pair for one in self.candidates for pair in one.launched(*args, **kwargs)]
+        if self.steps:
+            everything = self.names["everything"](*args, **kwargs)
+            return [pair for step in self.steps for pair in step.launched(*everything)]
         arguments = self.names["complete"](*args, **kwargs)
         made = self.fake(*args, **kwargs)
         results = made if isinstance(made, tuple) else (made,)
-        return self._expression(
-            {**arguments, **dict(zip(self.schema.results, results, strict=False))},
-            self.names["values"](*args, **kwargs),
-        )
+        known = {**arguments, **dict(zip(self.schema.results, results, strict=False))}
+        return [(self, self._expression(known, self.names["values"](*args, **kwargs)))]
 
     def _expression(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> str:
         dtypes = {
@@ -410,6 +589,7 @@ class KernelCode:
         first = _FP8 if "flexops::e" in expression else ""
         if any(one.type == TENSOR_MAP for one in self.signature.parameters):
             first += TENSOR_MAP_TEXT
+        first += self.options.constants
         text = f'{_PRELUDE}{first}#line 1 "{self.schema.name}.cu"\n{self.source}\n'
         return kernel_plan.TextKernel(
             self.schema.name, text, expression, layout.csrc_root(), self.include, self.flags
@@ -473,7 +653,7 @@ class KernelCode:
     ) -> ctypes.c_void_p:
         """The kernel for a combination of dtypes that is new: everything that can be wrong with
         tensors is looked at here, and only here."""
-        first = next(tensor.name for tensor in self.schema.tensors if not tensor.optional)
+        first = self.schema.first or self.schema.device
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.get_device() != device:
                 raise ValueError(
@@ -639,10 +819,11 @@ class _Registered:
         self.current: Any = None
         self.backward: Any = None
         self.setup_context: Any = None
+        self.jvp: Any = None
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any, **more: Any) -> None:
         """``more``: torch's ``keyword_only_inputs``, where the schema has such arguments."""
-        if self.backward and self.setup_context:
+        if self.setup_context:
             if more:
                 self.setup_context(ctx=ctx, inputs=inputs, output=output, **more)
             else:
@@ -694,17 +875,14 @@ class _Registered:
                 return (*given, *(None,) * named)
 
             @staticmethod
-            def jvp(*_: Any) -> Any:
-                _no_forward_mode(made)
+            def jvp(ctx: Any, *tangents: Any) -> Any:
+                return made.jvp(ctx, *tangents) if made.jvp else _no_forward_mode(made)
 
         return Functional
 
 
 def _register(
-    schema: KernelSchema,
-    backward: Callable[..., Any] | None,
-    setup_context: Callable[..., None] | None,
-    caller: str,
+    schema: KernelSchema, gradient: tuple[Callable[..., Any] | None, ...], caller: str
 ) -> _Registered:
     known = _defined.get(schema.qualname)
     if known and caller != known.caller:
@@ -719,7 +897,7 @@ def _register(
         known = None
     if known is None:
         known = _defined[schema.qualname] = _new(schema, caller)
-    known.backward, known.setup_context = backward, setup_context
+    known.backward, known.setup_context, known.jvp = gradient
     return known
 
 
@@ -753,6 +931,8 @@ def _new(schema: KernelSchema, caller: str) -> _Registered:
     torch.library.register_fake(
         schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library
     )
+    if not schema.tensors:
+        return made
     if schema.functional:
         _let_differentiate(made)
     else:
@@ -880,8 +1060,11 @@ def _unfit(schema: KernelSchema, parsed: Any) -> tuple[str, str] | None:
                 f"an argument called {one.name}",
                 "no word of Python, and no name that begins with _",
             )
-    if not any(one.tensor and not one.optional for one in schema.arguments):
-        return "no argument that is a Tensor", "one: it determines the device"
+    if not schema.first and not (schema.device and schema.results and not schema.tensors):
+        return (
+            "no argument that is a Tensor",
+            "one, which determines the device; or, without any, Device device",
+        )
     if any(one.alias_info for one in parsed.returns):
         return "a result that is an argument", "-> () : the caller has that tensor already"
     if odd := [str(one.type) for one in parsed.returns if str(one.type) != "Tensor"]:
@@ -924,6 +1107,16 @@ def _count_write(tensor: torch.Tensor | None) -> None:
     says so instead of being silently wrong."""
     if tensor is not None and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def _device(given: Any) -> torch.device:
+    """The device that a factory's argument means."""
+    return torch.get_default_device() if given is None else torch.device(given)
+
+
+def _index_of(given: Any) -> int:
+    index = _device(given).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

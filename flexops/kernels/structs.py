@@ -8,14 +8,18 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ..build.describe.cpp_text import blanked, closing, parts
-from .signature import SCALARS
+from ..errors import FlexopsError
+from .signature import CPP_TYPES, SCALARS
 
 TENSOR_MAP = "CUtensorMap"
 TENSOR_MAP_TEXT = f"struct alignas(64) {TENSOR_MAP} {{ unsigned long long opaque[16]; }};\n"
 """The driver's struct for device code, which has no header of the driver's."""
 
 
+_MOST_CONSTANT = 65536
 _KINDS = sorted(SCALARS, key=len, reverse=True)
 
 
@@ -117,3 +121,45 @@ def _laid_out(name: str, body: str, alignment: int) -> StructType | None:
     if not fields:
         return None
     return StructType(name, offset + -offset % alignment, alignment, tuple(fields))
+
+
+def constant_arrays(given: Mapping[str, Any]) -> str:
+    """The C++ of arrays in constant memory.
+
+    Raises:
+        FlexopsError: an array that constant memory cannot hold.
+    """
+    text, size = "", 0
+    for name, value in given.items():
+        try:
+            array = torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _no_constant(name, str(error).splitlines()[0]) from None
+        if array.dtype is torch.int64 and not isinstance(value, torch.Tensor):
+            array = array.to(torch.int32) if array.numel() and array.abs().max() < 2**31 else array
+        kind = CPP_TYPES.get(str(array.dtype).removeprefix("torch."), "")
+        size += array.numel() * array.element_size()
+        if ("float" in kind and kind not in SCALARS) or not kind or not array.numel():
+            raise _no_constant(name, f"{array.dtype} {list(array.shape)}")
+        if not array.isfinite().all() or not array.dim() or not name.isidentifier():
+            raise _no_constant(name, str(value))
+        lengths = "".join(f"[{length}]" for length in array.shape)
+        text += f"__constant__ {kind} {name}{lengths} = {_braced(array.tolist(), kind)};\n"
+    if size > _MOST_CONSTANT:
+        raise _no_constant(", ".join(given), f"{size} bytes")
+    return text
+
+
+def _braced(values: Any, kind: str) -> str:
+    if isinstance(values, list):
+        return f"{{{', '.join(_braced(one, kind) for one in values)}}}"
+    return f"{values!r}f" if kind == "float" else str(values).lower()
+
+
+def _no_constant(name: str, found: str) -> FlexopsError:
+    return FlexopsError(
+        f"flexops.kernel: constants cannot hold {name}",
+        found=found,
+        required=f"finite float32, float64, integers or bools, at most {_MOST_CONSTANT} bytes",
+        fix="a tensor argument for other arrays",
+    )

@@ -4,7 +4,7 @@ counters, and errors that name an entry."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -151,11 +151,18 @@ def check_rates(
 _NOT_NEGATIVE = ("lr_decay", "weight_decay", "eps")
 
 
-def step_lists(
-    op: str, lists: Mapping[str, Iterable[Tensor]], lr: float | Tensor, **options: Any
-) -> None:
-    """Make a step of an operator on lists of tensors, by position, with its other arguments by
-    name. The parameters, and copies of them, count as written."""
+def step_lists(op: str, given: dict[str, Any]) -> None:
+    """Make a step of an operator on lists of tensors. The parameters, and copies of them, count as
+    written.
+
+    Args:
+        given: the arguments of its public function in their order: lists, in the order of the
+            operator's, then ``lr`` and what the operator takes by the same name.
+    """
+    names = list(given)
+    lists = {name: given[name] for name in names[: names.index("lr")]}
+    lr = given["lr"]
+    options = {name: given[name] for name in names[names.index("lr") + 1 :]}
     betas = tuple(options[name] for name in ("beta1", "beta2") if name in options)
     check_rates(op, lr, betas, **{name: options[name] for name in _NOT_NEGATIVE if name in options})
     made = dict(zip(lists, listed(op, **lists), strict=True))

@@ -46,6 +46,8 @@ _differentiable: dict[Any, Callable[[], type[torch.autograd.Function]]] = {}
 """What makes, once, the function that autograd knows an op by."""
 _refusing: set[Any] = set()
 """Those of them whose gradient is the error that they have none."""
+tangents: dict[Any, Callable[..., Any]] = {}
+"""The derivative in forward mode of each op that has one: ``(ctx, *tangents) -> tangents``."""
 _applies: dict[Any, Callable[[], Callable[..., Any]]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
 public: dict[str, Any] = {}
@@ -378,10 +380,8 @@ def _function(
     """``forward``, if there is one, computes the results, with more behind them, which is only
     kept."""
     count, more = len(schema_of(op).returns), bool(forward)
-    shown, below = (
-        0 if count == 1 else slice(count),
-        builtin(operator_of(forward)) if forward else _below(op),
-    )
+    shown = 0 if count == 1 else slice(count)
+    below = builtin(operator_of(forward)) if forward else _below(op)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -492,12 +492,18 @@ def _functional(
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
                 # gradients that were not requested are zeros: torch 2.4's vmap takes no None
                 setup_context(ctx, inputs, output)
+                if op in tangents:
+                    ctx.save_for_forward(*ctx.to_save)
 
             @staticmethod
             def backward(ctx: Any, *gradients: Any) -> Any:
                 return _once(backward, ctx, *gradients[:count])
 
-            jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
+            @staticmethod
+            def jvp(ctx: Any, *given: Any) -> Any:
+                if op not in tangents:
+                    _no_forward_mode(_parts[op.name()].called)
+                return tangents[op](ctx, *given)
 
         Functional.__name__ = Functional.__qualname__ = _name_of(op)
         return Functional

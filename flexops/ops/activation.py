@@ -28,11 +28,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._arguments import check_shape, check_tensor, wide
 from ._declared import define
 from ._difference import difference
 from ._register import caller
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Approximation = Literal["none", "tanh"]
 _GELUS = ("none", "tanh", "quick")
 
@@ -123,23 +123,13 @@ def geglu(
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _wrong_dtype(
-    op: str, name: str, value: Any, accepted: str = "a float32, bfloat16 or float16 tensor"
-) -> TypeError:
-    return TypeError(
-        f"flexops.{op}: {name} must be {accepted}, got"
-        f" {value.dtype if isinstance(value, Tensor) else type(value).__name__}"
-    )
-
-
 def _check_biased(op: str, x: Tensor) -> None:
     if x.dim() == 0:
         raise ValueError(f"flexops.{op}: x must have at least one dimension")
 
 
 def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> None:
-    if not isinstance(gate, Tensor) or gate.dtype not in FLOAT_DTYPES:
-        raise _wrong_dtype(op, "gate", gate)
+    check_tensor(f"flexops.{op}", "gate", gate)
     if gate.dim() == 0:
         raise ValueError(f"flexops.{op}: gate must have at least one dimension")
     if up is None:
@@ -149,12 +139,8 @@ def check_gated(op: str, gate: Tensor, up: Tensor | None, interleaved: bool) -> 
                 f" if up is None, got {list(gate.shape)}"
             )
         return
-    if not isinstance(up, Tensor) or up.dtype != gate.dtype:
-        raise _wrong_dtype(op, "up", up, f"a {gate.dtype} tensor, as gate, or None")
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"flexops.{op}: up must have gate's shape {list(gate.shape)}, got {list(up.shape)}"
-        )
+    check_tensor(f"flexops.{op}", "up", up, (gate.dtype,))
+    check_shape(f"flexops.{op}", "up", up, gate.shape, whose="gate")
     if interleaved:
         raise ValueError(
             f"flexops.{op}: interleaved must be False if up is given: it says how one tensor holds"
@@ -169,10 +155,6 @@ def not_tanh(op: str, approximate: str) -> bool:
 
 
 # ---- references: plain PyTorch -------------------------------------------------------------------
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 # Not torch's own: those of 1 + erf(x) and 1 + tanh(u) have no digits left where x is far below 0.
@@ -212,15 +194,15 @@ def _slope(x: Tensor, which: str) -> Tensor:
 
 
 def _biased(x: Tensor, bias: Tensor | None, which: str) -> Tensor:
-    before = _wide(x) if bias is None else _wide(x) + _wide(bias)
+    before = wide(x) if bias is None else wide(x) + wide(bias)
     return _activation(before, which).to(x.dtype).contiguous()
 
 
 def _biased_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, which: str, bias_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    before = _wide(x) if bias is None else _wide(x) + _wide(bias)
-    inner = _wide(grad) * _slope(before, which)
+    before = wide(x) if bias is None else wide(x) + wide(bias)
+    inner = wide(grad) * _slope(before, which)
     if bias is None or not bias_gradient:
         return inner.to(x.dtype).contiguous(), x.new_empty(
             0, dtype=x.dtype if bias is None else bias.dtype
@@ -243,14 +225,14 @@ def _split(gate: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, 
 
 def gated_reference(gate: Tensor, up: Tensor | None, which: str, interleaved: bool) -> Tensor:
     gates, ups = _split(gate, up, interleaved)
-    return (_activation(_wide(gates), which) * _wide(ups)).to(gate.dtype).contiguous()
+    return (_activation(wide(gates), which) * wide(ups)).to(gate.dtype).contiguous()
 
 
 def gated_backward_reference(
     grad: Tensor, gate: Tensor, up: Tensor | None, which: str, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    gates, ups = (_wide(part) for part in _split(gate, up, interleaved))
-    outer = _wide(grad)
+    gates, ups = (wide(part) for part in _split(gate, up, interleaved))
+    outer = wide(grad)
     gate_grad, up_grad = outer * ups * _slope(gates, which), outer * _activation(gates, which)
     if up is not None:
         return gate_grad.to(gate.dtype).contiguous(), up_grad.to(gate.dtype).contiguous()

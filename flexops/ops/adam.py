@@ -104,30 +104,8 @@ def adam_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    lists: dict[str, Sequence[Tensor]] = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else (),
-        "state_steps": state_steps,
-    }
-    step_lists(
-        "adam_",
-        lists,
-        lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        decoupled=decoupled,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        stochastic=stochastic,
-        grad_factor=grad_factor,
-    )
+    max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
+    step_lists("adam_", locals())
 
 
 def adam_copy_(
@@ -166,31 +144,8 @@ def adam_copy_(
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    lists: dict[str, Sequence[Tensor]] = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else (),
-        "state_steps": state_steps,
-        "copies": copies,
-    }
-    step_lists(
-        "adam_copy_",
-        lists,
-        lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        decoupled=decoupled,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        stochastic=stochastic,
-        grad_factor=grad_factor,
-    )
+    max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
+    step_lists("adam_copy_", locals())
 
 
 def _check(*lists: Any, amsgrad: bool, **_: Any) -> None:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import ANY_FLOAT, check_shape, check_tensor, wide
 from ._declared import define
 from ._difference import difference
-from ._register import caller, check_places, is_dense
-from .cross_entropy import FLOAT_DTYPES
+from ._register import caller
 
 _TAPS = 4
 _RUN = 128  # of csrc/causal_conv1d/causal_conv1d.h
@@ -84,17 +84,13 @@ def causal_conv1d(
         raise ValueError(f"{where} weight must have 1 to {_TAPS} taps, got shape {_shape(weight)}")
     rows, before = x.transpose(1, 2), 0
     if initial_states is not None:
-        if initial_states.shape != (*x.shape[:2], width - 1):
-            raise ValueError(
-                f"{where} initial_states must have shape {[*x.shape[:2], width - 1]}, got"
-                f" {_shape(initial_states)}"
-            )
+        check_shape(where[:-1], "initial_states", initial_states, [*x.shape[:2], width - 1])
         rows = torch.cat([initial_states.transpose(1, 2).to(x.dtype), rows], 1)
         before = width - 1
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    taps = weight.t().to(wide, memory_format=torch.contiguous_format)  # one kernel
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    taps = weight.t().to(dtype, memory_format=torch.contiguous_format)  # one kernel
     taps = (taps if width == _TAPS else F.pad(taps, (0, 0, _TAPS - width, 0))).contiguous()
-    offset = None if bias is None else _wide(bias)
+    offset = None if bias is None else wide(bias)
     out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
     if not return_final_states:
         return out
@@ -129,11 +125,7 @@ def causal_conv1d_update(
     where = "flexops.causal_conv1d_update:"
     steps = x.unsqueeze(-1) if isinstance(x, Tensor) and x.dim() == 2 else x
     silu = _check(where, steps, weight, bias, activation)
-    if conv_state.dim() != 3 or conv_state.shape[:2] != steps.shape[:2]:
-        raise ValueError(
-            f"{where} conv_state must have shape {[*steps.shape[:2], 'S']}, got"
-            f" {_shape(conv_state)}"
-        )
+    check_shape(where[:-1], "conv_state", conv_state, [*steps.shape[:2], "S"])
     if conv_state.shape[2] + 1 < weight.shape[1]:
         raise ValueError(
             f"{where} conv_state must hold at least {weight.shape[1] - 1} steps, got shape"
@@ -141,7 +133,7 @@ def causal_conv1d_update(
         )
     with torch.no_grad():
         if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-            weight, bias = _wide(weight), None if bias is None else _wide(bias)
+            weight, bias = wide(weight), None if bias is None else wide(bias)
         out: Tensor = torch.ops.flexops.causal_conv1d_update_.default(
             conv_state, steps, weight.contiguous(), bias, silu
         )
@@ -153,26 +145,16 @@ def _check(
 ) -> bool:
     """Whether the activation is silu."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in (*FLOAT_DTYPES, torch.float64):
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}"
-            )
-        if not is_dense(tensor):
-            check_places(where[:-1], {name: tensor})
+        if tensor is not None or name != "bias":
+            check_tensor(where[:-1], name, tensor, ANY_FLOAT)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{where} activation must be None or 'silu', got {activation!r}")
-    if x.dim() != 3:
-        raise ValueError(f"{where} x must have shape [B, D, L], got {_shape(x)}")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
-        raise ValueError(
-            f"{where} weight must have shape [{x.shape[1]}, W] with at least one tap, got"
-            f" {_shape(weight)}"
-        )
-    if bias is not None and bias.shape != x.shape[1:2]:
-        raise ValueError(f"{where} bias must have shape [{x.shape[1]}], got {_shape(bias)}")
+    check_shape(where[:-1], "x", x, "BDL")
+    check_shape(where[:-1], "weight", weight, [x.shape[1], "W"], " with at least one tap")
+    if weight.shape[1] == 0:
+        raise ValueError(f"{where} weight must have at least one tap, got {_shape(weight)}")
+    if bias is not None:
+        check_shape(where[:-1], "bias", bias, x.shape[1:2])
     return _ACTIVATIONS[activation]
 
 
@@ -181,10 +163,6 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 # ---- the ops: x, [B, L, D]; weight, [4, D] -------------------------------------------------------
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -197,7 +175,7 @@ def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    out = _filtered(_wide(x), weight, bias)
+    out = _filtered(wide(x), weight, bias)
     return (F.silu(out) if silu else out).to(x.dtype).contiguous()
 
 
@@ -205,15 +183,15 @@ def _backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of ``x``, and of each run of 128 steps those of weight and bias."""
-    wide, inner = _wide(x), _wide(grad)
+    values, inner = wide(x), wide(grad)
     if silu:
-        y = _filtered(wide, weight, bias)
+        y = _filtered(values, weight, bias)
         sigmoid = torch.sigmoid(y)
         inner = inner * (sigmoid * (1 + y * (1 - sigmoid)))
     batch, length, channels = x.shape
     behind = F.pad(inner, (0, 0, 0, _TAPS - 1))
     of_x = sum(behind[:, _TAPS - 1 - k :][:, :length] * weight[k] for k in range(_TAPS))
-    before = F.pad(wide, (0, 0, _TAPS - 1, 0))
+    before = F.pad(values, (0, 0, _TAPS - 1, 0))
     parts = torch.stack([*(before[:, k : k + length] * inner for k in range(_TAPS)), inner], 2)
     runs = length // _RUN + 1
     parts = F.pad(parts, (0, 0, 0, 0, 0, runs * _RUN - length))
@@ -227,9 +205,9 @@ def _update_reference(
 ) -> Tensor:
     both = torch.cat([state, x], 2)
     width, length = weight.shape[1], x.shape[2]
-    recent = _wide(both[:, :, both.shape[2] - length - width + 1 :])
-    out = (recent.unfold(2, width, 1) * _wide(weight).unsqueeze(1)).sum(3)
-    out = out if bias is None else out + _wide(bias).unsqueeze(1)
+    recent = wide(both[:, :, both.shape[2] - length - width + 1 :])
+    out = (recent.unfold(2, width, 1) * wide(weight).unsqueeze(1)).sum(3)
+    out = out if bias is None else out + wide(bias).unsqueeze(1)
     state.copy_(both[:, :, both.shape[2] - state.shape[2] :])
     return (F.silu(out) if silu else out).to(x.dtype).contiguous()
 

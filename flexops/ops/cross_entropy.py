@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming
+from ._arguments import check_tensor, wide
 from ._declared import define
 from ._difference import difference
-from ._register import caller, check_places, is_dense
+from ._register import caller
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
 
@@ -103,18 +103,8 @@ def check_arguments(
 ) -> None:
     """Those that every cross entropy has. ``values``, called ``name``, have a row for each class
     number."""
-    if not isinstance(values, Tensor) or values.dtype not in FLOAT_DTYPES:
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(
-            f"flexops.{op}: {name} must be a float32, float16 or bfloat16 tensor, got {found}"
-        )
-    if not isinstance(target, Tensor) or target.dtype != torch.int64:
-        found = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(
-            f"flexops.{op}: target must be an int64 tensor of class numbers, got {found}"
-        )
-    if not is_dense(values) or not is_dense(target):
-        check_places(f"flexops.{op}", {name: values, "target": target})
+    check_tensor(f"flexops.{op}", name, values)
+    check_tensor(f"flexops.{op}", "target", target, (torch.int64,))
     if values.dim() == 0:
         raise ValueError(f"flexops.{op}: {name} must have at least one dimension, got a scalar")
     if values.device != target.device:
@@ -145,11 +135,6 @@ def _has_rows(logits: Tensor) -> bool:
 
 
 # ---- the ops: logits, [N, V], target [N] ---------------------------------------------------------
-
-
-def _widen(x: Tensor) -> Tensor:
-    """float32; float64 stays, for the reference's own check."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def divisor_of(target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype) -> Tensor:
@@ -220,7 +205,7 @@ def _cross_entropy_reference(
     z_loss: float,
     reduction: int,
 ) -> tuple[Tensor, Tensor]:
-    x = _widen(logits)
+    x = wide(logits)
     stats = _stats(x, target, ignore_index)
     losses = _losses(x, target, stats, ignore_index, label_smoothing, z_loss)
     if reduction == 0:
@@ -238,7 +223,7 @@ def _cross_entropy_inplace_reference(
     z_loss: float,
     reduction: int,
 ) -> tuple[Tensor, Tensor]:
-    x = _widen(logits)
+    x = wide(logits)
     stats = _stats(x, target, ignore_index)
     losses = _losses(x, target, stats, ignore_index, label_smoothing, z_loss)
     divisor = divisor_of(target, ignore_index, reduction, x.dtype)
@@ -262,9 +247,7 @@ def _cross_entropy_backward_reference(
     rows = logits.shape[0]
     factor = grad if reduction == 0 else grad / stats[-1]
     pair = (stats[:rows], stats[rows : 2 * rows])
-    gradient = _gradient(
-        _widen(logits), target, pair, factor, ignore_index, label_smoothing, z_loss
-    )
+    gradient = _gradient(wide(logits), target, pair, factor, ignore_index, label_smoothing, z_loss)
     return gradient.to(logits.dtype).contiguous()
 
 
@@ -336,10 +319,8 @@ define(
     _cross_entropy_backward_reference,
 )
 define("scale_rows_", _scale_rows_reference)
-_FORWARD, _INPLACE = (
-    caller(torch.ops.flexops.cross_entropy.default),
-    caller(torch.ops.flexops.cross_entropy_.default),
-)
+_FORWARD = caller(torch.ops.flexops.cross_entropy.default)
+_INPLACE = caller(torch.ops.flexops.cross_entropy_.default)
 
 
 def self_check(device: str) -> float:
@@ -355,10 +336,8 @@ def self_check(device: str) -> float:
     numbers = (-100, 0.1, 1e-4, 2)
     ops, one = torch.ops.flexops, logits.new_ones(())
     loss, stats = ops.cross_entropy(logits, target, *numbers)
-    gradient, written = (
-        ops.cross_entropy_backward(one, logits, target, stats, *numbers),
-        logits.clone(),
-    )
+    gradient = ops.cross_entropy_backward(one, logits, target, stats, *numbers)
+    written = logits.clone()
     fused = ops.cross_entropy_(written, target, None, *numbers)[0]
     expected_loss, expected_stats = _cross_entropy_reference(logits, target, *numbers)
     expected = _cross_entropy_backward_reference(one, logits, target, expected_stats, *numbers)

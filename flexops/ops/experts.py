@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from .._torch import any_requires_grad, is_grad_enabled, product_dtype
+from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._difference import difference
 from ._register import caller, check_places
-from .activation import FLOAT_DTYPES, gated_backward_reference
+from .activation import gated_backward_reference
 from .grouped_linear import (
-    check_matrix,
     gated_reference,
     gathers_rows,
     outer,
@@ -145,12 +145,10 @@ def _check(
 ) -> None:
     op = "flexops.gated_experts"
     for name, tensor, dims in (("x", x, 2), ("gate_up", gate_up, 3), ("down", down, 3)):
-        check_matrix(op, name, tensor, dims)
+        check_tensor(op, name, tensor, ANY_FLOAT, dims=dims)
         if tensor.dtype != x.dtype:
             raise TypeError(f"{op}: {name} must be {x.dtype}, as x, got {tensor.dtype}")
-    if not isinstance(choices, Tensor) or choices.dtype not in (torch.int64, torch.int32):
-        found = choices.dtype if isinstance(choices, Tensor) else type(choices).__name__
-        raise TypeError(f"{op}: choices must be an int64 or int32 tensor, got {found}")
+    check_tensor(op, "choices", choices, (torch.int64, torch.int32))
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         found = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"{op}: weights must be a floating-point tensor, got {found}")
@@ -158,25 +156,18 @@ def _check(
         op,
         {"x": x, "choices": choices, "weights": weights, "gate_up": gate_up, "down": down},
     )
-    if choices.dim() != 2 or choices.shape[0] != x.shape[0] or choices.shape[1] < 1:
+    check_shape(op, "choices", choices, [x.shape[0], "k"])
+    if choices.shape[1] < 1:
+        raise ValueError(f"{op}: choices must have at least one column")
+    check_shape(op, "weights", weights, choices.shape, whose="choices")
+    experts, packed = gate_up.shape[:2]
+    check_shape(op, "gate_up", gate_up, ["experts", "2 inner", x.shape[1]])
+    if experts < 1 or packed % 2:
         raise ValueError(
-            f"{op}: choices must have shape [{x.shape[0]}, k], got {list(choices.shape)}"
-        )
-    if weights.shape != choices.shape:
-        raise ValueError(
-            f"{op}: weights must have choices' shape {list(choices.shape)}, got"
-            f" {list(weights.shape)}"
-        )
-    experts, packed, hidden = gate_up.shape
-    if experts < 1 or packed % 2 or hidden != x.shape[1]:
-        raise ValueError(
-            f"{op}: gate_up must have shape [experts, 2 inner, {x.shape[1]}], got"
+            f"{op}: gate_up must have experts, and an even second dimension, got"
             f" {list(gate_up.shape)}"
         )
-    if down.shape != (experts, hidden, packed // 2):
-        raise ValueError(
-            f"{op}: down must have shape {[experts, hidden, packed // 2]}, got {list(down.shape)}"
-        )
+    check_shape(op, "down", down, [experts, x.shape[1], packed // 2])
 
 
 def check_choices(choices: Tensor, experts: int) -> None:
@@ -218,14 +209,10 @@ def _spread_reference(x: Tensor, inverse: Tensor, offsets: Tensor, slots: int) -
     )
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _chosen(rows: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
     """The row of each choice, ``[tokens, k, n]``."""
     chosen = rows[inverse.reshape(-1).long()].view(*inverse.shape, rows.shape[1])
-    return torch.where((inverse < offsets[-1])[..., None], _wide(chosen), 0)
+    return torch.where((inverse < offsets[-1])[..., None], wide(chosen), 0)
 
 
 def _combine_reference(
@@ -240,8 +227,8 @@ def _combine_reference(
 def _combine_backward_reference(
     grad: Tensor, rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    of_weights = (_chosen(rows, inverse, offsets) * _wide(grad)[:, None]).sum(-1)
-    spread = weights[..., None] * _wide(grad)[:, None]
+    of_weights = (_chosen(rows, inverse, offsets) * wide(grad)[:, None]).sum(-1)
+    spread = weights[..., None] * wide(grad)[:, None]
     spread = torch.where((inverse < offsets[-1])[..., None], spread, 0).to(rows.dtype)
     of_rows = torch.empty_like(rows).index_copy_(
         0, inverse.reshape(-1).long(), spread.view(-1, rows.shape[1])
@@ -255,11 +242,11 @@ def _gate_backward_reference(
     flat = order.reshape(-1).long()
     exists = (torch.arange(flat.shape[0], device=flat.device) < offsets[-1])[:, None]
     weight = torch.where(exists, weights.reshape(-1)[flat][:, None], 0)
-    of_product = torch.where(exists, _wide(grad), 0)
+    of_product = torch.where(exists, wide(grad), 0)
     held = torch.where(exists, packed, 0)
-    computed = gated_reference(_wide(held), activation)
+    computed = gated_reference(wide(held), activation)
     of_packed, _ = gated_backward_reference(
-        of_product * weight, _wide(held), None, ("silu", "none", "tanh")[activation], False
+        of_product * weight, wide(held), None, ("silu", "none", "tanh")[activation], False
     )
     of_weights = torch.empty_like(weights).view(-1)
     of_weights[flat] = (of_product * computed).sum(1).to(weights.dtype)

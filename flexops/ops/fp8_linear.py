@@ -33,10 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype, scaled_product, scaled_product_refusal
+from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._difference import difference
 from ._register import check_places
-from .activation import FLOAT_DTYPES, gated_backward_reference, gated_reference
+from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
@@ -297,8 +298,8 @@ class _NormRows(torch.autograd.Function):
             x.device, "fp8_norm_rows", _norm_rows_reference, rows, more, weight, eps
         )[:6]
         y, total = y.view(x.shape), total.view(x.shape)
-        ctx.save_for_backward(total, weight, rstd.view(x.shape[:-1]))
-        ctx.x_dtype = x.dtype
+        results = y, total, rstd.view(x.shape[:-1])
+        add_rms_norm_gradient[0](ctx, (x, residual, weight, eps), results)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*codes)
         return y, total, *codes
@@ -306,7 +307,7 @@ class _NormRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None, *_: Any) -> Any:
-        return add_rms_norm_gradient(ctx, grad, of_total)
+        return add_rms_norm_gradient[1](ctx, grad, of_total)
 
 
 class _Linears(torch.autograd.Function):

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import product_dtype
+from ._arguments import check_shape, check_tensor
 from ._declared import define
 from ._register import caller, check_places
 from .activation import (
-    FLOAT_DTYPES,
     Approximation,
     check_gated,
     gated_backward_reference,
@@ -103,25 +103,14 @@ def _check(
     *_: Any,
 ) -> None:
     op = "geglu_linear" if which else "swiglu_linear"
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if (tensor is not None or name == "weight") and (
-            not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES
-        ):
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"flexops.{op}: {name} must be a float32, bfloat16 or float16 tensor, got {found}"
-            )
+    for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
+        check_tensor(f"flexops.{op}", name, tensor)
     check_places(f"flexops.{op}", {"gate": gate, "up": up, "weight": weight, "bias": bias})
     check_gated(op, gate, up, interleaved)
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
-    if weight.dim() != 2 or weight.shape[1] != width:
-        raise ValueError(
-            f"flexops.{op}: weight must have shape [any, {width}], got {list(weight.shape)}"
-        )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"flexops.{op}: bias must have shape [{weight.shape[0]}], got {list(bias.shape)}"
-        )
+    check_shape(f"flexops.{op}", "weight", weight, ["any", width])
+    if bias is not None:
+        check_shape(f"flexops.{op}", "bias", bias, weight.shape[:1])
 
 
 def _product(gate: Tensor, up: Tensor | None, which: int, interleaved: bool) -> Tensor:

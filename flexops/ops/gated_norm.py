@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import FLOAT_DTYPES, check_shape, wide
 from ._declared import define
 from ._difference import difference
 from ._register import caller, check_places, is_dense
-from .cross_entropy import FLOAT_DTYPES
 
 _PART = 16  # of csrc/gated_norm/gated_norm.cuh
 
@@ -62,19 +62,14 @@ def gated_rms_norm(
             raise TypeError(f"{where} {name} must be a tensor, got {type(one).__name__}")
         if not is_dense(one):
             check_places(where[:-1], {name: one})
-    if gate.shape != x.shape:
-        raise ValueError(
-            f"{where} gate must have x's shape {list(x.shape)}, got {list(gate.shape)}"
-        )
+    check_shape(where[:-1], "gate", gate, x.shape, whose="x")
     if x.dim() == 0 or groups < 1 or x.shape[-1] % groups != 0:
         raise ValueError(
             f"{where} groups must divide the last dimension of x, got {groups} for shape"
             f" {list(x.shape)}"
         )
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{where} weight must have shape {list(x.shape[-1:])}, got {list(weight.shape)}"
-        )
+    if weight is not None:
+        check_shape(where[:-1], "weight", weight, x.shape[-1:])
     if weight is not None and weight.dtype in FLOAT_DTYPES and weight.dtype != x.dtype:
         weight = weight.float()
     rows = (one.reshape(-1, x.shape[-1]) if x.dim() != 2 else one for one in (x, gate))
@@ -83,10 +78,6 @@ def gated_rms_norm(
 
 
 # ---- the ops: x, [tokens, H] ---------------------------------------------------------------------
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:
@@ -99,9 +90,9 @@ def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:
 def _reference(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int, norm_first: bool
 ) -> Tensor:
-    silu, u = F.silu(_wide(gate)), _wide(x)
+    silu, u = F.silu(wide(gate)), wide(x)
     n = _scaled(u if norm_first else u * silu, eps, groups)
-    n = n if weight is None else n * _wide(weight)
+    n = n if weight is None else n * wide(weight)
     return (n * silu if norm_first else n).to(x.dtype).contiguous()
 
 
@@ -115,7 +106,7 @@ def _backward_reference(
     norm_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weight's gradient of each 16 tokens, in float32, and those of ``x`` and ``gate``."""
-    values, gates, upstream = _wide(x), _wide(gate), _wide(grad)
+    values, gates, upstream = wide(x), wide(gate), wide(grad)
     half = torch.sigmoid(gates)
     silu, slope = gates * half, half * (1 + gates * (1 - half))
     u = values if norm_first else values * silu
@@ -123,7 +114,7 @@ def _backward_reference(
     of_weight = upstream * n * (silu if norm_first else 1)
     padded = F.pad(of_weight, (0, 0, 0, _PART - x.shape[0] % _PART))
     partial = padded.unflatten(0, (-1, _PART)).sum(1)
-    weighted = upstream if weight is None else upstream * _wide(weight)
+    weighted = upstream if weight is None else upstream * wide(weight)
     parts, of_n, of_parts = (
         one.unflatten(-1, (groups, -1)) for one in (u, weighted * (silu if norm_first else 1), n)
     )

@@ -121,10 +121,8 @@ def self_check(device: str) -> float:
     grads = [torch.randn(size, generator=generator).to(device) for size in (1237, 5, 64)]
     pairs = []
     for norm_type in (2.0, 1.0, math.inf):
-        norm, expected = (
-            torch.ops.flexops.grad_norm(grads, norm_type),
-            _norm_reference(grads, norm_type),
-        )
+        norm = torch.ops.flexops.grad_norm(grads, norm_type)
+        expected = _norm_reference(grads, norm_type)
         pairs.append((norm / expected, torch.ones_like(expected)))
         clipped, reference = [grad.clone() for grad in grads], [grad.clone() for grad in grads]
         torch.ops.flexops.clip_grads_(clipped, norm, 0.5)

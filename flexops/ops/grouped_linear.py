@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from .._torch import product_dtype
+from ._arguments import ANY_FLOAT, check_shape, check_tensor
 from ._declared import define
 from ._difference import difference
 from ._register import caller, check_places, has_native
-from .activation import FLOAT_DTYPES
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -63,36 +63,22 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     op = "flexops.grouped_linear"
-    check_matrix(op, "x", x, 2)
-    check_matrix(op, "weight", weight, 3)
+    check_tensor(op, "x", x, ANY_FLOAT, dims=2)
+    check_tensor(op, "weight", weight, ANY_FLOAT, dims=3)
     check_offsets(op, offsets, weight.shape[0])
     if weight.dtype != x.dtype:
         raise TypeError(f"{op}: weight must be {x.dtype}, as x, got {weight.dtype}")
     check_places(op, {"x": x, "weight": weight, "offsets": offsets})
-    if weight.shape[2] != x.shape[1]:
-        raise ValueError(
-            f"{op}: weight must have shape [groups, n, {x.shape[1]}], since x has {x.shape[1]}"
-            f" columns, got {list(weight.shape)}"
-        )
-
-
-def check_matrix(op: str, name: str, tensor: Tensor, dims: int) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in (*FLOAT_DTYPES, torch.float64):
-        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{op}: {name} must be a float32, bfloat16 or float16 tensor, got {found}")
-    if tensor.dim() != dims:
-        raise ValueError(f"{op}: {name} must have {dims} dimensions, got {list(tensor.shape)}")
+    why = f", since x has {x.shape[1]} columns"
+    check_shape(op, "weight", weight, ["groups", "n", x.shape[1]], why)
 
 
 def check_offsets(op: str, offsets: Tensor, groups: int) -> None:
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32:
-        found = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise TypeError(f"{op}: offsets must be an int32 tensor, got {found}")
-    if groups < 1 or offsets.shape != (groups,):
-        raise ValueError(
-            f"{op}: offsets must have shape [{max(groups, 1)}], one end for each matrix of weight,"
-            f" got {list(offsets.shape)}"
-        )
+    check_tensor(op, "offsets", offsets, (torch.int32,))
+    why = ", one end for each matrix of weight"
+    check_shape(op, "offsets", offsets, [max(groups, 1)], why)
+    if groups < 1:
+        raise ValueError(f"{op}: weight must have at least one matrix")
 
 
 def _ends(offsets: Tensor, rows: int) -> list[int]:

@@ -13,9 +13,9 @@ point and scale to the sum of each group in float32::
 
     out[m, n] = sum over groups: scale * (sum(code * x) - zero * sum(x))
 
-so a result is at least as accurate as that of a product with the dequantized weight. On Hopper,
-more rows are multiplied by the weight dequantized in registers, rounded to x's dtype. From some
-number of rows on, it is faster to dequantize the weight in memory and to call torch's product.
+so a result is at least as accurate as that of a product with the dequantized weight. More rows are
+multiplied by the weight dequantized in registers, rounded to x's dtype. From some number of rows
+on, it is faster to dequantize the weight in memory and to call torch's product.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ GROUP_SIZES = (32, 64, 128)
 TILE_N, TILE_K = 16, 64
 """A tile of the packed weight: rows and columns."""
 _COLUMNS = [
-    32 * (word // 2) + 8 * thread + 4 * (word % 2) + column
+    16 * word + 2 * thread + column
     for thread in range(4)
     for word in range(4)
-    for column in (0, 2, 1, 3)
+    for column in (0, 8, 1, 9)
 ]
-"""The column of a tile that each of 64 bytes holds. A thread of a kernel has 16 of them: 8
-neighbouring columns of each 32, and gets two neighbours from the low and the high half of a
+"""The column of a tile that each of 64 bytes holds. A thread of a kernel has 16 of them: two
+neighbours of each 8, as operands of tensor cores have them, from the low and the high half of a
 word."""
 _POSITIONS = sorted(range(TILE_K), key=_COLUMNS.__getitem__)
 
@@ -58,8 +58,8 @@ class Int4Weight(NamedTuple):
     Attributes:
         packed: uint8 ``[ceil(N / 16), ceil(K / 64), 512]``, contiguous: tiles of 16 rows and 64
             columns. Byte ``64 r + 16 t + 4 w + b`` of a tile has the codes of rows ``r`` (low half)
-            and ``r + 8`` (high half) in the tile's column ``32 (w // 2) + 8 t + 4 (w % 2) +
-            (0, 2, 1, 3)[b]``. So 16 bytes are a thread's operands of four ``mma.m16n8k16``.
+            and ``r + 8`` (high half) in the tile's column ``16 w + 2 t + (0, 8, 1, 9)[b]``. So 16
+            bytes are a thread's operands of four ``mma.m16n8k16``.
         scales: float32, float16 or bfloat16 ``[ceil(N / 16), groups, 16]``; position ``2 r + h``
             belongs to the tile's row ``r + 8 h``.
         zeros: zero points in the same order, float32 if the scales are, else float16; None: all
@@ -419,7 +419,7 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     ops = torch.ops.flexops
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor
-    if streams(x, weight) and x.numel() <= MOST_STREAMED_ALONE * weight.k:
+    if streams(x, weight) and x.numel() <= _most_alone(x) * weight.k:
         lists = [[] if one is None else [one] for one in (packed, scales, zeros, bias)]
         result = ops.int4_few_rows_linear.default(
             x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
@@ -434,9 +434,6 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
 
 
 MOST_STREAMED_ROWS = 8
-MOST_STREAMED_ALONE = 2
-"""Of more rows, tensor cores compute most single products faster (one H200): 8 rows of
-4096 x 4096 in 6.3 instead of 9.8 us, 4 rows of 4096 x 14336 in 15 instead of 17."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -456,6 +453,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _most_alone(x: Tensor) -> int:
+    """The most rows for which the kernel for few rows computes single products: of more, wgmma is
+    faster."""
+    return 2 if _capability(x.device) == (9, 0) else MOST_STREAMED_ROWS
+
+
 def _most_rows(x: Tensor, scales: Tensor) -> int:
     """The most rows of ``x`` for which kernels read the packed weight: measured on one H200, and on
     one core of a CPU."""
@@ -463,7 +466,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
         return 16
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
-    return 256 if _capability(x.device) == (9, 0) and x.dtype == scales.dtype else 128
+    return 256 if _capability(x.device) == (9, 0) else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming, product_dtype
+from ._arguments import check_device, check_shape, check_tensor
 from ._declared import define
-from ._register import caller, check_places, is_dense, references
-from .cross_entropy import FLOAT_DTYPES, REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
+from ._register import caller, references
+from .cross_entropy import REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
 """What a chunk of logits may take: as much as the weight, which its gradient's last step takes
@@ -131,21 +132,19 @@ def linear_cross_entropy(
     autocast: under it they run in its dtype, whatever that of ``x`` and ``weight``. Gradients have
     the dtype of what they belong to.
     """
+    where = "flexops.linear_cross_entropy"
     check_arguments("linear_cross_entropy", "x", x, target, label_smoothing, z_loss, reduction)
-    _check_options(chunk_size, accumulate, softcap)
-    check_weights("flexops.linear_cross_entropy:", x, weight, bias)
+    check_chunk_size(where, chunk_size)
+    _check_options(where, accumulate, softcap)
+    check_weights(where, x, weight, bias)
     if class_weight is not None:
-        _check_class_weight(
-            "flexops.linear_cross_entropy:", class_weight, x, weight, label_smoothing
-        )
+        _check_class_weight(where, class_weight, x, weight, label_smoothing)
     shape, code = target.shape, REDUCTIONS[reduction]
     needs = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (x, weight, bias)
     ]
-    rows, targets = (
-        (x, target) if len(shape) == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
-    )
+    rows, targets = flat_rows(x, target)
     numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0, code)
     rest = (
         return_accuracy or return_z_loss,
@@ -165,75 +164,51 @@ def linear_cross_entropy(
     return results if return_accuracy or return_z_loss else results[0]
 
 
-def _check_options(chunk_size: int | None, accumulate: str | None, softcap: float | None) -> None:
-    where = "flexops.linear_cross_entropy:"
+def flat_rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N, H]`` and ``[N]``."""
+    return (x, target) if target.dim() == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
+
+
+def check_chunk_size(op: str, chunk_size: int | None) -> None:
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{where} chunk_size must be at least 1, or None, got {chunk_size}")
+        raise ValueError(f"{op}: chunk_size must be at least 1, or None, got {chunk_size}")
+
+
+def _check_options(op: str, accumulate: str | None, softcap: float | None) -> None:
     if accumulate not in _ACCUMULATE:
         raise ValueError(
-            f"{where} accumulate must be 'float32', 'native' or None, got {accumulate!r}"
+            f"{op}: accumulate must be 'float32', 'native' or None, got {accumulate!r}"
         )
     if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{where} softcap must be greater than 0, or None, got {softcap}")
+        raise ValueError(f"{op}: softcap must be greater than 0, or None, got {softcap}")
 
 
 def _check_class_weight(
-    where: str, class_weight: Tensor, x: Tensor, weight: Tensor, label_smoothing: float
+    op: str, class_weight: Tensor, x: Tensor, weight: Tensor, label_smoothing: float
 ) -> None:
-    if not isinstance(class_weight, Tensor) or class_weight.dtype not in FLOAT_DTYPES:
-        found = (
-            class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
-        )
-        raise TypeError(
-            f"{where} class_weight must be a float32, float16 or bfloat16 tensor, or None, got"
-            f" {found}"
-        )
-    if not is_dense(class_weight):
-        check_places(where[:-1], {"class_weight": class_weight})
-    if class_weight.device != x.device:
-        raise ValueError(
-            f"{where} class_weight must be on x's device, {x.device}, got {class_weight.device}"
-        )
-    if class_weight.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{where} class_weight must have shape [{weight.shape[0]}], got"
-            f" {tuple(class_weight.shape)}"
-        )
+    check_tensor(op, "class_weight", class_weight)
+    check_device(op, "class_weight", class_weight, "x", x)
+    check_shape(op, "class_weight", class_weight, weight.shape[:1])
     if class_weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{where} class_weight must not require a gradient: there is none for it")
+        raise ValueError(f"{op}: class_weight must not require a gradient: there is none for it")
     if label_smoothing != 0.0:
         raise ValueError(
-            f"{where} label_smoothing must be 0 with class_weight, got {label_smoothing};"
+            f"{op}: label_smoothing must be 0 with class_weight, got {label_smoothing};"
             " torch.nn.functional.cross_entropy has both"
         )
 
 
 def check_weights(
-    where: str, x: Tensor, weight: Tensor, bias: Tensor | None, name_of_x: str = "x"
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, name_of_x: str = "x"
 ) -> None:
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"{where} {name} must be a float32, float16 or bfloat16 tensor, got {found}"
-            )
-        if not is_dense(tensor):
-            check_places(where[:-1], {name: tensor})
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{where} {name} must be on {name_of_x}'s device, {x.device}, got {tensor.device}"
-            )
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{where} weight must have shape [V, {x.shape[-1]}] with at least one class, got"
-            f" {tuple(weight.shape)}"
-        )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"{where} bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}"
-        )
+    for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
+        check_tensor(op, name, tensor)
+        check_device(op, name, tensor, name_of_x, x)
+    check_shape(op, "weight", weight, ["V", x.shape[-1]], " with at least one class")
+    if weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight must have at least one class, got {list(weight.shape)}")
+    if bias is not None:
+        check_shape(op, "bias", bias, weight.shape[:1])
 
 
 # ---- chunks of the rows of x, [N, H] -------------------------------------------------------------
@@ -375,6 +350,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
+def op_for(name: str, x: Tensor) -> Any:
+    """The reference for float64, which is for checks of what calls it only."""
+    op = getattr(torch.ops.flexops, name).default
+    return references[op.name()] if x.dtype == torch.float64 else op
+
+
 class _Rows(NamedTuple):
     """Of each row its loss and, if they are asked for (else empty), whether no logit is greater
     than the target's, and the logits' log-sum-exp."""
@@ -398,14 +379,8 @@ def _run_chunks(
     extras: bool = False,
 ) -> tuple[_Rows, Gradients]:
     """What is known of each row, and the gradients times ``factors``."""
-    forward: Any = torch.ops.flexops.cross_entropy.default
-    inplace: Any = torch.ops.flexops.cross_entropy_.default
-    if x.dtype == torch.float64:  # which is for checks of this function only
-        forward, inplace, dtype = (
-            references[forward.name()],
-            references[inplace.name()],
-            torch.float64,
-        )
+    forward, inplace = op_for("cross_entropy", x), op_for("cross_entropy_", x)
+    dtype = torch.float64 if x.dtype == torch.float64 else dtype
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, copies = weight.shape[0], 2 if o.softcap and any(wanted) else 1
     chunks, wide = plan_chunks(x, weight, dtype, copies, chunk, accumulate)
@@ -608,6 +583,19 @@ def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*results[1:])
 
 
+def wanted_gradients(
+    ctx: Any, of_x: Tensor, of_weight: Tensor, of_bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of the first three inputs, for autograd; the others have none."""
+    wanted = ctx.needs_input_grad
+    return (
+        of_x if wanted[0] else None,
+        of_weight if wanted[1] else None,
+        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
+        *[None] * (len(wanted) - 3),
+    )
+
+
 def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     if ctx.reduction == 0:
         of_x, of_weight, of_bias = torch.ops.flexops.linear_cross_entropy_backward.default(
@@ -616,13 +604,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     else:
         *gradients, divisor = ctx.saved_tensors[:4]
         of_x, of_weight, of_bias = (scaled(gradient, grad / divisor) for gradient in gradients)
-    wanted = ctx.needs_input_grad
-    return (
-        of_x if wanted[0] else None,
-        of_weight if wanted[1] else None,
-        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
-        *[None] * 14,
-    )
+    return wanted_gradients(ctx, of_x, of_weight, of_bias)
 
 
 _INPUTS = (

@@ -17,7 +17,6 @@ from ._multi_tensor import (
     Writer,
     each_step,
     largest_difference,
-    listed,
     round_to_bfloat16,
     step_lists,
     step_noise,
@@ -66,25 +65,11 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    lists = listed("lion_", params=params, grads=grads, exp_avgs=exp_avgs, state_steps=state_steps)
-    step_lists(
-        "lion_",
-        {"params": lists[0], "grads": lists[1], "exp_avgs": lists[2]},
-        lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        state_steps=lists[3],
-        stochastic=stochastic,
-    )
+    step_lists("lion_", locals())
 
 
 def _check(*args: Any, **named: Any) -> None:
-    steps, stochastic = (named["state_steps"], named["stochastic"]) if named else args[-2:]
-    if stochastic and not steps:
+    if (named or {"stochastic": args[-1]})["stochastic"] and not args[3]:
         raise ValueError("flexops.lion_: state_steps must be given to round stochastically")
 
 
@@ -92,6 +77,7 @@ def _reference(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
+    state_steps: list[Tensor],
     lr: float,
     beta1: float,
     beta2: float,
@@ -100,7 +86,6 @@ def _reference(
     lr_tensor: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    state_steps: list[Tensor],
     stochastic: bool,
 ) -> None:
     """One parameter at a time, in plain PyTorch and float32; waits for no device."""
@@ -110,11 +95,9 @@ def _reference(
     for step in steps:
         writer.put(step, step + 1)
     for i, (param, grad_, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-        grad, value, average = (
-            writer.gradient(grad_, grad_scale, maximize),
-            param.float(),
-            exp_avg.float(),
-        )
+        grad = writer.gradient(grad_, grad_scale, maximize)
+        value = param.float()
+        average = exp_avg.float()
         mixed = average * beta1 + grad * (1 - beta1)
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())
         writer.put(param, value - value * (rate * weight_decay) - rate * direction)
@@ -133,7 +116,7 @@ def self_check(device: str) -> float:
     """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
     difference."""
     steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
-    numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, [], False)
+    numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, False)
     return largest_difference(
-        device, 1, [lambda *lists, step=step: step(*lists[:3], *numbers) for step in steps]
+        device, 1, [lambda *lists, step=step: step(*lists[:3], [], *numbers) for step in steps]
     )

@@ -11,16 +11,15 @@ weight`` and ``mean_`` a mean over the row::
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._torch import builtin
+from ._arguments import wide
 from ._declared import define
 from ._difference import difference
-
-
-def widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _differentiate(
@@ -32,20 +31,20 @@ def _differentiate(
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what was normalized, of weight and of bias; not rounded."""
-    wide, rstd = widen(grad), rstd.unsqueeze(-1)
-    unit = (widen(x) if mean is None else widen(x) - mean.unsqueeze(-1)) * rstd
-    scaled = wide if weight is None else wide * widen(weight)
+    of_y, rstd = wide(grad), rstd.unsqueeze(-1)
+    unit = (wide(x) if mean is None else wide(x) - mean.unsqueeze(-1)) * rstd
+    scaled = of_y if weight is None else of_y * wide(weight)
     grad_x = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
     if mean is not None:
         grad_x = grad_x - scaled.mean(-1, keepdim=True)
     grad_x = grad_x * rstd
     if grad_residual is not None:
-        grad_x = grad_x + widen(grad_residual)
+        grad_x = grad_x + wide(grad_residual)
     columns = x.shape[-1]
-    return grad_x, (wide * unit).reshape(-1, columns).sum(0), wide.reshape(-1, columns).sum(0)
+    return grad_x, (of_y * unit).reshape(-1, columns).sum(0), of_y.reshape(-1, columns).sum(0)
 
 
-def _layer_norm_backward_reference(
+def _reference(
     grad: Tensor,
     grad_residual: Tensor | None,
     x: Tensor,
@@ -53,33 +52,19 @@ def _layer_norm_backward_reference(
     statistics: Tensor,
     need_x: bool,
     need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_weight, grad_bias = _differentiate(
-        grad, grad_residual, x, weight, statistics[0], statistics[1]
-    )
-    weight_dtype = torch.float32 if weight is None else weight.dtype
+    *of_bias: Any,
+) -> tuple[Tensor, ...]:
+    """With ``need_bias, bias_dtype`` behind them for a layer norm, whose statistics are two."""
+    mean, rstd = statistics if of_bias else (None, statistics)
+    grad_x, grad_weight, grad_bias = _differentiate(grad, grad_residual, x, weight, mean, rstd)
     return (
         _kept(grad_x, need_x, x.dtype),
-        _kept(grad_weight, need_weight and weight is not None, weight_dtype),
-        _kept(grad_bias, need_bias, bias_dtype),
-    )
-
-
-def _rms_norm_backward_reference(
-    grad: Tensor,
-    grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight, _ = _differentiate(grad, grad_residual, x, weight, None, statistics)
-    weight_dtype = torch.float32 if weight is None else weight.dtype
-    return _kept(grad_x, need_x, x.dtype), _kept(
-        grad_weight, need_weight and weight is not None, weight_dtype
+        _kept(
+            grad_weight,
+            need_weight and weight is not None,
+            (grad if weight is None else weight).dtype,
+        ),
+        *((_kept(grad_bias, *of_bias),) if of_bias else ()),
     )
 
 
@@ -87,53 +72,8 @@ def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype).contiguous() if needed else gradient.new_empty(0, dtype=dtype)
 
 
-def _gradient_fake(
-    of: Tensor | None, like: Tensor, needed: bool, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    if of is None or not needed:
-        return like.new_empty(0, dtype=dtype if of is None else of.dtype)
-    return like.new_empty(of.shape, dtype=of.dtype)
-
-
-def _layer_norm_backward_fake(
-    _grad: Tensor,
-    _grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    _statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = x.new_empty(x.shape[-1] if need_bias else 0, dtype=bias_dtype)
-    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight), grad_bias
-
-
-def _rms_norm_backward_fake(
-    _grad: Tensor,
-    _grad_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    _statistics: Tensor,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    return _gradient_fake(x, x, need_x), _gradient_fake(weight, x, need_weight)
-
-
-define(
-    "layer_norm_backward",
-    _layer_norm_backward_reference,
-    _layer_norm_backward_fake,
-    hidden=True,
-)
-define(
-    "rms_norm_backward",
-    _rms_norm_backward_reference,
-    _rms_norm_backward_fake,
-    hidden=True,
-)
+define("layer_norm_backward", _reference, hidden=True)
+define("rms_norm_backward", _reference, hidden=True)
 # What the ops call: a Python frame less.
 LAYER_NORM_BACKWARD = builtin(torch.ops.flexops.layer_norm_backward.default)
 RMS_NORM_BACKWARD = builtin(torch.ops.flexops.rms_norm_backward.default)
@@ -161,5 +101,5 @@ def self_check(device: str) -> float:
     )
     rms = (grad, None, x, weight, rstd, True, True)
     results = (*LAYER_NORM_BACKWARD(*layer), *RMS_NORM_BACKWARD(*rms))
-    expected = (*_layer_norm_backward_reference(*layer), *_rms_norm_backward_reference(*rms))
+    expected = (*_reference(*layer), *_reference(*rms))
     return difference(results, expected)

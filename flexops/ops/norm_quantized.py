@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._register import caller
-from .norm import add, check, like, normalize
+from .norm import add, check_row, normalize
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -57,10 +57,9 @@ def rms_norm_quantized(
     return results
 
 
-def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, dtype: torch.dtype
-) -> None:
-    check("rms_norm_quantized", x, residual, weight, None, eps)
+def _check(x: Tensor, *rest: Any) -> None:
+    *_, eps, dtype = rest
+    check_row("rms_norm_quantized", x, eps)
     if dtype not in _CODES:
         raise TypeError(
             "flexops.rms_norm_quantized: dtype must be torch.int8 or torch.float8_e4m3fn, got"
@@ -103,36 +102,12 @@ def _add_rms_norm_quantized_reference(
     return *_encode(normalize(new_residual, weight, None, eps, False)[0], dtype), new_residual
 
 
-def _scales(x: Tensor) -> Tensor:
-    return x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
-
-
-def _rms_norm_quantized_fake(
-    x: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return like(x, dtype), _scales(x)
-
-
-def _add_rms_norm_quantized_fake(
-    x: Tensor, residual: Tensor, _weight: Tensor | None, _eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    return like(x, dtype), _scales(x), like(residual)
-
-
-define(
-    "rms_norm_quantized",
-    _rms_norm_quantized_reference,
-    _rms_norm_quantized_fake,
-    check=lambda x, weight, eps, dtype: _check(x, None, weight, eps, dtype),
-)
+define("rms_norm_quantized", _rms_norm_quantized_reference, check=_check)
 define(
     "add_rms_norm_quantized",
     _add_rms_norm_quantized_reference,
-    _add_rms_norm_quantized_fake,
     check=_check,
     function="rms_norm_quantized",
 )
-_RMS_NORM, _ADD_RMS_NORM = (
-    caller(torch.ops.flexops.rms_norm_quantized.default),
-    caller(torch.ops.flexops.add_rms_norm_quantized.default),
-)
+_RMS_NORM = caller(torch.ops.flexops.rms_norm_quantized.default)
+_ADD_RMS_NORM = caller(torch.ops.flexops.add_rms_norm_quantized.default)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller, check_places
-from .activation import FLOAT_DTYPES
 
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 32
 
@@ -63,28 +63,20 @@ def route_tokens(
 
 def _check(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> None:
     op = "flexops.route_tokens"
-    if not isinstance(logits, Tensor) or logits.dtype not in (*FLOAT_DTYPES, torch.float64):
-        found = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"{op}: logits must be a float32, bfloat16 or float16 tensor, got {found}")
+    check_tensor(op, "logits", logits, ANY_FLOAT)
     if logits.dim() != 2:
         raise ValueError(f"{op}: logits must be [tokens, experts], got {list(logits.shape)}")
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"{op}: k must be 1 to {logits.shape[1]}, the experts, got {k}")
     if bias is None:
         return
-    if not isinstance(bias, Tensor) or bias.dtype != torch.float32:
-        found = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"{op}: bias must be a float32 tensor or None, got {found}")
-    if bias.shape != logits.shape[1:]:
-        raise ValueError(
-            f"{op}: bias must have shape {list(logits.shape[1:])}, got {list(bias.shape)}"
-        )
+    check_tensor(op, "bias", bias, (torch.float32,))
+    check_shape(op, "bias", bias, logits.shape[1:])
     check_places(op, {"logits": logits, "bias": bias})
 
 
 def _scores(logits: Tensor, sigmoid: bool) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.sigmoid() if sigmoid else wide.softmax(-1)
+    return wide(logits).sigmoid() if sigmoid else wide(logits).softmax(-1)
 
 
 def _reference(
@@ -149,9 +141,9 @@ def _backward(
 
 
 def _fake(logits: Tensor, _: Tensor | None, k: int, *__: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int64)
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:

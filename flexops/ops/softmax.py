@@ -162,10 +162,8 @@ def _softmax_backward_reference(grad: Tensor, y: Tensor, scale: float, causal: b
 def _masked_setup(ctx: Any, args: tuple[object, ...], y: Tensor) -> None:
     _, mask, scale = args
     ctx.save_for_backward(y)
-    ctx.scale, ctx.mask_like = (
-        scale,
-        None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype),
-    )
+    ctx.scale = scale
+    ctx.mask_like = None if not isinstance(mask, Tensor) else (mask.shape, mask.dtype)
 
 
 def _masked_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -205,10 +203,8 @@ define(
     backward=_causal_backward,
 )
 define("softmax_backward", _softmax_backward_reference)
-_MASKED, _CAUSAL = (
-    caller(torch.ops.flexops.scaled_masked_softmax.default),
-    caller(torch.ops.flexops.causal_softmax.default),
-)
+_MASKED = caller(torch.ops.flexops.scaled_masked_softmax.default)
+_CAUSAL = caller(torch.ops.flexops.causal_softmax.default)
 _BACKWARD = torch.ops.flexops.softmax_backward.default
 
 

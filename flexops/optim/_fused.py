@@ -28,7 +28,7 @@ _TAKEN = {*PARAM_DTYPES, torch.complex64}
 class Bucket:
     """The tensors of one call: parameters of one group, on one device and of one kind."""
 
-    __slots__ = ("grads", "kind", "owners", "params", "states", "steps")
+    __slots__ = ("grads", "kind", "options", "owners", "params", "states", "steps")
 
     def __init__(self, kind: Hashable = None) -> None:
         self.kind = kind
@@ -38,6 +38,7 @@ class Bucket:
         self.states: dict[str, list[Tensor]] = {}
         # the states named step, or one tensor of which they are the elements
         self.steps: list[Tensor] = []
+        self.options: dict[str, Any] = {}  # of the step, by the operator's names
 
 
 class _Stored:
@@ -95,13 +96,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """A parameter's states before its first step."""
 
     @abc.abstractmethod
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket) -> None:
         """Make the step of all tensors of a bucket."""
 
     _joined: Mapping[Tensor, tuple[list[Tensor], Tensor]] = {}
@@ -181,8 +176,18 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _step_plain(self, group: dict[str, Any], bucket: Bucket) -> None:
         device = bucket.params[0].device
         bucket.steps = self._joined_steps(bucket)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._step_bucket(group, bucket, _moved(grad_scale, device), _moved(found_inf, device))
+        number, tensor = split_lr(group["lr"], device.type == "cpu")
+        bucket.options = {
+            "lr": number,
+            "lr_tensor": _moved(tensor, device),
+            "weight_decay": group["weight_decay"],
+            "maximize": bool(group["maximize"]),
+            "grad_scale": _moved(getattr(self, "grad_scale", None), device),
+            "found_inf": _moved(getattr(self, "found_inf", None), device),
+        }
+        if "betas" in group:
+            bucket.options["beta1"], bucket.options["beta2"] = group["betas"]
+        self._step_bucket(group, bucket)
 
     def _judge(self, group: dict[str, Any], bucket: Bucket) -> None:
         """Raise if the operator would reject these tensors; complex ones may still be undivided."""
@@ -330,10 +335,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         types = set(map(type, grads))
         if _NONE in types:
             there = [grad is not None for grad in grads]
-            params, grads = (
-                list(itertools.compress(params, there)),
-                list(itertools.compress(grads, there)),
-            )
+            params = list(itertools.compress(params, there))
+            grads = list(itertools.compress(grads, there))
         if not params:
             return ()
         states = stored.of(params) or self._look_up(params, group)
@@ -500,14 +503,6 @@ class NarrowStates(FusedOptimizer):
 
 def step_state(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
-
-
-def rate_for(lr: float | Tensor, bucket: Bucket) -> tuple[float, Tensor | None]:
-    """The learning rate as the ops take it: a number, or a tensor on the bucket's device that
-    overrides the number."""
-    device = bucket.params[0].device
-    number, tensor = split_lr(lr, device.type == "cpu")
-    return number, _moved(tensor, device)
 
 
 def check_types(kind: str, betas: Any = (0.0, 0.0), **numbers: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import each_step, increment_versions, round_to_bfloat16, step_noise
-from ._fused import Bucket, NarrowStates, check_types, full_state, rate_for, run, step_state
+from ._fused import Bucket, NarrowStates, check_types, full_state, run, step_state
 
 _NARROW = (torch.bfloat16, torch.float16)
 _PIECE = 2**22
@@ -115,27 +115,11 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
             else [state["sum"].dtype in _NARROW for state in states]
         )
 
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, lr_tensor = rate_for(group["lr"], bucket)
-        numbers = (
-            lr,
-            group["lr_decay"],
-            group["weight_decay"],
-            group["eps"],
-            bool(group["maximize"]),
-            lr_tensor,
-            grad_scale,
-            found_inf,
-        )
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket) -> None:
+        numbers = bucket.options | {"lr_decay": group["lr_decay"], "eps": group["eps"]}
         op = torch.ops.flexops.adagrad_.default
         if not bucket.kind:
-            run(op, bucket.params, bucket.grads, bucket.states["sum"], bucket.steps, *numbers)
+            run(op, bucket.params, bucket.grads, bucket.states["sum"], bucket.steps, **numbers)
         else:
             for *tensors, step in zip(
                 bucket.params,
@@ -147,7 +131,7 @@ class Adagrad(NarrowStates, torch.optim.Adagrad):
                 counted = step
                 for start, (param, grad, narrow) in _pieces(tensors):
                     total, counted = narrow.float(), step.clone()
-                    run(op, [param], [grad], [total], [counted], *numbers)
+                    run(op, [param], [grad], [total], [counted], **numbers)
                     if self._stochastic and narrow.dtype == torch.bfloat16:
                         total = round_to_bfloat16(
                             total, step_noise(counted, [param, grad, narrow], start) & 0xFFFF

@@ -16,7 +16,6 @@ from ._fused import (
     full_state,
     moved,
     plain,
-    rate_for,
     run,
     step_state,
 )
@@ -185,15 +184,7 @@ class _FusedAdam(NarrowStates):
             self.grad_norm = norm = norm / moved(scale, norm.device).reshape(())
         self._grad_factor = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, lr_tensor = rate_for(group["lr"], bucket)
-        beta1, beta2 = group["betas"]
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket) -> None:
         states = bucket.states
         lists = [
             bucket.params,
@@ -205,27 +196,17 @@ class _FusedAdam(NarrowStates):
         ]
         copies = [plain(self._copies[owner]) for owner in bucket.owners] if bucket.kind else []
         op = torch.ops.flexops.adam_copy_.default if copies else torch.ops.flexops.adam_.default
+        factor = self._grad_factor
         run(
             op,
             *lists,
             *([copies] if copies else ()),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
+            **bucket.options,
             eps=group["eps"],
-            weight_decay=group["weight_decay"],
             amsgrad=bool(group["amsgrad"]),
-            maximize=bool(group["maximize"]),
             decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-            lr_tensor=lr_tensor,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
             stochastic=self._stochastic,
-            grad_factor=(
-                None
-                if self._grad_factor is None
-                else moved(self._grad_factor, bucket.params[0].device)
-            ),
+            grad_factor=None if factor is None else moved(factor, bucket.params[0].device),
         )
         increment_versions(bucket.params + copies)
 

@@ -18,7 +18,6 @@ from ._fused import (
     check_options,
     full_state,
     plain,
-    rate_for,
     run,
     step_state,
 )
@@ -125,52 +124,18 @@ class AdamW8bit(FusedOptimizer):
     def _kinds(self, _params: list[Tensor], states: list[dict[str, Any]]) -> list[Hashable]:
         return ["exp_avg_scale" in state for state in states]
 
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, lr_tensor = rate_for(group["lr"], bucket)
-        numbers = lr, *group["betas"], group["eps"], group["weight_decay"]
-        states, rest = bucket.states, (lr_tensor, grad_scale, found_inf)
-        ops, maximize = torch.ops.flexops, bool(group["maximize"])
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket) -> None:
+        states, ops = bucket.states, torch.ops.flexops
         if bucket.kind:
             codes = (states["exp_avg_codes"], states["exp_avg_sq_codes"])
-            lists = _row_major(bucket.params, bucket.grads, *codes)
-            run(
-                ops.adam8bit_.default,
-                *lists,
-                states["exp_avg_scale"],
-                states["exp_avg_sq_scale"],
-                bucket.steps,
-                *numbers,
-                maximize,
-                True,
-                *rest,
-            )
+            op, lists = ops.adam8bit_, _row_major(bucket.params, bucket.grads, *codes)
+            lists += [states["exp_avg_scale"], states["exp_avg_sq_scale"]]
         else:
-            tensors: list[list[Tensor]] = [
-                bucket.params,
-                bucket.grads,
-                states["exp_avg"],
-                states["exp_avg_sq"],
-                [],
-                bucket.steps,
-            ]
-            names = "lr", "beta1", "beta2", "eps", "weight_decay"
-            options = dict(zip(names, numbers, strict=True)) | dict(
-                zip(("lr_tensor", "grad_scale", "found_inf"), rest, strict=True)
-            )
-            run(
-                ops.adam_.default,
-                *tensors,
-                amsgrad=False,
-                maximize=maximize,
-                decoupled=True,
-                **options,
-            )
+            op, lists = ops.adam_, [bucket.params, bucket.grads]
+            lists += [states["exp_avg"], states["exp_avg_sq"], []]
+            bucket.options["amsgrad"] = False
+        options = {**bucket.options, "eps": group["eps"], "decoupled": True}
+        run(op.default, *lists, bucket.steps, **options)
         increment_versions(bucket.params)
 
 

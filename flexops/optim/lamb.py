@@ -16,11 +16,13 @@ from ._fused import (
     add_over_ranks,
     check_options,
     full_state,
-    rate_for,
     run,
     sharded_dimensions,
     step_state,
 )
+
+# options of the second pass alone, and of the first
+_OF_APPLY, _OF_MOMENTS = ("lr", "lr_tensor", "adapt"), ("maximize", "grad_scale", "stochastic")
 
 
 class LAMB(NarrowStates):
@@ -89,55 +91,17 @@ class LAMB(NarrowStates):
         plain = set(map(type, params)) <= PLAIN_TYPES
         return [()] * len(params) if plain else [sharded_dimensions(param) for param in params]
 
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, lr_tensor = rate_for(group["lr"], bucket)
-        numbers = *group["betas"], group["eps"], group["weight_decay"]
-        adapt, maximize = bool(group["adapt"]), bool(group["maximize"])
+    def _step_bucket(self, group: dict[str, Any], bucket: Bucket) -> None:
         states = bucket.states["exp_avg"], bucket.states["exp_avg_sq"], bucket.steps
+        options = {**bucket.options, "eps": group["eps"], "adapt": bool(group["adapt"])}
+        options["stochastic"] = self._stochastic
         ops = torch.ops.flexops
         if isinstance(bucket.kind, tuple) and bucket.kind:
-            norms = run(
-                ops.lamb_moments_.default,
-                bucket.params,
-                bucket.grads,
-                *states,
-                *numbers,
-                maximize,
-                grad_scale,
-                found_inf,
-                self._stochastic,
-            )
+            given = {name: options[name] for name in options if name not in _OF_APPLY}
+            norms = run(ops.lamb_moments_.default, bucket.params, bucket.grads, *states, **given)
             add_over_ranks(norms, bucket.kind)
-            run(
-                ops.lamb_apply_.default,
-                bucket.params,
-                *states,
-                norms,
-                lr,
-                *numbers,
-                adapt,
-                lr_tensor,
-                found_inf,
-            )
+            given = {name: options[name] for name in options if name not in _OF_MOMENTS}
+            run(ops.lamb_apply_.default, bucket.params, *states, norms, **given)
         else:
-            run(
-                ops.lamb_.default,
-                bucket.params,
-                bucket.grads,
-                *states,
-                lr,
-                *numbers,
-                adapt,
-                maximize,
-                lr_tensor,
-                grad_scale,
-                found_inf,
-                self._stochastic,
-            )
+            run(ops.lamb_.default, bucket.params, bucket.grads, *states, **options)
         increment_versions(bucket.params)

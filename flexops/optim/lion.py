@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._multi_tensor import increment_versions
-from ._fused import Bucket, NarrowStates, check_options, full_state, rate_for, run, step_state
+from ._fused import Bucket, NarrowStates, check_options, full_state, run, step_state
 
 
 class Lion(NarrowStates):
@@ -74,29 +74,8 @@ class Lion(NarrowStates):
         counted = {"step": step_state(param)} if "step" in self._states else {}
         return {**counted, "exp_avg": full_state(param, dtype=self._state_dtype_of(param))}
 
-    def _step_bucket(
-        self,
-        group: dict[str, Any],
-        bucket: Bucket,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, lr_tensor = rate_for(group["lr"], bucket)
-        beta1, beta2 = group["betas"]
-        lists = bucket.params, bucket.grads, bucket.states["exp_avg"]
-        op, stochastic = torch.ops.flexops.lion_.default, self._stochastic and bool(bucket.steps)
-        run(
-            op,
-            *lists,
-            lr,
-            beta1,
-            beta2,
-            group["weight_decay"],
-            bool(group["maximize"]),
-            lr_tensor,
-            grad_scale,
-            found_inf,
-            bucket.steps,
-            stochastic,
-        )
+    def _step_bucket(self, _group: dict[str, Any], bucket: Bucket) -> None:
+        stochastic = self._stochastic and bool(bucket.steps)
+        lists = bucket.params, bucket.grads, bucket.states["exp_avg"], bucket.steps
+        run(torch.ops.flexops.lion_.default, *lists, **bucket.options, stochastic=stochastic)
         increment_versions(bucket.params)

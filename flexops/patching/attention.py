@@ -5,10 +5,10 @@ or not."""
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import re
-import textwrap
 import types
 from typing import Any
 
@@ -22,8 +22,7 @@ from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
-from .paged import register_paged
-from .probe import LENGTH, WIDTH, Miniature, bare, disagreement, foreign, parameter
+from .probe import LENGTH, WIDTH, Miniature, bare, code_of, disagreement, foreign, parameter
 from .report import Row
 
 NAME = "flexops"
@@ -33,6 +32,8 @@ def register_attention() -> None:
     """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
+
+    from .paged import register_paged
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -138,24 +139,7 @@ def mask(
 
 # ---- the attention function --------------------------------------------------------------------
 
-NO_EFFECT = frozenset(
-    (
-        "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "deterministic", "max_length_k",
-        "max_length_q", "max_seqlen", "cache_params", "cache_position",
-        "encoder_attention_mask", "encoder_hidden_states", "input_ids", "labels",
-        "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
-        "output_router_logits", "past_key_values", "position_embeddings", "position_ids",
-        "return_dict", "seq_idx", "token_type_ids", "use_cache",
-    )
-)  # fmt: skip
-"""Keywords that reach attention functions and change nothing of what eager attention computes:
-lengths of packed sequences are in the mask, ``deterministic`` is flash-attn's, the rest is read
-by other parts of a model."""
-BY_SDPA = frozenset({"position_bias"})
-"""Keywords with which transformers' own function for torch's attention computes."""
-BY_EAGER = frozenset({"output_attentions"})
-"""Keywords with which the model's own eager attention computes. An unknown keyword is one, too."""
-REJECTED = frozenset({"block_indices", "indices"})
+REJECTED = ("block_indices", "indices")
 """The keys that a model has selected itself. Its eager attention has them in the mask, which the
 model changes only if its implementation is called "eager" or "sdpa"."""
 
@@ -182,7 +166,8 @@ def attention(
         attention_mask: of :func:`mask` or :func:`nothing_hidden`, or one of transformers' own.
         dropout, scaling, sliding_window, softcap, is_causal: as transformers defines them.
         s_aux: attention sinks, ``[heads]``.
-        others: see :data:`NO_EFFECT` and the sets after it.
+        others: computed by the model's own eager attention where that reads them, else ignored
+            as by transformers' own ``sdpa``: all keywords of a model's call arrive here.
 
     Returns:
         ``[batch, length, heads, head_dim]``, and None. With ``output_attentions=True`` the
@@ -245,15 +230,43 @@ def attention(
     return result, None
 
 
-def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
-    """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
-    keywords = {
+def keywords_read(module: Any, others: dict[str, Any]) -> list[str]:
+    """Those of a call's keywords with which the eager attention of a module's class computes, and
+    ``output_attentions``, which asks for its weights."""
+    return [
         name
         for name, x in others.items()
-        if name not in NO_EFFECT and x is not None and x is not False
-    }
+        if x is not None
+        and x is not False
+        and (name == "output_attentions" or _is_read(type(module), name))
+    ]
+
+
+_named: dict[type, tuple[frozenset[str], bool]] = {}
+
+
+def _is_read(cls: Any, keyword: str) -> bool:
+    """Whether a class's eager attention names a keyword, or reads those that it does not name. One
+    without has what transformers' function for torch's attention reads."""
+    if cls not in _named:
+        eager = eager_of(cls)
+        names, rest = frozenset({"position_bias"}), ""
+        if eager is not None:
+            given = inspect.signature(eager).parameters
+            names = frozenset(given)
+            rest = next((x for x in given if given[x].kind is inspect.Parameter.VAR_KEYWORD), "")
+        code = dis.get_instructions(inspect.unwrap(eager)) if rest else ()
+        _named[cls] = names, any(one.argval == rest for one in code)
+    return keyword in _named[cls][0] or _named[cls][1]
+
+
+_is_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
+    """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
     name = type(module).__name__
-    rejected = sorted(keywords & REJECTED)
+    rejected = [one for one in REJECTED if others.get(one) is not None]
     if rejected:
         raise PatchError(
             f"flexops' attention does not support the keys that {name} selects itself",
@@ -261,10 +274,11 @@ def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
             required="a model without them",
             fix='model.set_attn_implementation("eager")',
         )
-    unknown = sorted(keywords - BY_SDPA - BY_EAGER)
-    if unknown:
-        return f"{name} was called with {', '.join(unknown)}: transformers' eager attention"
-    return "meant" if keywords else ""
+    read = keywords_read(module, others)
+    own = sorted({*read} - {"output_attentions", "position_bias"})
+    if own:
+        return f"{name} was called with {', '.join(own)}: transformers' eager attention"
+    return "meant" if read else ""
 
 
 def _by_transformers(
@@ -276,7 +290,7 @@ def _by_transformers(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     hidden = _as_numbers(*pattern, query, key)
     found: tuple[Tensor, Tensor | None]
-    if "position_bias" in keywords and not keywords.keys() - NO_EFFECT - BY_SDPA:
+    if keywords_read(module, keywords) == ["position_bias"]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         found = sdpa_attention_forward(
@@ -288,7 +302,7 @@ def _by_transformers(
         raise PatchError(
             f"flexops leaves this call to the eager attention of {type(module).__name__}",
             found="no eager_attention_forward in its forward",
-            required="a class of transformers, or no weights, dropout and unknown keywords",
+            required="a class of transformers, or a call without weights and dropout",
             fix='model.set_attn_implementation("eager")',
         )
     found = eager(module, query, key, value, hidden, scaling=scaling, dropout=dropout, **keywords)
@@ -354,7 +368,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
 def _only_makes_masks(cls: Any, windows: bool) -> bool:
     """Whether a model reads its ``attention_mask`` only to have transformers make a mask of it,
     which without padding is known: causal or full, or a window that attention receives."""
-    tree = _code(cls)
+    tree = code_of(cls)
     makes = [node for node in ast.walk(tree) if _makes_mask(node)]
     more = r"chunk|(or|and)_mask_function|block_sequence" + ("" if windows else "|sliding|window")
     if any(re.search(more, ast.dump(node)) for node in makes if isinstance(node, ast.Call)):
@@ -371,7 +385,7 @@ def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
     forward = inspect.unwrap(cls.forward)
     if "attention_mask" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
         return True
-    tree = _code(cls)
+    tree = code_of(cls)
     calls = [
         node
         for node in ast.walk(tree)
@@ -381,15 +395,6 @@ def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
     ]
     given = [x for call in calls for x in (*call.args, *(one.value for one in call.keywords))]
     return {id(node) for node in _reads(tree)} <= {id(node) for node in given}
-
-
-@functools.cache
-def _code(cls: Any) -> ast.AST:
-    """The syntax tree of a class's ``forward``; an empty one where there is no source."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
 
 
 def _reads(tree: ast.AST) -> list[ast.AST]:
@@ -460,7 +465,7 @@ def _refusal(model: Any, part: Any) -> str:
     if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
         return "its window extends in both directions"
     cls: Any = type(part)
-    if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(_code(cls))):
+    if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):
         return "it selects keys itself"
     if cls not in _verdicts:
         _verdicts[cls] = disagreement(

@@ -16,16 +16,10 @@ from torch import Tensor
 from ..errors import PatchError
 from ..ops.attention import attention as _packed
 from ..ops.kvcache_attention import attention_with_kvcache
+from .attention import keywords_read
 
 NAME = "paged|flexops"
 _OURS = ("flexops", NAME)
-_NO_EFFECT = frozenset(
-    (
-        "cache_position", "dropout", "logits_indices", "logits_processor_args", "logits_to_keep",
-        "output_router_logits", "past_key_values", "position_embeddings", "position_ids",
-        "use_cache", "is_causal",
-    )
-)  # fmt: skip
 
 
 def register_paged() -> None:
@@ -55,6 +49,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    dropout: float = 0.0,  # noqa: ARG001
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function for its ``PagedAttentionCache``.
@@ -70,7 +65,7 @@ def attention(
 
     Raises:
         PatchError: the call is not one of continuous batching, or has a keyword that changes
-            results and is not known.
+            results and is not one of these.
     """
     if cache is None or cu_seq_lens_q is None:
         raise PatchError(
@@ -79,7 +74,14 @@ def attention(
             required="model.generate_batch, which prepares the cache",
             fix='model.set_attn_implementation("flexops")',
         )
-    _check(module, others)
+    read = keywords_read(module, others)
+    if read:
+        raise PatchError(
+            f"{NAME} does not support a keyword of {type(module).__name__}",
+            found=", ".join(read),
+            required="keywords that do not change attention",
+            fix='model.set_attn_implementation("paged|sdpa")',
+        )
     # Some classes hand it over, others keep it.
     width = sliding_window or getattr(module, "sliding_window", None)
     if isinstance(cu_seq_lens_k, dict):
@@ -113,21 +115,6 @@ def attention(
     )
     assert isinstance(result, Tensor)
     return result, None
-
-
-def _check(module: Any, others: dict[str, Any]) -> None:
-    unknown = sorted(
-        name
-        for name, x in others.items()
-        if name not in _NO_EFFECT and x is not None and x is not False
-    )
-    if unknown:
-        raise PatchError(
-            f"{NAME} does not support a keyword of {type(module).__name__}",
-            found=", ".join(unknown),
-            required="keywords that do not change attention",
-            fix='model.set_attn_implementation("paged|sdpa")',
-        )
 
 
 def _by_tables(

@@ -1,4 +1,4 @@
-"""What only a GPU shows."""
+"""What only a GPU shows; and, where there is none, its emulator."""
 
 from __future__ import annotations
 
@@ -7,15 +7,36 @@ import torch
 from torch import Tensor
 
 from flexops._torch import keep_gpu_busy
+from flexops.errors import ToolchainError
 
 from .case import Args, Case, Make, Result, only, tensors_of
-from .comparing import assert_near, assert_same
-from .running import copies, output_gradients, run, run_in_place
+from .comparing import ROUNDING, assert_near, assert_same
+from .emulator import order_of_threads
+from .running import cast, copies, output_gradients, run, run_in_place
 
 HUGE_MEMORY = 60 * 2**30
 
 
 class Cuda:
+    @only(lambda case: "." in case.family and "cuda" in case.devices)
+    def test_kernels_for_cuda_on_the_emulator(self, case: Case, dtype: torch.dtype) -> None:
+        """A project's, without a GPU: results and gradients in both orders of a block's threads,
+        and no access outside of the call's memory."""
+        from .emulator.families import OnEmulator
+
+        if torch.cuda.is_available():
+            pytest.skip("the GPU runs these kernels")
+        try:
+            emulator = OnEmulator(*filter(None, (case.family, case.gradients)))
+        except ToolchainError as error:
+            pytest.skip(f"kernels for CUDA are not emulated: {error.what}; {error.required}")
+        args = case.inputs(Make(dtype, "cpu"), case.shapes[0])
+        expected = run(case.oracle, cast(args, torch.float64), case.differentiable)
+        for reverse in (False, True):
+            with order_of_threads(reverse=reverse), emulator:
+                actual = run(case.call, args, case.differentiable)
+            assert_near(actual, expected, max(ROUNDING[dtype], case.rounding))
+
     def test_cuda_graph(self, case: Case) -> None:
         make = Make(case.dtypes[1 % len(case.dtypes)], "cuda")
         args, others = (case.inputs(make, case.shapes[-1]) for _ in range(2))

@@ -33,10 +33,11 @@ def check_kernel(
 
     The kernel runs on the GPU of this machine, else on the emulator (:func:`emulate`). For each
     case and each dtype that the kernel accepts, results are verified against the reference in
-    float64. For the first case also: any strides, empty tensors, other numbers than the case's,
-    smaller tensors (rejected, or broadcast as the reference does), the opposite order of threads,
-    ``torch.library.opcheck``, ``torch.compile`` with fixed and dynamic sizes, meta tensors, and the
-    gradient: gradcheck with ``backward=``, an error without.
+    float64; so is each candidate, for the cases' own dtypes. For the first case also: any strides,
+    empty tensors, other numbers than the case's, smaller tensors (rejected, or broadcast as the
+    reference does), the opposite order of threads, ``torch.library.opcheck``, ``torch.compile``
+    with fixed and dynamic sizes, meta tensors, and the gradient: gradcheck with ``backward=``, an
+    error without.
 
     Args:
         kernel: what ``flexops.kernel`` returned, with ``reference=``.
@@ -66,6 +67,12 @@ def check_kernel(
             if subject.takes(given):
                 with _named(kernel, f"case {number}{f', {dtype}' if dtype else ''}: results"):
                     subject.results(given)
+    for number, one in enumerate(kernel.candidates[1:], 1):
+        other = _Subject(one, rounding)
+        for args in cases:
+            with _named(kernel, f"candidate {number}"):
+                other.results(args)
+                _opposite_order_of_threads(other, args)
     for check in _CHECKS:
         with _named(kernel, f"case 0: {check.__name__.strip('_').replace('_', ' ')}"):
             check(subject, cases[0])
@@ -123,13 +130,15 @@ class _Subject(NamedTuple):
         return args[:first], dict(zip(names, args[first:], strict=True))
 
     def _own(self, args: Args, device: str) -> Args:
+        """The arguments on a device: copies of what is written, and a factory's device."""
+        places = ["Device" in str(one.type) for one in schema_of(self.kernel.op).arguments]
         return tuple(
-            arg
-            if not isinstance(arg, Tensor)
-            else arg.clone().to(device)
-            if written
-            else arg.to(device)
-            for arg, written in zip(args, self.written, strict=True)
+            (arg.clone() if written else arg).to(device)
+            if isinstance(arg, Tensor)
+            else torch.device(device)
+            if place
+            else arg
+            for arg, written, place in zip(args, self.written, places, strict=True)
         )
 
     def _all(self, made: Any, args: Args) -> tuple[Tensor, ...]:
@@ -262,7 +271,7 @@ def _torch_compile(subject: _Subject, args: Args) -> None:
 
 
 def _meta_tensors(subject: _Subject, args: Args) -> None:
-    made = subject.call(*(arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args))
+    made = subject.call(*subject._own(args, "meta"))
     found, wanted = (
         [(tuple(one.shape), one.dtype) for one in tensors_of(results)]
         for results in (made, subject.reference(*args)[: len(tensors_of(made))])

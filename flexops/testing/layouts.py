@@ -54,7 +54,7 @@ def laid_out(args: Args, layout: Callable[[Tensor], Tensor]) -> Args:
 def smaller(args: Args) -> Iterator[tuple[int, Tensor]]:
     """Each tensor but the first, by position, with one element along a dimension; memory of NaN
     follows, which a kernel that reads beyond it takes."""
-    first = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+    first = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), len(args))
     for position, arg in enumerate(args):
         if position == first or not isinstance(arg, Tensor) or not arg.is_floating_point():
             continue

@@ -21,10 +21,8 @@ _FIELD = (
 # c10::Error's constructor takes a std::string; its mangled name shows which of libstdc++'s two
 # strings that is. The wheels are ABI=0 up to 2.6 and ABI=1 from 2.7, other people's builds are what
 # they are.
-_NEW_STRING, _OLD_STRING = (
-    b"_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_string",
-    b"_ZN3c105ErrorC1ENS_14SourceLocationESs",
-)
+_NEW_STRING = b"_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_string"
+_OLD_STRING = b"_ZN3c105ErrorC1ENS_14SourceLocationESs"
 _FIRST_NEW_STRING = Version((2, 7))
 
 

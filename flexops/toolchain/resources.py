@@ -57,10 +57,8 @@ def _quotas(root: str) -> Iterator[float]:
         if len(words) == 2 and words[0] != "max":
             yield int(words[0]) / int(words[1])
     for directory in _v1_directories(root, "cpu", _V1_CPU_MOUNTS):
-        quota, period = (
-            _number(f"{directory}/cpu.cfs_quota_us"),
-            _number(f"{directory}/cpu.cfs_period_us"),
-        )
+        quota = _number(f"{directory}/cpu.cfs_quota_us")
+        period = _number(f"{directory}/cpu.cfs_period_us")
         if quota and period and quota > 0:
             yield quota / period
 

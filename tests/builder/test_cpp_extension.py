@@ -89,7 +89,7 @@ def libraries(tmp_path: Path, host_compiler: HostCompiler) -> Path:
 
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_a_wheel_has_kernels_that_its_library_finds(project: Path, libraries: Path) -> None:
+def test_a_wheel_has_kernels_that_its_library_finds(project, libraries):
     known = {
         "LIBRARIES": str(libraries),
         "LD_LIBRARY_PATH": str(libraries),
@@ -123,7 +123,7 @@ def test_a_wheel_has_kernels_that_its_library_finds(project: Path, libraries: Pa
     assert "block 32 1" in launches[0]
 
 
-def test_what_needs_relocatable_device_code_is_rejected() -> None:
+def test_what_needs_relocatable_device_code_is_rejected():
     from flexops.builder import CUDAExtension
 
     with pytest.raises(FlexopsError, match="extension a has dlink_libraries"):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from builds import made_up_entry, tiny_plan
-from typer.testing import CliRunner, Result
+from command_line import flexops_command
+from typer.testing import Result
 
 from flexops import settings
 from flexops.build.compile import building
 from flexops.build.store.cache import BuildCache, Entry
-from flexops.cli._app import app
 from flexops.errors import CacheError, SettingsError
 
 
@@ -25,17 +25,17 @@ def entry(cache_dir: Path, tmp_path: Path, host_compiler: object) -> Entry:
 def flexops(*arguments: str) -> Result:
     """Run the command line in this process; our own errors are raised, as ``cli.main`` sees
     them."""
-    return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False)
+    return flexops_command("cache", *arguments)
 
 
-def test_info_of_nothing(cache_dir: Path) -> None:
+def test_info_of_nothing(cache_dir):
     result = flexops("info")
     assert str(cache_dir) in result.stdout
     assert "0 entries" in result.stdout
     assert not cache_dir.exists(), "asking makes nothing"
 
 
-def test_info(entry: Entry, cache_dir: Path) -> None:
+def test_info(entry, cache_dir):
     told = json.loads(flexops("info", "--json").stdout)
     assert told == {
         "root": str(cache_dir),
@@ -48,7 +48,7 @@ def test_info(entry: Entry, cache_dir: Path) -> None:
     assert "1 entries" in flexops("info").stdout
 
 
-def test_info_says_what_is_wrong(entry: Entry, cache_dir: Path) -> None:
+def test_info_says_what_is_wrong(entry, cache_dir):
     cache_dir.chmod(0o777)
     assert "written by everybody" in flexops("info").stdout
     assert "written by everybody" in json.loads(flexops("info", "--json").stdout)["problem"]
@@ -58,7 +58,7 @@ def test_info_says_what_is_wrong(entry: Entry, cache_dir: Path) -> None:
     assert "damaged entries put aside: 1;" in flexops("info").stdout
 
 
-def test_list(entry: Entry) -> None:
+def test_list(entry):
     (told,) = json.loads(flexops("list", "--json").stdout)
     assert told["name"] == "tiny-cpu"
     assert told["key"] == entry.manifest.key
@@ -74,7 +74,7 @@ def test_list(entry: Entry) -> None:
     assert entry.manifest.key[:12] in line
 
 
-def test_prune_and_clear(entry: Entry, cache_dir: Path) -> None:
+def test_prune_and_clear(entry, cache_dir):
     assert "removed 0" in flexops("prune").stdout
     assert entry.library.exists()
     assert "removed 1" in flexops("prune", "--max-size", "1K").stdout
@@ -83,25 +83,25 @@ def test_prune_and_clear(entry: Entry, cache_dir: Path) -> None:
     assert cache_dir.exists()
 
 
-def test_clear_by_name(entry: Entry) -> None:
+def test_clear_by_name(entry):
     assert "removed 1" in flexops("clear", "--yes", "tiny-cpu").stdout
     assert not entry.library.exists()
 
 
-def test_clear_asks(entry: Entry) -> None:
+def test_clear_asks(entry):
     with pytest.raises(CacheError, match="no answer") as caught:
         flexops("clear")
     assert caught.value.fix == "flexops cache clear --yes"
-    refused = CliRunner().invoke(app, ["cache", "clear"], input="n\n")
+    refused = flexops_command("cache", "clear", catch_exceptions=True, input="n\n")
     assert refused.exit_code == 1
     assert entry.library.exists()
-    asked = CliRunner().invoke(app, ["cache", "clear"], input="y\n")
+    asked = flexops_command("cache", "clear", catch_exceptions=True, input="y\n")
     assert "Remove 1 entries" in asked.output
     assert "removed 1" in asked.output
     assert not entry.library.exists()
 
 
-def test_clearing_what_is_not_there_is_said(entry: Entry) -> None:
+def test_clearing_what_is_not_there_is_said(entry):
     with pytest.raises(CacheError, match="called so") as caught:
         flexops("clear", "tiny-cpu", "tiny-cup")
     assert "tiny-cup; " in str(caught.value)
@@ -110,9 +110,7 @@ def test_clearing_what_is_not_there_is_said(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_the_list_wraps(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_the_list_wraps(cache_dir, tmp_path, monkeypatch, columns):
     plan = tiny_plan(
         tmp_path / "tiny", name="an_extension_with_the_name_of_somebody_s_whole_project"
     )
@@ -131,13 +129,13 @@ def test_the_list_wraps(
     assert "12.1+PTX" in "".join(lines).replace(" ", "")
 
 
-def test_a_size_that_is_none_is_said(cache_dir: Path) -> None:
+def test_a_size_that_is_none_is_said(cache_dir):
     assert cache_dir
     with pytest.raises(SettingsError, match="--max-size"):
         flexops("prune", "--max-size", "huge")
 
 
-def test_export_and_import(entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_and_import(entry, tmp_path, monkeypatch):
     archive = tmp_path / "cache.tar.gz"
     assert "1 entries" in flexops("export", str(archive)).stdout
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path / "elsewhere"))

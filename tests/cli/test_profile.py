@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import flexops_command
 
 from flexops.bench import own, timing
 from flexops.bench.profile_child import kernel
-from flexops.cli._app import app
 from flexops.errors import FlexopsError, ToolchainError
 
 CASES = """
@@ -39,12 +38,12 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, list(arguments))
+    done = flexops_command(*arguments, catch_exceptions=True)
     assert done.exit_code == 0, f"{done.output}\n{done.exception}"
     return done.stdout
 
 
-def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -> None:
+def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases):
     found: list[dict[str, Any]] = json.loads(
         run("bench", "run", str(cases), "--device", "cpu", "--json")
     )
@@ -64,43 +63,34 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases: Path) -
     assert "twice" not in table
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x = 1\n", "no function cases"),
-        ("def cases(setup):\n    return iter(())\n", "no case"),
-        (
-            "from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n",
-            "0 calls",
-        ),
-        (
-            (
-                "from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
-                " print}, measure='slowly')\n"
-            ),
-            "measure='slowly'",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_said(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "said"), [
+    ("x = 1\n", "no function cases"),
+    ("def cases(setup):\n    return iter(())\n", "no case"),
+    ("from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n", "0 calls"),
+    (("from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
+      " print}, measure='slowly')\n"), "measure='slowly'"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_said(tmp_path, text, said):
     (tmp_path / "bad.py").write_text(text)
-    done = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "bad.py"), "--device", "cpu"])
+    done = flexops_command(
+        "bench", "run", str(tmp_path / "bad.py"), "--device", "cpu", catch_exceptions=True
+    )
     assert isinstance(done.exception, FlexopsError)
     assert said in str(done.exception)
-    done = CliRunner().invoke(app, ["bench", "run", "no_such_module_here"])
+    done = flexops_command("bench", "run", "no_such_module_here", catch_exceptions=True)
     assert "no_such_module_here has no cases" in str(done.exception)
 
 
-def test_torchs_profiler_where_there_is_no_gpu(cases: Path) -> None:
+def test_torchs_profiler_where_there_is_no_gpu(cases):
     found = json.loads(run("profile", str(cases), "--case", "product", "--device", "cpu", "--json"))
     assert "aten::mm" in {one["kernel"] for one in found}
-    done = CliRunner().invoke(
-        app, ["profile", str(cases), "--case", "no such case", "--device", "cpu"]
+    done = flexops_command(
+        "profile", str(cases), "--case", "no such case", "--device", "cpu", catch_exceptions=True
     )
     assert "no case with 'no such case'" in str(done.exception)
 
 
-def test_what_torchs_profiler_tells_of_a_kernel() -> None:
+def test_what_torchs_profiler_tells_of_a_kernel():
     event = {
         "name": "scale",
         "dur": 3.5,
@@ -134,7 +124,7 @@ echo '"1","1","other","launch__registers_per_thread","register/thread","32"'
 echo "$@" > ncu.arguments"""
 
 
-def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ncus_counters(cases, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program(tmp_path, "ncu", NCU)
@@ -154,13 +144,13 @@ def test_ncus_counters(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "ncu",
         "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1",
     )
-    done = CliRunner().invoke(app, ["profile", str(cases), "--by", "ncu", "--device", "cpu"])
+    done = flexops_command(
+        "profile", str(cases), "--by", "ncu", "--device", "cpu", catch_exceptions=True
+    )
     assert "run as root" in str(done.exception)
 
 
-def test_sanitizing_runs_the_command_and_counts_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sanitizing_runs_the_command_and_counts_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program(
         tmp_path,
@@ -168,8 +158,16 @@ def test_sanitizing_runs_the_command_and_counts_errors(
         'echo "$@"; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING"; echo "========= ERROR SUMMARY: 2'
         ' errors"; exit 99',
     )
-    done = CliRunner().invoke(
-        app, ["sanitize", "rope", "--tool", "racecheck", "--", "pytest", "-k", "rope"]
+    done = flexops_command(
+        "sanitize",
+        "rope",
+        "--tool",
+        "racecheck",
+        "--",
+        "pytest",
+        "-k",
+        "rope",
+        catch_exceptions=True,
     )
     assert done.exit_code == 1
     assert (
@@ -189,25 +187,23 @@ def test_sanitizing_runs_the_command_and_counts_errors(
     )
     monkeypatch.chdir(tmp_path)
     assert "no tests of rope are here" in str(
-        CliRunner().invoke(app, ["sanitize", "rope"]).exception
+        flexops_command("sanitize", "rope", catch_exceptions=True).exception
     )
 
 
-def test_tools_that_are_not_there_are_named(
-    tmp_path: Path, cases: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_that_are_not_there_are_named(tmp_path, cases, monkeypatch):
     from flexops.inspection import mix
 
     monkeypatch.setattr(mix, "find_tool", lambda _: None)
     for arguments in (["profile", str(cases), "--by", "ncu"], ["sanitize", "rope"]):
-        done = CliRunner().invoke(app, arguments)
+        done = flexops_command(*arguments, catch_exceptions=True)
         assert isinstance(done.exception, ToolchainError)
     assert "pip install nvidia-cuda-sanitizer-api" in str(done.exception)
     assert tmp_path.is_dir()
 
 
 @pytest.mark.gpu
-def test_a_profile_on_a_gpu(cases: Path) -> None:
+def test_a_profile_on_a_gpu(cases):
     cases.write_text(CASES.replace("torch.randn(1000)", "torch.randn(1000, device=setup.device)"))
     rows = json.loads(run("profile", str(cases), "--by", "torch", "--case", "scale", "--json"))
     assert rows

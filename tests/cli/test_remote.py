@@ -21,7 +21,7 @@ from flexops.redaction import redacted, scrubbed
         ("file:///shared/x", "file:///shared/x"),
     ],
 )
-def test_a_url_in_public(url: str, said: str) -> None:
+def test_a_url_in_public(url, said):
     assert redacted(url) == said
 
 
@@ -37,12 +37,12 @@ def test_a_url_in_public(url: str, said: str) -> None:
         "it answers 403: key hunter2-from-the-environment",
     ],
 )
-def test_what_a_client_says_in_public(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_client_says_in_public(text, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2-from-the-environment")
     assert "hunter2" not in scrubbed(text)
 
 
-def test_it_is_one_line_of_bounded_length() -> None:
+def test_it_is_one_line_of_bounded_length():
     assert scrubbed("several\n\n  lines\t" + "x" * 1000) == "several lines " + "x" * 286
 
 
@@ -58,7 +58,7 @@ def test_it_is_one_line_of_bounded_length() -> None:
         "a:b",
     ],
 )
-def test_names_are_those_that_a_registry_takes_too(name: str) -> None:
+def test_names_are_those_that_a_registry_takes_too(name):
     tag = entry_name(name, "0" * 40).replace("/", ".")
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", tag)
     assert len({entry_name(name, "0" * 40), entry_name(name + "y", "0" * 40)}) == 2

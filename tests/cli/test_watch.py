@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from builds import child_environment
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import watching
-from flexops.cli._app import app
 from flexops.errors import FlexopsError
 
 Started = Callable[..., "queue.Queue[str]"]
@@ -68,7 +67,7 @@ def result(lines: queue.Queue[str]) -> str:
             return said[-1]
 
 
-def test_an_edit_runs_the_tests_again(tmp_path: Path, started: Started) -> None:
+def test_an_edit_runs_the_tests_again(tmp_path, started):
     source, test = tmp_path / "csrc" / "scale.cuh", tmp_path / "test_scale.py"
     source.parent.mkdir()
     source.write_text("// 10 GB/s\n")
@@ -103,7 +102,7 @@ def test_an_edit_runs_the_tests_again(tmp_path: Path, started: Started) -> None:
     assert "passed in" in result(lines)
 
 
-def test_a_run_that_an_edit_overtakes_is_stopped(tmp_path: Path, started: Started) -> None:
+def test_a_run_that_an_edit_overtakes_is_stopped(tmp_path, started):
     source = tmp_path / "a.cu"
     source.write_text("sleep 100; echo no")
     lines = started("a.cu", "--", "sh", "-c", "echo started; sh a.cu")
@@ -113,7 +112,7 @@ def test_a_run_that_an_edit_overtakes_is_stopped(tmp_path: Path, started: Starte
     assert lines.empty()
 
 
-def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path: Path) -> None:
+def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path):
     (tmp_path / "helper.py").write_text("NAME = 'here'\n")
     program = tmp_path / "program.py"
     program.write_text(
@@ -126,9 +125,7 @@ def test_programs_of_python_get_arguments_and_modules_of_their_own(tmp_path: Pat
     assert found.status == 3
 
 
-def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_not(
-    tmp_path: Path,
-) -> None:
+def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_not(tmp_path):
     (tmp_path / "helper.py").write_text("NAME = 'here'\n")
     program = tmp_path / "program.py"
     program.write_text(
@@ -141,9 +138,7 @@ def test_what_a_run_imported_is_there_before_the_next_one_and_what_is_edited_is_
 
 
 @pytest.mark.extra
-def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(tmp_path, capfd):
     (tmp_path / "test_one.py").write_text("import hypothesis\ndef test_one(): pass\n")
     for command in (["pytest"], ["python", "-m", "pytest"]):
         runner = watching.Runner(
@@ -157,7 +152,7 @@ def test_pytest_has_nothing_to_say_of_plugins_that_are_there_already(
 @pytest.mark.parametrize(
     ("last", "code"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('a text')", 1), ("1 / 0", 1)]
 )
-def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: int) -> None:
+def test_a_program_ends_as_it_would_by_itself(tmp_path, last, code):
     """Its threads are waited for, what it left to the end is done, and its status is its own."""
     (tmp_path / "ends.py").write_text(
         "import atexit, sys, threading, time\natexit.register(print, 'at the"
@@ -192,13 +187,13 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path: Path, last: str, code: i
         ([".", "--", "no-such-program-here"], "no-such-program-here cannot be run"),
     ],
 )
-def test_what_cannot_be_watched_or_run_is_said(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["watch", *arguments])
+def test_what_cannot_be_watched_or_run_is_said(arguments, said):
+    done = flexops_command("watch", *arguments, catch_exceptions=True)
     assert isinstance(done.exception, FlexopsError)
     assert said in str(done.exception)
 
 
-def test_what_counts_as_a_change(tmp_path: Path) -> None:
+def test_what_counts_as_a_change(tmp_path):
     (tmp_path / "a.cuh").write_text("1")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "b.cuh").write_text("1")
@@ -212,7 +207,7 @@ def test_what_counts_as_a_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpus_context_is_there_before_the_command(tmp_path: Path) -> None:
+def test_a_gpus_context_is_there_before_the_command(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import sys, torch\nsys.exit(7 if torch.cuda.is_initialized() else 1)\n")
     found = watching.Runner(["python", str(program)]).run([], {})

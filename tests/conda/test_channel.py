@@ -56,7 +56,7 @@ def in_prefix(prefix: Path, *command: str, only: bool = False) -> str:
     return done.stdout
 
 
-def test_the_package_is_small_and_serves_every_python(cpu: CpuBuild) -> None:
+def test_the_package_is_small_and_serves_every_python(cpu):
     assert cpu.package.stat().st_size <= 2e6
     assert distribution(cpu.package)[:2] == ("flexops", __version__)
     assert distribution(cpu.package)[2].startswith("cpu_h")
@@ -70,19 +70,19 @@ def test_the_package_is_small_and_serves_every_python(cpu: CpuBuild) -> None:
     assert "pytorch >=2.11" in entry["depends"]
 
 
-def test_the_recipe_s_own_tests_ran(cpu: CpuBuild) -> None:
+def test_the_recipe_s_own_tests_ran(cpu):
     log = (cpu.place.logs / "cpu.log").read_text()
     assert "in use: " in log
     assert "pip check passed" in log
     assert "all tests passed" in log
 
 
-def test_what_is_being_done_is_said(cpu: CpuBuild) -> None:
+def test_what_is_being_done_is_said(cpu):
     for phase in ("fetching the source", "compiling the operators", "testing", "indexing"):
         assert f"cpu: {phase}" in cpu.output
 
 
-def test_an_installation_works_without_a_compiler(cpu: CpuBuild, world: World) -> None:
+def test_an_installation_works_without_a_compiler(cpu, world):
     prefix = world.root / "plain"
     check.install(cpu.place, prefix, upstream=[world.upstream])
     report = json.loads(in_prefix(prefix, "flexops", "doctor", "--json", only=True))
@@ -91,15 +91,14 @@ def test_an_installation_works_without_a_compiler(cpu: CpuBuild, world: World) -
     shutil.rmtree(prefix)
 
 
-def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu: CpuBuild, world: World) -> None:
+def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu, world):
     newer = world.root / "newer"
     checkout = copy_of_checkout(world.root / "checkout", only="quant")
     recipe = checkout / "recipe" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("  build: 0\n", "  build: 1\n"))
     (checkout / "flexops" / "added_later.py").write_text("x = 1\n")
     shutil.copytree(cpu.place.channel, newer)
-    done = world.build(newer, "--recipe", checkout / "recipe", "--no-test")
-    assert done.returncode == 0, done.stdout + done.stderr
+    world.build(newer, "--recipe", checkout / "recipe", "--no-test")
 
     prefix, upstream = world.root / "changing", [world.upstream]
     check.install(cpu.place, prefix, upstream=upstream, specs=["python", "pytorch"])
@@ -125,7 +124,7 @@ def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu: CpuBuild, world
     shutil.rmtree(prefix)
 
 
-def test_run_time_compiling_takes_the_environment_s_compiler(cpu: CpuBuild, world: World) -> None:
+def test_run_time_compiling_takes_the_environment_s_compiler(cpu, world):
     prefix = world.root / "compiling"
     check.install(
         cpu.place, prefix, upstream=[world.upstream], specs=["flexops", "gxx_linux-64 15.*"]
@@ -176,9 +175,7 @@ def all_variants(cpu: CpuBuild, world: World) -> Place:
         ("11.8", "cpu"),
     ],
 )
-def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(
-    all_variants: Place, world: World, cuda: str, chosen: str
-) -> None:
+def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(all_variants, world, cuda, chosen):
     solved = check.solve(
         all_variants, check.Machine("a driver", cuda), VARIANTS, upstream=[world.upstream]
     )
@@ -187,9 +184,7 @@ def test_the_solver_takes_the_newest_cuda_that_the_driver_runs(
 
 
 @pytest.mark.parametrize("python", ["3.12", "3.13"])
-def test_one_package_goes_where_each_python_looks(
-    cpu: CpuBuild, tmp_path: Path, python: str
-) -> None:
+def test_one_package_goes_where_each_python_looks(cpu, tmp_path, python):
     check.install(
         cpu.place,
         tmp_path / "prefix",
@@ -208,19 +203,16 @@ def test_one_package_goes_where_each_python_looks(
     )
 
 
-def test_a_channel_with_only_the_cpu_variant_serves_every_machine(
-    cpu: CpuBuild, world: World
-) -> None:
+def test_a_channel_with_only_the_cpu_variant_serves_every_machine(cpu, world):
     for machine in check.machines(VARIANTS):
         solved = check.solve(cpu.place, machine, VARIANTS, upstream=[world.upstream])
         assert (solved.variant, solved.good) == ("cpu", True)
 
 
-def test_the_check_command_says_what_each_machine_gets(all_variants: Place, world: World) -> None:
+def test_the_check_command_says_what_each_machine_gets(all_variants, world):
     done = world.flexops(
         "channel", "check", "--channel", all_variants.channel, "--from", world.upstream, cuda=""
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.splitlines()
     assert told[0] == f"ok   3 packages are what the index of {all_variants.url} says"
     for line, variant in zip(told[1:], ("cpu", "cuda129", "cuda130"), strict=False):
@@ -237,7 +229,7 @@ def damage(package: Path) -> None:
     package.write_bytes(content)
 
 
-def test_a_damaged_package_is_not_indexed(cpu: CpuBuild, tmp_path: Path, world: World) -> None:
+def test_a_damaged_package_is_not_indexed(cpu, tmp_path, world):
     place = Place(tmp_path / "channel")
     for name, spoil in (
         ("flipped-1-0.conda", damage),
@@ -257,9 +249,7 @@ def test_a_damaged_package_is_not_indexed(cpu: CpuBuild, tmp_path: Path, world: 
     assert world  # the bindings are there
 
 
-def test_a_package_damaged_after_indexing_is_found_and_not_installed(
-    cpu: CpuBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_damaged_after_indexing_is_found_and_not_installed(cpu, tmp_path, monkeypatch):
     place = Place(tmp_path / "channel")
     shutil.copytree(cpu.place.channel, place.channel)
     damage(place.packages()[0])
@@ -273,7 +263,7 @@ def test_a_package_damaged_after_indexing_is_found_and_not_installed(
     assert caught.value.fix
 
 
-def test_a_missing_dependency_is_named(cpu: CpuBuild) -> None:
+def test_a_missing_dependency_is_named(cpu):
     with pytest.raises(
         ChannelError, match="flexops cannot be installed on a machine with no GPU"
     ) as caught:
@@ -282,9 +272,7 @@ def test_a_missing_dependency_is_named(cpu: CpuBuild) -> None:
     assert "--from" in caught.value.fix
 
 
-def test_a_cuda_package_on_a_machine_without_a_driver_is_explained(
-    all_variants: Place, world: World
-) -> None:
+def test_a_cuda_package_on_a_machine_without_a_driver_is_explained(all_variants, world):
     with pytest.raises(ChannelError, match="cannot be installed") as caught:
         check.solve(
             all_variants,
@@ -297,9 +285,7 @@ def test_a_cuda_package_on_a_machine_without_a_driver_is_explained(
     assert "CONDA_OVERRIDE_CUDA" in caught.value.fix
 
 
-def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tmp_path):
     empty = Place(tmp_path / "empty")
     for folder in ("linux-64", "noarch"):
         (empty.channel / folder).mkdir(parents=True)
@@ -317,6 +303,7 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(
         empty.url,
         "--engine",
         "rattler-build",
+        code=None,
     )
     assert done.returncode == ChannelError.exit_code
     assert "Traceback" not in done.stderr
@@ -327,10 +314,10 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(
     assert not list((tmp_path / "channel").rglob("*.conda"))
 
 
-def test_a_compile_that_fails_is_diagnosed(cpu: CpuBuild, world: World, tmp_path: Path) -> None:
+def test_a_compile_that_fails_is_diagnosed(cpu, world, tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout", only="quant")
     (checkout / "csrc" / "quant" / "quant_binding.cpp").write_text("#error this does not compile\n")
-    done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe")
+    done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe", code=None)
     assert done.returncode == ChannelError.exit_code
     assert "this does not compile" in done.stderr
     assert "log: " in done.stderr

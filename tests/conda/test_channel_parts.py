@@ -59,7 +59,7 @@ def unindexed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unindexed")
-def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path):  # type: ignore[no-untyped-def]
     path = fake()
     assert engine.choose("auto") == engine.Engine("conda-build", (str(path),))
     phases: list[str] = []
@@ -87,7 +87,7 @@ def test_conda_build_is_taken_where_it_is_installed(fake, tmp_path: Path) -> Non
     assert not output.exists()
 
 
-def test_a_conda_build_that_fails_is_one_error_and_its_log_is_kept(fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_conda_build_that_fails_is_one_error_and_its_log_is_kept(fake, tmp_path):  # type: ignore[no-untyped-def]
     fake(code=3)
     place = Place(tmp_path / "channel")
     with pytest.raises(ChannelError, match="variant cpu cannot be built") as caught:
@@ -97,7 +97,7 @@ def test_a_conda_build_that_fails_is_one_error_and_its_log_is_kept(fake, tmp_pat
     assert not list(place.channel.rglob("*.conda"))
 
 
-def test_an_old_conda_build_is_not_taken(fake) -> None:  # type: ignore[no-untyped-def]
+def test_an_old_conda_build_is_not_taken(fake):  # type: ignore[no-untyped-def]
     fake("25.11.3")
     assert engine.choose("auto").name == "rattler-build"
     with pytest.raises(ChannelError, match="conda-build cannot be used") as caught:
@@ -108,9 +108,7 @@ def test_an_old_conda_build_is_not_taken(fake) -> None:  # type: ignore[no-untyp
     )
 
 
-def test_without_conda_build_rattler_build_is_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_conda_build_rattler_build_is_taken(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert engine.choose("auto") == engine.choose("rattler-build") == engine.Engine("rattler-build")
     with pytest.raises(ChannelError) as caught:
@@ -118,7 +116,7 @@ def test_without_conda_build_rattler_build_is_taken(
     assert caught.value.found == "no conda-build on PATH"
 
 
-def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bindings_name_the_way_to_get_them(monkeypatch):
     monkeypatch.setattr(run, "BINDINGS", {"no_such_module": "py-nothing"})
     with pytest.raises(ChannelError, match="not installed") as caught:
         run.child("solve", {})
@@ -140,25 +138,25 @@ def test_missing_bindings_name_the_way_to_get_them(monkeypatch: pytest.MonkeyPat
         ("13.0", "cpu", "cpu"),
     ],
 )
-def test_which_variant_a_machine_should_get(cuda: str, there: str, variant: str) -> None:
+def test_which_variant_a_machine_should_get(cuda, there, variant):
     assert (
         check.expected(check.Machine("it", cuda), (CPU, CUDA129, CUDA130), there.split()) == variant
     )
 
 
-def test_a_package_says_for_which_devices_it_is_compiled() -> None:
+def test_a_package_says_for_which_devices_it_is_compiled():
     assert Settings.from_environ({"FLEXOPS_AOT_DEVICES": "cuda,cpu"}).aot_devices == ("cpu", "cuda")
     assert Settings.from_environ({}).aot_devices == ()
     with pytest.raises(SettingsError, match="FLEXOPS_AOT_DEVICES"):
         Settings.from_environ({"FLEXOPS_AOT_DEVICES": "cpu,gpu"})
 
 
-def test_names_of_packages() -> None:
+def test_names_of_packages():
     assert distribution(Path("a-b-c-1.0-cpu_h1_0.conda")) == ("a-b-c", "1.0", "cpu_h1_0")
     assert distribution(Path("a-1.0-0.tar.bz2")) == ("a", "1.0", "0")
 
 
-def test_only_packages_of_the_name_are_counted(tmp_path: Path) -> None:
+def test_only_packages_of_the_name_are_counted(tmp_path):
     for name in (
         "flexops-1-0.conda",
         "flexops-extra-1-0.conda",
@@ -173,7 +171,7 @@ def test_only_packages_of_the_name_are_counted(tmp_path: Path) -> None:
     assert len(place.packages()) == 2
 
 
-def test_doctor_s_findings_in_a_line_each() -> None:
+def test_doctor_s_findings_in_a_line_each():
     report = json.loads(
         '{"findings": [{"id": "torch", "status": "ok", "found": "2.13"}, {"id": "ninja", "status":'
         ' "warn", "found": "none"}]}'
@@ -181,7 +179,7 @@ def test_doctor_s_findings_in_a_line_each() -> None:
     assert check.findings(report) == ("warn: ninja: none",)
 
 
-def test_the_command_imports_neither_torch_nor_the_bindings() -> None:
+def test_the_command_imports_neither_torch_nor_the_bindings():
     code = (
         "import sys; sys.orig_argv[1:] = ['-m', 'flexops']; import flexops.cli._app;"
         " print(*{'torch', 'rattler', 'rattler_build'} & set(sys.modules))"

@@ -70,11 +70,11 @@ def render(require: Callable[[object, str, str], None]) -> Callable[..., Rendere
     return run
 
 
-def test_the_recipe_s_version_is_flexops_() -> None:
+def test_the_recipe_s_version_is_flexops_():
     assert context("version") == __version__
 
 
-def test_the_floor_of_torch_is_where_the_stable_abi_begins() -> None:
+def test_the_floor_of_torch_is_where_the_stable_abi_begins():
     least = context("least_pytorch")
     built = [
         TorchBuild(f"{version}.0+cpu", None, None, "", True, Path("/torch"))
@@ -84,7 +84,7 @@ def test_the_floor_of_torch_is_where_the_stable_abi_begins() -> None:
     assert built[0].abi_id == f"stable-{least}"
 
 
-def test_the_requirements_are_those_of_the_wheel() -> None:
+def test_the_requirements_are_those_of_the_wheel():
     wanted = _toml.load(ROOT / "pyproject.toml")["project"]["dependencies"]
     assert '  "ninja",' in (ROOT / "pyproject.toml").read_text().splitlines(), (
         "recipe/build.sh takes this line out"
@@ -97,7 +97,7 @@ def test_the_requirements_are_those_of_the_wheel() -> None:
             )
 
 
-def test_every_variant_is_one_build(render: Callable[..., Rendered]) -> None:
+def test_every_variant_is_one_build(render):
     builds = render(conda.ALL)
     assert sorted(str(one["string"]).split("_")[0] for one in builds) == sorted(
         one.id for one in targets.load().variants
@@ -109,9 +109,7 @@ def test_every_variant_is_one_build(render: Callable[..., Rendered]) -> None:
 
 
 @pytest.mark.parametrize("variant", targets.load().variants, ids=lambda one: str(one.id))
-def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(
-    render: Callable[..., Rendered], variant: conda.Variant
-) -> None:
+def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render, variant):
     (alone,) = render(conda.ALL, variant.path)
     (same,) = render(variant.path)
     assert alone["string"] == same["string"]
@@ -132,7 +130,7 @@ def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(
     )
 
 
-def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered]) -> None:
+def test_every_variant_is_built_for_aarch64_too(render):
     builds = {
         str(one["string"]).split("_")[0]: str(one["recipe"])
         for one in render(conda.ALL, platform="linux-aarch64")
@@ -143,7 +141,7 @@ def test_every_variant_is_built_for_aarch64_too(render: Callable[..., Rendered])
         assert "linux-64" not in recipe, name
 
 
-def test_the_cuda_variants_are_conda_forge_s_with_every_architecture() -> None:
+def test_the_cuda_variants_are_conda_forge_s_with_every_architecture():
     found = {one.id: one for one in targets.load().variants}
     assert list(found) == ["cpu", "cuda129", "cuda130"]
     assert {one.arch_list for one in found.values() if one.cuda} == {
@@ -167,9 +165,7 @@ PINNING = {
 ZIPPED = [key for key, values in PINNING.items() if len(values) > 1]
 
 
-def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(
-    render: Callable[..., Rendered], tmp_path: Path
-) -> None:
+def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render, tmp_path):
     """As docs/conda.md has it: no variants file beside the recipe, and nothing of what
     conda-forge's pinning zips, which a rerender would reject."""
     told = (ROOT / "docs/conda.md").read_text().partition("### A feedstock")[2]
@@ -198,7 +194,7 @@ def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(
         )
 
 
-def test_the_feedstock_s_linter_can_read_it() -> None:
+def test_the_feedstock_s_linter_can_read_it():
     """It evaluates every expression by jinja2, with no variant: ``cuda_compiler_version`` is
     undefined there, and has no methods."""
     from jinja2 import DebugUndefined
@@ -222,9 +218,7 @@ def test_the_feedstock_s_linter_can_read_it() -> None:
     assert "__cuda >=" in environment.from_string(RECIPE).render(values)
 
 
-def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(
-    render: Callable[..., Rendered],
-) -> None:
+def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(render):
     about = json.loads(str(render(conda.ALL)[0]["recipe"]))["about"]
     project = _toml.load(ROOT / "pyproject.toml")["project"]
     assert (about["license"], about["summary"]) == (project["license"], project["description"])
@@ -237,7 +231,7 @@ def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(
     }
 
 
-def test_what_is_said_to_be_in_it_is_there() -> None:
+def test_what_is_said_to_be_in_it_is_there():
     """Fused attention is not: what is said of attention is said of operators that exist."""
     words = re.findall(
         r"[a-z]+", RECIPE.partition("description: |")[2].partition("license:")[0].lower()
@@ -260,7 +254,7 @@ def test_what_is_said_to_be_in_it_is_there() -> None:
         ({"glibc": "2.17"}, "conda cuda129, glibc: unknown field"),
     ],
 )
-def test_what_is_wrong_with_a_variant_is_said(change: dict[str, object], fault: str) -> None:
+def test_what_is_wrong_with_a_variant_is_said(change, fault):
     document = _toml.load(loading.PATH)
     row = {**document["conda"]["cuda129"], **change}
     found = [
@@ -271,9 +265,7 @@ def test_what_is_wrong_with_a_variant_is_said(change: dict[str, object], fault: 
     assert found[0].startswith(fault), found
 
 
-def test_the_environments_are_read_by_conda_s_own_parser(
-    require: Callable[[object, str, str], None],
-) -> None:
+def test_the_environments_are_read_by_conda_s_own_parser(require):
     lines = [
         line
         for path in sorted((ROOT / "envs").glob("*.yml"))

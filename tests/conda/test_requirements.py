@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from conda_world import ROOT, World
@@ -39,16 +38,14 @@ def upstream(world: World) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: str(one.id))
-def test_exports_of_what_compiles_do_not_bind_what_runs(
-    world: World, upstream: str, tmp_path: Path, variant: Variant
-) -> None:
+def test_exports_of_what_compiles_do_not_bind_what_runs(world, upstream, tmp_path, variant):
     """The recipe with a script that compiles nothing: what is required does not hang on that."""
     shutil.copytree(ROOT / "recipe", tmp_path / "recipe")
     (tmp_path / "recipe/build.sh").write_text(SCRIPT)
     for name in ("LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     place = Place(tmp_path / "channel")
-    done = world.build(
+    world.build(
         place.channel,
         "--recipe",
         tmp_path / "recipe",
@@ -57,7 +54,6 @@ def test_exports_of_what_compiles_do_not_bind_what_runs(
         "--no-test",
         variant=variant.id,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (package,) = place.packages("flexops")
     depends = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][
         package.name

@@ -106,7 +106,7 @@ for again in range(2):
     )
 
 
-def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts: Answer) -> None:
+def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts):
     said = attempts.said
     fine = [
         "first",
@@ -130,7 +130,7 @@ def test_an_error_of_the_drivers_is_said_once_and_leaves_nothing_behind(attempts
     assert said["no context"].endswith("out of memory")
 
 
-def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> None:
+def test_what_follows_a_kernel_that_failed_is_not_launched(attempts):
     """Adam's step would be divided by a count of steps that was not raised."""
     assert attempts.said["Adam"].endswith("unspecified launch failure")
     assert attempts.said["Adam again"] == "fine"
@@ -142,7 +142,7 @@ def test_what_follows_a_kernel_that_failed_is_not_launched(attempts: Answer) -> 
     assert ["step_kernel" in one for one in symbols] == [True, False], "of the second call"
 
 
-def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:
+def test_a_driver_that_is_too_old_for_the_code(attempts):
     """The error names what is required, what was found, and the fix."""
     for name, version in (("old driver", "12.4"), ("old driver, new GPU", "12.8")):
         assert (
@@ -152,9 +152,7 @@ def test_a_driver_that_is_too_old_for_the_code(attempts: Answer) -> None:
         assert "fix: update the driver, or take a torch of an older CUDA" in attempts.said[name]
 
 
-def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(
-    attempts: Answer,
-) -> None:
+def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(attempts):
     newest = max(one.base for one in toolchain.compat.rules().capabilities(Version((13, 0))))
     assert [one for one in attempts.loads if one != "cubin 90"] == [
         "cubin 80",
@@ -164,7 +162,7 @@ def test_each_gpu_gets_code_that_it_runs_and_one_newer_than_the_compiler_ptx(
     assert "the driver will compile it from PTX" in attempts.errors
 
 
-def test_many_threads_launch_a_kernel_first_and_it_is_loaded_once(run: Run) -> None:
+def test_many_threads_launch_a_kernel_first_and_it_is_loaded_once(run):
     """On a slice of an A100: threads without a context, of a driver whose GPU has few
     multiprocessors."""
     answer = run(
@@ -190,7 +188,7 @@ with OnGpu():
 
 
 @pytest.mark.extra
-def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_a_driver_before_525(run, tmp_path, host_compiler):
     (tmp_path / "old.c").write_text("int cuLaunchKernel(void) { return 0; }\n")
     subprocess.run(
         [
@@ -213,7 +211,7 @@ def test_a_driver_before_525(run: Run, tmp_path: Path, host_compiler: HostCompil
     ("gpus", "starts", "said"),
     first_of(("none", 0, "invalid device ordinal"), ("", 100, "initialization error")),
 )
-def test_a_driver_without_a_device(run: Run, gpus: str, starts: int, said: str) -> None:
+def test_a_driver_without_a_device(run, gpus, starts, said):
     """Operators run on the CPU; should a call for a GPU come all the same, what the driver says is
     said, and what to do."""
     on_the_cpu = run(
@@ -238,7 +236,7 @@ said["backends"] = {one.device: one.backend for one in flexops.status() if one.o
     assert not answer.launches
 
 
-def test_a_child_that_is_forked_after_a_launch(run: Run) -> None:
+def test_a_child_that_is_forked_after_a_launch(run):
     """What its parent has of the driver it lacks: the error says so, with the fix; the parent goes
     on."""
     answer = run(f"""{ATTEMPTS}
@@ -278,9 +276,7 @@ HELD = "flexops::norm::forward_held<{}, false, true, 8>"
 
 
 @pytest.mark.usefixtures("attempts")
-def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(
-    run: Run, tmp_path: Path, obedient: tuple[str, ...]
-) -> None:
+def test_code_that_is_damaged_or_another_gpus_or_cannot_be_made(run, tmp_path, obedient):
     """In the middle of a run: it goes on, or says what is wrong, and goes on once that is
     fixed."""
     cache = tmp_path / "cache"
@@ -353,9 +349,7 @@ attempt("fixed", torch.float16)
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("attempts")
-def test_two_processes_with_different_nvrtcs_share_a_cache(
-    run: Run, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_two_processes_with_different_nvrtcs_share_a_cache(run, tmp_path, require):
     """The second one's driver does not take what the first has made."""
     copy_of_cache(tmp_path / "cache", "norm-cuda")
     homes = {
@@ -384,7 +378,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(
 
 
 @pytest.mark.extra
-def test_every_family_asks_for_nothing_that_a_gpu_rejects(run: Run) -> None:
+def test_every_family_asks_for_nothing_that_a_gpu_rejects(run):
     """Of doctor's calls of each, and of some of enormous tensors, whose memory is not touched."""
     answer = run("""
 import os
@@ -425,9 +419,7 @@ with OnGpu():
 
 
 @pytest.mark.extra
-def test_a_rare_kernel_that_is_not_available_gives_way_to_the_next_best(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_rare_kernel_that_is_not_available_gives_way_to_the_next_best(run, tmp_path):
     """Rows for clusters, whose kernel is not compiled where nothing may be: as on a GPU that runs
     none, from the first call on."""
     program = """
@@ -461,9 +453,7 @@ with OnGpu():
     assert all("_ring" not in one.symbol for one in answer.launches)
 
 
-def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(
-    run: Run, tmp_path: Path
-) -> None:
+def test_where_nothing_may_be_compiled_an_optimizer_steps_as_plain_pytorch(run, tmp_path):
     """With its library there and none of its kernels: ``step`` computes, and the reason is reported."""
     optimizers = {
         "AdamW": "adam",
@@ -512,7 +502,7 @@ said["status"] = {{one.op: [one.backend, one.reason] for one in flexops.status()
 # ---- which GPUs there are ------------------------------------------------------------------------
 
 
-def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_tells_of_mig_slices(stand_ins, monkeypatch):
     """Through ctypes, from a library with NVML's entry points: a sliced GPU, three of whose seven
     slices are there, and one that knows no MIG."""
     monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
@@ -541,9 +531,7 @@ def test_nvml_tells_of_mig_slices(stand_ins: Path, monkeypatch: pytest.MonkeyPat
     settings.current.cache_clear()
 
 
-def test_nvml_tells_of_a_driver_without_a_gpu(
-    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvml_tells_of_a_driver_without_a_gpu(stand_ins, monkeypatch):
     """No reason to fail: operators run on the CPU."""
     monkeypatch.setattr(gpus, "_NVML", (str(stand_ins / "libnvidia-ml.so.1"),))
     monkeypatch.setenv("STAND_IN_GPUS", "none")

@@ -103,14 +103,14 @@ def is_(finding: Finding, status: str, *words: str) -> None:
 # ---- machine -------------------------------------------------------------------------------------
 
 
-def test_platform() -> None:
+def test_platform():
     is_(machine.platform(LINUX), "ok", "Debian 12", "glibc 2.36")
     is_(machine.platform(DOCKER), "ok", "container (docker)")
     is_(machine.platform(replace(LINUX, system="Darwin")), "fail", "Linux")
     is_(machine.platform(replace(LINUX, libc="")), "warn", "glibc")
 
 
-def test_python() -> None:
+def test_python():
     fact = PythonFact((3, 12, 1), "/venv/bin/python", "venv", True)
     is_(machine.python(fact, True, ""), "ok", "3.12.1", "venv")
     is_(machine.python(replace(fact, version=(3, 9, 2)), True, ""), "fail", "3.10")
@@ -136,7 +136,7 @@ def test_python() -> None:
     is_(machine.python(replace(fact, headers=False), False, ""), "ok")
 
 
-def test_another_project_of_our_import_name() -> None:
+def test_another_project_of_our_import_name():
     fact = PythonFact((3, 12, 1), "/venv/bin/python", "venv", True)
     assert list(machine.package(fact)) == []
     fact = replace(fact, namesake="flexops 3.2.0 in /venv/lib")
@@ -149,7 +149,7 @@ def test_another_project_of_our_import_name() -> None:
     )
 
 
-def test_settings_that_are_not_understood_fail_each() -> None:
+def test_settings_that_are_not_understood_fail_each():
     problems = (
         ("MAX_JOBS is not a number", "many", "1, 2", "unset MAX_JOBS"),
         ("FLEXOPS_LOG is not understood", "x", "quiet", "unset FLEXOPS_LOG"),
@@ -171,7 +171,7 @@ def test_settings_that_are_not_understood_fail_each() -> None:
         ({"CUDA_LAUNCH_BLOCKING": "0"}, "ok"),
     ],
 )
-def test_environment(variables: dict[str, str], status: str) -> None:
+def test_environment(variables, status):
     is_(one(machine.environment(variables)), status)
 
 
@@ -207,7 +207,7 @@ SLICED = "NVIDIA A100 (8.0, 40 GiB, MIG with 7 slices)"
         (GpuFact((replace(A100, slices=0), H200)), {}, "ok", "MIG with 0 slices"),
     ],
 )
-def test_gpu(fact: GpuFact, changes: dict[str, Any], status: str, word: str) -> None:
+def test_gpu(fact, changes, status, word):
     given = {"torch": CUDA_TORCH, "where": LINUX, "variables": {}, "accelerator": ""} | changes
     is_(machine.gpu(fact, *given.values()), status, word)
 
@@ -221,11 +221,11 @@ def test_gpu(fact: GpuFact, changes: dict[str, Any], status: str, word: str) -> 
         ("525.60.13", replace(CUDA_TORCH, cuda="12.1"), "ok", "PTX"),
     ],
 )
-def test_driver(release: str, torch: TorchFact, status: str, word: str) -> None:
+def test_driver(release, torch, status, word):
     is_(machine.driver(GpuFact((H200,), DriverRelease.parse(release)), torch), status, word)
 
 
-def test_no_driver() -> None:
+def test_no_driver():
     is_(machine.driver(NO_GPU, CUDA_TORCH), "ok", "no NVIDIA driver")
 
 
@@ -255,7 +255,7 @@ def test_no_driver() -> None:
         (TorchFact("broken", "SyntaxError: invalid syntax"), "fail", ("--force-reinstall",)),
     ],
 )
-def test_torch(fact: TorchFact, status: str, words: tuple[str, ...]) -> None:
+def test_torch(fact, status, words):
     is_(machine.torch(fact), status, *words)
 
 
@@ -282,9 +282,7 @@ OLD_DRIVER = blind("The NVIDIA driver on your system is too old")
         (NONE_SHOWN, WITH_GPU, None, "fail", "the driver must work first"),
     ],
 )
-def test_torch_gpu(
-    fact: TorchFact, gpus: GpuFact, visible: str | None, status: str, word: str
-) -> None:
+def test_torch_gpu(fact, gpus, visible, status, word):
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     is_(machine.torch_gpu(fact, gpus, variables), status, word)
 
@@ -332,13 +330,7 @@ PASSED_OVER = Choice(FOUND.taken, OTHER_NVRTC.rejected, ("a torch of another min
         (OTHER_NVRTC, CUDA_TORCH, {"gpu": False}, "warn", ("nvidia-cuda-nvrtc",)),
     ],
 )
-def test_device_compiler(
-    choice: Choice[DeviceCompiler],
-    torch: TorchFact,
-    changes: dict[str, bool],
-    status: str,
-    words: tuple[str, ...],
-) -> None:
+def test_device_compiler(choice, torch, changes, status, words):
     given = {"gpu": True, "needed": True, "jit": True} | changes
     is_(tools.device_compiler(choice, torch, **given), status, *words)
 
@@ -359,18 +351,12 @@ FOR_ROCM = BARE._replace(torch=BUILT_FOR._replace(cuda=None, hip="7.2"))
         (FOR_ROCM, ROCM_TORCH, {"jit": False}, "warn", ("rocm-hip-sdk",)),
     ],
 )
-def test_toolkit(
-    found: Toolchain,
-    torch: TorchFact,
-    changes: dict[str, bool],
-    status: str,
-    words: tuple[str, ...],
-) -> None:
+def test_toolkit(found, torch, changes, status, words):
     given = {"gpu": True, "needed": True, "jit": True} | changes
     is_(tools.toolkit(found, torch, **given), status, *words)
 
 
-def test_toolkit_says_what_was_not_taken() -> None:
+def test_toolkit_says_what_was_not_taken():
     found = WHOLE._replace(rejected=OTHER_MAJOR.rejected)
     is_(
         tools.toolkit(found, CUDA_TORCH, gpu=True, needed=True, jit=True),
@@ -405,13 +391,11 @@ OLDER = HostCompiler(Path("/usr/bin/g++-11"), Version.parse("11.4.0"), "gcc 11.4
         (BARE, BARE, False, True, "ok", ("compiled already",)),
     ],
 )
-def test_host_compiler(
-    cpu: Toolchain, cuda: Toolchain, needed: bool, jit: bool, status: str, words: tuple[str, ...]
-) -> None:
+def test_host_compiler(cpu, cuda, needed, jit, status, words):
     is_(tools.host_compiler(cpu, cuda, needed=needed, jit=jit), status, *words)
 
 
-def test_ninja() -> None:
+def test_ninja():
     is_(tools.ninja(WHOLE, needed=True, jit=True), "ok", "1.11.1")
     is_(tools.ninja(WHOLE._replace(ninja=None), needed=True, jit=True), "fail", "pip install ninja")
     is_(
@@ -441,9 +425,7 @@ def test_ninja() -> None:
         (BARE, LauncherFact(), None, "ok", "nothing is compiled"),
     ],
 )
-def test_launcher(
-    found: Toolchain, stats: LauncherFact, wish: str | None, status: str, word: str
-) -> None:
+def test_launcher(found, stats, wish, status, word):
     is_(tools.launcher(found, stats, LINUX.installer, wish), status, word)
 
 
@@ -481,12 +463,7 @@ SYSTEM = "/usr/local/cuda/lib64/libcudart.so.13.0.96"
         ),
     ],
 )
-def test_cuda_libraries(
-    loaded: tuple[LoadedLibrary, ...],
-    variables: dict[str, str],
-    status: str,
-    words: tuple[str, ...],
-) -> None:
+def test_cuda_libraries(loaded, variables, status, words):
     is_(
         tools.cuda_libraries(replace(CUDA_TORCH, loaded=loaded, installed=(OWN,)), variables),
         status,
@@ -494,7 +471,7 @@ def test_cuda_libraries(
     )
 
 
-def test_an_op_counts_as_compiled_only_if_its_library_would_be_loaded() -> None:
+def test_an_op_counts_as_compiled_only_if_its_library_would_be_loaded():
     facts = [
         LibraryFact("adam", "cpu", "aot"),
         LibraryFact("quant", "cpu", "aot", refusal="built for another torch"),
@@ -516,28 +493,20 @@ CACHE = CacheFact(
 )
 
 
-@pytest.mark.parametrize(
-    ("fact", "needed", "status", "word"),
-    [
-        (CACHE, True, "ok", "3 entries"),
-        (replace(CACHE, exists=False), True, "ok", "made at the first build"),
-        (
-            replace(CACHE, problem="it belongs to user id 1234"),
-            False,
-            "fail",
-            "FLEXOPS_CACHE_SHARED=1",
-        ),
-        (replace(CACHE, unwritable="read-only file system"), True, "fail", "FLEXOPS_CACHE_DIR"),
-        (replace(CACHE, unwritable="read-only file system"), False, "warn", "FLEXOPS_CACHE_DIR"),
-        (replace(CACHE, noexec=True), False, "fail", "noexec"),
-        (replace(CACHE, free_bytes=2**20), True, "warn", "flexops cache prune"),
-    ],
-)
-def test_cache(fact: CacheFact, needed: bool, status: str, word: str) -> None:
+@pytest.mark.parametrize(("fact", "needed", "status", "word"), [
+    (CACHE, True, "ok", "3 entries"),
+    (replace(CACHE, exists=False), True, "ok", "made at the first build"),
+    (replace(CACHE, problem="it belongs to user id 1234"), False, "fail", "FLEXOPS_CACHE_SHARED=1"),
+    (replace(CACHE, unwritable="read-only file system"), True, "fail", "FLEXOPS_CACHE_DIR"),
+    (replace(CACHE, unwritable="read-only file system"), False, "warn", "FLEXOPS_CACHE_DIR"),
+    (replace(CACHE, noexec=True), False, "fail", "noexec"),
+    (replace(CACHE, free_bytes=2**20), True, "warn", "flexops cache prune"),
+])  # fmt: skip
+def test_cache(fact, needed, status, word):
     is_(build.cache(fact, needed=needed), status, word)
 
 
-def test_damaged_entries() -> None:
+def test_damaged_entries():
     is_(
         build.quarantine(replace(CACHE, quarantined=2)),
         "warn",
@@ -557,7 +526,7 @@ def test_damaged_entries() -> None:
         ((LockFile("/x/lock", 5.0, False),), "ok", ""),  # its maker may be between two steps
     ],
 )
-def test_stale_locks(locks: tuple[LockFile, ...], status: str, word: str) -> None:
+def test_stale_locks(locks, status, word):
     is_(build.stale_locks(locks), status, word)
 
 
@@ -597,22 +566,13 @@ def test_stale_locks(locks: tuple[LockFile, ...], status: str, word: str) -> Non
         ("native", NVRTC, (), True, "fail", ("native",)),
     ],
 )
-def test_architectures(
-    asked: str | None,
-    compiler: DeviceCompiler | None,
-    gpus: tuple[Gpu, ...],
-    builds: bool,
-    status: str,
-    words: tuple[str, ...],
-) -> None:
+def test_architectures(asked, compiler, gpus, builds, status, words):
     chosen = settings(TORCH_CUDA_ARCH_LIST=asked or "")
     is_(build.architectures(chosen, compiler, gpus, builds=builds), status, *words)
 
 
 @pytest.mark.parametrize(("tools", "status"), [(WHOLE, "warn"), (BARE, "ok")])
-def test_where_nothing_can_be_built_no_architectures_are_asked_for(
-    tools: Toolchain, status: str
-) -> None:
+def test_where_nothing_can_be_built_no_architectures_are_asked_for(tools, status):
     """BARE: an image without a compiler, on a machine without a GPU."""
     from flexops.doctor.judgement import judge
 
@@ -635,7 +595,7 @@ def test_where_nothing_can_be_built_no_architectures_are_asked_for(
     is_(found, status, "not set")
 
 
-def test_architectures_suggests_those_of_the_target() -> None:
+def test_architectures_suggests_those_of_the_target():
     is_(
         build.architectures(settings(), NVRTC, (), builds=True, suggested="8.9"),
         "warn",
@@ -655,11 +615,11 @@ def test_architectures_suggests_those_of_the_target() -> None:
         ({"MAX_JOBS": "8"}, 8, 0, "ok", "MAX_JOBS=8"),  # memory that is not known is not judged
     ],
 )
-def test_jobs(environ: dict[str, str], cpus: int, memory: int, status: str, word: str) -> None:
+def test_jobs(environ, cpus, memory, status, word):
     is_(build.jobs(settings(**environ), Resources(cpus, memory)), status, word)
 
 
-def test_libraries() -> None:
+def test_libraries():
     ready = LibraryFact("adam", "cpu", "aot")
     stale = LibraryFact(
         "adam", "cuda", "aot", ("8.0",), "compiled for 8.0, the GPU is 9.0", "flexops build"
@@ -693,7 +653,7 @@ UNLOADABLE = built(load_seconds=None, error="OSError: undefined symbol")
         (built(max_error=float("nan")), "fail", ("off by nan",)),
     ],
 )
-def test_build_trial(fact: BuildTrial, status: str, words: tuple[str, ...]) -> None:
+def test_build_trial(fact, status, words):
     is_(build.build_trial(fact), status, *words)
 
 
@@ -716,7 +676,7 @@ PLAIN = trial("cpu", "reference", "no C++ compiler", "apt-get install g++", 0.0)
         (trial(error="its process was killed by SIGSEGV"), "warn", "fail", ("SIGSEGV",)),
     ],
 )
-def test_op_trial(fact: OpTrial, fallback: str, status: str, words: tuple[str, ...]) -> None:
+def test_op_trial(fact, fallback, status, words):
     finding = build.op_trial(fact, fallback)
     is_(finding, status, *words)
     assert finding.id == f"op-adam-{fact.device.replace(':', '-')}"
@@ -728,7 +688,7 @@ ROW = targets.load().find("cu130-sm90")
 PINNED = replace(CUDA_TORCH, version=f"{ROW.torch}+cu130")
 
 
-def test_target_names_the_row_or_says_that_there_is_none() -> None:
+def test_target_names_the_row_or_says_that_there_is_none():
     is_(target.target(TargetFact("cu130-sm90", ROW)), "ok", "cu130-sm90", ROW.torch)
     is_(
         target.target(
@@ -765,16 +725,16 @@ def test_target_names_the_row_or_says_that_there_is_none() -> None:
         ),
     ],
 )
-def test_target_torch(row: targets.Target, fact: TorchFact, status: str, word: str) -> None:
+def test_target_torch(row, fact, status, word):
     is_(target.torch(row, fact), status, word)
 
 
-def test_target_python() -> None:
+def test_target_python():
     is_(target.python(ROW, PythonFact((3, 12, 0), "", "venv", True)), "ok")
     is_(target.python(ROW, PythonFact((3, 9, 0), "", "venv", True)), "fail", ROW.python)
 
 
-def test_target_toolkit() -> None:
+def test_target_toolkit():
     is_(target.toolkit(ROW, NVRTC, compiled=False), "ok", "NVRTC 13.0")
     is_(
         target.toolkit(ROW, NVRTC._replace(version=Version.parse("13.2")), compiled=False),
@@ -801,7 +761,7 @@ def test_target_toolkit() -> None:
     )
 
 
-def test_target_compiler() -> None:
+def test_target_compiler():
     is_(target.host_compiler(ROW, WHOLE, compiled=False), "ok", "gcc 12.2.0")
     is_(
         target.host_compiler(
@@ -821,7 +781,7 @@ def test_target_compiler() -> None:
     is_(target.host_compiler(ROW, BARE, compiled=False), "fail", "none")
 
 
-def test_target_gpu() -> None:
+def test_target_gpu():
     assert [finding.status for finding in target.gpu(ROW, WITH_GPU)] == ["ok"]
     is_(one(target.gpu(ROW, NO_GPU)), "ok", ROW.least_driver)
     old = list(target.gpu(ROW, GpuFact((Gpu("A100", "8.0"),), DriverRelease.parse("550.54.14"))))
@@ -840,11 +800,11 @@ def test_target_gpu() -> None:
         ("nonsense", "fail"),
     ],
 )
-def test_target_architectures(asked: str | None, status: str) -> None:
+def test_target_architectures(asked, status):
     is_(target.architectures(ROW, asked), status, "9.0" if status != "ok" else "")
 
 
-def test_target_libraries() -> None:
+def test_target_libraries():
     compiled = [
         LibraryFact(name, "cuda", "aot", ("9.0",), torch_abi="stable-2.11", compiler="13.0")
         for name in OPS
@@ -889,13 +849,11 @@ def test_target_libraries() -> None:
     )
 
 
-def test_facts_use_capabilities_as_gpus_report_them() -> None:
+def test_facts_use_capabilities_as_gpus_report_them():
     assert ComputeCapability.parse(H200.capability) == ComputeCapability(9, 0)
 
 
-def test_an_op_without_kernels_for_a_device_lacks_nothing_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_op_without_kernels_for_a_device_lacks_nothing_there(monkeypatch):
     from flexops.build.describe import catalog
     from flexops.build.describe.spec import OpSpec
     from flexops.doctor import judgement

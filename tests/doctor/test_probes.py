@@ -35,9 +35,7 @@ FAKES = {
         ("chatters", "broken", "RuntimeError: two lines"),
     ],
 )
-def test_a_torch_that_does_not_import_is_a_fact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: str, word: str
-) -> None:
+def test_a_torch_that_does_not_import_is_a_fact(tmp_path, monkeypatch, kind, state, word):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(FAKES[kind])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -46,14 +44,14 @@ def test_a_torch_that_does_not_import_is_a_fact(
     assert machine_checks.torch(fact).status == "fail"
 
 
-def test_no_torch_at_all() -> None:
+def test_no_torch_at_all():
     child = children.Child(0, ({"error": "ModuleNotFoundError: No module named 'torch'"},), "")
     assert torch_probe.read(child).state == "absent"
     other = children.Child(0, ({"error": "ModuleNotFoundError: No module named 'numpy'"},), "")
     assert torch_probe.read(other).state == "broken"
 
 
-def test_the_real_torch() -> None:
+def test_the_real_torch():
     fact = torch_probe.torch()
     assert fact.state == "ok", fact
     assert fact.import_seconds > 0
@@ -61,7 +59,7 @@ def test_the_real_torch() -> None:
     assert any(one.soname.startswith("libstdc++") for one in fact.loaded)
 
 
-def test_loaded_libraries_are_those_of_cuda_and_cpp_without_the_drivers() -> None:
+def test_loaded_libraries_are_those_of_cuda_and_cpp_without_the_drivers():
     wanted = [
         "libcublasLt.so.13",
         "libcudart-d0da41ae.so.11.0",
@@ -76,7 +74,7 @@ def test_loaded_libraries_are_those_of_cuda_and_cpp_without_the_drivers() -> Non
     ]
 
 
-def test_children_read_messages_out_of_noise() -> None:
+def test_children_read_messages_out_of_noise():
     child = children.run(
         [
             "-c",
@@ -92,7 +90,7 @@ def test_children_read_messages_out_of_noise() -> None:
     assert child.failure == ""
 
 
-def test_children_are_stopped_with_their_own(tmp_path: Path) -> None:
+def test_children_are_stopped_with_their_own(tmp_path):
     """A hanging compiler must not outlive the trial that started it."""
     program = (
         "import subprocess, time; p = subprocess.Popen(['sleep', '60']);"
@@ -115,7 +113,7 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_settings_that_are_not_understood_are_left_away() -> None:
+def test_settings_that_are_not_understood_are_left_away():
     fact = machine.settings(
         {"HOME": "/home/x", "MAX_JOBS": "many", "FLEXOPS_LOG": "loud", "FLEXOPS_JIT": "0"}
     )
@@ -132,7 +130,7 @@ def tree(root: Path, **files: str) -> str:
     return str(root)
 
 
-def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers(tmp_path, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert machine.container(tree(tmp_path / "none", **{"proc/1/cgroup": "0::/init.scope"})) == ""
     assert machine.container(tree(tmp_path / "docker", **{".dockerenv": ""})) == "docker"
@@ -153,7 +151,7 @@ def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.container(str(tmp_path / "none")) == "kubernetes"
 
 
-def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path: Path) -> None:
+def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path):
     devices = "sys/bus/pci/devices"
     root = tree(
         tmp_path,
@@ -176,13 +174,13 @@ def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path: Path) -> None:
     assert fact.gpus == ()
 
 
-def test_ccache_statistics() -> None:
+def test_ccache_statistics():
     text = "direct_cache_hit\t7\npreprocessed_cache_hit\t1\ncache_miss\t2\ncleanups_performed\t4\nstats_updated_timestamp\t1700000000\n"
     assert build.read_ccache(text) == LauncherFact(8, 2, 4)
     assert build.read_ccache("ccache: error: unknown option").hits is None
 
 
-def test_sccache_statistics() -> None:
+def test_sccache_statistics():
     assert build.read_sccache(
         '{"stats": {"cache_hits": {"counts": {"C/C++": 3, "CUDA": 1}}, "cache_misses": {"counts":'
         ' {"CUDA": 2}}}}'
@@ -191,7 +189,7 @@ def test_sccache_statistics() -> None:
     assert build.read_sccache('{"stats": {}}').hits is None
 
 
-def test_locks_are_found_and_their_holders_too(tmp_path: Path) -> None:
+def test_locks_are_found_and_their_holders_too(tmp_path):
     """With TORCH_EXTENSIONS_DIR torch leaves the Python and CUDA folder out; a lock that a process
     has open is held."""
     for place in ("mine", "py312_cu130/other", "py312_cu130/held"):
@@ -210,7 +208,7 @@ def test_locks_are_found_and_their_holders_too(tmp_path: Path) -> None:
     assert build.locks({"XDG_CACHE_HOME": str(tmp_path), "HOME": "/"}) == ()
 
 
-def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_cache_that_is_not_there_yet(tmp_path):
     fact = build.cache(Settings.from_environ({"FLEXOPS_CACHE_DIR": str(tmp_path / "a" / "b")}))
     assert not fact.exists
     assert fact.problem == ""
@@ -218,14 +216,14 @@ def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_cache_that_everybody_can_write_to(tmp_path: Path) -> None:
+def test_a_cache_that_everybody_can_write_to(tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     fact = build.cache(Settings.from_environ({"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}))
     assert "everybody" in fact.problem
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     # root may write anywhere, and tests run as root too
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -237,7 +235,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_targets_are_facts_also_when_they_are_unknown() -> None:
+def test_targets_are_facts_also_when_they_are_unknown():
     fact = target.target("cu999", machine.GpuFact())
     assert fact.row is None
     assert "cu999" in fact.problem[0]

@@ -66,21 +66,19 @@ def check_shape(document: dict[str, Any]) -> None:
         ((), "ok", 0, 0),
     ],
 )
-def test_status_and_exit_code(
-    findings: tuple[Finding, ...], status: str, plain: int, strict: int
-) -> None:
+def test_status_and_exit_code(findings, status, plain, strict):
     found = whole(*findings)
     assert found.status == status
     assert (found.exit_code(), found.exit_code(strict=True)) == (plain, strict)
     check_shape(found.as_dict())
 
 
-def test_json_has_no_nan() -> None:
+def test_json_has_no_nan():
     document = whole(GOOD, ops=(OpTrial("adam", "cpu", "jit", max_error=float("nan")),)).as_dict()
     check_shape(json.loads(json.dumps(document, allow_nan=False)))
 
 
-def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned() -> None:
+def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned():
     text = [line for line, _ in report.lines(whole(GOOD, POOR, BAD))]
     assert text[0] == "flexops doctor, target cpu"
     assert "tools" in text
@@ -99,9 +97,7 @@ def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned() -> N
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("rich", [True, False])
-def test_run_prints_without_rich_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool, rich: bool
-) -> None:
+def test_run_prints_without_rich_too(monkeypatch, capsys, as_json, rich):
     if not rich:
         for name in ("rich", "rich.console", "rich.text"):
             monkeypatch.setitem(sys.modules, name, None)
@@ -114,9 +110,7 @@ def test_run_prints_without_rich_too(
         assert "fix: pip install ninja" in printed.replace("\n", " ")
 
 
-def test_a_long_fix_stays_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_fix_stays_on_one_line(monkeypatch, capsys):
     command = (
         "pip install "
         + " ".join(f"package-number-{number}" for number in range(40))
@@ -129,13 +123,24 @@ def test_a_long_fix_stays_on_one_line(
 
 PROBES = [
     *((machine_probes, name) for name in ("platform", "python", "environment", "settings", "gpus")),
-    *(
-        (build_probes, name)
-        for name in ("tools", "resources", "launcher", "cache", "locks", "libraries")
-    ),
+    *((build_probes, name) for name in ("tools", "device_compiler", "resources", "launcher")),
+    *((build_probes, name) for name in ("cache", "locks", "libraries", "unregistered")),
     (target_probe, "target"),
     (torch_probe, "torch"),
 ]
+LOOKED_AT: dict[str, Any] = {}
+
+
+def once(probe: Callable[..., Any]) -> Callable[..., Any]:
+    """A probe that looks at this machine once for all tests here: some take seconds."""
+
+    def look(*arguments: object) -> Any:
+        key = f"{probe.__name__} {arguments}"
+        if key not in LOOKED_AT:
+            LOOKED_AT[key] = probe(*arguments)
+        return LOOKED_AT[key]
+
+    return look
 
 
 def raising(*_: object, **__: object) -> Any:
@@ -144,6 +149,8 @@ def raising(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in PROBES:
+        monkeypatch.setattr(module, name, once(getattr(module, name)))
     monkeypatch.setattr(
         trial,
         "build",
@@ -158,7 +165,7 @@ def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_probe, "torch", lambda: torch_probe.TorchFact("ok", version="2.13.0"))
 
 
-def test_every_probe_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_probe_may_raise(monkeypatch):
     for module, name in PROBES:
         monkeypatch.setattr(module, name, raising)
     found = examination.examine()
@@ -170,9 +177,7 @@ def test_every_probe_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize(("module", "name"), PROBES)
-def test_one_probe_that_raises_costs_only_what_needs_it(
-    monkeypatch: pytest.MonkeyPatch, module: object, name: str
-) -> None:
+def test_one_probe_that_raises_costs_only_what_needs_it(monkeypatch, module, name):
     monkeypatch.setattr(module, name, raising)
     found = examination.examine("cpu")
     check_shape(found.as_dict())
@@ -189,7 +194,7 @@ def test_one_probe_that_raises_costs_only_what_needs_it(
 
 @pytest.mark.usefixtures("no_trials")
 @pytest.mark.parametrize("name", ["build", "load", "ops"])
-def test_a_trial_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_trial_that_raises_is_a_finding(monkeypatch, name):
     monkeypatch.setattr(trial, name, raising)
     found = examination.examine()
     check_shape(found.as_dict())
@@ -198,7 +203,7 @@ def test_a_trial_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, name:
     )
 
 
-def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_a_finding(monkeypatch):
     monkeypatch.setattr("flexops.doctor.checks.machine.platform", raising)
     unknown = Unknown("nothing was looked at")
     nothing = Facts(machine_probes.platform(), *(unknown for _ in range(14)))  # type: ignore[arg-type]
@@ -207,7 +212,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     assert {one.id for one in findings if one.status == "fail"} == {"torch"}
 
 
-def test_an_examination_that_fails_itself_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_examination_that_fails_itself_is_a_report(monkeypatch):
     monkeypatch.setattr(examination, "gather", raising)
     found = examination.examine("cpu")
     check_shape(found.as_dict())
@@ -215,7 +220,7 @@ def test_an_examination_that_fails_itself_is_a_report(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("no_trials")
-def test_an_unknown_target_is_a_finding() -> None:
+def test_an_unknown_target_is_a_finding():
     found = examination.examine("cu999-sm1")
     check_shape(found.as_dict())
     assert (found.target, found.status) == ("cu999-sm1", "fail")
@@ -255,7 +260,7 @@ def done(name: str, device: str = "cpu") -> dict[str, Any]:
 PLANNED = {"planned": [["adam", "cpu"], ["quant", "cpu"]]}
 
 
-def test_ops_go_on_after_one_that_crashes() -> None:
+def test_ops_go_on_after_one_that_crashes():
     crashed = Child(-11, (PLANNED, begun("adam")), "")
     rest = Child(0, (PLANNED, begun("quant"), done("quant")), "")
     found = trial.ops(run=children(crashed, rest))
@@ -266,7 +271,7 @@ def test_ops_go_on_after_one_that_crashes() -> None:
     assert found[0].backend == "jit"
 
 
-def test_ops_that_hang_are_reported_and_the_last_crash_ends_it() -> None:
+def test_ops_that_hang_are_reported_and_the_last_crash_ends_it():
     hung = Child(None, (PLANNED, begun("adam"), done("adam"), begun("quant")), "")
     found = trial.ops(run=children(hung))
     assert [(one.name, one.error) for one in found] == [
@@ -275,14 +280,14 @@ def test_ops_that_hang_are_reported_and_the_last_crash_ends_it() -> None:
     ]
 
 
-def test_ops_that_cannot_even_start() -> None:
+def test_ops_that_cannot_even_start():
     found = trial.ops(run=children(Child(1, (), "Traceback\nImportError: no flexops.ops")))
     assert [(one.name, one.error) for one in found] == [
         ("all", "its process exited 1: ImportError: no flexops.ops")
     ]
 
 
-def test_build_and_load(tmp_path: Any) -> None:
+def test_build_and_load(tmp_path):
     told = (
         {"device": "cpu", "build_seconds": 1.5, "architectures": []},
         {"device": "cuda", "error": "no", "fix": "x"},
@@ -300,7 +305,7 @@ def test_build_and_load(tmp_path: Any) -> None:
     )
 
 
-def test_a_build_that_dies_and_a_load_that_crashes(tmp_path: Any) -> None:
+def test_a_build_that_dies_and_a_load_that_crashes(tmp_path):
     built = trial.build(["cpu"], tmp_path, run=children(Child(None, (), "")))
     assert built["cpu"].error == "its process gave no answer in time"
     assert trial.load(built, tmp_path, run=children()) == (built["cpu"],)
@@ -311,7 +316,7 @@ def test_a_build_that_dies_and_a_load_that_crashes(tmp_path: Any) -> None:
     )
 
 
-def test_the_workplace_falls_back_to_the_temporary_directory(tmp_path: Any) -> None:
+def test_the_workplace_falls_back_to_the_temporary_directory(tmp_path):
     with trial.workplace(tmp_path / "cache") as place:
         assert place.is_relative_to(tmp_path / "cache")
     assert not place.exists()
@@ -326,9 +331,7 @@ def test_the_workplace_falls_back_to_the_temporary_directory(tmp_path: Any) -> N
     ("arguments", "expected"),
     [([], (None, False, False)), (["--json", "--target", "cpu", "--strict"], ("cpu", True, True))],
 )
-def test_both_command_lines_take_the_same_options(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: tuple[object, ...]
-) -> None:
+def test_both_command_lines_take_the_same_options(monkeypatch, arguments, expected):
     import typer
     from typer.testing import CliRunner
 
@@ -349,7 +352,7 @@ def test_both_command_lines_take_the_same_options(
     assert asked == [expected, expected]
 
 
-def test_importing_doctor_needs_the_standard_library_only() -> None:
+def test_importing_doctor_needs_the_standard_library_only():
     """No third-party module, and none of the project's that looks at anything, when doctor is
     imported."""
     program = (

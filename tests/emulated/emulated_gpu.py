@@ -1,40 +1,27 @@
 """For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors,
-CUDA's kernels compute, by a driver that runs them; and what tests of GPUs call ``cuda`` is the CPU.
-
-The process has ``tests/support/stand_in``'s libraries, and STAND_IN_TRANSLATOR
-(``test_emulated_kernels.py`` starts it so).
-"""
+CUDA's kernels compute, on the emulator; and what tests of GPUs call ``cuda`` is the CPU."""
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support" / "stand_in"))
-from launch import OnGpu
-
-from flexops.build.load import loader, provider
+from flexops.build.load import loader
 from flexops.testing import isa
-
-_ensure = loader.ensure
-
-
-def _ensure_cuda(family: str, _: str) -> bool:
-    return _ensure(family, "cuda")
+from flexops.testing.emulator import families
 
 
-# NVRTC's PTX of the very plans whose machine code a GPU of capability 8.0 would run.
-provider.compiler_for = functools.partial(provider.compiler_for, asked="compute_80")
-provider.machine_code = lambda _: iter(())
-loader.ensure = _ensure_cuda
+def _ensure(family: str, _: str) -> bool:
+    families.open_library(family)
+    return True
+
+
+loader.ensure = _ensure
 isa.levels, isa.isa_limit = (lambda: ["emulated"]), nullcontext
 torch.cuda.get_device_capability = lambda *_: (8, 0)
 
@@ -68,5 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    with OnCpu(), OnGpu():
+    with OnCpu(), families.OnEmulator():
         yield
+
+
+def pytest_sessionfinish() -> None:
+    print(f"\n{len(families.driver().kernels)} kernels ran")

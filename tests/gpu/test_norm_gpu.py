@@ -9,73 +9,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
 
 import flexops
-from flexops.ops import norm as norm_module
-from flexops.ops import norm_quantized as quantized_module
 from flexops.ops._register import references
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-LENGTHS = (
-    1,
-    2,
-    7,
-    8,
-    9,
-    63,
-    64,
-    136,
-    256,
-    257,
-    520,
-    1000,
-    1024,
-    1032,
-    2048,
-    4095,
-    4096,
-    5120,
-    8192,
-    8200,
-    12288,
-    16384,
-    16392,
-    32768,
-    65535,
-    65536,
-)
+LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120,
+    8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
 def native(native_kernels: Callable[[str, str], None]) -> None:
     for family in ("norm", "norm_backward"):
         native_kernels(family, "cuda")
-
-
-def assert_near(actual: Any, expected: Any, size: int = 1) -> None:
-    """Rounded as the dtype rounds; sums of many float32 within a few units of their size."""
-    assert len(actual) == len(expected)
-    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert one.shape == other.shape
-        assert one.dtype == other.dtype
-        assert one.is_contiguous()
-        if one.numel():
-            one, other, unit = one.double(), other.double(), ROUNDING.get(one.dtype, 0.0)
-            bound = 2 * unit * other.abs() + 4e-6 * size**0.5 * other.square().mean().sqrt() + 1e-7
-            wrong = ~(((one - other).abs() <= bound) | (one.isnan() & other.isnan()))
-            assert not wrong.any(), (
-                position,
-                int(wrong.sum()),
-                one[wrong][:3].tolist(),
-                other[wrong][:3].tolist(),
-            )
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:
@@ -92,10 +43,9 @@ def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("columns", LENGTHS)
-def test_kernels_give_what_the_reference_gives(columns: int) -> None:
+def test_kernels_give_what_the_reference_gives(columns):
     torch.manual_seed(columns)
     choose = random.Random(columns)
-    ops = torch.ops.flexops
     for turn in range(12):
         x_dtype = DTYPES[turn % 3]
         row_dtype = x_dtype if turn % 4 else choose.choice(DTYPES)
@@ -115,73 +65,15 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
             torch.randn(columns, device="cuda").to(weight_dtype) if choose.random() < 0.8 else None
         )
         bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
-        with torch.no_grad():
-            compare(
-                ops.layer_norm.forward, norm_module._layer_norm_reference, x, weight, bias, 1e-5
-            )
-            compare(ops.rms_norm.forward, norm_module._rms_norm_reference, x, weight, 1e-6)
-            _, total, statistics = compare(
-                ops.add_layer_norm.forward,
-                norm_module._add_layer_norm_reference,
-                x,
-                residual,
-                weight,
-                bias,
-                1e-5,
-            )
-            compare(
-                ops.add_rms_norm.forward,
-                norm_module._add_rms_norm_reference,
-                x,
-                residual,
-                weight,
-                1e-6,
-            )
-            backward = (
-                grad,
-                also if turn % 3 else None,
-                total,
-                weight,
-                statistics,
-                *flags(choose, 3),
-                bias_dtype,
-            )
-            compare(
-                ops.layer_norm_backward,
-                references["flexops::layer_norm_backward"],
-                *backward,
-                size=rows,
-            )
-            statistics = norm_module._rms_norm_reference(total, None, 1e-6)[1]
-            backward = (
-                grad,
-                also if turn % 3 else None,
-                total,
-                weight,
-                statistics,
-                *flags(choose, 2),
-            )
-            compare(
-                ops.rms_norm_backward,
-                references["flexops::rms_norm_backward"],
-                *backward,
-                size=rows,
-            )
-
-
-def flags(choose: random.Random, count: int) -> list[bool]:
-    return [choose.random() < 0.8 for _ in range(count)]
-
-
-def compare(op: Any, reference: Any, *arguments: Any, size: int = 1) -> Any:
-    results = op(*arguments)
-    assert_near(results, reference(*arguments), size)
-    return results
+        needs = [choose.random() < 0.8 for _ in range(3)]
+        some = also if turn % 3 else None
+        drawn = Drawn(x, residual, grad, some, weight, bias, needs, bias_dtype)
+        compare_all(drawn, floor=1e-7)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 520, 4096, 8192, 16384, 40000])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_codes(columns: int, dtype: torch.dtype) -> None:
+def test_codes(columns, dtype):
     torch.manual_seed(columns)
     for x_dtype in DTYPES:
         x, residual = torch.randn(2, 67, columns, device="cuda").to(x_dtype)
@@ -193,9 +85,9 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
                 *arguments[:2], 1e-6, dtype, *arguments[4:]
             )
             op = (
-                quantized_module._add_rms_norm_quantized_reference
+                references["flexops::add_rms_norm_quantized"]
                 if rest
-                else quantized_module._rms_norm_quantized_reference
+                else references["flexops::rms_norm_quantized"]
             )
             expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
             torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
@@ -207,7 +99,7 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("factor", [2.0**-80, 1.0, 2.0**80])
-def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> None:
+def test_codes_near_the_ends_of_float32(x_dtype, factor):
     """Where x * weight comes near them, or leaves them, but the result does not."""
     x, weight = (
         torch.randn(40, 4096, device="cuda").to(x_dtype),
@@ -221,7 +113,7 @@ def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> 
     else:
         weight = weight.to(x_dtype)
     values, scales = flexops.rms_norm_quantized(x, weight, 0.0)
-    expected, expected_scales = quantized_module._rms_norm_quantized_reference(
+    expected, expected_scales = references["flexops::rms_norm_quantized"](
         x, weight, 0.0, torch.int8
     )
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
@@ -232,9 +124,7 @@ def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> 
 
 @pytest.mark.parametrize("columns", [8, 128, 136, 1000, 1032, 8192, 16384, 32768, 40000, 65536])
 @pytest.mark.parametrize("x_dtype", DTYPES)
-def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(
-    x_dtype: torch.dtype, columns: int
-) -> None:
+def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(x_dtype, columns):
     """The kernels' sums are as good as sums of squares off the mean, wherever the outlier lies."""
     rows = 200000 // columns * 32 + 1
     x = torch.randn(rows, columns, device="cuda")
@@ -253,7 +143,7 @@ def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 8192, 16384, 20000, 65536])
-def test_the_same_bits_every_time(columns: int) -> None:
+def test_the_same_bits_every_time(columns):
     x = torch.randn(1000, columns, device="cuda").bfloat16().requires_grad_()
     weight, bias = (torch.randn(columns, device="cuda").requires_grad_() for _ in range(2))
     grad = torch.randn_like(x)
@@ -282,7 +172,7 @@ print([event.key for event in profiled.key_averages()])
 """
 
 
-def test_autograds_thread_finds_room_for_clusters_before_its_first_launch() -> None:
+def test_autograds_thread_finds_room_for_clusters_before_its_first_launch():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters are of compute capability 9.0")
     environment = {

@@ -3,12 +3,11 @@ layouts at which the ways change."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from softmax_cases import DTYPES, LENGTHS, assert_near, draw_lowest, draw_mask, draw_scores
+from softmax_cases import DTYPES, LENGTHS, assert_near, compare_all, draw_lowest
 
 import flexops
 from flexops.ops import softmax as softmax_module
@@ -24,40 +23,16 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("block", range(4))
-def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...]) -> None:
-    ops = torch.ops.flexops
+def test_cuda_gives_what_the_reference_gives(block, lengths):
     for seed in range(block * 100, block * 100 + 100):
-        choose, generator = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
-        x = draw_scores(choose, generator, "cuda", lengths)
-        mask = draw_mask(choose, generator, x)
-        scale = choose.choice([1.0, 0.125, -0.7, 3.0])
-        y = ops.scaled_masked_softmax(x, mask, scale)
-        assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
-        grad = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
-        assert_near(
-            ops.softmax_backward(grad, y, scale, False),
-            softmax_module._softmax_backward_reference(grad, y, scale, False),
-            8,
-            abs(scale),
-        )
-        if x.dim() > 1:
-            y = ops.causal_softmax(x, scale)
-            assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(
-                ops.softmax_backward(grad, y, scale, True),
-                softmax_module._softmax_backward_reference(grad, y, scale, True),
-                8,
-                abs(scale),
-            )
+        compare_all(seed, "cuda", lengths)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
 @pytest.mark.parametrize("keys", [1024, 1031, 2048])
 @pytest.mark.parametrize(("heads", "queries"), [(3, 65), (8, 130)], ids=["few rows", "more rows"])
-def test_attention_shapes(
-    dtype: torch.dtype, mask_dtype: torch.dtype, keys: int, heads: int, queries: int
-) -> None:
+def test_attention_shapes(dtype, mask_dtype, keys, heads, queries):
     """Masks of padding, of a batch, of all heads, and of none; aligned and not."""
     x = torch.randn(2, heads, queries, keys, device="cuda").to(dtype)
     for shape in (
@@ -81,7 +56,7 @@ def test_attention_shapes(
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
-def test_large_masks_that_heads_share(mask_dtype: torch.dtype) -> None:
+def test_large_masks_that_heads_share(mask_dtype):
     """The heads' rows are neighbours in the grid where a mask is more than the second-level cache
     keeps."""
     x = torch.randn(2, 3, 4200, 2048, device="cuda").to(torch.bfloat16)
@@ -99,7 +74,7 @@ def test_large_masks_that_heads_share(mask_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300, 2048, 24000])
-def test_boolean_masks_at_any_scale(dtype: torch.dtype, length: int) -> None:
+def test_boolean_masks_at_any_scale(dtype, length):
     """A scale of 0, and rows longer than the kernel for boolean masks takes."""
     x = torch.randn(5, 7, length, device="cuda").to(dtype)
     for shape in ((5, 7, length), (7, length), (5, 7, 1)):
@@ -113,7 +88,7 @@ def test_boolean_masks_at_any_scale(dtype: torch.dtype, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300, 2045, 2048, 24000, 70000])
-def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
+def test_rows_masked_with_the_lowest_number_are_even(dtype, length):
     """Masks are often written with a dtype's lowest number instead of -inf; a row that has nothing
     else is as even as torch's then."""
     for arguments in draw_lowest(dtype, "cuda", length):
@@ -123,7 +98,7 @@ def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length:
         )
 
 
-def test_masks_are_not_expanded_in_memory() -> None:
+def test_masks_are_not_expanded_in_memory():
     x = torch.randn(8, 16, 512, 512, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(8, 1, 512, 512, device="cuda") < 0.5
     torch.cuda.synchronize()

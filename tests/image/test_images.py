@@ -57,7 +57,7 @@ DOCKERFILES = [ROOT / image_files.dockerfile_path(row.accelerator) for row in (C
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def test_rows_by_id_and_glob() -> None:
+def test_rows_by_id_and_glob():
     assert [row.id for row in naming.select(MATRIX, ["cu130-*", "cpu"])] == [
         "cpu",
         *(name for name in MATRIX.ids if name.startswith("cu130-")),
@@ -76,11 +76,11 @@ def test_rows_by_id_and_glob() -> None:
         ("runtime", "team/flexops:1.0", "team/flexops:1.0"),
     ],
 )
-def test_names_of_images(stage: Any, tag: str | None, expected: str) -> None:
+def test_names_of_images(stage, tag, expected):
     assert naming.reference("cu130-sm90", stage, tag) == expected
 
 
-def test_one_tag_cannot_name_several() -> None:
+def test_one_tag_cannot_name_several():
     with pytest.raises(ImageError, match="several"):
         naming.reference("cpu", "runtime", "team/flexops:1", several=True)
 
@@ -93,16 +93,16 @@ def test_one_tag_cannot_name_several() -> None:
         ("team/flexops:1.0", "cpu --tag team/flexops:1.0"),
     ],
 )
-def test_the_command_that_makes_an_image(name: str, command: str) -> None:
+def test_the_command_that_makes_an_image(name, command):
     assert naming.build_command("cpu", name) == f"flexops image build {command}"
 
 
-def test_splitting_a_name() -> None:
+def test_splitting_a_name():
     assert naming.split("registry:5000/a/b") == ("registry:5000/a/b", "latest")
     assert naming.split("registry:5000/a/b:c") == ("registry:5000/a/b", "c")
 
 
-def test_an_unknown_stage_names_the_known() -> None:
+def test_an_unknown_stage_names_the_known():
     with pytest.raises(ImageError) as caught:
         naming.stage("wheel")
     assert "runtime | dev" in str(caught.value)
@@ -112,7 +112,7 @@ def test_an_unknown_stage_names_the_known() -> None:
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=MATRIX.ids)
-def test_every_build_argument_is_one_of_the_dockerfile(row: targets.Target) -> None:
+def test_every_build_argument_is_one_of_the_dockerfile(row):
     text = (ROOT / image_files.dockerfile_path(row.accelerator)).read_text()
     declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
     wish = building.Wish(row, "runtime", "x", jobs=2, index_url="https://me:secret@x/simple")
@@ -120,7 +120,7 @@ def test_every_build_argument_is_one_of_the_dockerfile(row: targets.Target) -> N
 
 
 @pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
-def test_the_defaults_are_a_rows(row: targets.Target) -> None:
+def test_the_defaults_are_a_rows(row):
     text = image_files.dockerfile(row, "header")
     for name, value in image_files.build_args(row).items():
         assert re.search(rf'^ARG {name}="?{re.escape(value)}"?$', text, re.MULTILINE), name
@@ -133,7 +133,7 @@ def stages(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path: Path) -> None:
+def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path):
     by_name = stages(path)
     secret = {
         name
@@ -150,7 +150,7 @@ def test_index_settings_reach_one_stage_that_no_kept_image_derives_from(path: Pa
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_hadolint(path: Path, require: Any) -> None:
+def test_hadolint(path, require):
     tool = shutil.which("hadolint") or shutil.which(
         "hadolint", path=str(Path(sys.executable).parent)
     )
@@ -158,18 +158,18 @@ def test_hadolint(path: Path, require: Any) -> None:
     completed([str(tool), str(path)])
 
 
-def test_bake_has_every_row_and_a_group_for_each_accelerator() -> None:
+def test_bake_has_every_row_and_a_group_for_each_accelerator():
     text = (ROOT / image_files.BAKE).read_text()
     assert re.findall(r'^target "([a-z]\S*)" {', text, re.MULTILINE) == list(MATRIX.ids)
     assert re.findall(r'^group "(\S+)" {', text, re.MULTILINE) == ["default", "cuda", "rocm"]
 
 
-def test_a_digest_pins_the_base() -> None:
+def test_a_digest_pins_the_base():
     row = replace(CUDA, build_digest="sha256:" + "a" * 64)
     assert image_files.build_args(row)["BUILD_BASE"] == f"{CUDA.build_base}@sha256:{'a' * 64}"
 
 
-def test_credentials_of_an_index_are_a_secret_and_no_argument() -> None:
+def test_credentials_of_an_index_are_a_secret_and_no_argument():
     """Any argument of a step, but those of proxies, is kept in the image that the step leaves."""
     url = "https://me:s3cret@index.example:8443/simple"
     wish = building.Wish(CPU, "runtime", "x", index_url=url)
@@ -211,7 +211,7 @@ def docker(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buildkits_progress_is_understood(tmp_path, monkeypatch):
     docker(tmp_path, PROGRESS, monkeypatch)
     told: list[tuple[int, str]] = []
     job = buildkit.Job({"A": "b"}, "me:s3cret", target="runtime")
@@ -236,7 +236,7 @@ def test_buildkits_progress_is_understood(tmp_path: Path, monkeypatch: pytest.Mo
     assert not done.ran("FROM")
 
 
-def test_the_step_that_failed_is_separated_from_those_beside_it() -> None:
+def test_the_step_that_failed_is_separated_from_those_beside_it():
     done = buildkit.Done()
     for line in (
         "#9 [toolchain 3/3] RUN sh check_base.sh hipcc",
@@ -251,7 +251,7 @@ def test_the_step_that_failed_is_separated_from_those_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("runtime", "option"), [("r/no:such", "--runtime-base"), ("x", "--build")])
-def test_a_base_that_is_not_available_is_named(runtime: str, option: str) -> None:
+def test_a_base_that_is_not_available_is_named(runtime, option):
     done = buildkit.Done(runtime_base=runtime)
     done.take("#3 [internal] load metadata for docker.io/r/no:such")
     done.take('#3 ERROR: failed to do request: Head "https://r": dial tcp: lookup r: no such host')
@@ -268,9 +268,7 @@ def test_a_base_that_is_not_available_is_named(runtime: str, option: str) -> Non
         None,
     ],
 )
-def test_a_docker_without_buildkit_is_rejected(
-    said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_docker_without_buildkit_is_rejected(said, tmp_path, monkeypatch):
     if said:
         docker(tmp_path, said + "\n", monkeypatch)
     else:
@@ -304,15 +302,7 @@ def torch_wheel(folder: Path, cuda: str | None, hip: str | None = None) -> None:
         ("13.0", None, "rocm7.2", "1", 1, "2.13.0+x, built for cuda13.0"),
     ],
 )
-def test_a_row_gets_its_torch_or_the_build_fails(
-    tmp_path: Path,
-    cuda: str | None,
-    hip: str | None,
-    wanted: str,
-    accept: str,
-    code: int,
-    said: str,
-) -> None:
+def test_a_row_gets_its_torch_or_the_build_fails(tmp_path, cuda, hip, wanted, accept, code, said):
     torch_wheel(tmp_path / "wheels", cuda, hip)
     script = [sys.executable, str(ROOT / "docker/check_torch.py"), str(tmp_path / "wheels")]
     done = completed([*script, wanted, accept], code=None)
@@ -325,7 +315,7 @@ def test_a_row_gets_its_torch_or_the_build_fails(
 
 
 @pytest.mark.parametrize("row", [CPU, CUDA, ROCM], ids=lambda row: row.id)
-def test_each_row_says_what_its_torch_is_built_for(row: targets.Target) -> None:
+def test_each_row_says_what_its_torch_is_built_for(row):
     wanted = {"cpu": "cpu", "cuda": "cuda13.0", "rocm": "rocm7.2"}[row.accelerator]
     assert image_files.build_args(row)["TORCH_FOR"] == wanted
     args = building.Wish(row, "runtime", "x", accept_torch=True).args({})
@@ -342,9 +332,7 @@ def test_each_row_says_what_its_torch_is_built_for(row: targets.Target) -> None:
     ],
     ids=["silent", "required", "accepted", "mirror"],
 )
-def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
-    variables: dict[str, str], code: int, said: str
-) -> None:
+def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(variables, code, said):
     """The part of the script that decides, with the index's address of a closed port."""
     script = (ROOT / "docker/fetch_wheels.sh").read_text()
     part = script[script.index("answers() {") : script.index('runtime_part "$wishes" >')]
@@ -360,9 +348,7 @@ def test_a_silent_index_fails_the_build_before_anything_large_is_downloaded(
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with(
-    path: Path,
-) -> None:
+def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with(path):
     """Or it would compile them again: what compilers read is part of a library's key."""
     by_name = stages(path)
     assert by_name["wheel"].startswith("FROM kernels ")
@@ -375,7 +361,7 @@ def test_the_wheel_is_made_with_the_settings_that_its_kernels_were_compiled_with
     }
 
 
-def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> None:
+def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path):
     """The stage `kernels` has a part of the package only, which must do."""
     kernels = stages(DOCKERFILES[0])["kernels"]
     for wanted in re.findall(r"^COPY (flexops/\S+) \./flexops/\S*$", kernels, re.MULTILINE):
@@ -396,9 +382,7 @@ def test_what_kernels_are_compiled_with_is_all_that_it_takes(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "row", [CPU, CUDA, ROCM, MATRIX.find("cu121-sm80")], ids=lambda row: row.id
 )
-def test_a_base_must_have_the_compiler_that_the_index_has_not(
-    row: targets.Target, tmp_path: Path
-) -> None:
+def test_a_base_must_have_the_compiler_that_the_index_has_not(row, tmp_path):
     compiler = image_files.build_args(row)["COMPILER"]
     assert compiler == ("hipcc" if row.accelerator == "rocm" else "")
     check = ["/bin/sh", str(ROOT / "docker/check_base.sh"), compiler]
@@ -416,7 +400,7 @@ def test_a_base_must_have_the_compiler_that_the_index_has_not(
 
 
 @pytest.mark.parametrize("has_apt", [True, False])
-def test_packages_that_are_not_available_have_a_fix(tmp_path: Path, has_apt: bool) -> None:
+def test_packages_that_are_not_available_have_a_fix(tmp_path, has_apt):
     if has_apt:
         (tmp_path / "apt-get").write_text(
             "#!/bin/sh\necho Temporary failure resolving >&2\nexit 100\n"
@@ -433,7 +417,7 @@ def test_packages_that_are_not_available_have_a_fix(tmp_path: Path, has_apt: boo
     assert "--build-base" in error.fix
 
 
-def test_there_is_no_package_called_docker() -> None:
+def test_there_is_no_package_called_docker():
     assert not (ROOT / "docker" / "__init__.py").exists()
 
 
@@ -443,7 +427,7 @@ LOCKED = locks.choose(MATRIX, [])
 
 
 @pytest.mark.parametrize("row", LOCKED, ids=lambda row: row.toolkit_name)
-def test_locks_agree_with_the_matrix(row: targets.Target) -> None:
+def test_locks_agree_with_the_matrix(row):
     lock = (ROOT / locks.lock_path(row)).read_text()
     run, mark, build = lock.partition("\n# build\n")
     assert mark
@@ -455,7 +439,7 @@ def test_locks_agree_with_the_matrix(row: targets.Target) -> None:
 
 
 @pytest.mark.parametrize("row", LOCKED, ids=lambda row: row.toolkit_name)
-def test_every_direct_requirement_is_locked(row: targets.Target) -> None:
+def test_every_direct_requirement_is_locked(row):
     locked = {
         re.split(r"[=\s]", entry)[0]
         for entry in locks.entries((ROOT / locks.lock_path(row)).read_text())
@@ -469,7 +453,7 @@ def test_every_direct_requirement_is_locked(row: targets.Target) -> None:
     assert wanted - locked <= ({"tomli"} if oldest >= (3, 11) else set())
 
 
-def test_rows_whose_wheels_come_from_elsewhere_are_not_locked() -> None:
+def test_rows_whose_wheels_come_from_elsewhere_are_not_locked():
     assert {row.toolkit_name for row in MATRIX.targets} - {row.toolkit_name for row in LOCKED} == {
         "cpu",
         "rocm72",
@@ -480,7 +464,7 @@ def test_rows_whose_wheels_come_from_elsewhere_are_not_locked() -> None:
         locks.choose(MATRIX, ["cu999"])
 
 
-def test_the_build_part_is_what_running_does_not_need() -> None:
+def test_the_build_part_is_what_running_does_not_need():
     whole = (
         "a==1 \\\n    --hash=sha256:aa\nb==2 ; python_version < '3.11' \\\n   "
         " --hash=sha256:bb\nc==3 \\\n    --hash=sha256:cc\n"
@@ -492,13 +476,13 @@ def test_the_build_part_is_what_running_does_not_need() -> None:
     assert text.splitlines()[-3:] == ["# build", "c==3 \\", "    --hash=sha256:cc"]
 
 
-def test_without_uv_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_uv_the_fix_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TargetError, match="needs uv"):
         locks.write(CUDA, ROOT)
 
 
-def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
+def test_wheels_are_locked_by_their_content(tmp_path):
     (tmp_path / "Some_Name-1.0+cpu-py3-none-any.whl").write_bytes(b"wheel")
     done = completed([sys.executable, str(ROOT / "docker/lock_wheels.py"), str(tmp_path)])
     assert re.fullmatch(r"some-name==1\.0\+cpu --hash=sha256:[0-9a-f]{64}\n", done.stdout)
@@ -508,7 +492,7 @@ def test_wheels_are_locked_by_their_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_everything_copied_is_in_the_context(path: Path, tmp_path: Path) -> None:
+def test_everything_copied_is_in_the_context(path, tmp_path):
     sent = sent_files(tmp_path)
     for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
         for source in line.split()[:-1]:
@@ -518,7 +502,7 @@ def test_everything_copied_is_in_the_context(path: Path, tmp_path: Path) -> None
                 )
 
 
-def test_nothing_else_is_sent(tmp_path: Path) -> None:
+def test_nothing_else_is_sent(tmp_path):
     assert not [
         name
         for name in sent_files(tmp_path)
@@ -527,7 +511,7 @@ def test_nothing_else_is_sent(tmp_path: Path) -> None:
     ]
 
 
-def test_the_ca_bundle_of_one_build(tmp_path: Path) -> None:
+def test_the_ca_bundle_of_one_build(tmp_path):
     bundle = tmp_path / "ca.pem"
     bundle.write_text("-----BEGIN CERTIFICATE-----\n")
     assert "docker/ca-certificates/this-build.crt" in sent_files(tmp_path / "context", bundle)
@@ -548,93 +532,33 @@ FROM = Step(3, 60, "FROM nvidia/cuda:1 AS toolchain")
 RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
 
 
-@pytest.mark.parametrize(
-    ("step", "output", "message", "what", "fix"),
-    [
-        (
-            None,
-            "",
-            "pull access denied for x, repository does not exist",
-            "base image is not available",
-            "--build-base",
-        ),
-        (
-            FROM,
-            "",
-            "Get https://r/v2/: dial tcp: lookup r: no such host",
-            "base image is not available",
-            "--build-base",
-        ),
-        (
-            Step(3, 9, "FROM u:1 AS installed"),
-            "",
-            "manifest for u:1 not found",
-            "base image is not available",
-            "--runtime-base",
-        ),
-        (
-            RUN,
-            "OSError: [Errno 28] No space left on device",
-            "exit code: 1",
-            "disk is full",
-            "docker system prune",
-        ),
-        (RUN, "", "write /x: no space left on device", "disk is full", "docker system prune"),
-        (
-            RUN,
-            "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]",
-            "code: 1",
-            "certificate is not trusted",
-            "--ca-bundle",
-        ),
-        (
-            RUN,
-            "Temporary failure resolving 'deb.debian.org'",
-            "code: 100",
-            "no way to the network",
-            "--network host",
-        ),
-        (
-            RUN,
-            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES",
-            "code: 1",
-            "other files than the lock names",
-            "flexops target lock",
-        ),
-        (
-            RUN,
-            "ERROR: No matching distribution found for torch==9",
-            "code: 1",
-            "lacks a package",
-            "--index-url",
-        ),
-        (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
-        (
-            RUN,
-            "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
-            "code: 6",
-            "step 15 of 60 failed",
-            "mend it",
-        ),
-        (
-            RUN,
-            "note: going on with the default index\nTraceback\nKeyError: 'x'",
-            "code: 1",
-            "step 15 of 60 failed",
-            "log",
-        ),
-        (
-            RUN,
-            "",
-            "failed to receive status: rpc error: code = Unavailable desc = EOF",
-            "engine went away",
-            "systemctl start docker",
-        ),
-    ],
-)
-def test_failures_name_their_cause_and_fix(
-    step: Step | None, output: str, message: str, what: str, fix: str
-) -> None:
+@pytest.mark.parametrize(("step", "output", "message", "what", "fix"), [
+    (None, "", "pull access denied for x, repository does not exist", "base image is not available",
+     "--build-base"),
+    (FROM, "", "Get https://r/v2/: dial tcp: lookup r: no such host", "base image is not available",
+     "--build-base"),
+    (Step(3, 9, "FROM u:1 AS installed"), "", "manifest for u:1 not found",
+     "base image is not available", "--runtime-base"),
+    (RUN, "OSError: [Errno 28] No space left on device", "exit code: 1", "disk is full",
+     "docker system prune"),
+    (RUN, "", "write /x: no space left on device", "disk is full", "docker system prune"),
+    (RUN, "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "code: 1",
+     "certificate is not trusted", "--ca-bundle"),
+    (RUN, "Temporary failure resolving 'deb.debian.org'", "code: 100", "no way to the network",
+     "--network host"),
+    (RUN, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "code: 1",
+     "other files than the lock names", "flexops target lock"),
+    (RUN, "ERROR: No matching distribution found for torch==9", "code: 1", "lacks a package",
+     "--index-url"),
+    (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
+    (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
+     "code: 6", "step 15 of 60 failed", "mend it"),
+    (RUN, "note: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1",
+     "step 15 of 60 failed", "log"),
+    (RUN, "", "failed to receive status: rpc error: code = Unavailable desc = EOF",
+     "engine went away", "systemctl start docker"),
+])  # fmt: skip
+def test_failures_name_their_cause_and_fix(step, output, message, what, fix):
     error = failure.explain(
         "cpu",
         replace(step, output=output) if step else None,
@@ -660,13 +584,13 @@ def test_failures_name_their_cause_and_fix(
         ("ConnectionRefusedError(111, 'Connection refused')", "no container engine", "DOCKER_HOST"),
     ],
 )
-def test_an_engine_that_cannot_be_used(message: str, what: str, fix: str) -> None:
+def test_an_engine_that_cannot_be_used(message, what, fix):
     error = engine.unreachable(message)
     assert what in error.what
     assert fix in error.fix
 
 
-def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path):
     (tmp_path / "docker").mkdir()
     script = (
         "import sys\nclass Nothing:\n    def find_spec(self, name, path=None, target=None):\n      "
@@ -761,9 +685,7 @@ def build(project: Path, client: FakeClient, wish: building.Wish) -> tuple[build
     return built, (project / "bin/called").read_text()
 
 
-def test_a_build_is_tagged_logged_and_reported(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_is_tagged_logged_and_reported(project, monkeypatch):
     docker(project / "bin", STORY, monkeypatch)
     client, told = FakeClient(), []
     wish = building.Wish(
@@ -802,9 +724,7 @@ def test_a_build_is_tagged_logged_and_reported(
     assert 'org.opencontainers.image.base.digest="sha256:2"' in client.labelled
 
 
-def test_what_was_compiled_is_kept_for_the_next_build(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_compiled_is_kept_for_the_next_build(project, monkeypatch):
     wish, keeps = building.Wish(CPU, "runtime", "x:y"), "--target kept-kernels --tag"
     docker(project / "bin", STORY, monkeypatch)
     _, called = build(project, FakeClient(), wish)
@@ -823,9 +743,7 @@ def test_what_was_compiled_is_kept_for_the_next_build(
         ("ERROR: failed to receive status: rpc error: code = Unavailable", "engine went away"),
     ],
 )
-def test_a_failed_build_is_explained_and_not_tagged(
-    project: Path, monkeypatch: pytest.MonkeyPatch, said: str, what: str
-) -> None:
+def test_a_failed_build_is_explained_and_not_tagged(project, monkeypatch, said, what):
     docker(project / "bin", f"{STORY}{said}\n", monkeypatch)
     client = FakeClient()
     with pytest.raises(ImageError, match=what) as caught:
@@ -835,7 +753,7 @@ def test_a_failed_build_is_explained_and_not_tagged(
     assert caught.value.log.is_file()
 
 
-def test_the_origin(tmp_path: Path) -> None:
+def test_the_origin(tmp_path):
     nothing = {"VERSION": flexops.__version__, "REVISION": "unknown", "SOURCE": "", "CREATED": ""}
     assert building.origin(tmp_path) == nothing or shutil.which("git") is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -861,38 +779,24 @@ NVIDIA = {"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu
 CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}
 
 
-@pytest.mark.parametrize(
-    ("row", "info", "host", "options", "note"),
-    [
-        (CPU, {}, running.HostGpus(nvidia=True, hook=True), {}, ""),
-        (CUDA, {}, running.HostGpus(), {}, "no NVIDIA GPU"),
-        (CUDA, {}, running.HostGpus(nvidia=True), {}, "nvidia-container-toolkit"),
-        (CUDA, {}, running.HostGpus(nvidia=True, hook=True), NVIDIA, ""),
-        (CUDA, {"Runtimes": {"runc": {}, "nvidia": {}}}, running.HostGpus(), NVIDIA, ""),
-        (
-            CUDA,
-            {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]},
-            running.HostGpus(),
-            CDI,
-            "",
-        ),
-        (ROCM, {}, running.HostGpus(nvidia=True, hook=True), {}, "no AMD GPU"),
-        (
-            ROCM,
-            {},
-            running.HostGpus(amd_devices=("/dev/kfd", "/dev/dri"), amd_groups=(44, 109)),
-            {"devices": ["/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"], "group_add": [44, 109]},
-            "",
-        ),
-    ],
-)
-def test_gpu_options(
-    row: targets.Target,
-    info: dict[str, Any],
-    host: running.HostGpus,
-    options: dict[str, Any],
-    note: str,
-) -> None:
+@pytest.mark.parametrize(("row", "info", "host", "options", "note"), [
+    (CPU, {}, running.HostGpus(nvidia=True, hook=True), {}, ""),
+    (CUDA, {}, running.HostGpus(), {}, "no NVIDIA GPU"),
+    (CUDA, {}, running.HostGpus(nvidia=True), {}, "nvidia-container-toolkit"),
+    (CUDA, {}, running.HostGpus(nvidia=True, hook=True), NVIDIA, ""),
+    (CUDA, {"Runtimes": {"runc": {}, "nvidia": {}}}, running.HostGpus(), NVIDIA, ""),
+    (CUDA, {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]},
+     running.HostGpus(), CDI, ""),
+    (ROCM, {}, running.HostGpus(nvidia=True, hook=True), {}, "no AMD GPU"),
+    (
+        ROCM,
+        {},
+        running.HostGpus(amd_devices=("/dev/kfd", "/dev/dri"), amd_groups=(44, 109)),
+        {"devices": ["/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"], "group_add": [44, 109]},
+        "",
+    ),
+])  # fmt: skip
+def test_gpu_options(row, info, host, options, note):
     found = running.gpu_options(row, info, host)
     assert dict(found.options) == options
     assert note in found.note
@@ -939,7 +843,7 @@ def statuses(row: targets.Target, found: ImageFacts, **options: Any) -> dict[str
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=MATRIX.ids)
-def test_an_image_in_order(row: targets.Target) -> None:
+def test_an_image_in_order(row):
     assert statuses(row, facts(row)) == {}
 
 
@@ -959,13 +863,11 @@ def test_an_image_in_order(row: targets.Target) -> None:
         ({"added_bytes": 50_000_000}, {}, {"image-added": "warn"}),
     ],
 )
-def test_what_is_wrong_with_an_image(
-    changes: dict[str, Any], options: dict[str, Any], expected: dict[str, str]
-) -> None:
+def test_what_is_wrong_with_an_image(changes, options, expected):
     assert statuses(CUDA, facts(CUDA, **changes), **options) == expected
 
 
-def test_a_torch_for_cuda_in_the_cpus_image_is_said() -> None:
+def test_a_torch_for_cuda_in_the_cpus_image_is_said():
     """The label ``dev.flexops.accelerator`` alone is ``cpu`` there."""
     other = facts(CPU, torch_cuda="13.0")
     assert statuses(CPU, other) == {"image-torch-build": "warn"}
@@ -973,7 +875,7 @@ def test_a_torch_for_cuda_in_the_cpus_image_is_said() -> None:
     assert image_labels.contents_labels(facts(CPU))["dev.flexops.torch-build"] == "cpu"
 
 
-def test_libraries_must_be_there_and_for_the_row() -> None:
+def test_libraries_must_be_there_and_for_the_row():
     name = CATALOG[0].name
     good = [library for library in facts(CUDA).libraries if library.name != f"{name}-cuda"]
     assert statuses(CUDA, facts(CUDA, libraries=tuple(good))) == {f"image-{name}-cuda": "fail"}
@@ -988,7 +890,7 @@ def test_libraries_must_be_there_and_for_the_row() -> None:
         }
 
 
-def test_kernels_are_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_no_libraries(tmp_path, monkeypatch):
     """Device code lies beside the libraries; torch is not asked to open it, but its damage is
     seen."""
     for name, kept in (("rope-90-whole", b"code"), ("rope-90-torn", b"")):
@@ -1021,11 +923,11 @@ def test_kernels_are_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_facts_survive_json() -> None:
+def test_facts_survive_json():
     assert ImageFacts.from_dict(facts(CUDA).as_dict()) == facts(CUDA)
 
 
-def test_labels_against_the_matrix_and_the_image() -> None:
+def test_labels_against_the_matrix_and_the_image():
     inside = facts(CUDA)
     good = {
         **image_files.labels(CUDA),
@@ -1054,7 +956,7 @@ def test_labels_against_the_matrix_and_the_image() -> None:
 
 
 @pytest.mark.parametrize("status", ["ok", "warn", "fail"])
-def test_what_doctor_found_is_named(status: Any) -> None:
+def test_what_doctor_found_is_named(status):
     told = Finding("cache", status, "the cache is full of sand", "no sand", "sweep")
     report = json.loads(
         json.dumps(
@@ -1073,7 +975,7 @@ def test_what_doctor_found_is_named(status: Any) -> None:
         assert found.fix.startswith("docker run --rm x")
 
 
-def test_layers_are_recognized_by_what_made_them() -> None:
+def test_layers_are_recognized_by_what_made_them():
     history = [
         {"Size": 5, "CreatedBy": "/bin/sh -c #(nop) COPY dir:1 in /opt"},
         {"Size": 0, "CreatedBy": "ENV"},
@@ -1096,7 +998,7 @@ LOCAL = {
 LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
 
 
-def test_every_row_is_listed_with_its_images() -> None:
+def test_every_row_is_listed_with_its_images():
     found = listing.listing([LOCAL], MATRIX)
     assert [one.target for one in found] == list(MATRIX.ids)
     assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
@@ -1115,13 +1017,11 @@ def test_every_row_is_listed_with_its_images() -> None:
         ({}, False, {}),
     ],
 )
-def test_what_a_container_gets_unasked(
-    engine: dict[str, Any], mounts: bool, expected: dict[str, Any]
-) -> None:
+def test_what_a_container_gets_unasked(engine, mounts, expected):
     assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
-def test_a_size_that_is_none_is_one_clear_error() -> None:
+def test_a_size_that_is_none_is_one_clear_error():
     DockerClient = pytest.importorskip("docker.client").DockerClient
     client = DockerClient(base_url="unix:///nowhere/docker.sock", version="1.41")
     with pytest.raises(ImageError, match="flexops:cpu cannot be run") as caught:
@@ -1129,7 +1029,7 @@ def test_a_size_that_is_none_is_one_clear_error() -> None:
     assert "lots" in caught.value.found
 
 
-def test_where_an_image_has_no_compiler_another_image_is_the_fix(tmp_path: Path) -> None:
+def test_where_an_image_has_no_compiler_another_image_is_the_fix(tmp_path):
     for image in ("cpu", ""):
         found = toolchain.missing(_without_a_compiler(tmp_path, image), "cpu")
         assert found
@@ -1142,7 +1042,7 @@ def _without_a_compiler(tmp_path: Path, image: str) -> toolchain.Toolchain:
     return toolchain.discover(Settings.from_environ(environment), device="cpu")
 
 
-def test_the_systems_packages_are_in_the_list_of_contents() -> None:
+def test_the_systems_packages_are_in_the_list_of_contents():
     listed = "installed\tlibc6\t2.36-9+deb12u14\tamd64\nconfig-files\tgone\t1\tall\ninstalled\ttar\t1:1.34\tamd64\n"
     make_sbom = runpy.run_path(str(ROOT / "docker/make_sbom.py"))
     found = make_sbom["system_components"](listed, "debian", "12")
@@ -1187,7 +1087,7 @@ NEW = (
 )
 
 
-def test_an_old_driver_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_an_old_driver_is_one_clear_sentence(tmp_path):
     done = entrypoint(tmp_path, "echo", "hello", driver=OLD)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
@@ -1198,12 +1098,12 @@ def test_an_old_driver_is_one_clear_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("driver", "device"), [(NEW, True), (OLD, False), ("", True), ("something else\n", True)]
 )
-def test_other_drivers_are_no_hindrance(tmp_path: Path, driver: str, device: bool) -> None:
+def test_other_drivers_are_no_hindrance(tmp_path, driver, device):
     done = entrypoint(tmp_path, "echo", "hello", driver=driver, device=device)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
-def test_the_cache_is_each_users_own(tmp_path: Path) -> None:
+def test_the_cache_is_each_users_own(tmp_path):
     done = entrypoint(tmp_path, "sh", "-c", "echo $XDG_CACHE_HOME; echo $TMPDIR")
     cache = done.stdout.splitlines()[0]
     assert cache.rpartition("/")[2].isdigit()

@@ -47,19 +47,8 @@ def fetch(
 
 
 def _download(requirements: Path, python: str, directory: Path, extra_index: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(directory),
-        "--requirement",
-        str(requirements),
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:",
+        "--dest", str(directory), "--requirement", str(requirements)]  # fmt: skip
     if python != "{}.{}".format(*sys.version_info[:2]):
         command += [
             "--python-version",

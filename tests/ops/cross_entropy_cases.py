@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexops.ops import cross_entropy as module
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -98,3 +100,22 @@ def size_of(logits: Tensor, numbers: tuple[int, float, float, int]) -> float:
     """What the loss of these logits is made of: as many times the largest as are summed up."""
     largest = float(logits.float().nan_to_num(0, 0, 0).abs().amax()) if logits.numel() else 0.0
     return (1 + largest) * (logits.shape[0] ** 0.5 if numbers[3] == 1 else 1.0)
+
+
+def compare_all(seed: int, device: str, classes: tuple[int, ...]) -> None:
+    """The kernels against the references: forward, backward, and in place."""
+    ops = torch.ops.flexops
+    x, target, numbers, factors, upstream = draw(seed, device, classes)
+    size = size_of(x, numbers)
+    loss, stats = ops.cross_entropy(x, target, *numbers)
+    expected_loss, expected_stats = module._cross_entropy_reference(x, target, *numbers)
+    assert_near(loss, expected_loss, size)
+    expected = module._cross_entropy_backward_reference(
+        upstream, x, target, expected_stats, *numbers
+    )
+    assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
+    written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
+    loss = ops.cross_entropy_(written, target, factors, *numbers)[0]
+    assert_near(loss, expected_loss, size)
+    module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
+    assert_near(written, expected)

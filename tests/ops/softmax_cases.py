@@ -9,35 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flexops.ops import softmax as module
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
-LENGTHS = (
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    17,
-    31,
-    64,
-    100,
-    255,
-    256,
-    257,
-    777,
-    1000,
-    1024,
-    1025,
-    2047,
-    2048,
-    2049,
-    4096,
-    5000,
-    8191,
-    9001,
-)
+LENGTHS = (1, 2, 3, 7, 8, 9, 17, 31, 64, 100, 255, 256, 257, 777, 1000, 1024, 1025, 2047, 2048,
+    2049, 4096, 5000, 8191, 9001)  # fmt: skip
 
 
 def draw_scores(
@@ -136,3 +114,25 @@ def assert_near(actual: Tensor, expected: Tensor, units: float = 2, scale: float
         one[wrong][:3].tolist(),
         other[wrong][:3].tolist(),
     )
+
+
+def compare_all(seed: int, device: str, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """The kernels against the references, forward and backward."""
+    ops = torch.ops.flexops
+    choose, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
+    x = draw_scores(choose, generator, device, lengths)
+    mask = draw_mask(choose, generator, x)
+    scale = choose.choice([1.0, 0.125, -0.7, 3.0])
+    grad = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
+
+    def compare(y: Tensor, expected: Tensor, causal: bool) -> None:
+        assert_near(y, expected)
+        actual = ops.softmax_backward(grad, y, scale, causal)
+        wanted = module._softmax_backward_reference(grad, y, scale, causal)
+        assert_near(actual, wanted, 8, abs(scale))
+
+    y = ops.scaled_masked_softmax(x, mask, scale)
+    compare(y, module._scaled_masked_softmax_reference(x, mask, scale), False)
+    if x.dim() > 1:
+        y = ops.causal_softmax(x, scale)
+        compare(y, module._causal_softmax_reference(x, scale), True)

@@ -223,9 +223,7 @@ class StepContract:
     @pytest.mark.parametrize("grad_dtype", DTYPES)
     @pytest.mark.parametrize("param_dtype", DTYPES)
     @pytest.mark.parametrize("maximize", [False, True])
-    def test_native_is_what_the_reference_is(
-        self, param_dtype: torch.dtype, grad_dtype: torch.dtype, maximize: bool, device: str
-    ) -> None:
+    def test_native_is_what_the_reference_is(self, param_dtype, grad_dtype, maximize, device):
         lists = self.lists(device, param_dtype, grad_dtype)
         expected = clone(lists)
         self.call(lists, maximize=maximize)
@@ -233,7 +231,7 @@ class StepContract:
         assert_lists_close(lists, expected)
 
     @ON_BOTH
-    def test_mixed_dtypes_in_one_call(self, device: str) -> None:
+    def test_mixed_dtypes_in_one_call(self, device):
         groups = [self.lists(device, p, g) for p in DTYPES for g in DTYPES]
         lists = [[tensor for group in groups for tensor in group[k]] for k in range(len(groups[0]))]
         expected = clone(lists)
@@ -242,7 +240,7 @@ class StepContract:
         assert_lists_close(lists, expected)
 
     @ON_BOTH
-    def test_is_the_formula_in_float64(self, device: str) -> None:
+    def test_is_the_formula_in_float64(self, device):
         lists = self.lists(device)
         rows = [
             [
@@ -259,7 +257,7 @@ class StepContract:
                     torch.testing.assert_close(left.double(), right, rtol=4e-6, atol=2e-6)
 
     @ON_BOTH
-    def test_large_tensor_in_pieces(self, device: str) -> None:
+    def test_large_tensor_in_pieces(self, device):
         lists = self.lists(device, shapes=[(300_001,)])
         expected = clone(lists)
         self.call(lists)
@@ -267,7 +265,7 @@ class StepContract:
         assert_lists_close(lists, expected)
 
     @ON_BOTH
-    def test_the_same_bits_twice(self, device: str) -> None:
+    def test_the_same_bits_twice(self, device):
         lists = self.lists(device, torch.float32, torch.bfloat16, shapes=[(100_003,), (5,)])
         again = clone(lists)
         self.call(lists)
@@ -276,7 +274,7 @@ class StepContract:
             assert all(map(torch.equal, found, wanted))
 
     @ON_BOTH
-    def test_grad_scale_is_taken_out_and_written_back(self, device: str) -> None:
+    def test_grad_scale_is_taken_out_and_written_back(self, device):
         lists = self.lists(device, torch.float32, torch.bfloat16)
         plain = clone(lists)
         lists[1] = [grad * 1024 for grad in lists[1]]
@@ -290,7 +288,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("reference", [False, True])
-    def test_found_inf_does_nothing_at_all(self, reference: bool, device: str) -> None:
+    def test_found_inf_does_nothing_at_all(self, reference, device):
         lists = self.lists(device, torch.float32, torch.float16)
         before = clone(lists)
         numbers = {
@@ -302,7 +300,7 @@ class StepContract:
             assert all(map(torch.equal, found, wanted))
 
     @ON_BOTH
-    def test_lr_as_a_tensor(self, device: str) -> None:
+    def test_lr_as_a_tensor(self, device):
         lists = self.lists(device)
         plain, reference = clone(lists), clone(lists)
         rate = torch.tensor([self.step.numbers["lr"]], device=device)
@@ -314,7 +312,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_a_gradient_that_is_not_finite_shows(self, value: float, device: str) -> None:
+    def test_a_gradient_that_is_not_finite_shows(self, value, device):
         lists = self.lists(device, shapes=[(1000,)])
         lists[1][0][123] = value
         expected = clone(lists)
@@ -325,7 +323,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("which", ["params", "grads", "states", "all"])
-    def test_odd_strides(self, which: str, device: str) -> None:
+    def test_odd_strides(self, which, device):
         for layout in LAYOUTS.values():
             lists = self.lists(device, shapes=[(137, 241)])
             plain = clone(lists)
@@ -344,7 +342,7 @@ class StepContract:
             assert_lists_close(lists, plain)
 
     @ON_BOTH
-    def test_a_gradient_whose_elements_share_memory(self, device: str) -> None:
+    def test_a_gradient_whose_elements_share_memory(self, device):
         lists = self.lists(device, shapes=[(64, 65)])
         lists[1] = [lists[1][0][:1].expand(64, 65)]
         plain = clone(lists)
@@ -354,7 +352,7 @@ class StepContract:
         assert_lists_close([lists[0], *lists[2:]], [plain[0], *plain[2:]])
 
     @ON_BOTH
-    def test_no_tensors_and_empty_tensors(self, device: str) -> None:
+    def test_no_tensors_and_empty_tensors(self, device):
         self.call([[] for _ in self.step.lists])
         lists = self.lists(device, shapes=[(0, 3)])
         self.call(lists)
@@ -364,7 +362,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("reference", [False, True])
-    def test_step_counts_in_one_tensor(self, reference: bool, device: str) -> None:
+    def test_step_counts_in_one_tensor(self, reference, device):
         names = list(self.step.lists)
         if "state_steps" not in names:
             return
@@ -392,7 +390,7 @@ class StepContract:
 
     # -- rejections
 
-    def test_wrong_dtypes_are_named(self) -> None:
+    def test_wrong_dtypes_are_named(self):
         for position, (name, dtype) in enumerate(self.step.lists.items()):
             for backend in (self.call, self.on_reference):
                 lists = self.lists("cpu")
@@ -413,7 +411,7 @@ class StepContract:
                 assert accepted.removeprefix("torch.") in str(caught.value)
                 assert torch.equal(lists[0][0], before)  # nothing was touched
 
-    def test_wrong_shapes_are_named(self) -> None:
+    def test_wrong_shapes_are_named(self):
         for position, name in enumerate(self.step.lists):
             lists = self.lists("cpu")
             wrong = lists[position][1].reshape(-1)
@@ -425,7 +423,7 @@ class StepContract:
             ):
                 self.call(lists)
 
-    def test_what_is_no_dense_tensor_is_named(self) -> None:
+    def test_what_is_no_dense_tensor_is_named(self):
         for wrong, text in (
             (None, "must be a tensor, got NoneType"),
             (torch.eye(33, 65).to_sparse(), r"must be a dense \(strided\) tensor"),
@@ -435,7 +433,7 @@ class StepContract:
             with pytest.raises(TypeError, match=rf": grads\[1\] {text}"):
                 self.call(lists)
 
-    def test_wrong_lengths_are_named(self) -> None:
+    def test_wrong_lengths_are_named(self):
         for position, name in enumerate(self.step.lists):
             lists = self.lists("cpu")
             lists[position] = lists[position][:-1]
@@ -446,7 +444,7 @@ class StepContract:
             assert position == 0 or f" {name} must hold" in str(caught.value)
 
     @ON_BOTH
-    def test_a_tensor_on_another_device_is_named(self, device: str) -> None:
+    def test_a_tensor_on_another_device_is_named(self, device):
         for elsewhere in other_devices(device):
             for call in (self.call, self.on_reference):
                 for position, name in enumerate(self.step.lists):
@@ -469,7 +467,7 @@ class StepContract:
                 ):
                     self.call(self.lists(device), **{name: torch.ones((), device=elsewhere)})
 
-    def test_wrong_numbers_are_named(self) -> None:
+    def test_wrong_numbers_are_named(self):
         wrong = [(name, value) for name in self.step.bad_numbers for value in (-1.0, float("nan"))]
         wrong += [(name, 1.0) for name in self.step.numbers if name.startswith("beta")]
         for name, value in wrong:
@@ -487,7 +485,7 @@ class StepContract:
     # -- torch
 
     @ON_BOTH
-    def test_opcheck(self, device: str) -> None:
+    def test_opcheck(self, device):
         calls: list[tuple[Any, Any, Any]] = []
 
         class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
@@ -514,7 +512,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("dynamic", [False, True])
-    def test_compiles_without_graph_breaks(self, dynamic: bool, device: str) -> None:
+    def test_compiles_without_graph_breaks(self, dynamic, device):
         def train_step(lists: Lists) -> Tensor:
             self.call(lists)
             return lists[0][0] * 2
@@ -530,7 +528,7 @@ class StepContract:
         assert_lists_close(lists, expected)
         torch._dynamo.reset()
 
-    def test_backward_notices_that_a_saved_parameter_was_stepped(self) -> None:
+    def test_backward_notices_that_a_saved_parameter_was_stepped(self):
         param = torch.nn.Parameter(torch.randn(4))
         loss = (param**2).sum()
         param.grad = torch.ones(4)
@@ -542,7 +540,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_state_dict_goes_on_where_it_was_saved(self, dtype: torch.dtype, device: str) -> None:
+    def test_state_dict_goes_on_where_it_was_saved(self, dtype, device):
         params, expected = make_params(device, dtype), make_params(device, dtype)
         optimizer, oracle = self.optimizer(params), self.optimizer(expected)
         for step in range(6):
@@ -561,7 +559,7 @@ class StepContract:
             oracle.step()
         assert all(map(torch.equal, params, expected))
 
-    def test_a_state_dict_that_knows_fewer_options(self) -> None:
+    def test_a_state_dict_that_knows_fewer_options(self):
         """Of an older version, or of another's optimizer; torch's own do it for each other's."""
         params = make_params("cpu")
         optimizer = self.optimizer(params)
@@ -589,7 +587,7 @@ class StepContract:
         "change",
         ["params", "some states", "all states", "data of states", "counts", "order", "one anew"],
     )
-    def test_what_was_put_in_another_place_is_noticed(self, change: str, device: str) -> None:
+    def test_what_was_put_in_another_place_is_noticed(self, change, device):
         params, expected = make_params(device), make_params(device)
         optimizer, oracle = self.optimizer(params), self.optimizer(expected)
         step_alike(2, (params, optimizer), (expected, oracle))
@@ -621,7 +619,7 @@ class StepContract:
             for name, value in oracle.state[right].items():
                 assert torch.equal(optimizer.state[left][name], value), name
 
-    def test_replaced_states_are_not_kept(self) -> None:
+    def test_replaced_states_are_not_kept(self):
         params = make_params("cpu")
         optimizer = self.optimizer(params)
         set_grads(params, seed=0)
@@ -636,7 +634,7 @@ class StepContract:
         # states that are sent to the CPU free their memory at once
         assert not [ref() for ref in large if ref() is not None]
 
-    def test_steps_in_several_threads(self) -> None:
+    def test_steps_in_several_threads(self):
         expected = make_params("cpu")
         step_alike(10, (expected, self.optimizer(expected)))
         trained = [make_params("cpu") for _ in range(4)]
@@ -655,7 +653,7 @@ class StepContract:
         for params in trained:
             assert all(map(torch.equal, params, expected))
 
-    def test_copies_and_pickles(self) -> None:
+    def test_copies_and_pickles(self):
         params = make_params("cpu")
         optimizer = self.optimizer(params)
         set_grads(params, seed=1)
@@ -665,7 +663,7 @@ class StepContract:
             other.step()
 
     @ON_BOTH
-    def test_groups_schedules_and_missing_gradients(self, device: str) -> None:
+    def test_groups_schedules_and_missing_gradients(self, device):
         params, expected = make_params(device), make_params(device)
         optimizer = self.optimizer(
             [{"params": params[:4]}, {"params": params[4:], "lr": 0.2, "weight_decay": 0.5}]
@@ -690,7 +688,7 @@ class StepContract:
 
     @ON_BOTH
     @pytest.mark.parametrize("unscale", [False, True])
-    def test_grad_scaler(self, unscale: bool, device: str) -> None:
+    def test_grad_scaler(self, unscale, device):
         results = []
         for scaled in (True, False):
             params = make_params(device, shapes=SHAPES[:5])
@@ -718,7 +716,7 @@ class StepContract:
         for left, right in zip(*results, strict=True):
             torch.testing.assert_close(left, right, rtol=4e-6, atol=2e-6)
 
-    def test_closure_and_hooks(self) -> None:
+    def test_closure_and_hooks(self):
         params = make_params("cpu")
         optimizer = self.optimizer(params)
         seen = []
@@ -733,7 +731,7 @@ class StepContract:
         assert optimizer.step(closure) > 0
         assert seen == [1]
 
-    def test_a_compiled_step_keeps_its_states(self) -> None:
+    def test_a_compiled_step_keeps_its_states(self):
         params, expected = (make_params("cpu", shapes=[(80, 70), (33, 65)]) for _ in range(2))
         optimizer, oracle = self.optimizer(params), self.optimizer(expected)
         torch._dynamo.reset()
@@ -748,7 +746,7 @@ class StepContract:
             assert torch.equal(left, right)
             assert optimizer.state[left].keys() == oracle.state[right].keys()
 
-    def test_wrong_options_are_rejected(self) -> None:
+    def test_wrong_options_are_rejected(self):
         for options in (
             {"lr": -1.0},
             {"weight_decay": -1.0},
@@ -757,7 +755,7 @@ class StepContract:
             with pytest.raises(ValueError, match="Invalid"):
                 self.optimizer(make_params("cpu"), **options)
 
-    def test_what_cannot_be_stepped_is_rejected_clearly(self) -> None:
+    def test_what_cannot_be_stepped_is_rejected_clearly(self):
         param = torch.nn.Parameter(torch.randn(100, 60))
         param.grad = torch.eye(100, 60).to_sparse()
         with pytest.raises(
@@ -771,7 +769,7 @@ class StepContract:
         ):
             self.optimizer([param]).step()
 
-    def test_expanded_parameters_are_rejected_before_any_step(self) -> None:
+    def test_expanded_parameters_are_rejected_before_any_step(self):
         """As torch's own optimizers, except fused ones."""
         param, expanded = (
             torch.nn.Parameter(torch.randn(5)),
@@ -784,7 +782,7 @@ class StepContract:
             self.optimizer([{"params": [param]}, {"params": [expanded]}]).step()
         assert torch.equal(param, before)
 
-    def test_an_expanded_list_is_rejected_before_it_is_written(self) -> None:
+    def test_an_expanded_list_is_rejected_before_it_is_written(self):
         lists = self.lists("cpu", shapes=[(5,), (64, 65)])
         lists[0][1] = lists[0][1][:1].expand(64, 65)
         before = clone(lists)
@@ -793,7 +791,7 @@ class StepContract:
         assert_lists_close(lists, before)
 
     @pytest.mark.parametrize("wrong", ["dtype", "complex", "sparse", "rate"])
-    def test_no_group_is_stepped_if_one_cannot_be(self, wrong: str) -> None:
+    def test_no_group_is_stepped_if_one_cannot_be(self, wrong):
         params = make_params("cpu", shapes=[(3, 4), (4, 3), (5, 3)])
         optimizers = [
             self.optimizer([{"params": params[:1]}, {"params": params[1:]}]),
@@ -821,7 +819,7 @@ class StepContract:
             assert all(map(torch.equal, params, before))
             assert all(state["step"] == 0 for state in optimizer.state.values() if "step" in state)
 
-    def test_parameters_without_memory(self) -> None:
+    def test_parameters_without_memory(self):
         """On meta, and fake ones, as those have who plan what a training takes."""
         for place in (torch.device("meta"), FakeTensorMode()):
             with place:
@@ -837,7 +835,7 @@ class StepContract:
                 for value in optimizer.state[param].values()
             )
 
-    def test_each_step_count_has_its_own_storage(self) -> None:
+    def test_each_step_count_has_its_own_storage(self):
         params = make_params("cpu")
         optimizer = self.optimizer(params)
         step_alike(2, (params, optimizer))
@@ -845,7 +843,7 @@ class StepContract:
         assert all(count.untyped_storage().nbytes() == 4 and count == 2 for count in counts)
         assert len({count.untyped_storage().data_ptr() for count in counts}) == len(counts)
 
-    def test_complex_parameters_step_as_pairs(self) -> None:
+    def test_complex_parameters_step_as_pairs(self):
         param = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
         pair = torch.nn.Parameter(torch.view_as_real(param.detach().clone()))
         optimizers = self.optimizer([param]), self.optimizer([pair])
@@ -858,7 +856,7 @@ class StepContract:
 
     @pytest.mark.extra
     @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
-    def test_lower_instruction_sets(self, isa: str) -> None:
+    def test_lower_instruction_sets(self, isa):
         with isa_limit(isa):
             for param_dtype, grad_dtype in zip(
                 DTYPES, [DTYPES[0], DTYPES[2], DTYPES[1]], strict=True
@@ -876,7 +874,7 @@ class StepContract:
     # -- CUDA
 
     @pytest.mark.gpu
-    def test_cuda_more_tensors_than_one_launch_holds(self) -> None:
+    def test_cuda_more_tensors_than_one_launch_holds(self):
         lists = self.lists("cuda", shapes=[(17 + i % 40,) for i in range(5000)])
         expected = clone(lists)
         self.call(lists)
@@ -888,7 +886,7 @@ class StepContract:
         assert_lists_close(*joined)
 
     @pytest.mark.gpu
-    def test_cuda_never_waits_for_the_device(self) -> None:
+    def test_cuda_never_waits_for_the_device(self):
         params = make_params("cuda")
         optimizer = self.optimizer(params, lr=torch.tensor(0.1, device="cuda"))
         set_grads(params, seed=0)
@@ -901,7 +899,7 @@ class StepContract:
             torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.gpu
-    def test_cuda_graph_with_a_learning_rate_that_changes(self) -> None:
+    def test_cuda_graph_with_a_learning_rate_that_changes(self):
         params, expected = make_params("cuda"), make_params("cuda")
         rate = torch.tensor(0.1, device="cuda")
         optimizer, oracle = self.optimizer(params, lr=rate), self.optimizer(expected, lr=0.1)
@@ -928,7 +926,7 @@ class StepContract:
             torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
     @pytest.mark.gpu
-    def test_cuda_runs_on_the_current_stream(self) -> None:
+    def test_cuda_runs_on_the_current_stream(self):
         lists = self.lists("cuda", shapes=[(2**22,)])
         expected = clone(lists)
         expected[1][0].fill_(1.0)
@@ -943,9 +941,7 @@ class StepContract:
         assert_lists_close(lists, expected)
 
     @pytest.mark.gpu
-    def test_cuda_more_than_2_to_31_elements(
-        self, require_gpu_memory: Callable[[int], None]
-    ) -> None:
+    def test_cuda_more_than_2_to_31_elements(self, require_gpu_memory):
         count = 2**31 + 12_345
         sizes = {torch.int8: 1, torch.uint8: 1, torch.float32: 4, None: 2}
         needed = (
@@ -972,7 +968,7 @@ class StepContract:
 
     @pytest.mark.gpu
     @pytest.mark.usefixtures("two_gpus")
-    def test_cuda_second_gpu(self) -> None:
+    def test_cuda_second_gpu(self):
         lists, expected = self.lists("cuda:1"), self.lists("cuda:0")
         self.call(lists)
         self.call(expected)
@@ -981,7 +977,7 @@ class StepContract:
         )
 
     @pytest.mark.gpu
-    def test_cuda_parameters_on_cpu_and_gpu_in_one_group(self) -> None:
+    def test_cuda_parameters_on_cpu_and_gpu_in_one_group(self):
         params = [
             torch.nn.Parameter(torch.ones(5000, device=device))
             for device in ("cpu", "cuda", "cpu", "cuda")
@@ -1014,7 +1010,7 @@ class TorchStepContract(StepContract):
         return pairs
 
     @ON_BOTH
-    def test_torch_after_many_steps(self, device: str) -> None:
+    def test_torch_after_many_steps(self, device):
         for options in self.torch_options:
             (params, optimizer), (expected, oracle) = self.both(device, options)
             step_alike(20, (params, optimizer), (expected, oracle))
@@ -1040,7 +1036,7 @@ class TorchStepContract(StepContract):
 
     @ON_BOTH
     @pytest.mark.parametrize("first", ["ours", "theirs"])
-    def test_torch_state_dicts_load_both_ways(self, first: str, device: str) -> None:
+    def test_torch_state_dicts_load_both_ways(self, first, device):
         kinds: list[Any] = (
             [self.step.optimizer, self.oracle]
             if first == "ours"
@@ -1060,7 +1056,7 @@ class TorchStepContract(StepContract):
             for left, right in zip(params, expected, strict=True):
                 torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
-    def test_torch_class_can_be_replaced(self) -> None:
+    def test_torch_class_can_be_replaced(self):
         params = make_params("cpu")
         assert isinstance(self.step.optimizer(params), self.oracle)
         ours, theirs = (
@@ -1084,7 +1080,7 @@ class TorchStepContract(StepContract):
         with pytest.raises(ValueError, match="differentiable=True is not supported"):
             self.step.optimizer(params, differentiable=True)
 
-    def test_torch_rejects_the_same_options(self) -> None:
+    def test_torch_rejects_the_same_options(self):
         flags = [
             flag
             for flag in ("foreach", "fused", "capturable", "maximize")
@@ -1101,9 +1097,7 @@ class TorchStepContract(StepContract):
                         outcomes.append((type(error), str(error)))
                 assert outcomes[0] == outcomes[1], (flags, values, lr)
 
-    def test_torch_class_may_be_put_in_place_of_torchs(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_torch_class_may_be_put_in_place_of_torchs(self, monkeypatch):
         monkeypatch.setattr(torch.optim, self.oracle.__name__, self.step.optimizer)
         params = make_params("cpu")
         optimizer = getattr(torch.optim, self.oracle.__name__)(params)
@@ -1113,7 +1107,7 @@ class TorchStepContract(StepContract):
 
     @ON_BOTH
     @pytest.mark.parametrize("unscale", [False, True])
-    def test_torch_under_a_grad_scaler(self, unscale: bool, device: str) -> None:
+    def test_torch_under_a_grad_scaler(self, unscale, device):
         results = []
         for params, optimizer in self.both(device, self.torch_options[1]):
             scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
@@ -1139,7 +1133,7 @@ class TorchStepContract(StepContract):
         for left, right in zip(results[0][0], results[1][0], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=5e-6)
 
-    def test_torch_unfused_leaves_unscaling_to_the_scaler(self) -> None:
+    def test_torch_unfused_leaves_unscaling_to_the_scaler(self):
         """Code that clips gradients in between, such as Lightning's, looks at torch's attribute
         first."""
         params = make_params("cpu", shapes=SHAPES[:5])
@@ -1169,7 +1163,7 @@ class TorchStepContract(StepContract):
         assert_params_close(params, expected)
 
     @ON_BOTH
-    def test_torch_with_gradients_that_are_not_finite(self, device: str) -> None:
+    def test_torch_with_gradients_that_are_not_finite(self, device):
         for options in self.torch_options:
             pairs = self.both(device, options, shapes=[(5, 9)])
             for params, optimizer in pairs:
@@ -1184,7 +1178,7 @@ class TorchStepContract(StepContract):
             torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], equal_nan=True)
 
     @ON_BOTH
-    def test_torch_with_complex_parameters(self, device: str) -> None:
+    def test_torch_with_complex_parameters(self, device):
         pairs = self.both(device, self.torch_options[1], dtype=torch.complex64, shapes=[(9,)])
         for step in range(4):
             grad = torch.randn(

@@ -91,50 +91,27 @@ packed_layer = kind(packed_layer_inputs, "gate", "weight", parameters=(1,), indu
 
 class TestLayerContract(Contract):
     cases = (
-        layer(
-            "swiglu_linear",
-            flexops.swiglu_linear,
-            lambda g, u, w, b: F.linear(F.silu(g) * u, w, b),
+        layer("swiglu_linear", flexops.swiglu_linear, lambda g, u, w,
+            b: F.linear(F.silu(g) * u, w, b),
             refusals=(
-                wrong(
-                    r"weight must have shape \[any, 8\], got \[5, 7\]",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 7)),
-                ),
-                wrong(
-                    r"weight must have shape \[any, 4\]",
-                    flexops.swiglu_linear,
-                    (SMALL, None, torch.zeros(5, 8)),
-                ),
-                wrong(
-                    r"bias must have shape \[5\]",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4)),
-                ),
-                wrong(
-                    r"up must have gate's shape",
-                    flexops.swiglu_linear,
-                    (SMALL, SMALL[:2], torch.zeros(5, 8)),
-                ),
-                wrong(
-                    'geglu_linear: approximate must be "none" or "tanh"',
-                    flexops.geglu_linear,
-                    (SMALL, SMALL, torch.zeros(5, 8)),
-                    approximate="erf",
-                ),
-            ),
-        ),
-        layer(
-            "geglu_linear",
-            lambda g, u, w, b: flexops.geglu_linear(g, u, w, b, approximate="tanh"),
-            lambda g, u, w, b: F.linear(F.gelu(g, approximate="tanh") * u, w, b),
-        ),
-        packed_layer(
-            "geglu_linear of pairs",
-            lambda x, w: flexops.geglu_linear(x, None, w, interleaved=True),
-            lambda x, w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w),
-        ),
-    )
+                wrong(r"weight must have shape \[any, 8\], got \[5, 7\]", flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 7))),
+                wrong(r"weight must have shape \[any, 4\]", flexops.swiglu_linear,
+                    (SMALL, None, torch.zeros(5, 8))),
+                wrong(r"bias must have shape \[5\]", flexops.swiglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8), torch.zeros(4))),
+                wrong(r"up must have gate's shape", flexops.swiglu_linear,
+                    (SMALL, SMALL[:2], torch.zeros(5, 8))),
+                wrong('geglu_linear: approximate must be "none" or "tanh"', flexops.geglu_linear,
+                    (SMALL, SMALL, torch.zeros(5, 8)), approximate="erf"),
+            )),
+        layer("geglu_linear", lambda g, u, w,
+            b: flexops.geglu_linear(g, u, w, b, approximate="tanh"), lambda g, u, w,
+            b: F.linear(F.gelu(g, approximate="tanh") * u, w, b)),
+        packed_layer("geglu_linear of pairs", lambda x,
+            w: flexops.geglu_linear(x, None, w, interleaved=True), lambda x,
+            w: F.linear(F.gelu(pairs(x)[0]) * pairs(x)[1], w)),
+    )  # fmt: skip
 
 
 # ---- what is kept for the backward pass ----------------------------------------------------------
@@ -160,7 +137,7 @@ def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
+def test_two_tensors_are_kept_and_not_three(dtype):
     """In a block as models have it: of its inner width the gate and up, which are the projections'
     results; and its input."""
     torch.manual_seed(0)
@@ -187,7 +164,7 @@ def test_two_tensors_are_kept_and_not_three(dtype: torch.dtype) -> None:
         assert kept_bytes(block, (*weights, packed)) == units * unit + x.nbytes, name
 
 
-def test_the_layers_gradients_do_not_harm_what_others_use() -> None:
+def test_the_layers_gradients_do_not_harm_what_others_use():
     """Gate and up may be used elsewhere, and the graph twice."""
     torch.manual_seed(0)
     gate, up, weight = (
@@ -219,92 +196,51 @@ def test_the_layers_gradients_do_not_harm_what_others_use() -> None:
 
 class TestContract(Contract):
     cases = (
-        biased(
-            "bias_gelu",
-            flexops.bias_gelu,
-            lambda x, b: F.gelu(x + b),
-            refusals=(
-                wrong(
-                    r"bias_gelu: bias must have shape \[8\], .*got \[7\]",
-                    flexops.bias_gelu,
-                    (SMALL, torch.zeros(7)),
-                ),
-                wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
-                wrong(
-                    'approximate must be "none", "tanh" or "quick"',
-                    flexops.bias_gelu,
-                    (SMALL,),
-                    approximate="erf",
-                ),
-                wrong("x must have at least one dimension", flexops.bias_gelu, (torch.zeros(()),)),
-            ),
-        ),
-        biased(
-            "bias_gelu tanh",
-            lambda x, b: flexops.bias_gelu(x, b, "tanh"),
-            lambda x, b: F.gelu(x + b, approximate="tanh"),
-            inductor=False,
-        ),
-        biased(
-            "bias_gelu quick",
-            lambda x, b: flexops.bias_gelu(x, b, "quick"),
-            lambda x, b: (x + b) * torch.sigmoid(1.702 * (x + b)),
-            inductor=False,
-        ),
-        biased(
-            "bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(), inductor=False
-        ),
+        biased("bias_gelu", flexops.bias_gelu, lambda x, b: F.gelu(x + b), refusals=(
+            wrong(r"bias_gelu: bias must have shape \[8\], .*got \[7\]", flexops.bias_gelu,
+                (SMALL, torch.zeros(7))),
+            wrong("bias must have shape", flexops.bias_gelu, (SMALL, torch.zeros(1, 8))),
+            wrong('approximate must be "none", "tanh" or "quick"', flexops.bias_gelu, (SMALL,),
+                approximate="erf"),
+            wrong("x must have at least one dimension", flexops.bias_gelu, (torch.zeros(()),)),
+        )),
+        biased("bias_gelu tanh", lambda x, b: flexops.bias_gelu(x, b, "tanh"), lambda x,
+            b: F.gelu(x + b, approximate="tanh"), inductor=False),
+        biased("bias_gelu quick", lambda x, b: flexops.bias_gelu(x, b, "quick"), lambda x,
+            b: (x + b) * torch.sigmoid(1.702 * (x + b)), inductor=False),
+        biased("bias_relu2", flexops.bias_relu2, lambda x, b: (x + b).relu().square(),
+            inductor=False),
         plain("bias_gelu without a bias", flexops.bias_gelu, F.gelu),
         biased("bias_silu", flexops.bias_silu, lambda x, b: F.silu(x + b), inductor=False),
-        gated(
-            "swiglu",
-            flexops.swiglu,
-            lambda g, u: F.silu(g) * u,
-            huge=(2**18 + 3, 2**13),
+        gated("swiglu", flexops.swiglu, lambda g, u: F.silu(g) * u, huge=(2**18 + 3, 2**13),
             refusals=(
-                wrong(
-                    r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]",
-                    flexops.swiglu,
-                    (SMALL, SMALL[:2]),
-                ),
-                wrong(
-                    "interleaved must be False", flexops.swiglu, (SMALL, SMALL), interleaved=True
-                ),
-                wrong(
-                    "up must be float32, as gate, got float16",
-                    flexops.swiglu,
-                    (SMALL, SMALL.half()),
-                    error=TypeError,
-                ),
+                wrong(r"swiglu: up must have gate's shape \[3, 8\], got \[2, 8\]", flexops.swiglu,
+                    (SMALL, SMALL[:2])),
+                wrong("interleaved must be False", flexops.swiglu, (SMALL, SMALL),
+                    interleaved=True),
+                wrong("up must be float32, as gate, got float16", flexops.swiglu,
+                    (SMALL, SMALL.half()), error=TypeError),
                 wrong("gate must have an even last dimension", flexops.swiglu, (SMALL[:, :7],)),
                 wrong("gate must have at least one dimension", flexops.swiglu, (torch.zeros(()),)),
-            ),
-        ),
-        packed(
-            "swiglu of halves",
-            flexops.swiglu,
-            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-        ),
+            )),
+        packed("swiglu of halves", flexops.swiglu,
+            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
         packed(
             "swiglu of pairs",
             lambda x: flexops.swiglu(x, interleaved=True),
             lambda x: F.silu(pairs(x)[0]) * pairs(x)[1],
         ),
-        gated(
-            "geglu",
-            flexops.geglu,
-            lambda g, u: F.gelu(g) * u,
+        gated("geglu", flexops.geglu, lambda g, u: F.gelu(g) * u,
             refusals=(
-                wrong("geglu: approximate must be", flexops.geglu, (SMALL,), approximate="none "),
-            ),
-        ),
+                wrong("geglu: approximate must be", flexops.geglu, (SMALL,),
+                    approximate="none "),)),
         packed(
             "geglu tanh of pairs",
             lambda x: flexops.geglu(x, approximate="tanh", interleaved=True),
             lambda x: F.gelu(pairs(x)[0], approximate="tanh") * pairs(x)[1],
             huge=(2**17 + 3, 2**13),
         ),
-    )
+    )  # fmt: skip
 
 
 # ---- float64 -------------------------------------------------------------------------------------
@@ -326,7 +262,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.usefixtures("native")
-def test_every_float32_keeps_its_digits(which: str) -> None:
+def test_every_float32_keeps_its_digits(which):
     """Values and derivatives, small ones for negative x too, which 1 + tanh(u) and 1 + erf(x) would
     cancel away."""
     call, oracle = ACTIVATIONS[which]
@@ -349,7 +285,7 @@ def test_every_float32_keeps_its_digits(which: str) -> None:
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("native")
-def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) -> None:
+def test_every_16_bit_number_is_rounded_right(which, dtype):
     """All of them that are finite: at most a hair more than half a unit in the last place from the
     exact value."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -364,7 +300,7 @@ def test_every_16_bit_number_is_rounded_right(which: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("which", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("native")
-def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> None:
+def test_special_values_are_as_documented(which, dtype):
     """Not compared with torch's float32 kernels: with AVX-512 torch 2.11 gives NaN for gelu(inf)."""
     call, oracle = ACTIVATIONS[which]
     infinity, nan, largest = float("inf"), float("nan"), torch.finfo(dtype).max
@@ -403,7 +339,7 @@ def test_special_values_are_as_documented(which: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("columns", [8, 7, 1, 1500])
-def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns: int) -> None:
+def test_ways_to_pack_give_the_same_bits(name, dtype, columns):
     function = getattr(flexops, name)
     gate, up, grad = (
         torch.randn(6, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -423,7 +359,7 @@ def test_ways_to_pack_give_the_same_bits(name: str, dtype: torch.dtype, columns:
     assert of_halves.is_contiguous()
 
 
-def test_only_inputs_are_kept_for_backward() -> None:
+def test_only_inputs_are_kept_for_backward():
     x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     result = flexops.bias_gelu(x, bias)  # held: torch 2.4 frees what a node saved with its result
     assert {tensor.data_ptr() for tensor in result.grad_fn.saved_tensors} == {
@@ -435,7 +371,7 @@ def test_only_inputs_are_kept_for_backward() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("columns", [1, 24, 1023, 1025])
 @pytest.mark.usefixtures("native")
-def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
+def test_the_bias_gradient_adds_up_all_rows(rows, columns):
     x, bias, grad = (
         torch.randn(shape, generator=torch.Generator().manual_seed(4))
         for shape in ((rows, columns), (columns,), (rows, columns))
@@ -450,14 +386,14 @@ def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
         assert of_x.dtype == dtype
 
 
-def test_no_rows_give_a_bias_gradient_of_zeros() -> None:
+def test_no_rows_give_a_bias_gradient_of_zeros():
     x, bias = torch.zeros(0, 8), torch.randn(8, requires_grad=True)
     flexops.bias_gelu(x, bias).sum().backward()
     assert bias.grad is not None
     assert (bias.grad == 0).all()
 
 
-def test_a_vector_has_a_bias_too() -> None:
+def test_a_vector_has_a_bias_too():
     x, bias = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     assert_near(
         run(flexops.bias_silu, (x, bias), (0, 1)),
@@ -469,7 +405,7 @@ def test_a_vector_has_a_bias_too() -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
-def test_every_isa_level(isa: str) -> None:
+def test_every_isa_level(isa):
     with isa_limit(isa):
         for which in ACTIVATIONS:
             test_every_float32_keeps_its_digits(which)
@@ -481,44 +417,34 @@ def test_every_isa_level(isa: str) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_ops_themselves_check_too() -> None:
+def test_the_ops_themselves_check_too():
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""
     ops, x = torch.ops.flexops, torch.zeros(4, 8)
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: ops.bias_gelu(x.double(), None, 0), "bias_gelu: x must be float32"),
         (lambda: ops.bias_gelu(x, torch.zeros(7), 0), r"bias_gelu: bias must have shape \[8\]"),
-        (
-            lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
-            "bias_silu: bias must be float32",
-        ),
-        (
-            lambda: ops.bias_silu_backward(x[:3], x, None, False),
-            "bias_silu_backward: grad must have x's shape",
-        ),
+        (lambda: ops.bias_silu(x, torch.zeros(8, dtype=torch.int64)),
+         "bias_silu: bias must be float32"),
+        (lambda: ops.bias_silu_backward(x[:3], x, None, False),
+         "bias_silu_backward: grad must have x's shape"),
         (lambda: ops.bias_silu_backward(x.half(), x, None, False), "grad must be float32"),
-        (
-            lambda: ops.bias_silu_backward(x, x, None, True),
-            "bias_gradient must be false without a bias",
-        ),
+        (lambda: ops.bias_silu_backward(x, x, None, True),
+         "bias_gradient must be false without a bias"),
         (lambda: ops.swiglu(x, x[:, :4], False), "swiglu: up must have gate's shape"),
         (lambda: ops.swiglu(x, x.half(), False), "up must be float32"),
         (lambda: ops.swiglu(x, x, True), "interleaved must be false"),
-        (
-            lambda: ops.geglu(x[:, :7], None, False, False),
-            "geglu: gate must have an even last dimension",
-        ),
-        (
-            lambda: ops.geglu_backward(x, x, None, False, False),
-            "geglu_backward: grad must have the result's shape",
-        ),
-    ]
+        (lambda: ops.geglu(x[:, :7], None, False, False),
+         "geglu: gate must have an even last dimension"),
+        (lambda: ops.geglu_backward(x, x, None, False, False),
+         "geglu_backward: grad must have the result's shape"),
+    ]  # fmt: skip
     assert loader.ensure("activation", "cpu")
     for call, message in wrong:
         with torch.no_grad(), pytest.raises(RuntimeError, match=message):
             call()
 
 
-def test_doctors_check_agrees() -> None:
+def test_doctors_check_agrees():
     assert activation_module.self_check("cpu") < 1e-4
     assert all(op in _register.references for op in ("flexops::swiglu", "flexops::swiglu_backward"))

@@ -44,7 +44,7 @@ class TestStep(TorchStepContract):
     ]
 
 
-def test_a_group_that_is_added_later_has_states() -> None:
+def test_a_group_that_is_added_later_has_states():
     params = make_params("cpu")
     late = optim.Adagrad(params[:2], initial_accumulator_value=0.5)
     # torch's Adagrad makes states only in its constructor
@@ -54,7 +54,7 @@ def test_a_group_that_is_added_later_has_states() -> None:
     assert late.state[params[-1]]["step"].item() == 1
 
 
-def test_low_precision_parameters_have_float32_sums() -> None:
+def test_low_precision_parameters_have_float32_sums():
     params = make_params("cpu", torch.bfloat16)
     assert all(
         state["sum"].dtype == torch.float32 for state in optim.Adagrad(params).state.values()

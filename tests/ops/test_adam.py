@@ -117,7 +117,7 @@ class TestCopies(StepContract):
         any_width=STATES,
     )
 
-    def test_complex_parameters_step_as_pairs(self) -> None:
+    def test_complex_parameters_step_as_pairs(self):
         """But a copy in real numbers would lose half of each."""
         with pytest.raises(
             ValueError, match=r"Adam: a complex parameter has no copy in torch\.bfloat16"
@@ -146,13 +146,7 @@ def lists_and_copies(
         (torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_a_copy_is_the_new_parameter_rounded(
-    param_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    copy_dtype: torch.dtype,
-    amsgrad: bool,
-    device: str,
-) -> None:
+def test_a_copy_is_the_new_parameter_rounded(param_dtype, grad_dtype, copy_dtype, amsgrad, device):
     lists, copies = lists_and_copies(param_dtype, grad_dtype, copy_dtype, device)
     if not amsgrad:
         lists[4] = []
@@ -167,7 +161,7 @@ def test_a_copy_is_the_new_parameter_rounded(
             torch.testing.assert_close(written, param.to(copy_dtype), rtol=1e-2, atol=1e-2)
 
 
-def test_copies_round_to_nearest_even_at_any_offset() -> None:
+def test_copies_round_to_nearest_even_at_any_offset():
     for offset in range(9):  # streaming stores need aligned middles and plain ends
         lists, _ = lists_and_copies(torch.float32, torch.bfloat16, torch.bfloat16, "cpu")
         whole = [torch.zeros(tensor.numel() + 16, dtype=torch.bfloat16) for tensor in lists[0]]
@@ -186,7 +180,7 @@ def test_copies_round_to_nearest_even_at_any_offset() -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("how", ["dtype", "list", "mapping"])
-def test_copies_follow_the_parameters(how: str, device: str) -> None:
+def test_copies_follow_the_parameters(how, device):
     params, expected = make_params(device), make_params(device)
     own = [param.detach().bfloat16() for param in params]
     optimizer = optim.AdamW(
@@ -208,7 +202,7 @@ def test_copies_follow_the_parameters(how: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dtype", "list"])
-def test_copies_travel_with_the_optimizer(how: str) -> None:
+def test_copies_travel_with_the_optimizer(how):
     params = make_params("cpu", shapes=[(5,), (4, 3)])
     optimizer = optim.AdamW(
         params,
@@ -231,7 +225,7 @@ def test_copies_travel_with_the_optimizer(how: str) -> None:
         )
 
 
-def test_copies_of_parameters_that_come_later() -> None:
+def test_copies_of_parameters_that_come_later():
     first, second = make_params("cpu", shapes=[(5,), (4, 3)])
     optimizer = copy.deepcopy(optim.AdamW([first], lr=0.1, copies=torch.bfloat16))
     optimizer.add_param_group({"params": second})
@@ -253,7 +247,7 @@ def test_copies_of_parameters_that_come_later() -> None:
 # --- what else is special -------------------------------------------------------------------------
 
 
-def test_the_native_operator_rejects_wrong_tensors_by_itself() -> None:
+def test_the_native_operator_rejects_wrong_tensors_by_itself():
     lists = make_lists(TestAdam.step, torch.float32, torch.float32, "cpu")
     assert loader.ensure("adam", "cpu")
     lists[2][1] = lists[2][1].double()
@@ -267,7 +261,7 @@ def test_the_native_operator_rejects_wrong_tensors_by_itself() -> None:
 
 
 @ON_BOTH
-def test_bfloat16_gradients_of_float32_parameters(device: str) -> None:
+def test_bfloat16_gradients_of_float32_parameters(device):
     params, expected = make_params(device), make_params(device)
     states = [[torch.zeros_like(param) for param in params] for _ in range(2)]
     steps = [torch.zeros((), device=device) for _ in params]
@@ -292,7 +286,7 @@ def test_bfloat16_gradients_of_float32_parameters(device: str) -> None:
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-def test_tensor_subclass_gradients_of_distributed_tensors() -> None:
+def test_tensor_subclass_gradients_of_distributed_tensors():
     distributed = pytest.importorskip("torch.distributed.tensor")
     if not hasattr(distributed, "distribute_tensor"):  # torch before 2.5
         distributed = pytest.importorskip("torch.distributed._tensor")
@@ -332,7 +326,7 @@ def narrow_lists(dtype: torch.dtype, state_dtype: torch.dtype, device: str, amsg
 
 
 @ON_BOTH
-def test_stochastic_rounding_goes_by_the_place_in_memory(device: str) -> None:
+def test_stochastic_rounding_goes_by_the_place_in_memory(device):
     """Of a transposed parameter, too; one that lies in pieces is counted row by row."""
     for make in (
         lambda x: x,
@@ -364,7 +358,7 @@ def test_stochastic_rounding_goes_by_the_place_in_memory(device: str) -> None:
         assert (results[0] != results[1]).float().mean() < 0.01
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
+def test_stochastic_rounding_is_right_on_average():
     """An average that gets the same gradient each time; to the nearest, 0.999 of it and 0.001 of
     the new square are the old one for ever."""
     size = 4096
@@ -384,7 +378,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("backend", ["op", "reference"])
-def test_stochastic_rounding_keeps_what_is_no_number(backend: str) -> None:
+def test_stochastic_rounding_keeps_what_is_no_number(backend):
     grad = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0, 0.0])
     param, m, v = (
         torch.zeros(5),
@@ -402,7 +396,7 @@ def test_stochastic_rounding_keeps_what_is_no_number(backend: str) -> None:
     assert m[4] == v[4] == 0.0
 
 
-def test_nothing_is_done_to_narrow_states_after_an_overflow() -> None:
+def test_nothing_is_done_to_narrow_states_after_an_overflow():
     lists = narrow_lists(torch.bfloat16, torch.bfloat16, "cpu", True)
     before = clone(lists)
     for reference in (False, True):
@@ -427,9 +421,7 @@ STATES_OF_CLASS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-def test_states_of_others_are_taken_over(
-    state_dtype: torch.dtype | str | None, dtype: torch.dtype
-) -> None:
+def test_states_of_others_are_taken_over(state_dtype, dtype):
     """Torch's own, which are of the parameters' dtype, and those of each dtype of ours; and back to
     torch's."""
     params = make_params("cpu", dtype)
@@ -455,7 +447,7 @@ def test_states_of_others_are_taken_over(
         back.step()
 
 
-def test_complex_parameters_keep_complex_states() -> None:
+def test_complex_parameters_keep_complex_states():
     param = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))
     optimizer = optim.AdamW([param], state_dtype=torch.bfloat16)
     for _ in range(2):
@@ -464,7 +456,7 @@ def test_complex_parameters_keep_complex_states() -> None:
         assert optimizer.state[param]["exp_avg"].dtype == torch.complex64
 
 
-def test_copies_beside_narrow_states() -> None:
+def test_copies_beside_narrow_states():
     params = make_params("cpu")
     optimizer = optim.AdamW(params, lr=0.01, state_dtype=torch.bfloat16, copies=torch.bfloat16)
     alone = [torch.nn.Parameter(param.detach().clone()) for param in params]
@@ -492,9 +484,7 @@ def test_copies_beside_narrow_states() -> None:
     ],
 )
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clipping_within_the_step(
-    device: str, dtype: torch.dtype, options: dict[str, Any], max_norm: float
-) -> None:
+def test_clipping_within_the_step(device, dtype, options, max_norm):
     clipped, apart = make_params(device, dtype), make_params(device, dtype)
     within, after = (
         optim.AdamW(clipped, lr=0.01, max_norm=max_norm, **options),
@@ -521,7 +511,7 @@ def test_clipping_within_the_step(
         )
 
 
-def test_clipping_within_the_step_of_scaled_gradients() -> None:
+def test_clipping_within_the_step_of_scaled_gradients():
     """The norm is that of the gradients as they are without the scale."""
     scaled, plain = make_params("cpu"), make_params("cpu")
     one, other = (
@@ -540,7 +530,7 @@ def test_clipping_within_the_step_of_scaled_gradients() -> None:
     torch.testing.assert_close(one.grad_norm, other.grad_norm)
 
 
-def test_clipping_within_the_step_is_kept_and_rejects() -> None:
+def test_clipping_within_the_step_is_kept_and_rejects():
     params = make_params("cpu")
     optimizer = pickle.loads(pickle.dumps(optim.AdamW(params, max_norm=0.5)))
     set_grads(optimizer.param_groups[0]["params"], seed=0)
@@ -559,7 +549,7 @@ def test_clipping_within_the_step_is_kept_and_rejects() -> None:
 
 
 @ON_BOTH
-def test_an_infinite_element_under_decoupled_decay(device: str, native_kernels: Any) -> None:
+def test_an_infinite_element_under_decoupled_decay(device, native_kernels):
     """As torch's fused kernel for CUDA has it, which takes an infinity from an infinity; the
     reference multiplies. Finite ones are the same."""
     native_kernels("adam", device)
@@ -587,7 +577,7 @@ def test_an_infinite_element_under_decoupled_decay(device: str, native_kernels: 
     "optimizer", [optim.Adam, optim.AdamW, optim.Lion, optim.Adagrad, optim.LAMB, optim.AdamW8bit]
 )
 @pytest.mark.parametrize("whose", ["gradient", "parameter"])
-def test_tensors_with_the_negative_bit(optimizer: Any, whose: str, device: str) -> None:
+def test_tensors_with_the_negative_bit(optimizer, whose, device):
     def stepped(negate: Any) -> tuple[Tensor, Tensor | None]:
         generator = torch.Generator().manual_seed(3)
         value, grad = (torch.randn(8, 9, generator=generator).to(device) for _ in range(2))
@@ -604,7 +594,7 @@ def test_tensors_with_the_negative_bit(optimizer: Any, whose: str, device: str) 
 
 
 @ON_BOTH
-def test_gradients_with_the_negative_bit_are_unscaled_where_they_lie(device: str) -> None:
+def test_gradients_with_the_negative_bit_are_unscaled_where_they_lie(device):
     grad = torch._neg_view(torch.full((4,), -6.0, device=device))
     param, *states = (torch.zeros(4, device=device) for _ in range(3))
     steps = [torch.zeros((), device=device)]

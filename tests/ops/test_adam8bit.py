@@ -74,7 +74,7 @@ class TestStep(StepContract):
 
 
 @ON_BOTH
-def test_plain_adam(device: str) -> None:
+def test_plain_adam(device):
     lists = make_lists(TestStep.step, torch.float32, torch.float32, device)
     expected = clone(lists)
     flexops.adam8bit_(*lists, lr=0.01, weight_decay=0.2)
@@ -105,7 +105,7 @@ def _average(values: Tensor, seeds: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @ON_BOTH
-def test_rounding_is_right_on_average(device: str) -> None:
+def test_rounding_is_right_on_average(device):
     values = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
     seeds = 400
     first, second = _average(values, seeds, device)
@@ -119,7 +119,7 @@ def test_rounding_is_right_on_average(device: str) -> None:
 
 
 @ON_BOTH
-def test_codes_that_are_exact_stay(device: str) -> None:
+def test_codes_that_are_exact_stay(device):
     codes = torch.cat([torch.arange(-127, 128), torch.tensor([127])]).to(torch.int8).to(device)
     scale = torch.full((1,), 3.0, device=device)
     exact = adam8bit.dequantize_averages(codes, scale)
@@ -142,7 +142,7 @@ def test_codes_that_are_exact_stay(device: str) -> None:
 
 
 @ON_BOTH
-def test_a_second_moment_never_becomes_zero(device: str) -> None:
+def test_a_second_moment_never_becomes_zero(device):
     grad = torch.full((256,), 1e-12, device=device)
     grad[7] = 1.0
     lists = [
@@ -161,7 +161,7 @@ def test_a_second_moment_never_becomes_zero(device: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("size", [1e-5, 1e-12, 1e-16, 1e-18])
-def test_tiny_gradients(size: float, device: str) -> None:
+def test_tiny_gradients(size, device):
     """Down to where squares leave float32."""
     grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(device) * size
     lists = [
@@ -186,7 +186,7 @@ def test_tiny_gradients(size: float, device: str) -> None:
         ).abs().max() < 0.1 * size
 
 
-def test_small_parameters_are_stepped_as_adamw() -> None:
+def test_small_parameters_are_stepped_as_adamw():
     params, expected = (
         make_params("cpu", shapes=[(63, 65), (4095,), ()]),
         make_params("cpu", shapes=[(63, 65), (4095,), ()]),
@@ -202,7 +202,7 @@ def test_small_parameters_are_stepped_as_adamw() -> None:
         assert optimizer.state[left]["exp_avg"].dtype == torch.float32
 
 
-def test_states_take_two_bytes_an_element() -> None:
+def test_states_take_two_bytes_an_element():
     param = torch.nn.Parameter(torch.randn(512, 512))
     set_grads([param], seed=0)
     optimizer = optim.AdamW8bit([param])
@@ -212,7 +212,7 @@ def test_states_take_two_bytes_an_element() -> None:
 
 
 @ON_BOTH
-def test_channels_last_parameters(device: str) -> None:
+def test_channels_last_parameters(device):
     torch.manual_seed(0)
     start = torch.randn(32, 16, 3, 3, device=device)
     params = [
@@ -256,7 +256,7 @@ def _train(kind: Any, device: str) -> list[float]:
 
 
 @ON_BOTH
-def test_trains_as_adamw_does(device: str) -> None:
+def test_trains_as_adamw_does(device):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the network is small
     ours, theirs = _train(optim.AdamW8bit, device), _train(torch.optim.AdamW, device)
@@ -268,7 +268,7 @@ def test_trains_as_adamw_does(device: str) -> None:
 
 
 @ON_BOTH
-def test_an_average_that_decays_is_followed(device: str) -> None:
+def test_an_average_that_decays_is_followed(device):
     """Half of a block gets no gradient any more. Rounded to nearest, its codes would never move
     again."""
     param = torch.nn.Parameter(torch.zeros(8192, device=device))
@@ -289,7 +289,7 @@ def test_an_average_that_decays_is_followed(device: str) -> None:
     assert first[::2].abs().max() < 1e-3
 
 
-def test_scales_that_are_too_few_are_named() -> None:
+def test_scales_that_are_too_few_are_named():
     lists = make_lists(TestStep.step, torch.float32, torch.float32, "cpu")
     lists[4][9] = torch.zeros(8)
     with pytest.raises(
@@ -327,9 +327,7 @@ def _loaded(kind: Any, like: Tensor, saved: dict[str, Any], **options: Any) -> t
 
 @pytest.mark.parametrize("shape", [(70, 80), (8, 16, 8, 8)])
 @pytest.mark.parametrize("theirs", [torch.optim.AdamW, optim.AdamW])
-def test_float_states_are_quantized_when_they_are_loaded(
-    theirs: Any, shape: tuple[int, ...]
-) -> None:
+def test_float_states_are_quantized_when_they_are_loaded(theirs, shape):
     trained, source = _trained(theirs, shape)
     param, optimizer = _loaded(optim.AdamW8bit, trained, source.state_dict())
     state, wanted = optimizer.state[param], source.state[trained]
@@ -356,9 +354,7 @@ def test_float_states_are_quantized_when_they_are_loaded(
 
 @pytest.mark.parametrize("shape", [(70, 80), (8, 16, 8, 8)])
 @pytest.mark.parametrize("ours", [optim.AdamW, optim.Adam, optim.LAMB])
-def test_8bit_states_are_dequantized_when_they_are_loaded(
-    ours: Any, shape: tuple[int, ...]
-) -> None:
+def test_8bit_states_are_dequantized_when_they_are_loaded(ours, shape):
     trained, source = _trained(optim.AdamW8bit, shape)
     param, optimizer = _loaded(ours, trained, source.state_dict())
     state, saved = optimizer.state[param], source.state[trained]
@@ -384,7 +380,7 @@ def _as_saved_before(saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def test_checkpoints_of_before_load_into_adamw8bit() -> None:
+def test_checkpoints_of_before_load_into_adamw8bit():
     trained, source = _trained(optim.AdamW8bit)
     param, optimizer = _loaded(optim.AdamW8bit, trained, _as_saved_before(source.state_dict()))
     for name, value in source.state[trained].items():
@@ -394,7 +390,7 @@ def test_checkpoints_of_before_load_into_adamw8bit() -> None:
     assert into_adamw[1].state[into_adamw[0]]["exp_avg"].dtype == torch.float32
 
 
-def test_torchs_adamw_does_not_take_codes_for_averages() -> None:
+def test_torchs_adamw_does_not_take_codes_for_averages():
     trained, source = _trained(optim.AdamW8bit)
     param, optimizer = _loaded(torch.optim.AdamW, trained, source.state_dict())
     set_grads([param], seed=9)
@@ -414,7 +410,7 @@ BITSANDBYTES = {
 
 
 @pytest.mark.parametrize("kind", [optim.AdamW8bit, optim.AdamW, optim.LAMB, optim.Lion])
-def test_bitsandbytes_states_are_named_when_they_are_loaded(kind: Any) -> None:
+def test_bitsandbytes_states_are_named_when_they_are_loaded(kind):
     trained, source = _trained(kind)
     saved = source.state_dict()
     saved["state"] = {0: BITSANDBYTES}
@@ -431,7 +427,7 @@ def test_bitsandbytes_states_are_named_when_they_are_loaded(kind: Any) -> None:
     optimizer.step()
 
 
-def test_states_of_other_optimizers_are_rejected_when_they_are_loaded() -> None:
+def test_states_of_other_optimizers_are_rejected_when_they_are_loaded():
     pairs = {
         (torch.optim.SGD, optim.AdamW): ({"momentum": 0.9}, "got momentum_buffer"),
         (torch.optim.NAdam, optim.Adam): ({}, "mu_product"),

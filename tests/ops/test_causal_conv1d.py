@@ -128,5 +128,5 @@ def test_wrong_states() -> None:
     x, weight = torch.zeros(2, 3, 1), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"conv_state must hold at least 3 steps, got shape"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 3, 2), weight)
-    with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, 'S'\], got"):
+    with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, S\], got"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 4, 3), weight)

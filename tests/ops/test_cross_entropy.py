@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
-from cross_entropy_cases import DTYPES, assert_near, draw, size_of
+from cross_entropy_cases import DTYPES, compare_all
 from torch import Tensor
 
 import flexops
@@ -108,7 +108,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
             (x, t[:2]),
         ),
         wrong(
-            "target must be an int64 tensor of class numbers, got torch.int32",
+            "target must be an int64 tensor, got torch.int32",
             (x, t.int()),
             error=TypeError,
         ),
@@ -133,41 +133,27 @@ def wrong_layers() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.linear_cross_entropy(*args, **options), error, message)
 
     return (
-        wrong(
-            r"weight must have shape \[V, 4\] with at least one class, got \(5, 3\)",
-            (x, w[:, :3], t),
-        ),
-        wrong(r"bias must have shape \[5\], got \(4,\)", (x, w, t, w[0])),
+        wrong(r"weight must have shape \[V, 4\] with at least one class, got \[5, 3\]",
+            (x, w[:, :3], t)),
+        wrong(r"bias must have shape \[5\], got \[4\]", (x, w, t, w[0])),
         wrong("weight must be on x's device, cpu, got meta", (x, w.to("meta"), t)),
         wrong("chunk_size must be at least 1, or None, got 0", (x, w, t), chunk_size=0),
-        wrong(
-            r"target must have shape \(3,\), one class for each row of x, got \(1,\)", (x, w, t[:1])
-        ),
+        wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)",
+            (x, w, t[:1])),
         wrong("softcap must be greater than 0, or None, got 0", (x, w, t), softcap=0.0),
-        wrong(
-            "accumulate must be 'float32', 'native' or None, got 'bfloat16'",
-            (x, w, t),
-            accumulate="bfloat16",
-        ),
-        wrong(r"class_weight must have shape \[5\], got \(4,\)", (x, w, t), class_weight=w[0]),
-        wrong(
-            "class_weight must be a float32, float16 or bfloat16 tensor, or None, got list",
-            (x, w, t),
-            class_weight=[1.0] * 5,
-            error=TypeError,
-        ),
+        wrong("accumulate must be 'float32', 'native' or None, got 'bfloat16'", (x, w, t),
+            accumulate="bfloat16"),
+        wrong(r"class_weight must have shape \[5\], got \[4\]", (x, w, t), class_weight=w[0]),
+        wrong("class_weight must be a float32, float16 or bfloat16 tensor, got list",
+            (x, w, t), class_weight=[1.0] * 5, error=TypeError),
         wrong(
             "class_weight must not require a gradient",
             (x, w, t),
             class_weight=torch.ones(5, requires_grad=True),
         ),
-        wrong(
-            "label_smoothing must be 0 with class_weight, got 0.1",
-            (x, w, t),
-            class_weight=torch.ones(5),
-            label_smoothing=0.1,
-        ),
-    )
+        wrong("label_smoothing must be 0 with class_weight, got 0.1", (x, w, t),
+            class_weight=torch.ones(5), label_smoothing=0.1),
+    )  # fmt: skip
 
 
 SHAPES, LAYER_SHAPES = ((3, 8), (5, 100), (64, 1031)), ((3, 8), (5, 24), (64, 128))
@@ -302,33 +288,15 @@ def both(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("block", range(4))
-def test_cpu_gives_what_the_reference_gives(block: int) -> None:
-    ops = torch.ops.flexops
+def test_cpu_gives_what_the_reference_gives(block):
     for seed in range(block * 25, block * 25 + 25):
-        x, target, numbers, factors, upstream = draw(seed, "cpu", CLASSES)
-        loss, stats = ops.cross_entropy(x, target, *numbers)
-        expected_loss, expected_stats = cross_entropy_module._cross_entropy_reference(
-            x, target, *numbers
-        )
-        assert_near(loss, expected_loss, size_of(x, numbers))
-        expected = cross_entropy_module._cross_entropy_backward_reference(
-            upstream, x, target, expected_stats, *numbers
-        )
-        assert_near(ops.cross_entropy_backward(upstream, x, target, stats, *numbers), expected)
-        written, expected = x.clone(memory_format=torch.preserve_format), x.clone()
-        assert_near(
-            ops.cross_entropy_(written, target, factors, *numbers)[0],
-            expected_loss,
-            size_of(x, numbers),
-        )
-        cross_entropy_module._cross_entropy_inplace_reference(expected, target, factors, *numbers)
-        assert_near(written, expected)
+        compare_all(seed, "cpu", CLASSES)
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level: str) -> None:
+def test_other_instruction_sets(level):
     """The levels that this machine would not choose on its own."""
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
@@ -341,7 +309,7 @@ def test_other_instruction_sets(level: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 1031)])
 @pytest.mark.usefixtures("both")
-def test_torchs_function(shape: tuple[int, ...], reduction: str, inplace: bool) -> None:
+def test_torchs_function(shape, reduction, inplace):
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(shape, generator=generator, requires_grad=True)
     target = torch.randint(0, shape[-1], shape[:-1], generator=generator)
@@ -367,7 +335,7 @@ def test_torchs_function(shape: tuple[int, ...], reduction: str, inplace: bool) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.usefixtures("both")
-def test_z_loss_and_smoothing_by_autograd(dtype: torch.dtype, inplace: bool) -> None:
+def test_z_loss_and_smoothing_by_autograd(dtype, inplace):
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(5, 333, generator=generator).to(dtype).requires_grad_()
     target = torch.tensor([0, 332, -100, 7, 9])
@@ -399,7 +367,7 @@ def test_z_loss_and_smoothing_by_autograd(dtype: torch.dtype, inplace: bool) -> 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("both")
-def test_ignored_and_invalid_classes(dtype: torch.dtype, inplace: bool) -> None:
+def test_ignored_and_invalid_classes(dtype, inplace):
     source = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
     source[1] = torch.nan  # of an ignored row: not looked at
     source.requires_grad_()
@@ -418,7 +386,7 @@ def test_ignored_and_invalid_classes(dtype: torch.dtype, inplace: bool) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.usefixtures("both")
-def test_nothing_but_ignored_rows(inplace: bool) -> None:
+def test_nothing_but_ignored_rows(inplace):
     source = torch.randn(3, 5, requires_grad=True)
     target = torch.full((3,), -100)
     for reduction, expected in (("mean", torch.nan), ("sum", 0.0)):
@@ -430,7 +398,7 @@ def test_nothing_but_ignored_rows(inplace: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("both")
-def test_a_layer_with_nothing_but_ignored_rows(dtype: torch.dtype) -> None:
+def test_a_layer_with_nothing_but_ignored_rows(dtype):
     x, weight, bias = (
         torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((3, 5), (7, 5), (7,))
     )
@@ -441,7 +409,7 @@ def test_a_layer_with_nothing_but_ignored_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.usefixtures("both")
-def test_no_rows(reduction: str) -> None:
+def test_no_rows(reduction):
     x, target = torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     weight = torch.zeros(7, 5, requires_grad=True)
     for loss in (
@@ -458,7 +426,7 @@ def test_no_rows(reduction: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("both")
-def test_large_logits_do_not_overflow(dtype: torch.dtype) -> None:
+def test_large_logits_do_not_overflow(dtype):
     x = torch.tensor([[6e4, -6e4, 6e4], [-6e4, -6e4, -6e4]]).to(dtype)
     loss = flexops.cross_entropy(x, torch.tensor([0, 2]), reduction="none")
     torch.testing.assert_close(loss, torch.tensor([2.0, 3.0]).log(), atol=1e-2, rtol=0)
@@ -467,7 +435,7 @@ def test_large_logits_do_not_overflow(dtype: torch.dtype) -> None:
 # ---- in place ------------------------------------------------------------------------------------
 
 
-def test_the_gradient_lies_over_the_logits() -> None:
+def test_the_gradient_lies_over_the_logits():
     source = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0), requires_grad=True)
     target = torch.tensor([1, 2, 3, 999])
     logits = source * 1
@@ -478,7 +446,7 @@ def test_the_gradient_lies_over_the_logits() -> None:
     assert gradient.data_ptr() == logits.data_ptr()
 
 
-def test_misuse_of_destroyed_logits_is_found() -> None:
+def test_misuse_of_destroyed_logits_is_found():
     source, target = torch.randn(3, 5, requires_grad=True), torch.tensor([1, 2, 3])
     logits = torch.tanh(source)  # whose backward pass needs its result
     loss = flexops.cross_entropy(logits, target, inplace=True)
@@ -495,7 +463,7 @@ def test_misuse_of_destroyed_logits_is_found() -> None:
         loss.backward()
 
 
-def test_logits_are_left_alone_where_nothing_needs_a_gradient() -> None:
+def test_logits_are_left_alone_where_nothing_needs_a_gradient():
     x, target = torch.randn(3, 5), torch.tensor([1, 2, 3])
     before = x.clone()
     flexops.cross_entropy(x, target, inplace=True)
@@ -505,7 +473,7 @@ def test_logits_are_left_alone_where_nothing_needs_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_in_place_with_gaps_between_rows(reduction: str) -> None:
+def test_in_place_with_gaps_between_rows(reduction):
     wide = torch.randn(4, 70, generator=torch.Generator().manual_seed(0))
     before, target = wide.clone(), torch.tensor([1, 2, 3, 63])
     logits = wide[:, 3:67].requires_grad_()
@@ -526,7 +494,7 @@ def test_in_place_with_gaps_between_rows(reduction: str) -> None:
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 100])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.usefixtures("both")
-def test_layer_and_loss_in_chunks(reduction: str, chunk_size: int | None) -> None:
+def test_layer_and_loss_in_chunks(reduction, chunk_size):
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator, requires_grad=True)
@@ -555,7 +523,7 @@ def test_layer_and_loss_in_chunks(reduction: str, chunk_size: int | None) -> Non
         )
 
 
-def test_the_weights_gradient_is_summed_in_float32() -> None:
+def test_the_weights_gradient_is_summed_in_float32():
     """In bfloat16, many chunks are as exact as one."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
@@ -576,7 +544,7 @@ def test_the_weights_gradient_is_summed_in_float32() -> None:
     assert error(4) <= 1.5 * error(512)
 
 
-def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch):
     """In less memory, and not as exactly: with one rounding for each chunk."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
@@ -616,7 +584,7 @@ def test_the_weights_gradient_summed_as_it_is_stored(monkeypatch: pytest.MonkeyP
     assert few <= 2 * exactly
 
 
-def test_what_is_free_bounds_the_chunk_and_the_sum() -> None:
+def test_what_is_free_bounds_the_chunk_and_the_sum():
     weight, row, gigabyte = 128256 * 4096, 128256 * 2, 2**30
     for free, rows in (
         (None, 4096),
@@ -653,7 +621,7 @@ def test_what_is_free_bounds_the_chunk_and_the_sum() -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.usefixtures("both")
-def test_accuracy_and_z_loss(reduction: str, softcap: float | None, weighted: bool) -> None:
+def test_accuracy_and_z_loss(reduction, softcap, weighted):
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(shape, generator=generator, requires_grad=True)
@@ -708,7 +676,7 @@ def test_accuracy_and_z_loss(reduction: str, softcap: float | None, weighted: bo
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_accuracy_and_z_loss_where_no_row_counts() -> None:
+def test_accuracy_and_z_loss_where_no_row_counts():
     x, weight, target = (
         torch.randn(3, 4, requires_grad=True),
         torch.randn(5, 4),
@@ -733,7 +701,7 @@ def test_accuracy_and_z_loss_where_no_row_counts() -> None:
 
 
 @pytest.mark.usefixtures("transformers_models")
-def test_gemma_2s_loss() -> None:
+def test_gemma_2s_loss():
     """That of transformers' own model, with its gradients."""
     from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 
@@ -765,7 +733,7 @@ def test_gemma_2s_loss() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks() -> None:
+def test_chunks():
     for weight, rows in ((128256 * 4096 * 2, 4096), (2**20, 1024)):
         sizes = [
             part.stop - part.start for part in linear_module._chunks(8192, 128256 * 2, 0, weight)
@@ -777,7 +745,7 @@ def test_chunks() -> None:
     assert linear_module._chunks(100, 28, 0, 0) == [slice(0, 100)]
 
 
-def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_all_logits(monkeypatch):
     largest = 0
     linear = F.linear
 
@@ -795,5 +763,5 @@ def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest == 16
 
 
-def test_self_check() -> None:
+def test_self_check():
     assert cross_entropy_module.self_check("cpu") < 1e-5

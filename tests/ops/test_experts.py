@@ -161,7 +161,7 @@ def test_errors_name_the_argument() -> None:
          lambda: flexops.gated_experts(x, weights, weights, gate_up, down)),
         (TypeError, "weights must be a floating-point",
          lambda: flexops.gated_experts(x, choices, choices, gate_up, down)),
-        (ValueError, "weights must have choices' shape",
+        (ValueError, "weights must have choices's shape",
          lambda: flexops.gated_experts(x, choices, weights[:, :2], gate_up, down)),
         (ValueError, r"choices must have shape \[11, k\]",
          lambda: flexops.gated_experts(x, choices[:4], weights, gate_up, down)),

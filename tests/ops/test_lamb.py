@@ -58,7 +58,7 @@ class TestStep(StepContract):
 
 
 @ON_BOTH
-def test_without_adaptation_is_adam_with_decay_in_the_update(device: str) -> None:
+def test_without_adaptation_is_adam_with_decay_in_the_update(device):
     params, expected = make_params(device), make_params(device)
     optimizer, oracle = (
         optim.LAMB(params, lr=0.01, eps=1e-8, adapt=False),
@@ -69,7 +69,7 @@ def test_without_adaptation_is_adam_with_decay_in_the_update(device: str) -> Non
 
 
 @ON_BOTH
-def test_a_parameter_of_zeros_is_moved(device: str) -> None:
+def test_a_parameter_of_zeros_is_moved(device):
     param, grad = torch.zeros(1000, device=device), torch.ones(1000, device=device)
     flexops.lamb_(
         [param],
@@ -84,7 +84,7 @@ def test_a_parameter_of_zeros_is_moved(device: str) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("adapt", [False, True])
-def test_the_step_has_the_length_that_it_promises(adapt: bool, device: str) -> None:
+def test_the_step_has_the_length_that_it_promises(adapt, device):
     lists = make_lists(TestStep.step, torch.float32, torch.float32, device, shapes=[(100_000,)])
     before = clone(lists)[0][0]
     flexops.lamb_(*lists, lr=0.01, adapt=adapt)
@@ -93,7 +93,7 @@ def test_the_step_has_the_length_that_it_promises(adapt: bool, device: str) -> N
 
 
 @ON_BOTH
-def test_the_passes_of_sharded_parameters_are_the_step(device: str) -> None:
+def test_the_passes_of_sharded_parameters_are_the_step(device):
     """Bit for bit: with the norms in between, which ranks add up."""
     step, numbers = torch.tensor([0.3], device=device), (0.9, 0.999, 1e-6, 0.1)
     groups = [
@@ -109,7 +109,7 @@ def test_the_passes_of_sharded_parameters_are_the_step(device: str) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
-def test_opcheck_of_the_passes() -> None:
+def test_opcheck_of_the_passes():
     lists = make_lists(TestStep.step, torch.float32, torch.bfloat16, "cpu", shapes=[(7,), (33, 65)])
     params, _, *states = lists
     numbers = 0.9, 0.999, 1e-6, 0.1
@@ -125,7 +125,7 @@ def test_opcheck_of_the_passes() -> None:
     )
 
 
-def test_norms_of_the_wrong_shape_are_rejected() -> None:
+def test_norms_of_the_wrong_shape_are_rejected():
     params, _, *states = make_lists(TestStep.step, torch.float32, torch.float32, "cpu")
     with pytest.raises(
         RuntimeError, match=r"flexops::lamb_apply_: norms must have shape \[11, 2\], got \[3, 2\]"

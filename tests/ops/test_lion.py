@@ -35,7 +35,7 @@ class TestStep(StepContract):
     )
 
 
-def test_where_the_average_is_zero_nothing_moves() -> None:
+def test_where_the_average_is_zero_nothing_moves():
     param, zeros = torch.ones(5), torch.zeros(5)
     flexops.lion_([param], [zeros], [zeros.clone()], lr=0.1)
     assert torch.equal(param, torch.ones(5))

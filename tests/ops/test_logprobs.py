@@ -80,9 +80,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong(
             r"target must have shape \(3,\), one class for each row of logits, got \(2,\)", x, t[:2]
         ),
-        wrong(
-            "target must be an int64 tensor of class numbers, got float", x, 1.0, error=TypeError
-        ),
+        wrong("target must be an int64 tensor, got float", x, 1.0, error=TypeError),
         wrong("logits must be a float32, float16 or bfloat16 tensor", t, t, error=TypeError),
         wrong("logits must have at least one class in their last dimension", x[:, :0], t),
         wrong("temperature must be greater than 0, got 0.0", x, t, temperature=0.0),
@@ -99,7 +97,7 @@ def wrong_layers() -> tuple[Refusal, ...]:
 
     return (
         wrong(r"weight must have shape \[V, 4\] with at least one class", x, w[:, :3], t),
-        wrong(r"bias must have shape \[5\], got \(4,\)", x, w, t, w[0]),
+        wrong(r"bias must have shape \[5\], got \[4\]", x, w, t, w[0]),
         wrong("weight must be on hidden's device, cpu, got meta", x, w.to("meta"), t),
         wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
         wrong("temperature must be greater than 0, got -1", x, w, t, temperature=-1),
@@ -134,24 +132,12 @@ LAYER: dict[str, Any] = {
 
 class TestContract(Contract):
     cases = (
-        Case(
-            "logprobs",
-            "logprobs",
-            ours(),
-            logits_and_target,
-            plain_one,
-            refusals=wrong_calls(),
-            **LOGITS,
-        ),
-        Case(
-            "logprobs and entropy, capped, at a temperature",
-            "logprobs",
-            ours(temperature=0.7, softcap=3.0, return_entropy=True),
-            logits_and_target,
-            lambda logits, target: plain(logits, target, 0.7, 3.0),
-            **LOGITS,
-        ),
-    )
+        Case("logprobs", "logprobs", ours(), logits_and_target, plain_one, refusals=wrong_calls(),
+            **LOGITS),
+        Case("logprobs and entropy, capped, at a temperature", "logprobs",
+            ours(temperature=0.7, softcap=3.0, return_entropy=True), logits_and_target,
+            lambda logits, target: plain(logits, target, 0.7, 3.0), **LOGITS),
+    )  # fmt: skip
 
 
 class TestKeptLogits(Contract):
@@ -179,7 +165,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("block", range(4))
-def test_cpu_gives_what_the_reference_gives(block: int) -> None:
+def test_cpu_gives_what_the_reference_gives(block):
     for seed in range(block * 25, block * 25 + 25):
         check_draw(seed, "cpu")
 
@@ -187,7 +173,7 @@ def test_cpu_gives_what_the_reference_gives(block: int) -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level: str) -> None:
+def test_other_instruction_sets(level):
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
 
@@ -196,7 +182,7 @@ def test_other_instruction_sets(level: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_ignored_invalid_and_masked_classes(softcap: float | None) -> None:
+def test_ignored_invalid_and_masked_classes(softcap):
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     logits[1] = torch.nan  # of an ignored row: not read
     logits[3, 2:] = -torch.inf
@@ -215,7 +201,7 @@ def test_ignored_invalid_and_masked_classes(softcap: float | None) -> None:
     torch.testing.assert_close(entropy[3:], expected[1])
 
 
-def test_another_ignored_class() -> None:
+def test_another_ignored_class():
     logits, target = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 2])
     result = flexops.logprobs(logits, target, ignore_index=1)
     assert result[1] == 0
@@ -227,7 +213,7 @@ def test_another_ignored_class() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 20, 64])
-def test_chunks_change_nothing(chunk: int | None) -> None:
+def test_chunks_change_nothing(chunk):
     make = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 5, 12, generator=make, requires_grad=True)
     weight = torch.randn(33, 12, generator=make, requires_grad=True)
@@ -245,7 +231,7 @@ def test_chunks_change_nothing(chunk: int | None) -> None:
     )
 
 
-def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
+def test_a_retained_graph_gives_the_same_gradient_twice():
     """The kept logits are their gradient by then."""
     hidden, weight = torch.randn(9, 6), torch.randn(11, 6, requires_grad=True)
     result = flexops.linear_logprobs(hidden, weight, torch.arange(9), chunk_size=4)
@@ -255,7 +241,7 @@ def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
     torch.testing.assert_close(first, second)
 
 
-def test_the_op_that_compilers_get() -> None:
+def test_the_op_that_compilers_get():
     """It keeps no logits."""
     x, weight, target = torch.randn(9, 6), torch.randn(11, 6), torch.arange(9)
     arguments = (x.requires_grad_(), weight.requires_grad_(), None, target, -100, 0.7, 3.0)
@@ -263,7 +249,7 @@ def test_the_op_that_compilers_get() -> None:
     torch.library.opcheck(op, (*arguments, 4, torch.float32, 0))
 
 
-def test_logits_of_two_chunks_are_kept_for_a_gradient_alone() -> None:
+def test_logits_of_two_chunks_are_kept_for_a_gradient_alone():
     hidden, weight = torch.randn(10, 6), torch.randn(11, 6, requires_grad=True)
     target = torch.zeros(10, dtype=torch.int64)
 

@@ -68,9 +68,7 @@ def family_of(name: str) -> str:
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("state_dtype", NARROW)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_they_are_the_references(
-    name: str, dtype: torch.dtype, state_dtype: torch.dtype, stochastic: bool, device: str
-) -> None:
+def test_they_are_the_references(name, dtype, state_dtype, stochastic, device):
     """Rounded the same way: other random numbers would give another neighbour to every second
     element."""
     assert loader.ensure(family_of(name), device)
@@ -94,7 +92,7 @@ def test_they_are_the_references(
 
 
 @KERNELS
-def test_every_instruction_set_rounds_alike(name: str) -> None:
+def test_every_instruction_set_rounds_alike(name):
     assert loader.ensure(family_of(name), "cpu")
     results = []
     for level in ISA_LEVELS:
@@ -110,9 +108,7 @@ def test_every_instruction_set_rounds_alike(name: str) -> None:
 @ON_BOTH
 @ALL
 @pytest.mark.parametrize("state_dtype", [None, "param", torch.bfloat16])
-def test_states_are_of_the_dtype_that_is_asked_for(
-    name: str, state_dtype: torch.dtype | str | None, device: str
-) -> None:
+def test_states_are_of_the_dtype_that_is_asked_for(name, state_dtype, device):
     """And a state dict goes on where it was saved, bit for bit; one of another dtype is taken
     over."""
     params, expected = make_params(device, torch.float16), make_params(device, torch.float16)
@@ -143,7 +139,7 @@ def test_states_are_of_the_dtype_that_is_asked_for(
 
 
 @KERNELS
-def test_a_thousand_steps(name: str) -> None:
+def test_a_thousand_steps(name):
     """A regression on batches, whose noise makes up the gradients: where it ends, beside where
     float32 states end. docs/training.md has a transformer."""
 
@@ -169,9 +165,7 @@ def test_a_thousand_steps(name: str) -> None:
 
 
 @ON_BOTH
-def test_adagrads_sums_are_those_of_float32_rounded(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adagrads_sums_are_those_of_float32_rounded(device, monkeypatch):
     """To one of the two neighbours; the step is made with the sum before it is rounded; and pieces
     make no difference."""
     grads = torch.randn(7, 100, generator=torch.Generator().manual_seed(0)).to(device)
@@ -198,7 +192,7 @@ def test_adagrads_sums_are_those_of_float32_rounded(
     assert torch.equal(narrow[0][1], narrow[1][1])
 
 
-def test_adagrads_sums_go_on_growing() -> None:
+def test_adagrads_sums_go_on_growing():
     """Rounded to nearest, 8 bits stand still once a gradient's square is less than a 512th of the
     sum."""
     grads = torch.randn(3000, 500, generator=torch.Generator().manual_seed(0))
@@ -216,7 +210,7 @@ def test_adagrads_sums_go_on_growing() -> None:
     assert grown(state_dtype=torch.bfloat16, stochastic_rounding=False) < 0.8 * wide
 
 
-def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
+def test_a_narrow_adagrad_under_a_grad_scaler():
     """A step that is left out leaves sums and counts as they are; the next one unscales."""
     param = torch.nn.Parameter(torch.ones(40))
     optimizer = optim.Adagrad([param], lr=0.1, state_dtype=torch.bfloat16)
@@ -236,7 +230,7 @@ def test_a_narrow_adagrad_under_a_grad_scaler() -> None:
     assert (optimizer.state[param]["sum"] - 18).abs().max() <= 0.125
 
 
-def test_what_is_rejected() -> None:
+def test_what_is_rejected():
     for make in CLASSES.values():
         with pytest.raises(
             ValueError, match=r"state_dtype must be None, 'param', .*got torch.int8"

@@ -72,7 +72,7 @@ def error_bound(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 @pytest.mark.usefixtures("roundtrip")
-def test_the_error_is_half_a_step(dtype: torch.dtype, bits: int, symmetric: bool) -> None:
+def test_the_error_is_half_a_step(dtype, bits, symmetric):
     x = (torch.randn(130, 66, 3, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     for group_size, dim in product((64, 7, -1), (0, 1, -1)):
         q = flexops.quantize(x, bits, group_size, dim, symmetric)
@@ -86,7 +86,7 @@ def test_the_error_is_half_a_step(dtype: torch.dtype, bits: int, symmetric: bool
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_error_is_half_a_step_for_any_shape(data: st.DataObject) -> None:
+def test_the_error_is_half_a_step_for_any_shape(data):
     shape = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     bits, symmetric = data.draw(st.sampled_from(MODES))
@@ -140,7 +140,7 @@ def flexgen_decompress(
     ("shape", "dim"), [((128, 96), 0), ((96, 128), 1), ((64, 8, 128), 2), ((5, 128, 33), 1)]
 )
 @pytest.mark.usefixtures("roundtrip")
-def test_float32_gives_flexgens_bits(shape: tuple[int, ...], dim: int) -> None:
+def test_float32_gives_flexgens_bits(shape, dim):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     packed, pairs = flexgen_compress(x.numpy(), 64, dim)
     q = flexops.quantize(x, 4, 64, dim)
@@ -159,7 +159,7 @@ def test_float32_gives_flexgens_bits(shape: tuple[int, ...], dim: int) -> None:
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_flexgen_reads_what_we_write_in_float16() -> None:
+def test_flexgen_reads_what_we_write_in_float16():
     x = torch.randn(256, 40, generator=torch.Generator().manual_seed(4)).half()
     q = flexops.quantize(x, 4, 64, 0)
     theirs = flexgen_decompress(q.packed.numpy(), q.scales.numpy(), 64, 0)
@@ -167,7 +167,7 @@ def test_flexgen_reads_what_we_write_in_float16() -> None:
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_the_layout_is_as_documented() -> None:
+def test_the_layout_is_as_documented():
     x = torch.tensor([[0.0, 15.0, 3.0, 7.0, 1.0, 2.0, 16.0]])
     q = flexops.quantize(x, 4, 3, 1)
     # groups [0, 15, 3], [7, 1, 2] and [16]; each takes two bytes, the last half of an odd group is
@@ -187,7 +187,7 @@ def test_the_layout_is_as_documented() -> None:
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_halves_round_to_even() -> None:
+def test_halves_round_to_even():
     x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 15.0])
     q = flexops.quantize(x, 4, 6)
     assert q.packed.tolist() == [0x00, 0x22, 0x4F]
@@ -199,7 +199,7 @@ def test_halves_round_to_even() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.usefixtures("roundtrip")
-def test_constant_groups_come_back_exactly(dtype: torch.dtype, bits: int) -> None:
+def test_constant_groups_come_back_exactly(dtype, bits):
     for value, dim in product((0.0, -0.0, 3.7, -1e-3, 6e4), (0, 1)):
         x = torch.full((70, 70), value, dtype=dtype)
         q = flexops.quantize(x, bits, 64, dim)
@@ -210,7 +210,7 @@ def test_constant_groups_come_back_exactly(dtype: torch.dtype, bits: int) -> Non
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.usefixtures("roundtrip")
-def test_symmetric_zeros_come_back_exactly(bits: int) -> None:
+def test_symmetric_zeros_come_back_exactly(bits):
     q = flexops.quantize(torch.zeros(3, 64), bits, symmetric=True)
     assert (flexops.dequantize(q) == 0).all()
     assert (q.scale == 1).all()
@@ -220,9 +220,7 @@ def test_symmetric_zeros_come_back_exactly(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.usefixtures("roundtrip")
-def test_a_group_that_is_not_finite_becomes_nan(
-    dtype: torch.dtype, bits: int, symmetric: bool, dim: int
-) -> None:
+def test_a_group_that_is_not_finite_becomes_nan(dtype, bits, symmetric, dim):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 96, generator=generator).to(dtype)
     clean = flexops.dequantize(flexops.quantize(x, bits, 32, dim, symmetric))
@@ -242,14 +240,14 @@ def test_a_group_that_is_not_finite_becomes_nan(
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_a_span_beyond_float32_becomes_nan() -> None:
+def test_a_span_beyond_float32_becomes_nan():
     x = torch.tensor([-3e38, 3e38, 1.0, 2.0])
     assert flexops.dequantize(flexops.quantize(x, 4, 2))[:2].isnan().all()
     assert flexops.dequantize(flexops.quantize(x, 4, 2, symmetric=True)).isfinite().all()
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_a_tiny_span_does_not_overflow_the_scale() -> None:
+def test_a_tiny_span_does_not_overflow_the_scale():
     x = torch.tensor([1.0, 1.0 + 2**-10], dtype=torch.float16)
     q = flexops.quantize(x, 8, 2)
     assert q.scale.item() == 65504.0
@@ -281,7 +279,7 @@ def compare_with_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.usefixtures("native")
-def test_native_gives_the_references_bits(block: int) -> None:
+def test_native_gives_the_references_bits(block):
     for seed in range(block * 60, block * 60 + 60):
         compare_with_reference(seed)
 
@@ -289,14 +287,14 @@ def test_native_gives_the_references_bits(block: int) -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
 @pytest.mark.usefixtures("native")
-def test_every_isa_gives_the_references_bits(isa: str) -> None:
+def test_every_isa_gives_the_references_bits(isa):
     with isa_limit(isa):
         for seed in range(1000, 1100):
             compare_with_reference(seed)
 
 
 @pytest.mark.usefixtures("native")
-def test_many_elements_on_all_threads() -> None:
+def test_many_elements_on_all_threads():
     x = torch.randn(513, 4096, generator=torch.Generator().manual_seed(5)).bfloat16()
     for dim in (0, 1):
         q = flexops.quantize(x, 4, 64, dim)
@@ -312,7 +310,7 @@ def test_many_elements_on_all_threads() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_large_results_ask_for_huge_pages(require: Callable[..., None]) -> None:
+def test_large_results_ask_for_huge_pages(require):
     """The page faults of a fresh result would take several times as long as the work."""
     require(
         Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(),
@@ -331,7 +329,7 @@ def test_large_results_ask_for_huge_pages(require: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("roundtrip")
-def test_dequantize_takes_any_strides() -> None:
+def test_dequantize_takes_any_strides():
     q = flexops.quantize(torch.randn(64, 128), 4, 32, 0)
     part = q._replace(packed=q.packed[:, ::2], scales=q.scales[:, :, ::2])
     assert_same(flexops.dequantize(part), flexops.dequantize(q)[:, ::2].contiguous())
@@ -340,9 +338,7 @@ def test_dequantize_takes_any_strides() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
-def test_dequantize_reads_views_that_begin_anywhere(
-    native_kernels: Callable[[str, str], None], device: str, dim: int, bits: int, symmetric: bool
-) -> None:
+def test_dequantize_reads_views_that_begin_anywhere(native_kernels, device, dim, bits, symmetric):
     """One byte, or one number, beyond an address that vectors of codes or scales could be read
     from."""
     native_kernels("quant", device)
@@ -358,7 +354,7 @@ def test_dequantize_reads_views_that_begin_anywhere(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("roundtrip")
-def test_dequantize_to_another_dtype(dtype: torch.dtype) -> None:
+def test_dequantize_to_another_dtype(dtype):
     q = flexops.quantize(torch.randn(3, 200).half(), 4, 64)
     y = flexops.dequantize(q, dtype)
     assert y.dtype == dtype
@@ -373,14 +369,14 @@ def test_dequantize_to_another_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)])
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.usefixtures("roundtrip")
-def test_empty_tensors(shape: tuple[int, ...], dim: int) -> None:
+def test_empty_tensors(shape, dim):
     q = flexops.quantize(torch.empty(shape), 4, 64, dim)
     assert flexops.dequantize(q).shape == shape
     assert flexops.dequantize(flexops.quantize(torch.empty(shape), 8, -1, dim, True)).shape == shape
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
-def test_opcheck(bits: int, symmetric: bool) -> None:
+def test_opcheck(bits, symmetric):
     for x, group_size, dim in (
         (torch.randn(5, 70), 32, 1),
         (torch.randn(70, 6).bfloat16(), 7, 0),
@@ -397,7 +393,7 @@ def test_opcheck(bits: int, symmetric: bool) -> None:
         )
 
 
-def test_compiles_whole() -> None:
+def test_compiles_whole():
     def f(x: torch.Tensor) -> tuple[torch.Tensor, QuantizedTensor]:
         q = flexops.quantize(x, 4, 32, 0)
         return flexops.dequantize(q) + 1, q
@@ -414,7 +410,7 @@ def test_compiles_whole() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiles_for_any_size() -> None:
+def test_compiles_for_any_size():
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -441,7 +437,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_results_do_not_require_gradients() -> None:
+def test_results_do_not_require_gradients():
     x = torch.randn(4, 64, requires_grad=True)
     q = flexops.quantize(x)
     assert not q.packed.requires_grad
@@ -466,9 +462,7 @@ QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), QUANTIZE_ERRORS)
-def test_quantize_names_the_wrong_argument(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_quantize_names_the_wrong_argument(change, error, message):
     with pytest.raises(error, match=f"flexops.quantize: {message}"):
         flexops.quantize(**({"x": torch.zeros(4, 64)} | change))
 
@@ -492,15 +486,13 @@ DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), DEQUANTIZE_ERRORS)
-def test_dequantize_names_the_wrong_argument(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_dequantize_names_the_wrong_argument(change, error, message):
     q = flexops.quantize(torch.zeros(4, 64))
     with pytest.raises(error, match=f"flexops.dequantize: {message}"):
         flexops.dequantize(q._replace(**change))
 
 
-def test_dequantize_takes_nothing_else() -> None:
+def test_dequantize_takes_nothing_else():
     q = flexops.quantize(torch.zeros(4, 64))
     with pytest.raises(TypeError, match="quantized must be a QuantizedTensor, got Tensor"):
         flexops.dequantize(q.packed)  # type: ignore[arg-type]
@@ -509,7 +501,7 @@ def test_dequantize_takes_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_ops_themselves_check_too() -> None:
+def test_the_ops_themselves_check_too():
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""
     q = flexops.quantize(torch.zeros(4, 64))

@@ -61,11 +61,11 @@ def _loss(function: Any) -> Any:
 class TestTransforms:
     """torch.func's."""
 
-    def test_vmap(self, name: str, x: Tensor) -> None:
+    def test_vmap(self, name, x):
         ours, theirs = (torch.vmap(function)(x) for function in PAIRS[name])
         torch.testing.assert_close(ours, theirs)
 
-    def test_vmap_of_what_requires_a_gradient(self, name: str, x: Tensor) -> None:
+    def test_vmap_of_what_requires_a_gradient(self, name, x):
         leaf = x.requires_grad_()
         ours, theirs = (
             torch.autograd.grad(_loss(torch.vmap(function))(leaf), leaf)[0]
@@ -73,11 +73,11 @@ class TestTransforms:
         )
         torch.testing.assert_close(ours, theirs)
 
-    def test_gradients_of_each_sample(self, name: str, x: Tensor) -> None:
+    def test_gradients_of_each_sample(self, name, x):
         ours, theirs = (torch.vmap(torch.func.grad(_loss(function)))(x) for function in PAIRS[name])
         torch.testing.assert_close(ours, theirs)
 
-    def test_second_and_forward_derivatives_are_rejected(self, name: str, x: Tensor) -> None:
+    def test_second_and_forward_derivatives_are_rejected(self, name, x):
         loss = _loss(PAIRS[name][0])
         with pytest.raises(RuntimeError, match="differentiate twice"):
             torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
@@ -88,7 +88,7 @@ class TestTransforms:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_what_is_around_a_transform_gets_its_gradient(x: Tensor) -> None:
+def test_what_is_around_a_transform_gets_its_gradient(x):
     """A tensor from outside, of another level than the one that is differentiated."""
     weight, gradients = torch.rand(8).requires_grad_(), []
     for function in PAIRS["rms_norm"]:
@@ -111,7 +111,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_fake_tensors_are_rejected_in_the_same_words(name: str, x: Tensor) -> None:
+def test_fake_tensors_are_rejected_in_the_same_words(name, x):
     with pytest.raises(ValueError, match=f"^flexops.{name}: ") as native:
         WRONG[name](x)
     with (
@@ -132,7 +132,7 @@ def messages() -> dict[str, str]:
     return found
 
 
-def test_references_reject_in_the_same_words(tmp_path: Path) -> None:
+def test_references_reject_in_the_same_words(tmp_path):
     """Where there is no native library."""
     code = """
 import json, torch, flexops, test_register
@@ -173,7 +173,7 @@ NO_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS - {"clip_grad_norm_"}))
-def test_options_of_optimizers_that_are_none_are_named(name: str) -> None:
+def test_options_of_optimizers_that_are_none_are_named(name):
     kind = getattr(flexops.optim, name)
     taken = [option for option in inspect.signature(kind).parameters if option in NO_OPTIONS]
     assert {"lr", "weight_decay"} <= {*taken}
@@ -186,7 +186,7 @@ def test_options_of_optimizers_that_are_none_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS - {"clip_grad_norm_"}))
-def test_flags_of_optimizers_are_what_python_takes_them_for(name: str) -> None:
+def test_flags_of_optimizers_are_what_python_takes_them_for(name):
     """As torch has it: a number, or a numpy.bool_ of a configuration."""
     kind, stepped = getattr(flexops.optim, name), []
     flags = [
@@ -206,7 +206,7 @@ def test_flags_of_optimizers_are_what_python_takes_them_for(name: str) -> None:
 FUNCTIONS = sorted(name for name, module in flexops._PUBLIC.items() if module.startswith("ops."))
 
 
-def test_type_checkers_see_what_is_public() -> None:
+def test_type_checkers_see_what_is_public():
     block = next(
         node
         for node in ast.parse(Path(flexops.__file__).read_text()).body
@@ -218,7 +218,7 @@ def test_type_checkers_see_what_is_public() -> None:
     } == flexops._PUBLIC
 
 
-def test_bindings_register_what_is_defined() -> None:
+def test_bindings_register_what_is_defined():
     defined = {
         spec.name: {
             op.partition("::")[2].partition(".")[0] for op in _register._families[spec.name]
@@ -228,7 +228,7 @@ def test_bindings_register_what_is_defined() -> None:
     assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
 
 
-def test_hand_written_bindings_register_what_is_declared() -> None:
+def test_hand_written_bindings_register_what_is_declared():
     by_hand = [spec for spec in catalog.CATALOG if spec.binding]
     assert by_hand
     for spec in by_hand:
@@ -238,7 +238,7 @@ def test_hand_written_bindings_register_what_is_declared() -> None:
         assert set(re.findall(r'FLEXOPS_IMPL\(\s*\w+,\s*"([\w.]+)"', text)) == declared, spec.name
 
 
-def test_an_operator_is_declared_in_one_place() -> None:
+def test_an_operator_is_declared_in_one_place():
     """Its schema and its family; whatever else needs them asks for them by the operator's name."""
     schema = re.compile(rf"\b({'|'.join(map(re.escape, families.OPERATORS))})\(Tensor\b")
     package = Path(flexops.__file__).parent
@@ -250,7 +250,7 @@ def test_an_operator_is_declared_in_one_place() -> None:
     assert found == {"build/describe/families.py"}
 
 
-def test_the_page_of_operators_has_them_all() -> None:
+def test_the_page_of_operators_has_them_all():
     table = (
         (Path(__file__).parents[2] / "docs/operators.md")
         .read_text()
@@ -267,7 +267,7 @@ def test_the_page_of_operators_has_them_all() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if name not in ("QuantizedTensor", "Int4Weight")]
 )
-def test_nothing_in_place_of_a_tensor_is_rejected_by_name(name: str) -> None:
+def test_nothing_in_place_of_a_tensor_is_rejected_by_name(name):
     function = getattr(flexops, name)
     first, *rest = (
         parameter
@@ -298,7 +298,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
-def test_a_dispatch_mode_sees_what_was_called(name: str, x: Tensor) -> None:
+def test_a_dispatch_mode_sees_what_was_called(name, x):
     """With a gradient it is another overload of the same operator; that every operator is the same
     one is in the contract."""
     args = (x, x.clone()) if name.startswith("add") else (x,)
@@ -309,12 +309,12 @@ def test_a_dispatch_mode_sees_what_was_called(name: str, x: Tensor) -> None:
     assert seen.names == [f"flexops::{name}", f"flexops::{name}.forward"]
 
 
-def test_the_name_without_an_overload_is_the_operator_for_users(x: Tensor) -> None:
+def test_the_name_without_an_overload_is_the_operator_for_users(x):
     assert isinstance(torch.ops.flexops.rms_norm(x, None, 1e-6), Tensor)
     assert set(torch.ops.flexops.rms_norm.overloads()) <= {"default", "forward"}
 
 
-def test_without_what_torch_keeps_private() -> None:
+def test_without_what_torch_keeps_private():
     """Of each thing in ``_torch.py`` what stands in for it."""
     code = """
 import importlib.util, sys, torch, torch._compile
@@ -354,9 +354,7 @@ assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit",
     )
 
 
-def test_the_reference_stands_in_for_a_kernel_that_is_not_available(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_reference_stands_in_for_a_kernel_that_is_not_available(monkeypatch):
     """As under ``FLEXOPS_JIT=0``, where kernels that few calls launch are not compiled; on the CPU,
     whose kernel says here what a launch does."""
     library = torch.library.Library("flexops_standing", "FRAGMENT")
@@ -399,7 +397,7 @@ def test_the_reference_stands_in_for_a_kernel_that_is_not_available(
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_importing_collects_no_garbage_and_leaves_the_collector_as_it_was(collects: bool) -> None:
+def test_importing_collects_no_garbage_and_leaves_the_collector_as_it_was(collects):
     code = f"""
 import gc, torch
 gc.collect()  # what is due after torch's import is not ours
@@ -412,7 +410,7 @@ assert gc.isenabled() == {collects} and 2 not in seen, (gc.isenabled(), seen)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_a_refusal_is_shown_once() -> None:
+def test_a_refusal_is_shown_once():
     """And not as an error during another one that says the same."""
     with pytest.raises(TypeError, match="rms_norm: ") as error:
         flexops.rms_norm(torch.ones(2, 8, dtype=torch.int32), torch.ones(8))
@@ -422,7 +420,7 @@ def test_a_refusal_is_shown_once() -> None:
     )
 
 
-def test_forward_mode_is_an_error_that_names_the_function_and_the_way() -> None:
+def test_forward_mode_is_an_error_that_names_the_function_and_the_way():
     x, weight = torch.randn(5, 8), torch.ones(8)
     said = (
         r"flexops.rms_norm has no derivative in forward mode .*: use reverse mode: torch.func.vjp"

@@ -12,7 +12,7 @@ import flexops
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_routes(scoring: Any, normalize: bool) -> None:
+def test_routes(scoring, normalize):
     torch.manual_seed(0)
     logits = torch.randn(40, 9, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(9)
@@ -27,13 +27,13 @@ def test_routes(scoring: Any, normalize: bool) -> None:
     torch.autograd.gradcheck(lambda x: flexops.route_tokens(x, 3, **options)[0], (few,))
 
 
-def test_of_equal_scores_the_first() -> None:
+def test_of_equal_scores_the_first():
     weights, choices = flexops.route_tokens(torch.zeros(2, 6), 3)
     assert choices.tolist() == [[0, 1, 2]] * 2
     assert torch.allclose(weights, torch.full((2, 3), 1 / 3))
 
 
-def test_errors() -> None:
+def test_errors():
     logits = torch.randn(5, 4)
     logits[3, 1] = float("nan")
     cases: list[tuple[type[Exception], str, Any]] = [

@@ -48,7 +48,7 @@ def run_ranks(world: int, device: str, store: Path, timeout: float, worker: Path
     assert not failed, "\n".join(failed)
 
 
-def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes(tmp_path, monkeypatch):
     by_torch = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     if not by_torch:
         monkeypatch.setenv("FULLY_SHARD", "0")

@@ -6,14 +6,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
-from softmax_cases import DTYPES, assert_near, draw_lowest, draw_mask, draw_scores
+from softmax_cases import DTYPES, assert_near, compare_all, draw_lowest
 from torch import Tensor
 
 import flexops
@@ -59,37 +57,19 @@ def wrong_calls() -> tuple[Refusal, ...]:
         return Refusal(lambda: flexops.scaled_masked_softmax(x, mask), error, message)
 
     return (
-        with_mask(
-            torch.zeros(3),
-            ValueError,
-            r"mask must be broadcastable to x, got shape \[3\] for \[2, 3, 4\]",
-        ),
-        with_mask(
-            torch.zeros(1, 2, 3, 4),
-            ValueError,
-            r"mask must be broadcastable to x, got shape \[1, 2, 3, 4\] for \[2, 3, 4\]",
-        ),
-        with_mask(
-            torch.zeros(4, dtype=torch.uint8),
-            TypeError,
-            "mask must be bool, float32, .* got uint8",
-        ),
-        with_mask(
-            torch.zeros(4, device="meta"),
-            ValueError,
-            "mask must be on the device of x, cpu, got meta",
-        ),
-        Refusal(
-            lambda: flexops.scaled_masked_softmax(torch.zeros(())),
-            ValueError,
-            "x must have at least one dimension",
-        ),
-        Refusal(
-            lambda: flexops.causal_softmax(torch.zeros(3)),
-            ValueError,
-            "x must have at least two dimensions, queries and keys, got shape",
-        ),
-    )
+        with_mask(torch.zeros(3), ValueError,
+            r"mask must be broadcastable to x, got shape \[3\] for \[2, 3, 4\]"),
+        with_mask(torch.zeros(1, 2, 3, 4), ValueError,
+            r"mask must be broadcastable to x, got shape \[1, 2, 3, 4\] for \[2, 3, 4\]"),
+        with_mask(torch.zeros(4, dtype=torch.uint8), TypeError,
+            "mask must be bool, float32, .* got uint8"),
+        with_mask(torch.zeros(4, device="meta"), ValueError,
+            "mask must be on the device of x, cpu, got meta"),
+        Refusal(lambda: flexops.scaled_masked_softmax(torch.zeros(())), ValueError,
+            "x must have at least one dimension"),
+        Refusal(lambda: flexops.causal_softmax(torch.zeros(3)), ValueError,
+            "x must have at least two dimensions, queries and keys, got shape"),
+    )  # fmt: skip
 
 
 class TestContract(Contract):
@@ -152,38 +132,16 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("block", range(4))
-def test_cpu_gives_what_the_reference_gives(block: int) -> None:
+def test_cpu_gives_what_the_reference_gives(block):
     """Every length, layout, mask and dtype at random."""
-    ops = torch.ops.flexops
     for seed in range(block * 60, block * 60 + 60):
-        choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        x = draw_scores(choose, generator, "cpu")
-        mask = draw_mask(choose, generator, x)
-        scale = choose.choice([1.0, 0.125, -0.7, 3.0])
-        y = ops.scaled_masked_softmax(x, mask, scale)
-        assert_near(y, softmax_module._scaled_masked_softmax_reference(x, mask, scale))
-        grad = torch.randn(x.shape, generator=generator).to(x.dtype)
-        assert_near(
-            ops.softmax_backward(grad, y, scale, False),
-            softmax_module._softmax_backward_reference(grad, y, scale, False),
-            8,
-            abs(scale),
-        )
-        if x.dim() > 1:
-            y = ops.causal_softmax(x, scale)
-            assert_near(y, softmax_module._causal_softmax_reference(x, scale))
-            assert_near(
-                ops.softmax_backward(grad, y, scale, True),
-                softmax_module._softmax_backward_reference(grad, y, scale, True),
-                8,
-                abs(scale),
-            )
+        compare_all(seed, "cpu")
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("level", ISA_LEVELS[:2])
 @pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level: str) -> None:
+def test_other_instruction_sets(level):
     """The levels that this machine would not choose on its own."""
     with isa_limit(level):
         test_cpu_gives_what_the_reference_gives(1)
@@ -194,7 +152,7 @@ def test_other_instruction_sets(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, *DTYPES])
 @pytest.mark.usefixtures("both")
-def test_every_way_to_broadcast(dtype: torch.dtype) -> None:
+def test_every_way_to_broadcast(dtype):
     shape = (2, 3, 4, 9)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for kept in itertools.product([True, False], repeat=4):
@@ -211,7 +169,7 @@ def test_every_way_to_broadcast(dtype: torch.dtype) -> None:
             torch.testing.assert_close(flexops.scaled_masked_softmax(x, view), expected)
 
 
-def test_true_takes_part_as_in_torchs_attention() -> None:
+def test_true_takes_part_as_in_torchs_attention():
     q, k, v = (
         torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)
     )
@@ -225,7 +183,7 @@ def test_true_takes_part_as_in_torchs_attention() -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 7), (1, 9), (6, 2), (1, 1)])
 @pytest.mark.usefixtures("both")
-def test_causality_is_at_the_lower_right(queries: int, keys: int) -> None:
+def test_causality_is_at_the_lower_right(queries, keys):
     x = torch.randn(2, queries, keys, generator=torch.Generator().manual_seed(0))
     y = flexops.causal_softmax(x)
     for query in range(queries):
@@ -248,7 +206,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 9, 1031, 9001])
 @pytest.mark.usefixtures("both")
-def test_rows_in_which_nothing_takes_part_are_zeros(dtype: torch.dtype, length: int) -> None:
+def test_rows_in_which_nothing_takes_part_are_zeros(dtype, length):
     x = (
         torch.randn(4, length, generator=torch.Generator().manual_seed(0))
         .to(dtype)
@@ -272,7 +230,7 @@ def test_rows_in_which_nothing_takes_part_are_zeros(dtype: torch.dtype, length: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [5, 1031, 9001])
 @pytest.mark.usefixtures("both")
-def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
+def test_nan_and_infinity(dtype, length):
     x = torch.randn(4, length, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0, 3], x[1, 3], x[2, 3] = torch.nan, torch.inf, LOWEST
     y = flexops.scaled_masked_softmax(x)
@@ -291,7 +249,7 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300])
 @pytest.mark.usefixtures("native")
-def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
+def test_rows_masked_with_the_lowest_number_are_even(dtype, length):
     for arguments in draw_lowest(dtype, "cpu", length):
         assert_near(
             flexops.scaled_masked_softmax(*arguments),
@@ -301,7 +259,7 @@ def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("both")
-def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
+def test_large_scores_do_not_overflow(dtype):
     x = torch.tensor([[3e4, 3e4, -3e4, 0.0]]).to(dtype)
     torch.testing.assert_close(
         flexops.scaled_masked_softmax(x, None, 1000.0),
@@ -313,7 +271,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     )
 
 
-def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along() -> None:
+def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along():
     x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
     for shape in ((5,), (4, 5), (3, 1, 1), (2, 1, 4, 5), (1, 1, 1, 1)):
         mask = torch.randn(shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -329,12 +287,12 @@ def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along() -> None
 
 
 @pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan, 1e39, None, "2"])
-def test_a_scale_that_is_no_finite_number_is_rejected(scale: Any) -> None:
+def test_a_scale_that_is_no_finite_number_is_rejected(scale):
     error = ValueError if isinstance(scale, float) else TypeError
     for name in ("causal_softmax", "scaled_masked_softmax"):
         with pytest.raises(error, match=rf"flexops\.{name}: scale must be "):
             getattr(flexops, name)(torch.ones(2, 3), scale=scale)
 
 
-def test_self_check() -> None:
+def test_self_check():
     assert softmax_module.self_check("cpu") < 1e-6

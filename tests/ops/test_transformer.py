@@ -260,7 +260,7 @@ def plain() -> Callable[..., Tensor]:
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # attention of float32 on a GPU
 @pytest.mark.parametrize("fused", [False, True], ids=["softmax", "attention"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_loss_follows_torchs(device: str, fused: bool, plain: Callable[..., Tensor]) -> None:
+def test_the_loss_follows_torchs(device, fused, plain):
     expected = plain(device)
     actual = train(
         replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})), device
@@ -275,7 +275,7 @@ def test_the_loss_follows_torchs(device: str, fused: bool, plain: Callable[..., 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["softmax", "attention"])
-def test_the_loss_follows_torchs_under_autocast(fused: bool, plain: Callable[..., Tensor]) -> None:
+def test_the_loss_follows_torchs_under_autocast(fused, plain):
     expected = plain("cuda", autocast=True)
     actual = train(
         replace(_swapped(flexops.optim.AdamW), **({"attend": _fused} if fused else {})),
@@ -287,7 +287,7 @@ def test_the_loss_follows_torchs_under_autocast(fused: bool, plain: Callable[...
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_states_of_8_bits_learn_as_well(device: str, plain: Callable[..., Tensor]) -> None:
+def test_states_of_8_bits_learn_as_well(device, plain):
     expected = plain(device)
     actual = train(_swapped(flexops.optim.AdamW8bit), device)
     assert (actual[-50:].mean() - expected[-50:].mean()).abs() < 0.05

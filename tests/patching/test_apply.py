@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import flexops
+from flexops.build.load import loader
 from flexops.patching import linears
 
 
@@ -133,7 +134,10 @@ def test_in_training_the_loss_needs_no_logits(name: str) -> None:
     ],
     ids=str,
 )
-def test_the_loss_has_transformers_options(options: dict[str, Any]) -> None:
+def test_the_loss_has_transformers_options(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They reach attention, too, which stays ours."""
     model, inputs = tiny.model("llama"), tiny.batch("llama")
     if "shift_labels" in options:
         options = {"shift_labels": inputs["labels"].roll(2, 1)}
@@ -141,8 +145,11 @@ def test_the_loss_has_transformers_options(options: dict[str, Any]) -> None:
     expected = results(model, inputs, **options)
     del expected["logits"]
     flexops.patch(model)
+    declined: list[Any] = []
+    monkeypatch.setattr(loader, "decline", lambda *said: declined.append(said))
     differences = distance(results(model, inputs, **options), expected)
     assert max(differences.values()) < 2e-5, differences
+    assert declined == []
 
 
 def test_logits_come_where_they_are_asked_for() -> None:

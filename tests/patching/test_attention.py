@@ -236,16 +236,31 @@ def _models() -> dict[str, _Model]:
     return {path.stem: _Model(path) for path, text in texts if "ALL_ATTENTION_FUNCTIONS" in text}
 
 
+NO_EFFECT = frozenset(
+    (
+        "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "deterministic", "ignore_index", "labels",
+        "max_length_k", "max_length_q", "max_seqlen", "cache_params", "cache_position",
+        "encoder_attention_mask", "encoder_hidden_states", "input_ids", "logits_to_keep",
+        "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+        "past_key_values", "position_embeddings", "position_ids", "return_dict", "seq_idx",
+        "shift_labels", "token_type_ids", "use_cache",
+    )
+)  # fmt: skip
+"""Keywords that reach attention functions and change nothing of what eager attention computes:
+lengths of packed sequences are in the mask, ``deterministic`` is flash-attn's, the rest is read
+by other parts of a model."""
+
+BY_TRANSFORMERS = ("output_attentions", "position_bias")
+
+
 def _supported() -> set[str]:
     return set(inspect.signature(attention.attention).parameters) - {"others"}
 
 
 @pytest.mark.extra
 def test_every_keyword_of_every_model_is_known() -> None:
-    """A new one changes the result, or does not: a line in one of the sets decides it."""
-    sets = (attention.NO_EFFECT, attention.BY_SDPA, attention.BY_EAGER, attention.REJECTED)
-    known = _supported().union(*sets)
-    assert sum(map(len, (_supported(), *sets))) == len(known), "a keyword is in two sets"
+    """A new one changes the result, as selected keys do, or does not: then it is listed here."""
+    known = _supported().union(NO_EFFECT, attention.REJECTED, BY_TRANSFORMERS)
     assert sum(len(one.keywords) for one in _models().values()) > 300
     unknown = {
         f"{model}.{name}": sorted(keywords - known)
@@ -299,6 +314,11 @@ def text_eager_attention_forward(
     return (weights @ value).transpose(1, 2), weights
 
 
+def reading_eager_attention_forward(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    factor = options.pop("factor")
+    return tuple(factor * x for x in text_eager_attention_forward(*given, **options))  # type: ignore[return-value]
+
+
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
@@ -323,9 +343,21 @@ def test_an_unknown_keyword_goes_to_the_models_own_attention(declined: list[str]
 
 
 def test_keywords_without_effect_stay_ours(declined: list[str]) -> None:
-    given = dict.fromkeys(attention.NO_EFFECT, torch.ones(1))
+    given = dict.fromkeys((*NO_EFFECT, "any_other"), torch.ones(1))
     assert Attending()(attention.attention, *drawn(), **given)[1] is None
     assert declined == []
+
+
+def test_eager_attention_that_reads_any_keyword_computes(declined: list[str]) -> None:
+    class Reading(Attending):
+        def forward(self, function: Any, *tensors: Tensor, **keywords: Any) -> Any:
+            function = function or reading_eager_attention_forward
+            return function(self, *tensors, None, dropout=0.0, scaling=0.3, **keywords)
+
+    part, tensors = Reading(), drawn()
+    doubled = part(attention.attention, *tensors, factor=2.0)
+    torch.testing.assert_close(doubled[1], part(attention.attention, *tensors, factor=1.0)[1] * 2)
+    assert declined == ["Reading was called with factor: transformers' eager attention"] * 2
 
 
 @pytest.mark.parametrize("name", sorted(attention.REJECTED))

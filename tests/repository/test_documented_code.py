@@ -90,7 +90,7 @@ RUN = sorted(
 )
 
 
-def test_what_the_pages_call_is_there_after_import_flexops() -> None:
+def test_what_the_pages_call_is_there_after_import_flexops():
     """Whatever has been imported before: a module that is no public name is an attribute only once
     somebody has imported it."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -191,7 +191,7 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in RUN}))
-def test_the_code_of_a_page_runs(page: str) -> None:
+def test_the_code_of_a_page_runs(page):
     names = world() | PAGES.get(page, dict)() | {"__name__": "a_page"}
     for block in (BLOCKS[key] for key in RUN if key[0] == page):
         code = block.replace('device="cuda"', 'device="cpu"').replace(
@@ -201,7 +201,7 @@ def test_the_code_of_a_page_runs(page: str) -> None:
             exec(compile(code, page, "exec"), names)
 
 
-def test_what_is_not_run_is_there() -> None:
+def test_what_is_not_run_is_there():
     for (page, part), where in ELSEWHERE.items():
         assert sum(part in code for key, code in BLOCKS.items() if key[0] == page) == 1, (
             page,
@@ -231,7 +231,7 @@ def migrations() -> list[tuple[str, str]]:
     ]
 
 
-def test_every_call_in_the_migration_guide_is_one() -> None:
+def test_every_call_in_the_migration_guide_is_one():
     found = migrations()
     assert len(found) > 15
     for library, call in found:
@@ -261,7 +261,7 @@ def test_every_call_in_the_migration_guide_is_one() -> None:
             eval(code, names)
 
 
-def test_the_life_of_a_build_names_modules_and_functions_that_exist() -> None:
+def test_the_life_of_a_build_names_modules_and_functions_that_exist():
     package = ROOT / "flexops" / "build"
     text = (package / "README.md").read_text()
     named = re.findall(r"`(\w+/\w+\.py)(?:: (\w+))?", text)

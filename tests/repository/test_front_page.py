@@ -7,15 +7,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 import flexops
-from flexops.cli._app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -24,36 +22,34 @@ DATA = RESULTS / "training-step.json"
 CHARTS = ("attention-h200", "operators-h200")
 
 
-def test_the_picture_is_of_the_data(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_the_picture_is_of_the_data(tmp_path, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     chart = tmp_path / f"{DATA.stem}.svg"
     run = ["bench", "model", "--from", str(DATA), "--plot", str(chart)]
-    CliRunner().invoke(app, run, catch_exceptions=False)
+    flexops_command(*run)
     assert chart.read_text() == (RESULTS / chart.name).read_text()
 
 
 @pytest.mark.parametrize("name", CHARTS)
-def test_a_chart_of_operators_is_of_its_data(
-    name: str, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_a_chart_of_operators_is_of_its_data(name, tmp_path, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     run = ["bench", "ops", "--from", str(RESULTS / f"{name}.json"), "--plot"]
-    CliRunner().invoke(app, [*run, str(tmp_path / "chart.svg")], catch_exceptions=False)
+    flexops_command(*run, str(tmp_path / "chart.svg"))
     assert (tmp_path / "chart.svg").read_text() == (RESULTS / f"{name}.svg").read_text()
 
 
-def test_the_picture_shown_is_the_newest_measurement() -> None:
+def test_the_picture_shown_is_the_newest_measurement():
     shown = re.findall(r"!\[[^]]*\]\((docs/benchmarks/[^)]*\.svg)\)", README)
     assert shown == [str(DATA.with_suffix(".svg").relative_to(ROOT))]
 
 
-def test_every_bar_has_its_line_in_the_report() -> None:
+def test_every_bar_has_its_line_in_the_report():
     report = (RESULTS / "README.md").read_text()
     for one in json.loads(DATA.read_text())["results"]:
         assert f"| {one['milliseconds']} | {one['gibibytes']} |" in report, one["name"]
 
 
-def test_the_table_of_attention_is_of_its_data() -> None:
+def test_the_table_of_attention_is_of_its_data():
     report = (RESULTS / "README.md").read_text()
     rates: dict[str, dict[tuple[str, str], int]] = {}
     for one in json.loads((RESULTS / "attention-h200.json").read_text())["timings"]:
@@ -69,13 +65,13 @@ def test_the_table_of_attention_is_of_its_data() -> None:
         assert cells == f"{ours} | {cudnn} | {flash}", case
 
 
-def test_the_page_of_results_is_one_and_its_data_are_short() -> None:
+def test_the_page_of_results_is_one_and_its_data_are_short():
     assert [path.name for path in RESULTS.glob("*.md")] == ["README.md"]
     for path in RESULTS.glob("*.json"):
         assert len(path.read_text().splitlines()) <= 300, path.name
 
 
-def test_documentation_stays_small() -> None:
+def test_documentation_stays_small():
     """In KB, as they were when raw data and run logs were removed; pictures apart from the rest."""
     files = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
     pictures = [path for path in files if path.suffix in (".svg", ".png")]
@@ -84,7 +80,7 @@ def test_documentation_stays_small() -> None:
     assert sum(path.stat().st_size for path in pictures) <= 250_000
 
 
-def test_it_fits_the_column_of_github() -> None:
+def test_it_fits_the_column_of_github():
     """Prose wraps in any column; code does not, and 88 columns of it are shown."""
     work = "## Work on it"  # its two commands are to be one: its comments may be cut off till then
     code = README.partition(work)[0] + README.partition(work)[2].partition("\n## ")[2]
@@ -96,14 +92,14 @@ def test_it_fits_the_column_of_github() -> None:
     assert [line for line in prose.splitlines() if len(line) > 100] == []
 
 
-def test_the_first_screen_has_a_line_for_each_way_in() -> None:
+def test_the_first_screen_has_a_line_for_each_way_in():
     first = README.partition("\n## ")[0]
     for command in ("dist/flexops_torch", "flexops image build", "conda install", "flexops.patch("):
         assert command in first
     assert len(first.splitlines()) < 60
 
 
-def test_the_code_calls_what_there_is() -> None:
+def test_the_code_calls_what_there_is():
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     names = set(re.findall(r"flexops\.((?:optim\.)?\w+)", code))
     assert {"patch", "kernel", "optim.AdamW", "linear_cross_entropy"} <= names
@@ -114,7 +110,7 @@ def test_the_code_calls_what_there_is() -> None:
         assert callable(value), name
 
 
-def test_its_kernel_works_as_it_stands(tmp_path: Path) -> None:
+def test_its_kernel_works_as_it_stands(tmp_path):
     """In a process of its own: the operator's name is taken afterwards."""
     code = next(
         block

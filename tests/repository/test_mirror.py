@@ -39,22 +39,22 @@ def is_about_a_module(test: Path) -> bool:
     return bool(names & modules)
 
 
-def test_every_test_is_named_like_what_it_tests() -> None:
+def test_every_test_is_named_like_what_it_tests():
     tests = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
     mirrored = [one for one in tests if one.parts[0] not in OTHER and str(one) not in SEVERAL]
     assert len(mirrored) > 50
     assert sorted(str(one) for one in mirrored if not is_about_a_module(one)) == []
 
 
-def test_the_exceptions_exist() -> None:
+def test_the_exceptions_exist():
     assert sorted(one for one in SEVERAL if not (TESTS / one).is_file()) == []
 
 
-def test_every_folder_that_mirrors_nothing_is_described() -> None:
+def test_every_folder_that_mirrors_nothing_is_described():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert [one for one in OTHER if f"| `tests/{one}` |" not in page] == []
 
 
-def test_a_wrong_name_is_found() -> None:
+def test_a_wrong_name_is_found():
     assert is_about_a_module(Path("build/store/test_cache.py"))
     assert not is_about_a_module(Path("build/plan/test_cache.py"))

@@ -84,11 +84,11 @@ def graph() -> Graph:
     return {name: imports(name, path, known) for name, path in known.items()}
 
 
-def test_no_circle_between_modules() -> None:
+def test_no_circle_between_modules():
     assert circles(graph()) == []
 
 
-def test_no_circle_between_folders() -> None:
+def test_no_circle_between_folders():
     def folder(name: str) -> str:
         return ".".join(name.split(".")[:2])
 
@@ -99,7 +99,7 @@ def test_no_circle_between_folders() -> None:
     assert circles(between) == []
 
 
-def test_flexops_imports_no_release_tools() -> None:
+def test_flexops_imports_no_release_tools():
     wrong = [
         f"{name} imports {target}"
         for name, targets in graph().items()
@@ -109,7 +109,7 @@ def test_flexops_imports_no_release_tools() -> None:
     assert wrong == []
 
 
-def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:
+def test_a_stage_of_a_build_imports_only_from_earlier_ones():
     wrong = []
     for name, targets in graph().items():
         for target in targets:
@@ -122,7 +122,7 @@ def test_a_stage_of_a_build_imports_only_from_earlier_ones() -> None:
     assert wrong == []
 
 
-def test_a_circle_through_a_package_is_found(tmp_path: Path) -> None:
+def test_a_circle_through_a_package_is_found(tmp_path):
     (tmp_path / "__init__.py").write_text("from .one import name")
     (tmp_path / "one.py").write_text("from . import two")
     (tmp_path / "two.py").write_text("")
@@ -132,7 +132,7 @@ def test_a_circle_through_a_package_is_found(tmp_path: Path) -> None:
     assert circles(found) == [["p", "p.one"]]
 
 
-def test_a_circle_is_found() -> None:
+def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
@@ -147,7 +147,7 @@ assert today.__spec__.name == "flexops.build.load.loader"
 """
 
 
-def test_the_former_name_of_the_package_gives_the_same_modules() -> None:
+def test_the_former_name_of_the_package_gives_the_same_modules():
     command = [sys.executable, "-W", "default", "-c", ALIAS]
     done = completed(command)
     assert "flexops.op_builder is now flexops.build" in done.stderr

@@ -66,11 +66,11 @@ def asks_a_clock(node: ast.AST) -> bool:
         ("assert fact.age == 3", False),
     ],
 )
-def test_what_a_timed_assertion_is(text: str, found: bool) -> None:
+def test_what_a_timed_assertion_is(text, found):
     assert bool(list(timed_assertions(ast.parse(text)))) == found
 
 
-def test_no_test_asserts_a_time() -> None:
+def test_no_test_asserts_a_time():
     assert [
         f"{path.relative_to(ROOT)}:{line}"
         for path in TESTS
@@ -78,7 +78,7 @@ def test_no_test_asserts_a_time() -> None:
     ] == []
 
 
-def test_the_design_names_every_part() -> None:
+def test_the_design_names_every_part():
     """A package of flexops, or a module beside them, that no line of the table is about was
     forgotten."""
     table = (ROOT / "docs" / "design.md").read_text().partition("## Which part does what")[2]
@@ -194,7 +194,7 @@ def borrowed(sources: dict[str, str]) -> list[str]:
         "from torch.cuda import _sleep",
     ],
 )
-def test_what_a_borrowed_name_is(text: str) -> None:
+def test_what_a_borrowed_name_is(text):
     assert len(borrowed({"one.py": text})) == 1
     assert (
         len(
@@ -218,7 +218,7 @@ def test_what_a_borrowed_name_is(text: str) -> None:
     )
 
 
-def test_what_torch_keeps_private_is_in_one_file() -> None:
+def test_what_torch_keeps_private_is_in_one_file():
     """That ``flexops/_torch.py`` has it with what does without it, ``tests/ops/test_register.py``
     shows."""
     sources = {
@@ -227,7 +227,7 @@ def test_what_torch_keeps_private_is_in_one_file() -> None:
     assert [one for one in borrowed(sources) if not one.startswith("flexops/_torch.py:")] == []
 
 
-def test_lines_of_shell_scripts_have_at_most_100_columns() -> None:
+def test_lines_of_shell_scripts_have_at_most_100_columns():
     folders = ("scripts", "docker", "recipe")
     scripts = [path for folder in folders for path in (ROOT / folder).rglob("*.sh")]
     assert len(scripts) > 15

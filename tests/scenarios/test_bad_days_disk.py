@@ -83,7 +83,7 @@ def small_disk(require: Callable[..., None]) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("free", [0, 4, 8, 16, 32])
-def test_a_full_disk(folder: Path, small_disk: Path, free: int) -> None:
+def test_a_full_disk(folder, small_disk, free):
     """With so many KiB free: done, or said; and once there is room, done, with nothing of the
     failure left."""
     cache = small_disk / "cache"
@@ -107,9 +107,7 @@ def test_a_full_disk(folder: Path, small_disk: Path, free: int) -> None:
 
 
 @pytest.mark.parametrize("free", [4, 16])
-def test_a_full_disk_while_a_kernel_is_compiled(
-    small_disk: Path, nvcc_toolkit: Any, free: int
-) -> None:
+def test_a_full_disk_while_a_kernel_is_compiled(small_disk, nvcc_toolkit, free):
     """Neither a cubin nor its manifest finds room, or only one of them."""
     assert nvcc_toolkit
     cache, filler = small_disk / "cache", small_disk / "filler"
@@ -139,7 +137,7 @@ def test_a_full_disk_while_a_kernel_is_compiled(
 
 
 @pytest.mark.parametrize("limit", [0, 100, 1000, 4000])
-def test_no_room_for_large_files(folder: Path, limit: int) -> None:
+def test_no_room_for_large_files(folder, limit):
     """The same where mounting is not allowed: no file may grow beyond so many bytes."""
 
     def restrict() -> None:
@@ -179,7 +177,7 @@ def noexec_disk(require: Callable[..., None]) -> Iterator[Path]:
     place.rmdir()
 
 
-def test_a_cache_where_nothing_may_be_executed(tmp_path: Path, noexec_disk: Path) -> None:
+def test_a_cache_where_nothing_may_be_executed(tmp_path, noexec_disk):
     environment = child_environment(FLEXOPS_CACHE_DIR=str(noexec_disk / "cache"))
     result = run_child("call.py", {"csrc": str(copy_csrc(tmp_path))}, environment)
     assert (result["values"], result["backend"]) == ([1.0, 4.0, 9.0], "reference")
@@ -202,7 +200,7 @@ def read_only(root: Path, yes: bool) -> None:
             path.chmod(0o555 if yes else 0o755)
 
 
-def test_a_read_only_cache_serves_what_it_holds(folder: Path, obedient: tuple[str, ...]) -> None:
+def test_a_read_only_cache_serves_what_it_holds(folder, obedient):
     first = build(folder, folder / "cache")
     read_only(folder / "cache", True)
     try:
@@ -216,7 +214,7 @@ def test_a_read_only_cache_serves_what_it_holds(folder: Path, obedient: tuple[st
     assert answer(Path(build(folder, folder / "cache")["library"])) == 7
 
 
-def test_damage_in_a_read_only_cache_is_not_loaded(folder: Path, obedient: tuple[str, ...]) -> None:
+def test_damage_in_a_read_only_cache_is_not_loaded(folder, obedient):
     library = Path(build(folder, folder / "cache")["library"])
     library.write_bytes(library.read_bytes()[:5000])
     read_only(folder / "cache", True)
@@ -228,7 +226,7 @@ def test_damage_in_a_read_only_cache_is_not_loaded(folder: Path, obedient: tuple
 
 
 @pytest.mark.parametrize("name", ["", "cache/deeper"])
-def test_a_place_where_no_cache_can_be(folder: Path, obedient: tuple[str, ...], name: str) -> None:
+def test_a_place_where_no_cache_can_be(folder, obedient, name):
     """The parent is read-only, or a file is where the directory should be."""
     parent = folder / "parent"
     parent.mkdir()
@@ -245,9 +243,7 @@ def test_a_place_where_no_cache_can_be(folder: Path, obedient: tuple[str, ...], 
         parent.chmod(0o755)
 
 
-def test_a_cache_of_another_user_is_neither_read_nor_written(
-    folder: Path, require: Callable[..., None]
-) -> None:
+def test_a_cache_of_another_user_is_neither_read_nor_written(folder, require):
     require(
         os.geteuid() == 0,
         "the right to give a directory away",
@@ -267,7 +263,7 @@ def test_a_cache_of_another_user_is_neither_read_nor_written(
     assert run_child("obtain.py", {"folder": str(folder / "tiny")}, shared)["cached"]
 
 
-def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) -> None:
+def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder):
     """Of a build that fails, one that does not, and of what tools are remembered by."""
     root = folder / "new" / "parents" / "cache"
     tiny_plan(folder / "tiny", source="int broken = nothing_of_that_name;\n")
@@ -282,9 +278,7 @@ def test_nothing_that_is_made_under_umask_000_is_open_to_others(folder: Path) ->
     assert [path for path in (folder / "new").rglob("*") if path.lstat().st_mode & 0o022] == []
 
 
-def test_an_op_with_a_cache_of_another_user_still_runs(
-    tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_an_op_with_a_cache_of_another_user_still_runs(tmp_path, require):
     require(
         os.geteuid() == 0,
         "the right to give a directory away",
@@ -301,9 +295,7 @@ def test_an_op_with_a_cache_of_another_user_still_runs(
     assert "FLEXOPS_CACHE_DIR" in result["fix"]
 
 
-def test_a_ccache_that_cannot_write_does_not_cost_the_build(
-    tmp_path: Path, obedient: tuple[str, ...], ccache: Path
-) -> None:
+def test_a_ccache_that_cannot_write_does_not_cost_the_build(tmp_path, obedient, ccache):
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o555)
@@ -364,7 +356,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]', "9" * 400])
 @pytest.mark.parametrize("which", ["manifest.json", "headers.json", "tools.json", "failure.json"])
-def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: str) -> None:
+def test_json_of_any_kind_is_no_reason_to_raise(folder, which, text):
     library = Path(build(folder, folder / "cache")["library"])
     (base,) = (path.name.partition(".")[0] for path in library.parent.parent.glob("*.headers.json"))
     names = {
@@ -382,14 +374,14 @@ def test_json_of_any_kind_is_no_reason_to_raise(folder: Path, which: str, text: 
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_and_fixed(folder: Path, what: str) -> None:
+def test_damage_is_noticed_and_fixed(folder, what):
     library = Path(build(folder, folder / "cache")["library"])
     DAMAGE[what](library)
     assert_right(build(folder, folder / "cache"))
     assert build(folder, folder / "cache")["cached"]
 
 
-def test_swapped_entries_are_noticed(folder: Path) -> None:
+def test_swapped_entries_are_noticed(folder):
     """Another build's library and manifest under this key, consistent with one another."""
     first = Path(build(folder, folder / "cache")["library"]).parent
     tiny_plan(folder / "tiny", header="inline int answer_of_header() { return 13; }\n")
@@ -405,9 +397,7 @@ def test_swapped_entries_are_noticed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", [0.0, 4e9], ids=["1970", "2096"])
-def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(
-    folder: Path, moment: float
-) -> None:
+def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(folder, moment):
     """Everything in the cache, and the sources, are of another age all at once; what is edited
     afterwards is noticed all the same."""
     first = build(folder, folder / "cache")
@@ -423,7 +413,7 @@ def test_a_clock_that_jumps_loses_nothing_and_makes_nothing_stale(
     assert not list((folder / "cache" / ".tmp").iterdir())
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path, obedient: tuple[str, ...]) -> None:
+def test_a_home_that_cannot_be_written(tmp_path, obedient):
     """And nothing else said: the operator runs as plain PyTorch, with the variable that fixes
     it."""
     home = tmp_path / "home"

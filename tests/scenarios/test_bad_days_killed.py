@@ -99,7 +99,7 @@ def holds_a_lock_file(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["compile", "link"])
-def test_killed_while_it_compiles_or_links(case: Case, kind: str) -> None:
+def test_killed_while_it_compiles_or_links(case, kind):
     case.hang(kind)
     victim = case.start()
     case.wait_until_hanging(kind)
@@ -116,7 +116,7 @@ def test_killed_while_it_compiles_or_links(case: Case, kind: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before-publish", "after-publish"])
-def test_killed_around_the_rename(case: Case, moment: str) -> None:
+def test_killed_around_the_rename(case, moment):
     victim = case.start(die=moment)
     victim.communicate(timeout=60)
     assert victim.returncode == -signal.SIGKILL
@@ -127,7 +127,7 @@ def test_killed_around_the_rename(case: Case, moment: str) -> None:
     assert case.build()["cached"]
 
 
-def test_killed_at_every_single_step(case: Case, tmp_path: Path) -> None:
+def test_killed_at_every_single_step(case, tmp_path):
     """At each file opened for writing, directory made, rename, lock and process started: nothing
     that harms the next build."""
     result = run_child(
@@ -143,7 +143,7 @@ def test_killed_at_every_single_step(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "group", [True, False], ids=["Ctrl-C on a terminal", "SIGINT to the process"]
 )
-def test_interrupted(case: Case, group: bool) -> None:
+def test_interrupted(case, group):
     case.hang("compile")
     victim = start_child("obtain.py", case.request, case.environment, start_new_session=True)
     case.wait_until_hanging("compile")
@@ -165,7 +165,7 @@ def test_interrupted(case: Case, group: bool) -> None:
     ids=["a handler that lets system calls go on", "another thread takes the signal"],
 )
 @pytest.mark.parametrize("doing", ["building", "waiting for another"])
-def test_interrupted_in_a_large_process(case: Case, how: str, doing: str) -> None:
+def test_interrupted_in_a_large_process(case, how, doing):
     """Such a signal ends no system call: neither the reading of what compilers say nor the wait for
     a lock may depend on that."""
     case.hang("compile")
@@ -207,7 +207,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_eight_processes_build_once(case: Case) -> None:
+def test_eight_processes_build_once(case):
     case.hang("compile")
     children = [case.start() for _ in range(8)]
     case.wait_until_hanging("compile")
@@ -220,7 +220,7 @@ def test_eight_processes_build_once(case: Case) -> None:
     assert answer(Path(results[0]["library"])) == 42
 
 
-def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
+def test_eight_processes_and_the_one_that_builds_is_killed(case):
     case.hang("compile")
     children = [case.start() for _ in range(8)]
     case.wait_until_hanging("compile")
@@ -239,7 +239,7 @@ def test_eight_processes_and_the_one_that_builds_is_killed(case: Case) -> None:
     assert runs(case.watched).count("compile") == 2, "the dead one's, and one other's"
 
 
-def test_eight_processes_without_locks(case: Case, tmp_path: Path) -> None:
+def test_eight_processes_without_locks(case, tmp_path):
     """Where the file system rejects locks (here: a directory in each lock's place) the rename alone
     keeps entries whole."""
     locks = case.cache / ".locks"
@@ -258,7 +258,7 @@ def test_eight_processes_without_locks(case: Case, tmp_path: Path) -> None:
     assert not list((case.cache / ".tmp").iterdir())
 
 
-def test_a_failure_is_taken_over_by_those_who_waited(case: Case, tmp_path: Path) -> None:
+def test_a_failure_is_taken_over_by_those_who_waited(case, tmp_path):
     tiny_plan(tmp_path / "tiny", source='#include "tiny.h"\nint broken = nothing_of_that_name;\n')
     case.hang("compile")
     children = [case.start() for _ in range(4)]
@@ -278,7 +278,7 @@ def test_a_failure_is_taken_over_by_those_who_waited(case: Case, tmp_path: Path)
     assert answer(Path(case.build()["library"])) == 43
 
 
-def test_a_ninja_that_is_killed_while_the_linker_writes(case: Case, tmp_path: Path) -> None:
+def test_a_ninja_that_is_killed_while_the_linker_writes(case, tmp_path):
     """With its children, and without a word: half a library is not published, and the next build is
     whole."""
     script = tmp_path / "c++"
@@ -299,9 +299,7 @@ exec '{case.compiler}' "$@"
     assert answer(Path(case.build()["library"])) == 42
 
 
-def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(
-    case: Case, tmp_path: Path
-) -> None:
+def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(case, tmp_path):
     """Whatever the clock says, a failure counts for those who waited for that very build, and for
     the headers that it read."""
     tiny_plan(tmp_path / "tiny", header="#error broken\n")
@@ -313,9 +311,7 @@ def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(
     assert answer(Path(case.build()["library"])) == 44
 
 
-def test_those_who_waited_for_a_failure_look_at_the_headers_again(
-    case: Case, tmp_path: Path
-) -> None:
+def test_those_who_waited_for_a_failure_look_at_the_headers_again(case, tmp_path):
     tiny_plan(tmp_path / "tiny", header="#error broken\n")
     case.hang("link")
     case.hang("compile")

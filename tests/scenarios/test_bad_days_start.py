@@ -72,7 +72,7 @@ def no_native(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     return call
 
 
-def test_fallback_warns_once_by_default(no_native: Callable[[str], dict[str, Any]]) -> None:
+def test_fallback_warns_once_by_default(no_native):
     result = no_native("")
     assert result["values"] == SQUARED
     assert len(result["warnings"]) == 1
@@ -85,14 +85,12 @@ def test_fallback_warns_once_by_default(no_native: Callable[[str], dict[str, Any
         assert words in result["warnings"][0]
 
 
-def test_fallback_allowed_is_silent(no_native: Callable[[str], dict[str, Any]]) -> None:
+def test_fallback_allowed_is_silent(no_native):
     result = no_native("allow")
     assert (result["values"], result["warnings"]) == (SQUARED, [])
 
 
-def test_fallback_forbidden_raises_with_reason_and_fix(
-    no_native: Callable[[str], dict[str, Any]],
-) -> None:
+def test_fallback_forbidden_raises_with_reason_and_fix(no_native):
     result = no_native("forbid")
     assert result["kind"] == "NativeUnavailableError"
     assert "values" not in result
@@ -103,7 +101,7 @@ def test_fallback_forbidden_raises_with_reason_and_fix(
 # ---- the warm start ------------------------------------------------------------------------------
 
 
-def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm: Warm) -> None:
+def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm):
     """Seen by Python's audit hook. The import of flexops likewise, and it leaves CUDA alone."""
     before = {path: path.stat().st_mtime_ns for path in warm.cache.rglob("*")}
     result = warm.call({**warm.environment, "FLEXOPS_FALLBACK": "forbid"})
@@ -114,9 +112,7 @@ def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm: Warm
     assert {path: path.stat().st_mtime_ns for path in warm.cache.rglob("*")} == before
 
 
-def test_a_warm_start_as_the_kernel_sees_it(
-    warm: Warm, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_a_warm_start_as_the_kernel_sees_it(warm, tmp_path, require):
     usable = (
         shutil.which("strace")
         and subprocess.run(
@@ -146,26 +142,12 @@ def harmless(line: str) -> bool:
         return "CLONE_THREAD" in line
     if name == "fcntl":
         return not re.search(r"F_(OFD_)?SETLKW?", line)
-    looking = (
-        "stat",
-        "fstat",
-        "lstat",
-        "newfstatat",
-        "statx",
-        "statfs",
-        "access",
-        "faccessat",
-        "faccessat2",
-        "readlink",
-        "readlinkat",
-        "getcwd",
-    )
+    looking = ("stat", "fstat", "lstat", "newfstatat", "statx", "statfs", "access", "faccessat",
+        "faccessat2", "readlink", "readlinkat", "getcwd")  # fmt: skip
     return name in (*looking, "exit", "exit_group", "getxattr", "chdir")
 
 
-def test_a_warm_start_from_a_read_only_directory(
-    warm: Warm, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_a_warm_start_from_a_read_only_directory(warm, tmp_path, require):
     prefix: tuple[str, ...] = ()
     if os.geteuid() == 0:
         prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
@@ -185,7 +167,7 @@ def test_a_warm_start_from_a_read_only_directory(
             path.chmod(0o755)
 
 
-def test_fork_after_import(warm: Warm) -> None:
+def test_fork_after_import(warm):
     """Data loaders fork. What importing flexops did must survive that, and the child may be the
     first to call an op."""
     code = """
@@ -237,7 +219,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return completed([sys.executable, *arguments], env=environment, code=None)
 
 
-def test_flexops_imports_and_says_what_is_wrong_when_it_is_used(broken: dict[str, str]) -> None:
+def test_flexops_imports_and_says_what_is_wrong_when_it_is_used(broken):
     code = """
 import flexops
 print(flexops.__version__, flexops.status()[0].backend)
@@ -254,7 +236,7 @@ for use in (lambda: flexops.adam_, lambda: flexops.optim, lambda: flexops.quanti
     assert "Traceback" not in done.stderr
 
 
-def test_a_fault_of_flexops_is_not_blamed_on_torch(tmp_path: Path) -> None:
+def test_a_fault_of_flexops_is_not_blamed_on_torch(tmp_path):
     code = """
 import sys
 sys.modules["flexops.ops.adam"] = None
@@ -265,14 +247,14 @@ import flexops
     assert "flexops.ops.adam" in done.stderr
 
 
-def test_the_command_line_works_without_torch(broken: dict[str, str]) -> None:
+def test_the_command_line_works_without_torch(broken):
     done = run(broken, "-m", "flexops", "cache", "info", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["entries"] == 0
     assert run(broken, "-m", "flexops", "target", "list").returncode == 0
 
 
-def test_doctor_reports_a_broken_torch(broken: dict[str, str]) -> None:
+def test_doctor_reports_a_broken_torch(broken):
     done = run(broken, "-m", "flexops", "doctor", "--json")
     report = json.loads(done.stdout)
     assert report["status"] == "fail"

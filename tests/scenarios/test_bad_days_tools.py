@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from builds import child_environment, copy_csrc, run_child
 
-from flexops.toolchain.model import CudaToolkit, HostCompiler
-
 SQUARED = [1.0, 4.0, 9.0]
 
 
@@ -52,7 +50,7 @@ def assert_reference(result: dict[str, Any], *reasons: str) -> None:
 # ---- compilers -----------------------------------------------------------------------------------
 
 
-def test_no_compiler_at_all(csrc: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_no_compiler_at_all(csrc, environment, tmp_path):
     (tmp_path / "empty").mkdir()
     bare = {**environment, "PATH": str(tmp_path / "empty")}
     for name in ("CXX", "CC", "CONDA_PREFIX"):
@@ -64,8 +62,8 @@ def test_no_compiler_at_all(csrc: Path, environment: dict[str, str], tmp_path: P
 
 
 def test_a_machine_without_compilers_uses_what_is_in_the_cache(
-    csrc: Path, environment: dict[str, str], tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+    csrc, environment, tmp_path, host_compiler
+):
     assert host_compiler
     library = build(csrc, environment)["library"]
     (tmp_path / "empty").mkdir()
@@ -76,9 +74,7 @@ def test_a_machine_without_compilers_uses_what_is_in_the_cache(
     assert (result["backend"], result["path"]) == ("jit", library)
 
 
-def test_a_compiler_that_crashes(
-    csrc: Path, environment: dict[str, str], tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_compiler_that_crashes(csrc, environment, tmp_path, host_compiler):
     broken = tmp_path / "g++"
     broken.write_text(
         f'#!/bin/sh\ncase "$*" in *" -c "*) kill -9 $$;; esac\nexec "{host_compiler.path}" "$@"\n'
@@ -137,9 +133,7 @@ def pretended_torch(folder: Path, cuda: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["PATH", "CUDA_HOME"])
-def test_an_nvcc_of_another_major_comes_first(
-    csrc: Path, environment: dict[str, str], tmp_path: Path, nvcc_toolkit: CudaToolkit, how: str
-) -> None:
+def test_an_nvcc_of_another_major_comes_first(csrc, environment, tmp_path, nvcc_toolkit, how):
     other = fake_toolkit(tmp_path / "cuda-11.8", "11.8.89")
     site = pretended_torch(tmp_path / "site", nvcc_toolkit.version.major_minor)
     environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
@@ -152,9 +146,7 @@ def test_an_nvcc_of_another_major_comes_first(
     assert result["compilers"] == [f"NVRTC {nvcc_toolkit.version.major_minor}"]
 
 
-def test_only_an_nvcc_of_another_major(
-    csrc: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_an_nvcc_of_another_major(csrc, environment, tmp_path):
     """What was found and why it was rejected is said, and where the right one comes from."""
     site = pretended_torch(tmp_path / "site", "99.0")
     environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
@@ -170,9 +162,7 @@ def test_only_an_nvcc_of_another_major(
 # ---- architectures -------------------------------------------------------------------------------
 
 
-def test_architectures_that_this_compiler_cannot_emit(
-    csrc: Path, environment: dict[str, str], nvcc_toolkit: CudaToolkit
-) -> None:
+def test_architectures_that_this_compiler_cannot_emit(csrc, environment, nvcc_toolkit):
     too_old = build(
         csrc, environment, "cuda", arch="5.2" if nvcc_toolkit.version.major >= 13 else "3.0"
     )
@@ -184,26 +174,20 @@ def test_architectures_that_this_compiler_cannot_emit(
     assert "no GPU of capability 13.0" in no_gpu["error"]
 
 
-def test_some_of_the_architectures_asked_for(
-    csrc: Path, environment: dict[str, str], nvcc_toolkit: CudaToolkit
-) -> None:
+def test_some_of_the_architectures_asked_for(csrc, environment, nvcc_toolkit):
     assert nvcc_toolkit
     environment["TORCH_CUDA_ARCH_LIST"] = "3.5;9.0;"
     assert build(csrc, environment, "cuda")["architectures"] == ["9.0"]
 
 
-def test_nonsense_in_the_list(
-    csrc: Path, environment: dict[str, str], nvcc_toolkit: CudaToolkit
-) -> None:
+def test_nonsense_in_the_list(csrc, environment, nvcc_toolkit):
     assert nvcc_toolkit
     result = build(csrc, environment, "cuda", arch="9.0;hoper")
     assert result["kind"] == "ArchitectureError"
     assert "hoper" in result["error"]
 
 
-def test_no_list_and_no_gpu(
-    csrc: Path, environment: dict[str, str], nvcc_toolkit: CudaToolkit
-) -> None:
+def test_no_list_and_no_gpu(csrc, environment, nvcc_toolkit):
     """torch's cpp_extension raises IndexError here. We compile for what people have."""
     assert nvcc_toolkit
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -217,9 +201,7 @@ def test_no_list_and_no_gpu(
 # ---- sources -------------------------------------------------------------------------------------
 
 
-def test_a_source_with_an_error(
-    csrc: Path, environment: dict[str, str], host_compiler: HostCompiler
-) -> None:
+def test_a_source_with_an_error(csrc, environment, host_compiler):
     assert host_compiler
     source = csrc / "doctor" / "doctor_cpu.cpp"
     good = source.read_text()
@@ -239,9 +221,7 @@ def test_a_source_with_an_error(
     assert (fixed["values"], fixed["backend"]) == (SQUARED, "jit")
 
 
-def test_a_header_edit_is_noticed(
-    csrc: Path, environment: dict[str, str], host_compiler: HostCompiler
-) -> None:
+def test_a_header_edit_is_noticed(csrc, environment, host_compiler):
     assert host_compiler
     first = build(csrc, environment)
     assert "<csrc>/common/tensor_view.h" in first["headers"]
@@ -258,9 +238,7 @@ def test_a_header_edit_is_noticed(
     assert third["library"] == first["library"]
 
 
-def test_a_moved_checkout_hits(
-    csrc: Path, environment: dict[str, str], tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_moved_checkout_hits(csrc, environment, tmp_path, host_compiler):
     assert host_compiler
     first = build(csrc, environment)
     shutil.move(csrc, tmp_path / "elsewhere")
@@ -270,9 +248,7 @@ def test_a_moved_checkout_hits(
 # ---- another torch -------------------------------------------------------------------------------
 
 
-def test_torch_changes_under_the_cache(
-    csrc: Path, environment: dict[str, str], host_compiler: HostCompiler
-) -> None:
+def test_torch_changes_under_the_cache(csrc, environment, host_compiler):
     """A library of the stable ABI serves the next torch; for a torch without it, it is rejected by
     its manifest, not by an undefined symbol."""
     assert host_compiler
@@ -283,9 +259,7 @@ def test_torch_changes_under_the_cache(
     assert_reference(call(csrc, environment, abi="2.10.0"), "torch ABI stable-2.11", "torch-2.10")
 
 
-def test_a_library_of_an_older_torch_is_not_opened(
-    csrc: Path, environment: dict[str, str], host_compiler: HostCompiler
-) -> None:
+def test_a_library_of_an_older_torch_is_not_opened(csrc, environment, host_compiler):
     assert host_compiler
     library = Path(build(csrc, environment)["library"])
     manifest = json.loads(library.with_name("manifest.json").read_text())
@@ -298,7 +272,7 @@ def test_a_library_of_an_older_torch_is_not_opened(
     assert (built["values"], built["backend"]) == (SQUARED, "jit")
 
 
-def test_a_source_that_is_gone(csrc: Path, environment: dict[str, str]) -> None:
+def test_a_source_that_is_gone(csrc, environment):
     (csrc / "doctor" / "doctor_cpu.cpp").unlink()
     result = call(csrc, environment)
     assert result["values"] == SQUARED

@@ -14,7 +14,7 @@ def simulate(*arguments: str) -> str:
     return done.stdout
 
 
-def test_twenty_nodes_compile_each_kernel_once() -> None:
+def test_twenty_nodes_compile_each_kernel_once():
     assert "20 nodes, 3 kernels" in (
         said := simulate("nodes", "--count", "20", "--kernels", "3", "--latency", "0")
     )
@@ -22,10 +22,10 @@ def test_twenty_nodes_compile_each_kernel_once() -> None:
 
 
 @pytest.mark.slow
-def test_sixty_four_processes_compile_each_kernel_once() -> None:
+def test_sixty_four_processes_compile_each_kernel_once():
     assert "64 processes on 8 nodes, 12 kernels: compiled 12, fetched 84" in simulate("processes")
 
 
 @pytest.mark.slow
-def test_all_go_on_when_the_store_stops_in_the_middle() -> None:
+def test_all_go_on_when_the_store_stops_in_the_middle():
     assert "store: stopped" in simulate("processes", "--stop")

@@ -18,8 +18,6 @@ PLACES = {
     "flexops/__init__.py, in _NAMES": "_NAMES = {\n",
 }
 """Behind which line goes what is added to a file that exists."""
-FORMULA = ("map_elements(", "x < 0", "value < 0", ".relu()")
-"""In lines that say what the operator computes."""
 
 
 def blocks() -> dict[str, str]:
@@ -51,7 +49,7 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
+def test_the_operator_of_the_page_passes_its_contract(clone):
     for place, text in blocks().items():
         path = clone / place.partition(",")[0]
         if place in PLACES:
@@ -72,7 +70,6 @@ def test_the_operator_of_the_page_passes_its_contract(clone: Path) -> None:
     assert int(re.findall(r"(\d+) passed", process.stdout)[0]) >= 10, process.stdout
 
 
-def test_the_page_needs_few_lines_that_are_no_formula() -> None:
+def test_the_page_needs_few_lines():
     lines = [line for text in blocks().values() for line in text.splitlines() if line.strip()]
-    rest = [line for line in lines if not any(word in line for word in FORMULA)]
-    assert 50 < len(rest) <= 120, len(rest)
+    assert 50 < len(lines) <= 120, len(lines)

@@ -20,7 +20,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path
     "name",
     [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in EXAMPLES],
 )
-def test_the_example_trains(name: str, tmp_path: Path) -> None:
+def test_the_example_trains(name, tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",

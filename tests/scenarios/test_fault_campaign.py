@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 
 import pytest
 from builds import REPOSITORY
@@ -57,7 +56,7 @@ def campaign(*arguments: str, fault: str = "") -> tuple[int, dict[str, dict[str,
 
 
 @pytest.mark.extra
-def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -> None:
+def test_nothing_is_found(host_compiler, require):
     assert host_compiler
     code, parts = campaign("--rounds", "40")
     done = {name: part for name, part in parts.items() if not part["skipped"]}
@@ -80,9 +79,7 @@ def test_nothing_is_found(host_compiler: object, require: Callable[..., None]) -
 
 @pytest.mark.extra
 @pytest.mark.parametrize("part", ["forged", "swaps", "poisoned", "flips", "headers", "texts"])
-def test_what_is_broken_on_purpose_is_found(
-    host_compiler: object, require: Callable[..., None], part: str
-) -> None:
+def test_what_is_broken_on_purpose_is_found(host_compiler, require, part):
     assert host_compiler
     fault, kind = FAULTS[part]
     code, parts = campaign("--rounds", "60", "--only", part, fault=fault)

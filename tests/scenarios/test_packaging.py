@@ -26,7 +26,6 @@ from flexops.build.store import manifest as manifests
 from flexops.build.store.cache import read_entry
 from flexops.build.store.manifest import judge
 from flexops.errors import CompileError
-from flexops.toolchain.model import CudaToolkit, HostCompiler
 
 Done = subprocess.CompletedProcess
 
@@ -79,7 +78,7 @@ def can_build(require: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("can_build")
-def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> None:
+def test_a_plain_wheel_holds_no_compiled_code(source, tmp_path):
     done = wheel(source, tmp_path, "--no-build-isolation")
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("*.whl")
@@ -113,9 +112,7 @@ def test_a_plain_wheel_holds_no_compiled_code(source: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("can_build")
-def test_a_wheel_with_compiled_operators(
-    source: Path, tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_wheel_with_compiled_operators(source, tmp_path, host_compiler):
     assert host_compiler
     done = wheel(
         source,
@@ -181,8 +178,8 @@ print(Path(out, build_meta.prepare_metadata_for_build_wheel(out), "METADATA").re
     ids=["nothing-compiled", "wheel", "wheel-elsewhere", "stable-abi", "one-minor"],
 )
 def test_a_wheel_requires_the_torch_that_its_libraries_run_with(
-    source: Path, tmp_path: Path, variables: dict[str, str], torch: str, required: str
-) -> None:
+    source, tmp_path, variables, torch, required
+):
     """Of a torch only the files are read: those of a folder on the path stand in for one."""
     fake = tmp_path / "site" / "torch"
     for name in ("__init__.py", "version.py", "lib/libtorch_cpu.so") if torch else ():
@@ -201,8 +198,8 @@ def test_a_wheel_requires_the_torch_that_its_libraries_run_with(
 @pytest.mark.extra
 @pytest.mark.usefixtures("can_build")
 def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
-    source: Path, tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+    source, tmp_path, host_compiler
+):
     assert host_compiler
     broken = tmp_path / "source"
     shutil.copytree(source, broken, ignore=shutil.ignore_patterns("*.egg-info"))
@@ -239,8 +236,8 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
     ),
 )
 def test_a_wish_that_is_not_understood_fails_the_install(
-    source: Path, tmp_path: Path, variables: dict[str, str], said: str, nvcc_toolkit: CudaToolkit
-) -> None:
+    source, tmp_path, variables, said, nvcc_toolkit
+):
     assert nvcc_toolkit
     done = wheel(
         source,
@@ -255,7 +252,7 @@ def test_a_wish_that_is_not_understood_fails_the_install(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_build")
-def test_a_wheel_under_build_isolation(source: Path, tmp_path: Path) -> None:
+def test_a_wheel_under_build_isolation(source, tmp_path):
     """pip makes an environment with setuptools from the package index; torch is not in it, and is
     not needed."""
     done = wheel(source, tmp_path)
@@ -282,9 +279,7 @@ def memory_of_tree(pid: int) -> int:
     return total
 
 
-def test_build_ahead_of_time_for_gpus_that_are_not_here(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit
-) -> None:
+def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path, nvcc_toolkit):
     """Two architectures into a directory: libraries that their manifests describe, judged for GPUs
     that are not here; within the memory estimated."""
 
@@ -298,20 +293,8 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(
         FLEXOPS_COMPILER_LAUNCHER="none",
         FLEXOPS_LOG="quiet",
     )
-    command = [
-        sys.executable,
-        "-m",
-        "flexops",
-        "build",
-        "quant",
-        "--arch",
-        "8.0;9.0",
-        "--out",
-        str(tmp_path / "out"),
-        "--jobs",
-        "2",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "flexops", "build", "quant", "--arch", "8.0;9.0", "--out",
+        str(tmp_path / "out"), "--jobs", "2", "--json"]  # fmt: skip
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -358,9 +341,7 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(
 
 
 @pytest.mark.extra
-def test_build_says_which_op_failed_and_builds_the_others(
-    source: Path, tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_build_says_which_op_failed_and_builds_the_others(source, tmp_path, host_compiler):
     assert host_compiler
     broken = tmp_path / "source"
     shutil.copytree(source, broken)
@@ -393,9 +374,7 @@ def test_build_says_which_op_failed_and_builds_the_others(
         ),
     ],
 )
-def test_build_errors_are_said_in_one_piece(
-    arguments: tuple[str, ...], code: int, said: str, nvcc_toolkit: CudaToolkit
-) -> None:
+def test_build_errors_are_said_in_one_piece(arguments, code, said, nvcc_toolkit):
     assert nvcc_toolkit
     done = completed(
         [sys.executable, "-m", "flexops", "build", *arguments], env=child_environment(), code=None

@@ -38,7 +38,7 @@ flexops.optim.Lion(ours, lr=0.25).step()
 assert torch.equal(ours[0], torch.full((5,), 0.75)), ours
 wrong = torch.zeros(4, dtype=torch.int32)
 try:
-    torch.ops.flexops.lion_([wrong], [wrong], [wrong], 1e-3, 0.9, 0.99, 0.0, False, None, None, None, [], False)
+    torch.ops.flexops.lion_([wrong], [wrong], [wrong], [], 1e-3, 0.9, 0.99, 0.0, False, None, None, None, False)
 except RuntimeError as error:
     print(error)
 """
@@ -71,9 +71,7 @@ def readelf(library: Path, option: str) -> str:
 
 
 @pytest.mark.extra
-def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches(
-    tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_what_zig_compiles_runs_without_a_compiler_and_throws_what_torch_catches(tmp_path, require):
     from flexops import toolchain
 
     torch = toolchain.torch_build()
@@ -107,9 +105,7 @@ def built(
     return request.param, build(request.param, tmp_path_factory.mktemp(request.param) / "flexops")
 
 
-def test_the_libraries_need_nothing_of_the_machine_that_built_them(
-    tmp_path: Path, built: tuple[settings.Machine, dict[str, Path]]
-) -> None:
+def test_the_libraries_need_nothing_of_the_machine_that_built_them(tmp_path, built):
     machine, libraries = built
     for device, library in libraries.items():
         known = manifest.Manifest.from_json((library.parent / manifest.FILE_NAME).read_text())
@@ -154,9 +150,7 @@ def audit(wheel: Path, *libraries: Path) -> subprocess.CompletedProcess[str]:
     return completed(command, code=None)
 
 
-def test_a_wheels_tag_is_true_or_the_check_fails(
-    tmp_path: Path, built: tuple[settings.Machine, dict[str, Path]]
-) -> None:
+def test_a_wheels_tag_is_true_or_the_check_fails(tmp_path, built):
     """A newer glibc's symbol and another project's library are what a build machine leaves in a
     wheel."""
     machine, libraries = built
@@ -169,18 +163,8 @@ def test_a_wheels_tag_is_true_or_the_check_fails(
     def compile_library(name: str, text: str, *options: str) -> Path:
         source = tmp_path / f"{name}.c"
         source.write_text(text)
-        command = [
-            sys.executable,
-            "-m",
-            "ziglang",
-            "cc",
-            "-target",
-            f"{machine}-linux-gnu.2.28",
-            "-shared",
-            "-nostdlib",
-            str(source),
-            *options,
-        ]
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.28",
+            "-shared", "-nostdlib", str(source), *options]  # fmt: skip
         subprocess.run([*command, f"-Wl,-soname,{name}", "-o", str(tmp_path / name)], check=True)
         return tmp_path / name
 
@@ -204,7 +188,7 @@ def test_a_wheels_tag_is_true_or_the_check_fails(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
+def test_the_script_makes_the_whole_wheel(tmp_path, machine):
     command = [
         "bash",
         str(REPOSITORY / "scripts/build_wheel.sh"),
@@ -227,14 +211,12 @@ def test_the_script_makes_the_whole_wheel(tmp_path: Path, machine: str) -> None:
     )
 
 
-def test_the_tests_have_the_zig_that_builds() -> None:
+def test_the_tests_have_the_zig_that_builds():
     assert zig.REQUIREMENT in (REPOSITORY / "tests/requirements.txt").read_text().splitlines()
 
 
 @pytest.mark.slow
-def test_the_aarch64_wheel_computes_what_it_should(
-    tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_the_aarch64_wheel_computes_what_it_should(tmp_path, require):
     """Under emulation: every family's self-check, and one family's tests."""
     there = shutil.which("qemu-aarch64-static") and shutil.which("mmdebstrap")
     require(there, "an emulator of aarch64", "apt-get install qemu-user-static mmdebstrap")

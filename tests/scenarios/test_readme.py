@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _torch_of_this_environment(site: Path, environment: Path) -> None:
 
 
 @pytest.mark.extra
-def test_readme_s_blocks_run_in_order(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_readme_s_blocks_run_in_order(tmp_path, require):
     pytest.importorskip("docker.utils.build")
     pytest.importorskip("rattler_build")
     zig_is_here = importlib.util.find_spec("ziglang")

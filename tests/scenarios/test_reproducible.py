@@ -14,7 +14,7 @@ from marks import first_of
 
 @pytest.mark.parametrize("device", first_of("cpu", "cuda"))
 @pytest.mark.usefixtures("host_compiler", "nvcc_toolkit")
-def test_libraries_do_not_depend_on_where_they_are_built(tmp_path: Path, device: str) -> None:
+def test_libraries_do_not_depend_on_where_they_are_built(tmp_path, device):
     built, kernels = [], []
     for folder in (tmp_path / "here", tmp_path / "in another and longer place"):
         environment = child_environment(
@@ -39,7 +39,7 @@ def test_libraries_do_not_depend_on_where_they_are_built(tmp_path: Path, device:
 
 
 @pytest.mark.usefixtures("host_compiler", "nvcc_toolkit")
-def test_a_path_with_a_blank_and_a_comma_builds(tmp_path: Path) -> None:
+def test_a_path_with_a_blank_and_a_comma_builds(tmp_path):
     folder = tmp_path / "mine, yours"
     environment = child_environment(
         FLEXOPS_CACHE_DIR=str(folder / "cache"), FLEXOPS_COMPILER_LAUNCHER="none"
@@ -55,7 +55,7 @@ def test_a_path_with_a_blank_and_a_comma_builds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source", sorted((REPOSITORY / "csrc").glob("*/*.cuh")), ids=lambda path: path.name
 )
-def test_no_kernel_is_in_an_anonymous_namespace(source: Path) -> None:
+def test_no_kernel_is_in_an_anonymous_namespace(source):
     """Compilers put a name of their own for the source into the names of such kernels."""
     # PTX in strings has braces of its own
     open_, text = [], re.sub(r'//.*|"(?:[^"\\\n]|\\.)*"', "", source.read_text())

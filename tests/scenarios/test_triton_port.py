@@ -28,7 +28,7 @@ def arguments(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(rows, columns), torch.full((1,), 0.5), *torch.randn(2, columns)
 
 
-def test_its_gradient_is_that_of_plain_pytorch(example: ModuleType) -> None:
+def test_its_gradient_is_that_of_plain_pytorch(example):
     leaves = [one.double().requires_grad_() for one in arguments(70, 5)]
     out, expected = example.dyt(*leaves), example.reference(*leaves)
     grad = torch.randn_like(out)
@@ -42,14 +42,14 @@ def test_its_gradient_is_that_of_plain_pytorch(example: ModuleType) -> None:
         example.dyt(leaves[0], leaves[1], leaves[2][:1], leaves[3])
 
 
-def test_an_operator_with_kernels_and_a_gradient_is_at_most_100_lines() -> None:
+def test_an_operator_with_kernels_and_a_gradient_is_at_most_100_lines():
     lines = [line for line in FILE.read_text().splitlines() if line.strip()]
     assert len(lines) <= 100
 
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_its_kernels_on_the_emulator(example: ModuleType) -> None:
+def test_its_kernels_on_the_emulator(example):
     case = (arguments(6, 7), arguments(70, 130))
     check_kernel(example.dyt, case)
     grads = [(torch.randn(one[0].shape), *one[:3]) for one in case]

@@ -31,7 +31,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("row", targets.load().targets, ids=lambda row: row.id)
-def test_only_the_rows_own_torch_and_compiler_make_its_build(row: targets.Target) -> None:
+def test_only_the_rows_own_torch_and_compiler_make_its_build(row):
     for name, (build, compiler) in OWN.items():
         refusal = unfit(row, build, Version.parse(compiler) if compiler else None)
         own = name == row.toolkit_name
@@ -45,7 +45,7 @@ def test_only_the_rows_own_torch_and_compiler_make_its_build(row: targets.Target
             assert row.torch in refusal.required
 
 
-def test_what_comes_close_is_not_it() -> None:
+def test_what_comes_close_is_not_it():
     row = targets.load().find("cu130-sm90")
     mine = OWN["cu130"][0]
     assert unfit(row, mine, Version((13, 0))) is None
@@ -63,7 +63,7 @@ def test_what_comes_close_is_not_it() -> None:
     assert unfit(targets.load().cpu, torch("2.13.0+cu130", cuda="13.0"), None) is None
 
 
-def test_an_operators_name_means_its_family() -> None:
+def test_an_operators_name_means_its_family():
     assert {spec.name for spec in catalog.select(("swiglu", "rms_norm", "adam"))} == {
         "activation",
         "norm",
@@ -85,14 +85,14 @@ def test_an_operators_name_means_its_family() -> None:
         ("adamw", "adam"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest_ones(name: str, near: str) -> None:
+def test_an_unknown_name_gets_the_nearest_ones(name, near):
     with pytest.raises(FlexopsError) as caught:
         catalog.select((name,))
     assert caught.value.found.startswith(f"did you mean {near}")
     assert "norm_backward" in caught.value.required
 
 
-def test_the_help_of_build_lists_every_operator() -> None:
+def test_the_help_of_build_lists_every_operator():
     from flexops.cli.build import NAMES
 
     for spec in catalog.CATALOG:

@@ -51,6 +51,52 @@ def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source() -> N
     assert "sums.cu, line 13: " in str(caught.value)
 
 
+WRONG = r"""
+__global__ void wrong(float* x, int n, int which) {
+  __shared__ volatile float row[64];
+  const int i = threadIdx.x;
+  float* volatile far = x + n;
+  if (which == 0) { row[i] = x[i]; __syncthreads(); x[i] = row[63 - i] + __shfl_xor_sync(~0u, x[i], 1); }
+  if (which == 1) *reinterpret_cast<volatile long long*>(far - 3) = 1;
+  if (which == 2) row[i + n] = 1;
+  if (which == 3 && i < 40) asm volatile("bar.sync 1, 64;");
+  if (which == 4 && i % 32 < 16) x[i] = __shfl_sync(~0u, x[i], 0);
+  if (which == 5) {
+    asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.ca.shared.global [at], [%1], 4; }" :: "l"(&row[i]), "l"(x + i));
+    asm volatile("cp.async.commit_group;");
+    x[i] = row[i];
+  }
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_what_the_emulator_notices():
+    """Each branch of the kernel does one thing wrong; the first nothing."""
+    wrong = flexops.kernel(
+        WRONG,
+        "emulated::wrong(Tensor(a!) x, int which) -> ()",
+        args={"n": lambda x: x.numel()},
+        block=64,
+        grid=1,
+    )
+    x = torch.arange(64.0)
+    emulate(wrong, x, 0)
+    assert torch.equal(x, 63 - torch.arange(64.0) + (torch.arange(64) ^ 1))
+    for which, words in enumerate(
+        (
+            "8 bytes at 0x[0-9a-f]+ are misaligned",
+            "256 bytes from the start of shared memory, is outside of its 256",
+            "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
+            "waits for lanes of its warp",
+            "byte 0 of shared memory was never written",
+        ),
+        1,
+    ):
+        with pytest.raises(EmulationError, match=words):
+            emulate(wrong, x, which)
+
+
 def test_what_cannot_be_emulated_is_named() -> None:
     with pytest.raises(ValueError, match="tensors must be on the CPU, got one on meta"):
         emulate(sums(), torch.empty(3, 4, device="meta"))

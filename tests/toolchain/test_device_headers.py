@@ -62,9 +62,7 @@ def compiler(version: str) -> DeviceCompiler:
         ),
     ],
 )  # fmt: skip
-def test_each_part_comes_from_the_first_place_that_has_it(
-    tmp_path: Path, places: dict[str, tuple[str, ...]], found: list[str]
-) -> None:
+def test_each_part_comes_from_the_first_place_that_has_it(tmp_path, places, found):
     for place, names in places.items():
         write(tmp_path / place, *names)
     context = SearchContext(
@@ -77,14 +75,14 @@ def test_each_part_comes_from_the_first_place_that_has_it(
     assert all(one.parts and one.origin and str(tmp_path) not in one.identity for one in roots)
 
 
-def test_headers_of_another_major_are_not_taken(tmp_path: Path) -> None:
+def test_headers_of_another_major_are_not_taken(tmp_path):
     write(tmp_path / "nvidia/cu12/include", *RUNTIME, cuda=12080)
     write(tmp_path / "nvidia/cu12/include/cccl", *CCCL)
     context = SearchContext(site_dirs=(str(tmp_path),), root=str(tmp_path))
     assert device_headers.find(context, compiler("13.0"), tmp_path) == ()
 
 
-def test_bundled_headers_are_used_where_nvrtc_has_written_them(tmp_path: Path) -> None:
+def test_bundled_headers_are_used_where_nvrtc_has_written_them(tmp_path):
     folder = tmp_path / "nvrtc-headers-13.3"
     write(folder, ".nvrtc_headers_version", *RUNTIME)
     write(folder / "cccl", *CCCL)
@@ -104,5 +102,5 @@ def test_bundled_headers_are_used_where_nvrtc_has_written_them(tmp_path: Path) -
         ("mine.h", "13.0", ""),
     ],
 )
-def test_a_missing_header_has_a_fix(header: str, cuda: str, fix: str) -> None:
+def test_a_missing_header_has_a_fix(header, cuda, fix):
     assert device_headers.fix_for(header, cuda) == fix

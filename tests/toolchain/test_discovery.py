@@ -79,7 +79,7 @@ def search(tree: Path) -> Search:
     return context
 
 
-def test_the_wrong_major_first_on_path(tree: Path, search: Search) -> None:
+def test_the_wrong_major_first_on_path(tree, search):
     toolkit(tree / "old", "12.1")
     toolkit(tree / "usr/local/cuda-13.0", "13.0")
     found = assemble(
@@ -92,9 +92,7 @@ def test_the_wrong_major_first_on_path(tree: Path, search: Search) -> None:
     ]
 
 
-def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(
-    tree: Path, search: Search
-) -> None:
+def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(tree, search):
     toolkit(tree / "wished", "12.4")
     toolkit(tree / "site/nvidia/cu13", "13.0", library="lib")
     found = assemble(
@@ -112,7 +110,7 @@ def test_a_cuda_home_of_another_major_gives_way_to_one_that_matches(
     assert "wished" in error.found
 
 
-def test_index_wheels(tree: Path, search: Search) -> None:
+def test_index_wheels(tree, search):
     root = toolkit(tree / "site/nvidia/cu13", "13.0", library="lib")
     files(root, "include/cccl/x.h")
     found = assemble(
@@ -126,7 +124,7 @@ def test_index_wheels(tree: Path, search: Search) -> None:
     assert found.nvcc.identity == "nvcc 13.0.88 cuda_13.0.r13.0/compiler.1_0"
 
 
-def test_the_12_wheels_have_no_nvcc_and_that_is_said(tree: Path, search: Search) -> None:
+def test_the_12_wheels_have_no_nvcc_and_that_is_said(tree, search):
     files(tree, "site/nvidia/cuda_nvcc/bin/ptxas")
     found = assemble(search(site_dirs=(f"{tree}/site",)), torch_for("12.1"), device="cuda")
     assert found.cuda is None
@@ -137,7 +135,7 @@ def test_the_12_wheels_have_no_nvcc_and_that_is_said(tree: Path, search: Search)
     assert "nvidia/cuda:12.1" in error.fix
 
 
-def test_conda_keeps_headers_below_targets(tree: Path, search: Search) -> None:
+def test_conda_keeps_headers_below_targets(tree, search):
     toolkit(tree / "conda", "12.6", "targets/x86_64-linux/include", "targets/x86_64-linux/lib")
     program(tree / "conda/bin/x86_64-conda-linux-gnu-c++", GXX.format("13.3.0"))
     found = assemble(
@@ -150,14 +148,14 @@ def test_conda_keeps_headers_below_targets(tree: Path, search: Search) -> None:
     assert found.host.version == Version((13, 3, 0))
 
 
-def test_an_incomplete_toolkit_says_what_it_lacks(tree: Path, search: Search) -> None:
+def test_an_incomplete_toolkit_says_what_it_lacks(tree, search):
     program(tree / "usr/local/cuda-13.0/bin/nvcc", NVCC.format("13.0"))
     found = assemble(search(), torch_for("13.0"), device="cuda")
     assert found.cuda is None
     assert "the CUDA headers and libcudart_static.a" in found.rejected[0].reason
 
 
-def test_an_nvcc_that_does_not_run_is_refused(tree: Path, search: Search) -> None:
+def test_an_nvcc_that_does_not_run_is_refused(tree, search):
     root = toolkit(tree / "usr/local/cuda-13.0", "13.0")
     (root / "bin/nvcc").write_text("#!/bin/sh\necho broken driver >&2; exit 3\n")
     found = assemble(search(), torch_for("13.0"), device="cuda")
@@ -165,7 +163,7 @@ def test_an_nvcc_that_does_not_run_is_refused(tree: Path, search: Search) -> Non
     assert "broken driver" in found.rejected[0].reason
 
 
-def test_a_wrapper_on_path_leads_to_its_toolkit(tree: Path, search: Search) -> None:
+def test_a_wrapper_on_path_leads_to_its_toolkit(tree, search):
     real = toolkit(tree / "elsewhere", "13.0")
     program(tree / "usr/bin/nvcc", f"#$ _SPACE_=\n#$ TOP={real}/bin/..")
     found = assemble(search(memo=Memo()), torch_for("13.0"), device="cuda").cuda
@@ -173,21 +171,21 @@ def test_a_wrapper_on_path_leads_to_its_toolkit(tree: Path, search: Search) -> N
     assert found.root == real
 
 
-def test_one_toolkit_under_two_names_counts_once(tree: Path, search: Search) -> None:
+def test_one_toolkit_under_two_names_counts_once(tree, search):
     toolkit(tree / "usr/local/cuda-12.4", "12.4")
     (tree / "usr/local/cuda").symlink_to("cuda-12.4")
     found = assemble(search(), torch_for("13.0"), device="cuda")
     assert len(found.rejected) == 1
 
 
-def test_nothing_found_lists_everything_tried(search: Search) -> None:
+def test_nothing_found_lists_everything_tried(search):
     error = missing(assemble(search(), torch_for("13.0"), device="cuda"))
     assert error
     for place in ("CUDA_HOME", "nvidia/cu*", "conda", "PATH", "/usr/local/cuda*"):
         assert place in error.found
 
 
-def test_gcc_too_new_takes_the_older_one(tree: Path, search: Search) -> None:
+def test_gcc_too_new_takes_the_older_one(tree, search):
     toolkit(tree / "usr/local/cuda-12.1", "12.1")
     program(tree / "usr/bin/g++", GXX.format("14.2.0"))
     program(tree / "usr/bin/g++-12", GXX.format("12.3.0"))
@@ -199,7 +197,7 @@ def test_gcc_too_new_takes_the_older_one(tree: Path, search: Search) -> None:
     assert assemble(search(), torch_for("12.1", version="2.4.1"), device="cpu").host != found.host
 
 
-def test_cxx(tree: Path, search: Search) -> None:
+def test_cxx(tree, search):
     mine = program(tree / "own/my-g++", GXX.format("11.4.0"))
     for wish, path in ((str(mine), mine), ("my-g++", mine), ("ccache my-g++ -m64", mine)):
         found = assemble(
@@ -211,7 +209,7 @@ def test_cxx(tree: Path, search: Search) -> None:
         assert found.host.path == path
 
 
-def test_a_cxx_that_is_no_compiler_is_refused_and_not_replaced(tree: Path, search: Search) -> None:
+def test_a_cxx_that_is_no_compiler_is_refused_and_not_replaced(tree, search):
     (tree / "text").write_text("no program")
     for wish, reason in (("absent-g++", "is missing"), (str(tree / "text"), "not executable")):
         found = assemble(search(cxx=wish), torch_for(), device="cpu")
@@ -224,7 +222,7 @@ def test_a_cxx_that_is_no_compiler_is_refused_and_not_replaced(tree: Path, searc
         assert error.fix.startswith("unset CXX")
 
 
-def test_a_ccache_masquerade_is_no_compiler(tree: Path, search: Search) -> None:
+def test_a_ccache_masquerade_is_no_compiler(tree, search):
     program(tree / "usr/bin/ccache", "ccache version 4.7.5")
     (tree / "masks").mkdir()
     (tree / "masks/g++").symlink_to("../usr/bin/ccache")
@@ -237,12 +235,12 @@ def test_a_ccache_masquerade_is_no_compiler(tree: Path, search: Search) -> None:
     assert found.launcher.identity == "ccache 4.7.5"
 
 
-def test_cpu_looks_for_no_toolkit(tree: Path, search: Search) -> None:
+def test_cpu_looks_for_no_toolkit(tree, search):
     toolkit(tree / "usr/local/cuda-13.0", "13.0")
     assert assemble(search(), torch_for("13.0"), device="cpu").cuda is None
 
 
-def test_ninja_in_the_environment_when_path_lacks_it(tree: Path, search: Search) -> None:
+def test_ninja_in_the_environment_when_path_lacks_it(tree, search):
     (tree / "usr/bin/ninja").unlink()
     assert assemble(search(), None, device="cpu").ninja is None
     own = program(tree / "venv/bin/ninja", "1.13.2")
@@ -266,9 +264,7 @@ def test_ninja_in_the_environment_when_path_lacks_it(tree: Path, search: Search)
         ("distcc", ("ccache",), None),
     ],
 )
-def test_launchers(
-    tree: Path, search: Search, wish: str | None, present: tuple[str, ...], taken: str | None
-) -> None:
+def test_launchers(tree, search, wish, present, taken):
     for name in present:
         program(tree / "usr/bin" / name, f"{name} 1.2.3")
     found = assemble(search(launcher=wish), None, device="cpu")
@@ -276,7 +272,7 @@ def test_launchers(
     assert wish != "distcc" or found.rejected[0].what == "distcc"
 
 
-def test_rocm_in_opt_and_from_the_distribution(tree: Path, search: Search) -> None:
+def test_rocm_in_opt_and_from_the_distribution(tree, search):
     program(tree / "usr/bin/hipcc", HIPCC.format("5.2"))
     files(tree, "usr/include/hip/hip_runtime.h", "usr/lib/x86_64-linux-gnu/libamdhip64.so")
     found = assemble(search(), torch_for(hip="5.2"), device="cuda").rocm
@@ -292,7 +288,7 @@ def test_rocm_in_opt_and_from_the_distribution(tree: Path, search: Search) -> No
     assert both.cuda is None
 
 
-def test_identities_hold_versions_and_no_paths() -> None:
+def test_identities_hold_versions_and_no_paths():
     assert read_compiler(
         "COLLECT_GCC=/a/g++\nTarget: x86_64-linux-gnu\ngcc version 12.2.0 (Debian 12.2.0-14) \n"
     ) == (
@@ -313,7 +309,7 @@ def test_identities_hold_versions_and_no_paths() -> None:
             reader("something else")
 
 
-def test_the_memo_saves_asking_and_notices_changes(tree: Path, search: Search) -> None:
+def test_the_memo_saves_asking_and_notices_changes(tree, search):
     asked: list[str] = []
 
     def probe(kind: str, path: str) -> tuple[Version, str]:
@@ -332,7 +328,7 @@ def test_the_memo_saves_asking_and_notices_changes(tree: Path, search: Search) -
     assert [path.name for path in (tree / "cache").iterdir()] == ["tools.json"]
 
 
-def test_a_directory_is_listed_again_when_it_changes(tree: Path, search: Search) -> None:
+def test_a_directory_is_listed_again_when_it_changes(tree, search):
     memo = Memo()
     os.utime(tree / "usr/bin", (1, 1))
     assert list(search(memo=memo).on_path("g++", numbered=True)) == [f"{tree}/usr/bin/g++"]
@@ -348,7 +344,7 @@ def test_a_directory_is_listed_again_when_it_changes(tree: Path, search: Search)
     "content",
     [b"", b"{", b"[]", b'{"schema": 0}', b'{"schema": 1, "tables": {"toml": {"a": 3}}}', b"\xff"],
 )
-def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_memo_is_no_memo(tmp_path, content):
     path = tmp_path / "tools.json"
     path.write_bytes(content)
     memo = Memo(str(path))
@@ -357,7 +353,7 @@ def test_a_damaged_memo_is_no_memo(tmp_path: Path, content: bytes) -> None:
     assert json.loads(path.read_text())["schema"] == SCHEMA
 
 
-def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path):
     """An answer of another shape raised at every start; one of another compiler would be
     believed."""
     path = tmp_path / "tools.json"
@@ -377,7 +373,7 @@ def test_any_flipped_bit_of_a_memo_is_noticed(tmp_path: Path) -> None:
     assert believed == 0
 
 
-def test_a_memo_that_others_can_write_is_not_believed(tmp_path: Path) -> None:
+def test_a_memo_that_others_can_write_is_not_believed(tmp_path):
     path = tmp_path / "tools.json"
     memo = Memo(str(path))
     memo.recall("table", __file__, lambda _: 1)
@@ -387,7 +383,7 @@ def test_a_memo_that_others_can_write_is_not_believed(tmp_path: Path) -> None:
     assert Memo(str(path)).recall("table", __file__, lambda _: 2) == 2
 
 
-def test_a_memo_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_memo_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").touch()
     memo = Memo(str(tmp_path / "file/tools.json"))
     memo.recall("table", __file__, lambda _: 1)
@@ -407,7 +403,7 @@ def fake_torch(site: Path, version: str, cuda: str = "None", content: bytes | No
     return site
 
 
-def test_torch_from_its_files(tmp_path: Path) -> None:
+def test_torch_from_its_files(tmp_path):
     first = fake_torch(
         tmp_path / "a",
         "2.14.1+cu130",
@@ -463,7 +459,7 @@ def without_package_init(code: str) -> str:
     )
 
 
-def test_torch_that_cannot_be_imported_is_still_found(tmp_path: Path) -> None:
+def test_torch_that_cannot_be_imported_is_still_found(tmp_path):
     fake_torch(tmp_path, "2.14.1+cu130")
     (tmp_path / "torch/__init__.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')"
@@ -478,7 +474,7 @@ def test_torch_that_cannot_be_imported_is_still_found(tmp_path: Path) -> None:
     )
 
 
-def test_torch_hidden_by_build_isolation_is_still_found() -> None:
+def test_torch_hidden_by_build_isolation_is_still_found():
     installed = torch_build()
     assert installed
     # What pip's isolation does: the same interpreter, with site-packages taken off sys.path.
@@ -488,7 +484,7 @@ def test_torch_hidden_by_build_isolation_is_still_found() -> None:
     assert python("-c", without_package_init(f"{hide}\n{ASK}")).split()[0] == installed.version
 
 
-def test_what_torch_says_of_itself_agrees_with_its_files() -> None:
+def test_what_torch_says_of_itself_agrees_with_its_files():
     torch = pytest.importorskip("torch")
     imported = torch_build()
     assert imported
@@ -507,7 +503,7 @@ print(len(ran), found.host.identity if found.host else None, len(found.tried))
 """
 
 
-def test_a_second_process_runs_nothing(tmp_path: Path) -> None:
+def test_a_second_process_runs_nothing(tmp_path):
     first = python("-c", without_package_init(DISCOVER), FLEXOPS_CACHE_DIR=str(tmp_path)).split(
         " ", 1
     )
@@ -519,7 +515,7 @@ def test_a_second_process_runs_nothing(tmp_path: Path) -> None:
     assert first[1] == second[1]
 
 
-def test_this_machine(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_this_machine(tmp_path, require):
     settings = Settings.from_environ(
         {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     )
@@ -538,7 +534,7 @@ def test_this_machine(tmp_path: Path, require: Callable[..., None]) -> None:
     assert (tmp_path / "cache/tools.json").exists()
 
 
-def test_a_cache_directory_that_is_a_file_does_not_matter(tmp_path: Path) -> None:
+def test_a_cache_directory_that_is_a_file_does_not_matter(tmp_path):
     (tmp_path / "file").touch()
     settings = Settings.from_environ(
         {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "file")}

@@ -35,7 +35,7 @@ LEAVES_ITS_SESSION = (
 )
 
 
-def test_children_are_started_in_one_place() -> None:
+def test_children_are_started_in_one_place():
     found = {
         str(path.relative_to(ROOT / "flexops"))
         for path in (ROOT / "flexops").rglob("*.py")
@@ -54,7 +54,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     return results[0]
 
 
-def test_a_command_runs_to_its_end() -> None:
+def test_a_command_runs_to_its_end():
     code = "cat; echo said; echo failed >&2; exit 3"
     together = proc.run([SHELL, "-c", code], content=b"given\n")
     assert together == (3, "given\nsaid\nfailed\n", "")
@@ -65,14 +65,14 @@ def test_a_command_runs_to_its_end() -> None:
         proc.run(["/missing/program"])
 
 
-def test_a_time_limit_ends_what_left_the_session_too() -> None:
+def test_a_time_limit_ends_what_left_the_session_too():
     """A compiler under ninja has a group of its own, so a kill of the child's group misses it."""
     done = within(20, lambda: proc.run([sys.executable, "-c", LEAVES_ITS_SESSION], seconds=2))
     assert done.status is None
     assert ends(int(done.output))
 
 
-def test_an_interruption_ends_the_child(tmp_path: Path) -> None:
+def test_an_interruption_ends_the_child(tmp_path):
     file = tmp_path / "pid"
     program = f"open({str(file)!r}, 'w').write(str(__import__('os').getpid())); import time; "
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
@@ -82,7 +82,7 @@ def test_an_interruption_ends_the_child(tmp_path: Path) -> None:
     assert ends(int(file.read_text()))
 
 
-def test_lines_end_with_the_process_where_another_keeps_its_pipe_open() -> None:
+def test_lines_end_with_the_process_where_another_keeps_its_pipe_open():
     process = proc.start([SHELL, "-c", "sleep 60 & echo $!; printf 'no end'"])
     sleeper, last = within(20, lambda: proc.lines(process))
     os.kill(int(sleeper), signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_lines_end_with_the_process_where_another_keeps_its_pipe_open() -> None:
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)\n"
 
 
-def test_a_worker_answers_beyond_the_1024th_file(tmp_path: Path) -> None:
+def test_a_worker_answers_beyond_the_1024th_file(tmp_path):
     script = tmp_path / "echo.py"
     script.write_text(ECHO)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,14 +113,14 @@ def test_a_worker_answers_beyond_the_1024th_file(tmp_path: Path) -> None:
     assert not child.alive
 
 
-def test_a_worker_that_does_not_answer_or_ends() -> None:
+def test_a_worker_that_does_not_answer_or_ends():
     slow = proc.JsonChild(Path("/dev/null"))  # an empty script ends at once
     with pytest.raises(BrokenPipeError):
         slow.ask({}, 20)
     assert slow.end == (0, "")
 
 
-def test_a_worker_is_killed_at_its_time_limit(tmp_path: Path) -> None:
+def test_a_worker_is_killed_at_its_time_limit(tmp_path):
     script = tmp_path / "hang.py"
     script.write_text("import time; time.sleep(60)")
     child = proc.JsonChild(script)

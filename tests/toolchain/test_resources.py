@@ -122,21 +122,21 @@ V1_CPU = f"{CGROUP}/cpu,cpuacct/job/cpu.cfs"
         ),
     ],
 )
-def test_resources(tmp_path: Path, files: dict[str, str], expected: Resources) -> None:
+def test_resources(tmp_path, files, expected):
     assert detect(tree(tmp_path, files), affinity=16) == expected
 
 
-def test_resources_of_nothing_known(tmp_path: Path) -> None:
+def test_resources_of_nothing_known(tmp_path):
     assert detect(str(tmp_path), affinity=1) == Resources(1, 0)
 
 
-def test_resources_here() -> None:
+def test_resources_here():
     here = detect()
     assert here.cpus >= 1
     assert here.memory_bytes > 0
 
 
-def test_nvidia_smi() -> None:
+def test_nvidia_smi():
     machine = gpus.parse_nvidia_smi(SMI)
     assert machine.driver
     assert str(machine.driver.release) == "580.65.06"
@@ -170,7 +170,7 @@ def test_nvidia_smi() -> None:
         ("9", "FASTEST_FIRST", []),
     ],
 )
-def test_visible_devices(devices: str | None, order: str, shown: list[int]) -> None:
+def test_visible_devices(devices, order, shown):
     here = gpus.parse_nvidia_smi(SMI).gpus
     assert [gpu.ordinal for gpu in gpus.visible(here, devices, order)] == shown
 
@@ -197,15 +197,13 @@ SLICED = (
         ("MIG-", []),
     ],
 )
-def test_mig_slices_have_their_gpus_capability(devices: str, shown: list[str]) -> None:
+def test_mig_slices_have_their_gpus_capability(devices, shown):
     here = gpus.parse_nvidia_smi(SLICED, LISTING).gpus
     assert [gpu.slices for gpu in here] == [("MIG-111", "MIG-222"), None]
     assert [str(gpu.capability) for gpu in gpus.visible(here, devices, "FASTEST_FIRST")] == shown
 
 
-def test_without_a_device_node_nothing_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_device_node_nothing_is_asked(tmp_path, monkeypatch):
     def never() -> gpus.Machine:
         raise AssertionError("asked")
 
@@ -213,7 +211,7 @@ def test_without_a_device_node_nothing_is_asked(
     assert gpus.machine(str(tmp_path)) == gpus.Machine()
 
 
-def test_amd_gpus(tmp_path: Path) -> None:
+def test_amd_gpus(tmp_path):
     nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
     for node, number in enumerate((0, 90010, 90402, 90402, 110000)):
         (nodes / str(node)).mkdir(parents=True)
@@ -226,7 +224,7 @@ def test_amd_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpus_here_as_torch_sees_them_without_initialising_cuda() -> None:
+def test_the_gpus_here_as_torch_sees_them_without_initialising_cuda():
     import torch
 
     code = (

@@ -100,26 +100,21 @@ def compiler(
         ("13.0", [], None, []),
     ],
 )
-def test_the_toolkit_that_matches_torch(
-    torch_cuda: str | None,
-    present: list[tuple[str, str]],
-    taken: tuple[str, str] | None,
-    rejected: list[str],
-) -> None:
+def test_the_toolkit_that_matches_torch(torch_cuda, present, taken, rejected):
     choice = select.choose_cuda([toolkit(*one) for one in present], torch_for(torch_cuda), RULES)
     assert (choice.taken and (str(choice.taken.value.version), choice.taken.found_via)) == taken
     assert [str(one.path).split("-")[1] for one in choice.rejected] == rejected
     assert all(one.reason for one in choice.rejected)
 
 
-def test_a_minor_mismatch_is_a_note() -> None:
+def test_a_minor_mismatch_is_a_note():
     assert (
         "another minor" in select.choose_cuda([toolkit("13.2")], torch_for("13.0"), RULES).notes[0]
     )
     assert not select.choose_cuda([toolkit("13.0")], torch_for("13.0"), RULES).notes
 
 
-def test_exceptions_are_rows() -> None:
+def test_exceptions_are_rows():
     document = {
         "cuda": {"11.8": {}},
         "suggested": "",
@@ -150,15 +145,13 @@ def test_exceptions_are_rows() -> None:
         ("13.0", 20, [], None),
     ],
 )
-def test_the_newest_compiler_that_nvcc_accepts(
-    cuda: str | None, standard: int, present: list[Found[HostCompiler]], taken: str | None
-) -> None:
+def test_the_newest_compiler_that_nvcc_accepts(cuda, standard, present, taken):
     choice = select.choose_host(present, toolkit(cuda).value if cuda else None, standard, RULES)
     assert (str(choice.value.version) if choice.value else None) == taken
     assert taken or len(choice.rejected) == len(present)
 
 
-def test_a_refused_cxx_is_a_note() -> None:
+def test_a_refused_cxx_is_a_note():
     choice = select.choose_host(
         [compiler("14.0", "CXX"), compiler("12.2")], toolkit("12.1").value, 17, RULES
     )
@@ -166,7 +159,7 @@ def test_a_refused_cxx_is_a_note() -> None:
     assert "/gcc-14.0" in choice.notes[0]
 
 
-def test_rocm() -> None:
+def test_rocm():
     choice = select.choose_rocm(
         [rocm("5.2.21153"), rocm("7.1.0"), rocm("7.2.1")], torch_for(hip="7.2.26015")
     )
@@ -201,9 +194,7 @@ def test_rocm() -> None:
         ("9.0", "13.7", "", "9.0", 0),  # a toolkit that no row knows yet
     ],
 )
-def test_architectures_as_far_as_nvcc_can_emit_them(
-    asked: str | None, cuda: str, detected: str, expected: str, notes: int
-) -> None:
+def test_architectures_as_far_as_nvcc_can_emit_them(asked, cuda, detected, expected, notes):
     here = [ComputeCapability.parse(text) for text in detected.split()]
     choice = resolve(asked, Version.parse(cuda), detected=here, known=RULES)
     assert format_arch_list(choice.architectures) == expected
@@ -221,7 +212,7 @@ def test_architectures_as_far_as_nvcc_can_emit_them(
         ("9.0;13.0", "12.6"),
     ],
 )
-def test_nothing_to_compile_is_an_error_with_its_mend(asked: str, cuda: str) -> None:
+def test_nothing_to_compile_is_an_error_with_its_mend(asked, cuda):
     with pytest.raises(ArchitectureError) as caught:
         resolve(asked, Version.parse(cuda), detected=[], known=RULES)
     assert caught.value.found
@@ -241,18 +232,18 @@ def test_nothing_to_compile_is_an_error_with_its_mend(asked: str, cuda: str) -> 
         ("580.65.06", "13.4", True, ""),  # its own driver is not known
     ],
 )
-def test_drivers(release: str, cuda: str, accepted: bool, word: str) -> None:
+def test_drivers(release, cuda, accepted, word):
     verdict = compat.driver_supports(DriverRelease.parse(release), Version.parse(cuda))
     assert (verdict.accepted, bool(verdict)) == (accepted, accepted)
     assert word in verdict.reason
 
 
-def test_the_drivers_two_numbers_do_not_compare() -> None:
+def test_the_drivers_two_numbers_do_not_compare():
     assert DriverRelease(Version((13, 0))) != DriverCuda(Version((13, 0)))  # type: ignore[comparison-overlap]
     assert str(DriverRelease.parse("580.65.06")) == "580.65.06"
 
 
-def test_the_facts_are_in_order() -> None:
+def test_the_facts_are_in_order():
     for one in RULES.toolkits:
         facts = RULES.facts(one)
         assert facts.version == one
@@ -269,7 +260,7 @@ def test_the_facts_are_in_order() -> None:
         supported_capabilities(Version((10, 2)))
 
 
-def test_what_is_missing_comes_with_its_mend() -> None:
+def test_what_is_missing_comes_with_its_mend():
     ninja, host = Tool(Path("ninja"), Version((1, 11)), ""), compiler("12.2").value
     whole = Toolchain(torch=torch_for("13.0"), host=host, cuda=toolkit("13.0").value, ninja=ninja)
     assert missing(whole) is None
@@ -306,7 +297,7 @@ def test_what_is_missing_comes_with_its_mend() -> None:
         assert fix in error.fix
 
 
-def test_too_new_a_compiler_names_the_one_to_install() -> None:
+def test_too_new_a_compiler_names_the_one_to_install():
     refusal = Rejected(
         "C++ compiler",
         Path("/usr/bin/g++"),
@@ -330,11 +321,11 @@ def test_too_new_a_compiler_names_the_one_to_install() -> None:
         ("13.2", "==13.2.*"),
     ],
 )
-def test_where_an_nvcc_comes_from(cuda: str, words: str) -> None:
+def test_where_an_nvcc_comes_from(cuda, words):
     assert words in toolkit_fix(cuda)
 
 
-def test_a_standard_that_no_rule_is_for_is_named() -> None:
+def test_a_standard_that_no_rule_is_for_is_named():
     with pytest.raises(ToolchainError, match=r"no rule for C\+\+0") as caught:
         RULES.compiler_for_standard(compiler("12.2").value, 0)
     assert "C++17" in str(caught.value)

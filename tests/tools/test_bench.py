@@ -6,21 +6,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builds import TOOLS
-from typer.testing import CliRunner
+from command_line import flexops_command
 
 from flexops import settings, toolchain
 from flexops.bench import timing
 from flexops.bench.text import duration, ratio
 from flexops.build.describe import catalog
 from flexops.build.load import loader
-from flexops.cli._app import app
 from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
 from flexops_tools.bench import (
     build_ladder,
@@ -72,7 +70,7 @@ def climb(**options: Any) -> Ladder:
     return build_ladder.run(settings.current(), **options)
 
 
-def test_every_rung_is_climbed_in_order(paper_runner: list[str]) -> None:
+def test_every_rung_is_climbed_in_order(paper_runner):
     ladder = climb()
     assert paper_runner == [rung.id for rung in RUNGS]
     assert [item.rung.side for item in ladder.measurements] == sorted(
@@ -86,7 +84,7 @@ def test_every_rung_is_climbed_in_order(paper_runner: list[str]) -> None:
     }
 
 
-def test_a_quick_run_says_what_it_left_out(paper_runner: list[str]) -> None:
+def test_a_quick_run_says_what_it_left_out(paper_runner):
     ladder = climb(quick=True)
     left_out = [item for item in ladder.measurements if item.seconds is None]
     assert {item.rung.id for item in left_out} == {rung.id for rung in RUNGS} - set(paper_runner)
@@ -98,12 +96,10 @@ def test_a_quick_run_says_what_it_left_out(paper_runner: list[str]) -> None:
 
 
 def bench_build(*arguments: str) -> Any:
-    return CliRunner().invoke(
-        app, ["bench", "build", *arguments], catch_exceptions=False, env={"COLUMNS": "160"}
-    )
+    return flexops_command("bench", "build", *arguments, env={"COLUMNS": "160"})
 
 
-def test_chosen_rungs(paper_runner: list[str]) -> None:
+def test_chosen_rungs(paper_runner):
     shown = bench_build("--rung", "flexops-cold", "--rung", "family-norm").stdout
     assert paper_runner == ["flexops-cold", "family-norm"]
     assert "norm" in shown
@@ -113,9 +109,7 @@ def test_chosen_rungs(paper_runner: list[str]) -> None:
     assert "flexops-cold" in caught.value.required
 
 
-def test_an_interruption_loses_nothing(
-    paper_runner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_loses_nothing(paper_runner, tmp_path, monkeypatch):
     file = tmp_path / "ladder.json"
     monkeypatch.setattr(sys.modules[__name__], "interrupted_at", ["flexops-cold"])
     stopped = bench_build("--save", str(file))
@@ -139,7 +133,7 @@ def test_an_interruption_loses_nothing(
         bench_build("--save", str(tmp_path / "no" / "such" / "file.json"))
 
 
-def test_an_earlier_ladder_is_shown(paper_runner: list[str], tmp_path: Path) -> None:
+def test_an_earlier_ladder_is_shown(paper_runner, tmp_path):
     file = tmp_path / "ladder.json"
     file.write_text(bench_build("--json").stdout)
     climbed = len(paper_runner)
@@ -155,8 +149,8 @@ def test_an_earlier_ladder_is_shown(paper_runner: list[str], tmp_path: Path) -> 
 
 
 def test_what_a_chart_lacks_is_said_before_anything_is_measured(
-    paper_runner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    paper_runner, tmp_path, monkeypatch
+):
     with pytest.raises(FlexopsError, match="cannot be written"):
         bench_build("--plot", str(tmp_path / "chart.nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
@@ -165,15 +159,13 @@ def test_what_a_chart_lacks_is_said_before_anything_is_measured(
     assert paper_runner == []
 
 
-def test_every_comparison_is_of_rungs_that_there_are() -> None:
+def test_every_comparison_is_of_rungs_that_there_are():
     ids = {rung.id for rung in RUNGS}
     assert all({slow, fast} <= ids for _, slow, fast in build_ladder.COMPARISONS)
 
 
-def test_json_holds_everything_a_figure_needs(paper_runner: list[str]) -> None:
-    told = json.loads(
-        CliRunner().invoke(app, ["bench", "build", "--json"], catch_exceptions=False).stdout
-    )
+def test_json_holds_everything_a_figure_needs(paper_runner):
+    told = json.loads(flexops_command("bench", "build", "--json").stdout)
     assert len(told["rungs"]) == len(RUNGS) == len(paper_runner)
     assert {
         "date",
@@ -195,12 +187,8 @@ def test_json_holds_everything_a_figure_needs(paper_runner: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("paper_runner")
-def test_table() -> None:
-    shown = (
-        CliRunner()
-        .invoke(app, ["bench", "build", "--quick"], catch_exceptions=False, env={"COLUMNS": "160"})
-        .stdout
-    )
+def test_table():
+    shown = flexops_command("bench", "build", "--quick", env={"COLUMNS": "160"}).stdout
     assert "cold, one architecture" in shown
     assert "left out by --quick" in shown
     assert "cpp_extension.load / flexops" in shown
@@ -209,12 +197,10 @@ def test_table() -> None:
 
 
 @pytest.mark.usefixtures("paper_runner")
-def test_chart(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_chart(tmp_path, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     for name in ("chart.png", "chart.svg"):
-        CliRunner().invoke(
-            app, ["bench", "build", "--plot", str(tmp_path / name)], catch_exceptions=False
-        )
+        flexops_command("bench", "build", "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(FlexopsError, match="cannot be written"):
         plot.save(climb(), tmp_path / "no" / "such" / "chart.png")
@@ -222,9 +208,7 @@ def test_chart(tmp_path: Path, require: Callable[..., None]) -> None:
         plot.save(climb(), tmp_path / "chart.nothing")
 
 
-def test_without_nvcc_only_the_conventional_rungs_are_left_out(
-    paper_runner: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvcc_only_the_conventional_rungs_are_left_out(paper_runner, monkeypatch):
     monkeypatch.setattr(
         toolchain, "discover", lambda *_, **__: TOOLS._replace(cuda=None), raising=False
     )
@@ -240,7 +224,7 @@ def test_without_nvcc_only_the_conventional_rungs_are_left_out(
     assert "9.0" in ladder.architectures
 
 
-def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(
         toolchain, "discover", lambda *_, **__: TOOLS._replace(host=None), raising=False
     )
@@ -260,15 +244,15 @@ DURATIONS = [
 
 
 @pytest.mark.parametrize(("seconds", "text"), DURATIONS)
-def test_durations(seconds: float, text: str) -> None:
+def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_ratios() -> None:
+def test_ratios():
     assert [ratio(value) for value in (37.4, 9.96, 2.44)] == ["37x", "10x", "2.4x"]
 
 
-def test_both_sides_are_shipped() -> None:
+def test_both_sides_are_shipped():
     assert all(source.is_file() for source in build_runner.SOURCES)
     assert "torch/extension.h" in build_runner.SOURCES[1].read_text()
 
@@ -297,7 +281,7 @@ RESULTS = Results(
 )
 
 
-def test_what_is_behind_is_found_worst_first() -> None:
+def test_what_is_behind_is_found_worst_first():
     assert [(item.case, item.part, item.by) for item in RESULTS.behind()] == [
         ("rms_norm bf16 4x8", "backward", "torch eager"),
         ("rms_norm bf16 4x8", "forward", "torch.compile"),
@@ -306,7 +290,7 @@ def test_what_is_behind_is_found_worst_first() -> None:
     assert [group[0].contender for group in RESULTS.groups()] == ["flexops"] * 3
 
 
-def test_results_survive_json() -> None:
+def test_results_survive_json():
     assert Results.from_dict(json.loads(json.dumps(RESULTS.as_dict()))) == RESULTS
 
 
@@ -330,17 +314,8 @@ def saved_run(tmp_path: Path) -> Path:
     return file
 
 
-def test_an_earlier_run_is_shown(saved_run: Path) -> None:
-    shown = (
-        CliRunner()
-        .invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run)],
-            catch_exceptions=False,
-            env={"COLUMNS": "200"},
-        )
-        .stdout
-    )
+def test_an_earlier_run_is_shown(saved_run):
+    shown = flexops_command("bench", "ops", "--from", str(saved_run), env={"COLUMNS": "200"}).stdout
     assert shown.startswith(
         "norm: flexops against torch eager, torch.compile\non Abacus GPU, whose copy reaches 100"
         " GB/s\n"
@@ -349,42 +324,24 @@ def test_an_earlier_run_is_shown(saved_run: Path) -> None:
     assert "level" in shown
     assert "50 %" in shown
     assert "not measured: Liger in rms_norm bf16 4x8: ImportError: no triton" in shown
-    written = (
-        CliRunner()
-        .invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--markdown"], catch_exceptions=False
-        )
-        .stdout
-    )
+    written = flexops_command("bench", "ops", "--from", str(saved_run), "--markdown").stdout
     assert "| rms_norm bf16 4x8 | forward | 11.0 ms | 91 | 0.91 | 1.82x | 0.99x |" in written
     assert "| rms_norm bf16 4x8 | backward | torch eager | 30.0 ms | 20.0 ms | 50 % |" in written
-    told = json.loads(
-        CliRunner()
-        .invoke(app, ["bench", "ops", "--from", str(saved_run), "--json"], catch_exceptions=False)
-        .stdout
-    )
+    told = json.loads(flexops_command("bench", "ops", "--from", str(saved_run), "--json").stdout)
     assert told["behind"][0]["by"] == "torch eager"
-    few = CliRunner().invoke(
-        app,
-        ["bench", "ops", "--from", str(saved_run), "--op", "rms_norm", "--json"],
-        catch_exceptions=False,
-    )
+    few = flexops_command("bench", "ops", "--from", str(saved_run), "--op", "rms_norm", "--json")
     assert {item["function"] for item in json.loads(few.stdout)["timings"]} == {"rms_norm"}
     with pytest.raises(FlexopsError, match="nothing was measured of rope") as caught:
-        CliRunner().invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--op", "rope"], catch_exceptions=False
-        )
+        flexops_command("bench", "ops", "--from", str(saved_run), "--op", "rope")
     assert caught.value.required == "norm, rms_norm"
     with pytest.raises(FlexopsError, match="nothing to choose"):
-        CliRunner().invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--small"], catch_exceptions=False
-        )
+        flexops_command("bench", "ops", "--from", str(saved_run), "--small")
     saved_run.write_text("{}")
     with pytest.raises(FlexopsError, match="cannot be read"):
-        CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False)
+        flexops_command("bench", "ops", "--from", str(saved_run))
 
 
-def test_no_table_is_wider_than_a_narrow_terminal() -> None:
+def test_no_table_is_wider_than_a_narrow_terminal():
     """Of the runs that are kept here. The lines above and below a table may be longer: a terminal
     wraps them."""
     kept = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -399,26 +356,20 @@ def test_no_table_is_wider_than_a_narrow_terminal() -> None:
     assert max(map(len, tables)) <= 80, max(tables, key=len)
 
 
-def test_a_chart_says_what_is_compared(
-    tmp_path: Path, saved_run: Path, require: Callable[..., None]
-) -> None:
+def test_a_chart_says_what_is_compared(tmp_path, saved_run, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none"}):  # text stays text
-        CliRunner().invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.svg")],
-            catch_exceptions=False,
+        flexops_command(
+            "bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.svg")
         )
     text = (tmp_path / "ops.svg").read_text()
     assert "norm: flexops against torch eager, torch.compile" in text
     assert "on Abacus GPU, whose copy reaches 100 GB/s" in text
 
 
-def test_what_is_not_bound_by_memory_is_shown_in_operations(
-    tmp_path: Path, saved_run: Path, require: Callable[..., None]
-) -> None:
+def test_what_is_not_bound_by_memory_is_shown_in_operations(tmp_path, saved_run, require):
     """A line and a panel of its own; the same data give the same chart."""
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     from matplotlib import rc_context
@@ -442,55 +393,39 @@ def test_what_is_not_bound_by_memory_is_shown_in_operations(
         for who, seconds in (("flexops", 1e-3), ("cuDNN", 2e-3))
     ]
     saved_run.write_text(json.dumps({**data, "timings": [*data["timings"], *bound]}))
-    shown = (
-        CliRunner()
-        .invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False)
-        .stdout
-    )
+    shown = flexops_command("bench", "ops", "--from", str(saved_run)).stdout
     assert "634 TFLOP/s" in shown
     assert "317 TFLOP/s" in shown
-    written = (
-        CliRunner()
-        .invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run), "--markdown", "--op", "attention"],
-            catch_exceptions=False,
-        )
-        .stdout
-    )
+    written = flexops_command(
+        "bench", "ops", "--from", str(saved_run), "--markdown", "--op", "attention"
+    ).stdout
     assert "| attention bf16 | forward | 1.0 ms | 634 TFLOP/s |" in written
     charts = []
     with rc_context({"svg.fonttype": "none"}):
         for name in ("one.svg", "two.svg"):
-            CliRunner().invoke(
-                app,
-                ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / name)],
-                catch_exceptions=False,
+            flexops_command(
+                "bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / name)
             )
             charts.append((tmp_path / name).read_text())
     assert charts[0].count(">TFLOP/s<") == charts[0].count(">fraction of copy bandwidth<") == 2
     assert charts[0] == charts[1]
 
 
-def test_chart_of_operators(tmp_path: Path, saved_run: Path, require: Callable[..., None]) -> None:
+def test_chart_of_operators(tmp_path, saved_run, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
-    CliRunner().invoke(
-        app,
-        ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png")],
-        catch_exceptions=False,
-    )
+    flexops_command("bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png"))
     assert (tmp_path / "ops.png").stat().st_size > 5000
     with pytest.raises(FlexopsError, match="cannot be written"):
         ops_plot.save(RESULTS, "", "", tmp_path / "no" / "such" / "chart.png")
 
 
-def test_every_family_has_cases() -> None:
+def test_every_family_has_cases():
     assert {family for source in SOURCES for family in source.families} == {
         spec.name for spec in catalog.CATALOG
     }
 
 
-def test_ops_are_chosen_by_family_or_function() -> None:
+def test_ops_are_chosen_by_family_or_function():
     assert cases.sources(()) == SOURCES
     assert [source.family for source in cases.sources(("rms_norm", "quant"))] == ["norm", "quant"]
     with pytest.raises(FlexopsError, match="no benchmark for sqrt"):
@@ -507,7 +442,7 @@ def test_ops_are_chosen_by_family_or_function() -> None:
         climb(architecture="8.0;9.0")
 
 
-def test_a_run_measures_each_contender_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_measures_each_contender_that_works(monkeypatch):
     calls: list[str] = []
 
     def broken() -> None:
@@ -535,14 +470,14 @@ def test_a_run_measures_each_contender_that_works(monkeypatch: pytest.MonkeyPatc
     assert results.copy > 0
 
 
-def test_what_is_not_native_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_native_is_not_measured(monkeypatch):
     monkeypatch.setattr(loader, "ensure", lambda *_: False)
     monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 2**16})
     with pytest.raises(FlexopsError, match="norm is not native on cpu"):
         ops.run(Setup("cpu"), ("norm",))
 
 
-def test_who_takes_long_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_long_takes_fewer_turns(monkeypatch):
     turns, now = {"quick": 0, "slow": 0}, 0.0
 
     def take(name: str, seconds: float) -> None:
@@ -560,7 +495,7 @@ def test_who_takes_long_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert medians == pytest.approx({"quick": 1e-4, "slow": 0.02})
 
 
-def test_inputs_rotate_with_their_gradients() -> None:
+def test_inputs_rotate_with_their_gradients():
     import torch
 
     from flexops_tools.bench.cases.case import input_sets, rotating
@@ -579,19 +514,12 @@ def test_inputs_rotate_with_their_gradients() -> None:
     assert made[2:] == [0, 1, 2, 0]
 
 
-def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too() -> None:
+def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too():
     from flexops_tools.bench.cases import optim
 
     measured = {}
-    for case in optim._step(
-        Setup("cuda"),
-        "adam",
-        "AdamW",
-        f"AdamW, {optim.MANY} fp32 x 8",
-        1,
-        {"flexops": lambda: None},
-        "1 B",
-    ):
+    group = optim._Group(Setup("cuda"), optim.MANY, (8,))
+    for case in group.step("adam", "AdamW", 1, {"flexops": lambda: None}, "1 B"):
         measured[case.name] = list(case.contenders)
         case.contenders.clear()  # as measuring does, to free memory
     assert measured == {

@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     return {path.relative_to(out): Page(path) for path in out.rglob("*.html")}
 
 
-def test_who_lacks_what_builds_it_gets_what_makes_an_environment() -> None:
+def test_who_lacks_what_builds_it_gets_what_makes_an_environment():
     done = completed([sys.executable, "-I", "-S", str(BUILD)], code=None)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert "no sphinx" in done.stderr
@@ -74,7 +74,7 @@ def public_names() -> Iterator[str]:
 
 
 @pytest.mark.extra
-def test_every_public_name_is_on_a_page_of_the_api(site: dict[Path, Page]) -> None:
+def test_every_public_name_is_on_a_page_of_the_api(site):
     described = set().union(*(page.ids for page in site.values()))
     names = list(public_names())
     assert {"flexops.rms_norm", "flexops.load", "flexops.optim.AdamW"} <= set(names)
@@ -90,7 +90,7 @@ def leaves(name: str, tool: Any) -> Iterator[str]:
 
 
 @pytest.mark.extra
-def test_every_command_is_on_the_command_line_s_page(site: dict[Path, Page]) -> None:
+def test_every_command_is_on_the_command_line_s_page(site):
     typer = import_module("typer")
     from flexops.cli._app import app
 
@@ -120,9 +120,7 @@ class Selector(HTMLParser):
             self.open.pop()
 
 
-def test_the_front_page_is_the_readme_with_an_install_selector(
-    site: dict[Path, Page], tmp_path: Path
-) -> None:
+def test_the_front_page_is_the_readme_with_an_install_selector(site, tmp_path):
     """One way for each platform and installer, after the buttons that show it; and the chart."""
     page = site[Path("index.html")]
     assert {"a-kernel-of-your-own", "operators", "limits"} <= page.ids
@@ -141,7 +139,7 @@ def test_the_front_page_is_the_readme_with_an_install_selector(
 
 
 @pytest.mark.extra
-def test_every_page_is_in_the_navigation(site: dict[Path, Page]) -> None:
+def test_every_page_is_in_the_navigation(site):
     pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} - {
         Path("index.html")
     }
@@ -151,7 +149,7 @@ def test_every_page_is_in_the_navigation(site: dict[Path, Page]) -> None:
 
 
 @pytest.mark.extra
-def test_no_link_within_the_site_is_dead(site: dict[Path, Page]) -> None:
+def test_no_link_within_the_site_is_dead(site):
     root = Path("/site")
     dead = []
     for path, page in site.items():
@@ -178,13 +176,13 @@ def test_no_link_within_the_site_is_dead(site: dict[Path, Page]) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
-def test_pages_beside_the_site_link_to_what_there_is(name: str) -> None:
+def test_pages_beside_the_site_link_to_what_there_is(name):
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", (ROOT / name).read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.extra
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(tmp_path):
     """Strict is strict: one page with a link to nowhere, built with the site's own settings."""
     (tmp_path / "index.md").write_text("# A page\n\n[nowhere](missing.md)\n")
     command = [

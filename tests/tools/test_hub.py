@@ -49,7 +49,7 @@ def load(repository: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_universal_variant_is_loaded_where_flexops_is_not_installed(tmp_path: Path) -> None:
+def test_the_universal_variant_is_loaded_where_flexops_is_not_installed(tmp_path):
     (folder,) = hub.write(tmp_path, ("cpu",))
     assert folder == tmp_path / "build" / "torch-cpu"
     assert "`RMSNorm`" in (tmp_path / "README.md").read_text()
@@ -57,7 +57,7 @@ def test_the_universal_variant_is_loaded_where_flexops_is_not_installed(tmp_path
     assert load(tmp_path, **environment).split() == ["torch-cpu", "None"]
 
 
-def test_ids_follow_the_contents(tmp_path: Path) -> None:
+def test_ids_follow_the_contents(tmp_path):
     """``kernels`` registers a module by its id: another version's must differ."""
     made = [hub.write(tmp_path / name, ("cpu",))[0] for name in ("a", "b")]
     ids = [json.loads((one / "metadata.json").read_text())["id"] for one in made]
@@ -76,9 +76,7 @@ def test_ids_follow_the_contents(tmp_path: Path) -> None:
         (["--libraries", ".", "--backend", "cpu"], "ends with -cpu"),
     ],
 )
-def test_what_it_rejects(
-    tmp_path: Path, arguments: list[str], found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_rejects(tmp_path, arguments, found, capsys):
     if "exists" in found:
         (tmp_path / "build").mkdir()
     arguments = [str(tmp_path) if one == "." else one for one in arguments]
@@ -89,7 +87,7 @@ def test_what_it_rejects(
 
 
 @pytest.mark.extra
-def test_the_variant_of_the_stable_abi_has_compiled_kernels(tmp_path: Path) -> None:
+def test_the_variant_of_the_stable_abi_has_compiled_kernels(tmp_path):
     libraries = tmp_path / "libraries"
     build = [sys.executable, "-m", "flexops", "build", "norm", "--device", "cpu", "--out"]
     subprocess.run([*build, str(libraries)], check=True, capture_output=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def note(root: Path) -> None:
     )
 
 
-def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
+def test_this_checkout_has_one_version_and_a_changelog_in_order():
     done = release(ROOT, "verify", "--tag", "refs/heads/main")
     assert (done.returncode, done.stdout) == (0, f"flexops {flexops.__version__}\n"), done.stderr
     assert _toml.load(ROOT / "pyproject.toml")["tool"]["setuptools"]["dynamic"]["version"] == {
@@ -77,7 +76,7 @@ def test_this_checkout_has_one_version_and_a_changelog_in_order() -> None:
     }
 
 
-def test_preparing_shows_and_writes_nothing_without_write(clone: Path) -> None:
+def test_preparing_shows_and_writes_nothing_without_write(clone):
     done = release(clone, "prepare", "9.8.7", "--date", "2031-02-03")
     assert done.returncode == 0, done.stderr
     assert '+__version__ = "9.8.7"' in done.stdout
@@ -85,7 +84,7 @@ def test_preparing_shows_and_writes_nothing_without_write(clone: Path) -> None:
     assert git(clone, "status", "--porcelain") == ""
 
 
-def test_a_whole_release(clone: Path) -> None:
+def test_a_whole_release(clone):
     before = (clone / "CHANGELOG.md").read_text()
     assert release(clone, "prepare", "9.8.7", "--date", "2031-02-03", "--write").returncode == 0
     assert release(clone, "version").stdout == "9.8.7\n"
@@ -108,39 +107,22 @@ def test_a_whole_release(clone: Path) -> None:
     assert "has nothing under [Unreleased]" in second.stderr
 
 
-@pytest.mark.parametrize(
-    ("path", "old", "new", "said"),
-    [
-        (
-            "recipe/recipe.yaml",
-            f'version: "{flexops.__version__}"',
-            'version: "7.7.7"',
-            "recipe/recipe.yaml says 7.7.7",
-        ),
-        (
-            "CITATION.cff",
-            "version: " + flexops.__version__,
-            "version: latest",
-            "CITATION.cff has 0 lines with the version",
-        ),
-        (
-            "CHANGELOG.md",
-            "## [Unreleased]\n",
-            "## [Unreleased]\n\n### Fixed\n\n### Fixed\n",
-            "### Fixed stands",
-        ),
-    ],
-)
-def test_what_does_not_agree_is_named(
-    clone: Path, path: str, old: str, new: str, said: str
-) -> None:
+@pytest.mark.parametrize(("path", "old", "new", "said"), [
+    ("recipe/recipe.yaml", f'version: "{flexops.__version__}"', 'version: "7.7.7"',
+     "recipe/recipe.yaml says 7.7.7"),
+    ("CITATION.cff", "version: " + flexops.__version__, "version: latest",
+     "CITATION.cff has 0 lines with the version"),
+    ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n### Fixed\n\n### Fixed\n",
+     "### Fixed stands"),
+])  # fmt: skip
+def test_what_does_not_agree_is_named(clone, path, old, new, said):
     edit(clone / path, old, new)
     done = release(clone, "verify", "--tag", "refs/heads/main")
     assert done.returncode == 1
     assert said in done.stderr
 
 
-def test_an_unclean_tree_is_neither_prepared_nor_tagged(clone: Path) -> None:
+def test_an_unclean_tree_is_neither_prepared_nor_tagged(clone):
     (clone / "new.py").write_text("")
     for command in (("prepare", "9.8.7", "--write"), ("tag", "--write")):
         done = release(clone, *command)
@@ -150,14 +132,14 @@ def test_an_unclean_tree_is_neither_prepared_nor_tagged(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v9.8.7", "9.8", "9.8.7-rc1", ""])
-def test_what_is_no_version_is_rejected(clone: Path, version: str) -> None:
+def test_what_is_no_version_is_rejected(clone, version):
     done = release(clone, "prepare", version)
     assert done.returncode == 1
     assert "is not a version" in done.stderr
 
 
 @pytest.mark.extra
-def test_a_tag_is_made_of_a_checked_clone(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_a_tag_is_made_of_a_checked_clone(tmp_path, require):
     """In a real clone, whose rendered files are all there: it is tagged with the changelog's
     section, once."""
     require(

@@ -76,10 +76,8 @@ class Store:
                 }
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if path == "/-/counts":
-                    status, answer = (
-                        "200 OK",
-                        json.dumps({**self.counts, "objects": sorted(self.objects)}).encode(),
-                    )
+                    status = "200 OK"
+                    answer = json.dumps({**self.counts, "objects": sorted(self.objects)}).encode()
                 else:
                     await asyncio.sleep(self.latency)
                     status, answer = self.answer(method, path, headers, body)
@@ -219,13 +217,11 @@ class Nodes:
         image: str,
         packages: str,
     ) -> None:
-        self.folder, self.environment, self.options, self.image, self.packages = (
-            folder,
-            environment,
-            options,
-            image,
-            packages,
-        )
+        self.folder = folder
+        self.environment = environment
+        self.options = options
+        self.image = image
+        self.packages = packages
 
     def start(self) -> list[dict[str, Any]]:
         """Start all of them at once; what their processes said."""
@@ -377,10 +373,8 @@ def nodes(count: int, kernels: int, latency: float, timeout: float) -> None:
     from flexops.toolchain.model import Version
     from flexops.toolchain.nvrtc import DeviceCompiler
 
-    compiler, architecture = (
-        DeviceCompiler("nvrtc", Path("/none"), Version((13, 0)), "simulated"),
-        parse_arch_list("9.0")[0],
-    )
+    compiler = DeviceCompiler("nvrtc", Path("/none"), Version((13, 0)), "simulated")
+    architecture = parse_arch_list("9.0")[0]
     names = [f"simulated{number}" for number in range(kernels)]
     keys = {name: hashlib.sha1(name.encode()).hexdigest() for name in names}
     plans = [

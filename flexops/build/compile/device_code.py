@@ -122,13 +122,11 @@ class _Pool:
         time_limit: float,
         progress: Callable[[int, int, str], None] | None,
     ) -> None:
-        self.plans, self.results, self.cache, self.time_limit, self.progress = (
-            plans,
-            results,
-            cache,
-            time_limit,
-            progress,
-        )
+        self.plans = plans
+        self.results = results
+        self.cache = cache
+        self.time_limit = time_limit
+        self.progress = progress
         self.total, self.done = len(todo), 0
         from ..store import election
         from . import kernel_compiler  # a start that compiles nothing does without

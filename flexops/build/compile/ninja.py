@@ -118,7 +118,8 @@ def _build(
     environment = dict(plans[0].environment)
     if any(step.kind == "device" for plan in plans for step in plan.steps):
         environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES)
-    if trust.path_problem(tempfile.gettempdir(), passage=True):  # others could swap what is there
+    # In TMPDIR other users might swap files, and hipcc's clang leaves a folder for each source.
+    if "ROCM_PATH" in environment or trust.path_problem(tempfile.gettempdir(), passage=True):
         environment["TMPDIR"] = str(directory)
     outcome = _run_ninja(command, environment, progress, _Watch(plans))
     for plan in plans if outcome.returncode else ():
@@ -155,10 +156,13 @@ def render_ninja(
         if same := plan.alike(step):
             first = alike.setdefault(same, folder + step.output)
             if first != folder + step.output:
-                command, inputs = (
-                    ("cp", f"../{first}", *([f"../{first}.d"] if step.kind == "host" else ()), "."),
-                    [first],
+                command = (
+                    "cp",
+                    f"../{first}",
+                    *([f"../{first}.d"] if step.kind == "host" else ()),
+                    ".",
                 )
+                inputs = [first]
         enter = f"cd {shlex.quote(plan.name)} && " if subdirectories else ""
         lines += [
             f"rule {rule}",

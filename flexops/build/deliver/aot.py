@@ -112,10 +112,8 @@ def _with_kernels(
     plans: dict[int, list[kernel_plan.KernelPlan]] = {}
     for number, ((spec, device), result) in enumerate(zip(pairs, results, strict=True)):
         if device == "cuda" and result.entry:
-            names, others = (
-                kernel_names.names_in(result.entry.library),
-                kernel_names.rare_names_in(result.entry.library),
-            )
+            names = kernel_names.names_in(result.entry.library)
+            others = kernel_names.rare_names_in(result.entry.library)
             each = [
                 one
                 for one in kernel_names.single(choice.architectures)

@@ -17,7 +17,7 @@ from ..describe.spec import DeviceType
 from ..load import loader, provider
 from ..load.record import Record
 from ..plan import kernel_names, kernel_plan
-from ..store import cache_archive, remote
+from ..store import cache_archive, choices, remote
 from ..store.cache import Entry
 from ..store.manifest import is_plain
 from . import aot
@@ -54,6 +54,7 @@ def make(
         *_libraries(wanted, chosen, progress),
         *_kernels(wanted, chosen, arch_list, progress),
         *_extensions(wanted, chosen),
+        *_choices(wanted, chosen),
     ]
 
 
@@ -174,6 +175,16 @@ def _extensions(wanted: Record, chosen: Settings) -> list[Made]:
     return found
 
 
+def _choices(wanted: Record, chosen: Settings) -> list[Made]:
+    """Those that were measured elsewhere."""
+    cache, found = loader.open_cache(chosen), []
+    for name, key, text in wanted.choices:
+        entry = choices.write(cache, name, key, text) if is_plain(name) and is_plain(key) else None
+        missing = CacheError(f"the choice {name} cannot be stored", fix="flexops cache info")
+        found.append(Made(name, entry, None if entry else missing, False))
+    return found
+
+
 def archive(made: Sequence[Made], chosen: Settings, file: Path) -> int:
     """Write what was made to an archive for `flexops cache import`; returns of how many entries.
     Raises ``CacheError``."""
@@ -195,10 +206,10 @@ def publish(made: Sequence[Made], chosen: Settings) -> int:
     entries = [one.entry for one in made if one.entry]
     for number, entry in enumerate(entries):
         if not store.publish(cache, entry):
-            found, fix = (
-                f"{number} of {len(entries)} entries are there; {store.problem or store.unwritten}",
-                "export FLEXOPS_CACHE_REMOTE_WRITE=1",
+            found = (
+                f"{number} of {len(entries)} entries are there; {store.problem or store.unwritten}"
             )
+            fix = "export FLEXOPS_CACHE_REMOTE_WRITE=1"
             raise CacheError(
                 f"the remote cache {store.name} cannot be written", found=found, fix=fix
             )

@@ -16,11 +16,9 @@ from .schema import DTYPES, FLOATS, Argument, Dimensions, Schema, Signature, dim
 ISA_LEVELS = {"avx512": "Isa::avx512", "avx2": "Isa::avx2"}
 
 _SCALARS = {"float": "double", "int": "int64_t", "bool": "bool", "ScalarType": "flexops::Dtype"}
-_ROW, _ROWS, _HOST_ROWS = (
-    "const flexops::TensorRow& row",
-    "const flexops::TensorRow* rows, int64_t count",
-    "flexops::TensorRow* rows, int64_t count",
-)
+_ROW = "const flexops::TensorRow& row"
+_ROWS = "const flexops::TensorRow* rows, int64_t count"
+_HOST_ROWS = "flexops::TensorRow* rows, int64_t count"
 _GRAIN = 16384  # elements that are worth a thread
 
 
@@ -110,7 +108,7 @@ def binding(
         "FLEXOPS_REGISTER(m) {",
     ]
     names = [
-        (one.schema.name, f"{one.schema.name}{more}")
+        (one.schema.name, f"{one.registered}{more}")
         for one in signatures
         for more in ("", *(("_plain",) if one.plain else ()))
     ]
@@ -168,7 +166,7 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
         len(schema.results), f"std::tuple<{', '.join(['Tensor'] * len(schema.results))}>"
     )
     yield f"{result} bound_{schema.name}({', '.join(map(_taken, schema.arguments))}) {{"
-    yield f'  constexpr const char* kOp = "{namespace}::{schema.name}";'
+    yield f'  constexpr const char* kOp = "{namespace}::{signature.registered.partition(".")[0]}";'
     yield from _table(signature)
     for argument in _viewed(signature):
         yield f"  TensorView {argument.name}_view = view_of({argument.name});"
@@ -185,6 +183,7 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
     yield f"  DeviceGuard guard_({_place(signature)});"
     for name, shape in signature.shapes:
         yield from _shape_check(signature, name, shape)
+    yield from _made_alike(signature)
     yield from _laid_out(signature)
     for name, output in zip(schema.results, signature.outputs, strict=True):
         if output.by_host:
@@ -203,6 +202,9 @@ def _function(namespace: str, signature: Signature, isa_levels: Sequence[str]) -
             yield f"  {name}_work.finish();"
     if signature.rows:
         yield "  table_.finish();"
+    for name, output in zip(schema.results, signature.outputs, strict=True):
+        if (like := output.dtype or first) in signature.alike:
+            yield f"  if ({name}.dtype() != {like}_given) {name} = cast({name}, {like}_given);"
     if len(schema.results) == 1:
         yield f"  return {schema.results[0]};"
     elif schema.results:
@@ -357,6 +359,18 @@ def _shape_check(signature: Signature, name: str, shape: str) -> Iterator[str]:
         yield from _each(argument, [f'{_shape(signature, shape)}.check("{name}", {found});'])
 
 
+def _made_alike(signature: Signature) -> Iterator[str]:
+    """Casts; the dtypes before them are those that results have."""
+    items = []
+    for argument in filter(None, map(signature.schema.find, signature.alike)):
+        name = argument.name
+        yield f"  const Dtype {name}_given = {name}_view.dtype;"
+        place = f"({name} ? &*{name} : nullptr)" if argument.optional else f"&{name}"
+        items.append(f"{{{place}, &{name}_view}}")
+    if items:
+        yield f"  make_alike({{{', '.join(items)}}});"
+
+
 def _laid_out(signature: Signature) -> Iterator[str]:
     """Copies of what lies otherwise than the launcher takes it."""
     for argument in _single(signature):
@@ -384,11 +398,9 @@ def _laid_out(signature: Signature) -> Iterator[str]:
 
 def _made(signature: Signature, shape: str, output: Output) -> str:
     """A result."""
-    dtype, place, like = (
-        _dtype(signature, output.dtype or signature.first),
-        _place(signature),
-        _whole(signature, shape),
-    )
+    dtype = _dtype(signature, output.dtype or signature.first)
+    place = _place(signature)
+    like = _whole(signature, shape)
     if output.order and shape == output.order:
         return f"empty_in_order({like}_view, {dtype}, {place})"
     if like and like not in signature.numbers:
@@ -409,10 +421,9 @@ def _dtype(signature: Signature, name: str) -> str:
         return f"Dtype::{DTYPES[name]}"
     if argument.type == "ScalarType":
         return f"{name}_dtype"
-    view = f"{_view(signature, name)}.dtype"
-    return (
-        f"({name} ? {view} : {_dtype(signature, signature.first)})" if argument.optional else view
-    )
+    view, first = f"{_view(signature, name)}.dtype", signature.first
+    other = f"{first}_given" if first in signature.alike else f"{first}_view.dtype"
+    return f"({name} ? {view} : {other})" if argument.optional else view
 
 
 def _passed(argument: Argument) -> str:

@@ -191,19 +191,48 @@ _ROPE: dict[str, Any] = {
     },
 }
 
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _norm(schema: str, *results: Output, **said: Any) -> Declared:
+    """``schema`` without what it returns."""
+    parameters = [name for name in ("weight", "bias") if f"? {name}," in schema]
+    rows = [name for name in ("x", "residual") if f" {name}," in schema]
+    return _op(
+        f"{schema} -> ({', '.join(['Tensor'] * len(results))})".replace("(Tensor)", "Tensor"),
+        dtypes=dict.fromkeys((*rows, *parameters), _FLOATS),
+        shapes=dict.fromkeys(parameters, "x[-1]") | dict.fromkeys(rows[1:], "x"),
+        strided=dict.fromkeys(rows, "rows"),
+        alike=parameters if len(parameters) == 2 else (),
+        outputs=results,
+        **said,
+    )
+
+
+def _norms(name: str, arguments: str, *results: Output) -> tuple[Declared, ...]:
+    """An operator, and its overload ``forward``, which returns the rows' statistics as well: means
+    and reciprocal deviations of a layer norm, the latter of an RMS norm."""
+    statistics = Output("2, x[:-1]" if "layer" in name else "x[:-1]", "float32")
+    return (
+        _norm(f"{name}({arguments})", *results, plain=True),
+        _norm(f"{name}.forward({arguments})", *results, statistics),
+    )
+
+
+_SCALES = Output("x[:-1], 1", "float32")
+_SUMMED = Output("x"), Output("x", "residual")
+_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
+_NORM_BACKWARD: dict[str, Any] = {
+    "dtypes": dict.fromkeys(("grad_residual", "x", "weight"), _FLOATS) | {"statistics": "float32"},
+    "strided": dict.fromkeys(("grad", "grad_residual", "x"), "rows"),
+    "alike": ("grad", "grad_residual", "x"),
+}
+_OF_INPUT = {"grad": "x", "grad_residual": "x", "weight": "x[-1]"}
+_INPUT_GRADIENT = Output("x", "x", when="need_x")
+_WEIGHT_GRADIENT = Output("x[-1]", "weight", when="need_weight and weight")
+
 # ---- families with a binding of their own --------------------------------------------------------
 
-
-def _norm(name: str, arguments: str, residual: bool) -> tuple[Declared, ...]:
-    """An operator, and its overload ``forward``, which returns the rows' statistics as well."""
-    more = ", Tensor" * residual
-    (shown,) = _by_hand(
-        f"{name}({arguments}) -> {f'(Tensor{more})' if residual else 'Tensor'}", plain=True
-    )
-    return shown, *_by_hand(f"{name}.forward({arguments}) -> (Tensor, Tensor{more})")
-
-
-_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
 KVCACHE_ATTENTION = (
     "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, int length, Tensor?"
@@ -620,9 +649,9 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "lion",
         _op(
-            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, float lr, float"
-            " beta1, float beta2, float weight_decay, bool maximize, Tensor? lr_tensor, Tensor?"
-            " grad_scale, Tensor? found_inf, Tensor(d!)[] state_steps, bool stochastic) -> ()",
+            "lion_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[]"
+            " state_steps, float lr, float beta1, float beta2, float weight_decay, bool maximize,"
+            " Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, bool stochastic) -> ()",
             rows=Rows(("params", "grads", "exp_avgs"), "state_steps", ("state_steps",), _SCALED),
             numbers=_NUMBERS,
         ),
@@ -791,26 +820,45 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "norm",
-        *_norm("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", False),
-        *_norm("rms_norm", "Tensor x, Tensor? weight, float eps", False),
-        *_norm(
+        *_norms("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", Output("x")),
+        *_norms("rms_norm", "Tensor x, Tensor? weight, float eps", Output("x")),
+        *_norms(
             "add_layer_norm",
             "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
-            True,
+            *_SUMMED,
         ),
-        *_norm("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", True),
-        *_by_hand(
-            f"rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype) {_PAIR}",
+        *_norms("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", *_SUMMED),
+        _norm(
+            "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype)",
+            Output("x", "dtype"),
+            _SCALES,
+        ),
+        _norm(
             "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight, float eps,"
-            " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+            " ScalarType dtype)",
+            Output("x", "dtype"),
+            _SCALES,
+            _SUMMED[1],
         ),
     ),
     _family(
         "norm_backward",
-        *_by_hand(
+        _op(
             f"layer_norm_backward({_STATISTICS}, bool need_x, bool need_weight, bool need_bias,"
             " ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+            shapes=_OF_INPUT | {"statistics": "2, x[:-1]"},
+            outputs=(
+                _INPUT_GRADIENT,
+                _WEIGHT_GRADIENT,
+                Output("x[-1]", "bias_dtype", when="need_bias"),
+            ),
+            **_NORM_BACKWARD,
+        ),
+        _op(
             f"rms_norm_backward({_STATISTICS}, bool need_x, bool need_weight) {_PAIR}",
+            shapes=_OF_INPUT | {"statistics": "x[:-1]"},
+            outputs=(_INPUT_GRADIENT, _WEIGHT_GRADIENT),
+            **_NORM_BACKWARD,
         ),
     ),
 )

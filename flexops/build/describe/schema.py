@@ -203,6 +203,9 @@ class Signature:
         rows: the lists that the launcher gets as rows.
         numbers: tensor arguments of one float32 element, whose address the launcher gets.
         plain: whether it is registered as ``<name>_plain``, too (``ops/_register.py``).
+        alike: tensors of ``FLOATS`` that are cast to float32 unless they have one dtype; results of
+            their dtypes are computed in float32 then, and cast.
+        overload: which one it is of its operator: the end of ``schema.name``, after ``_``.
     """
 
     schema: Schema
@@ -214,6 +217,14 @@ class Signature:
     rows: Rows | None = None
     numbers: tuple[str, ...] = ()
     plain: bool = False
+    alike: tuple[str, ...] = ()
+    overload: str = ""
+
+    @property
+    def registered(self) -> str:
+        """Its name in torch."""
+        name, end = self.schema.name, self.overload
+        return f"{name.removesuffix(f'_{end}')}.{end}" if end else name
 
     @property
     def first(self) -> str:
@@ -252,6 +263,8 @@ def declare(
     rows: Rows | None = None,
     numbers: Sequence[str] = (),
     plain: bool = False,
+    alike: Sequence[str] = (),
+    overload: str = "",
 ) -> Signature:
     """A signature, complete and checked.
 
@@ -310,6 +323,8 @@ def declare(
         rows,
         tuple(numbers),
         plain,
+        tuple(alike),
+        overload,
     )
     _check(signature, asked)
     return signature
@@ -318,7 +333,9 @@ def declare(
 @functools.cache
 def signature_of(one: Declared) -> Signature:
     """Of an operator of flexops' own that is not ``by hand``."""
-    return declare(without_defaults(one.schema), **{"split": "host", **(one.said or {})})
+    name, _, overload = one.name.partition(".")
+    text = without_defaults(one.schema).replace(f"{name}.", f"{name}_", 1)
+    return declare(text, overload=overload, **{"split": "host", **(one.said or {})})
 
 
 def without_defaults(schema: str) -> str:
@@ -435,6 +452,7 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
         ("shapes", dict(signature.shapes)),
         ("strided", dict(signature.strided)),
         ("numbers", signature.numbers),
+        ("alike", signature.alike),
     ):
         for name in names:
             if name not in tensors:

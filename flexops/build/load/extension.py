@@ -651,10 +651,8 @@ def _installed(
     target = directory / entry.manifest.library
     try:
         if not shared and (problem := trust.path_problem(str(directory), passage=True)):
-            required, fix = (
-                "a directory that only you can write to, or FLEXOPS_CACHE_SHARED=1",
-                "name another one, or none",
-            )
+            required = "a directory that only you can write to, or FLEXOPS_CACHE_SHARED=1"
+            fix = "name another one, or none"
             raise CacheError(
                 "build_directory is not safe to load from",
                 found=problem,

@@ -8,6 +8,7 @@ is one write to its end.
     {"kernel": "flexops::rope::rotate<float>", "family": "rope", "capability": "9.0"}
     {"kernel": "scale<float>", "family": "kernel", "text": "...", "include": [], "options": [],
      "capability": "9.0"}                          a user's source
+    {"choice": "softmax-choice-...", "key": "...", "text": "..."}    among candidates of a kernel
     {"extension": "my_kernels", "key": "..."}      of ``flexops.load``
 """
 
@@ -39,6 +40,7 @@ class Record(NamedTuple):
         kernels: (family, expression).
         texts: the lines of kernels in a user's text.
         extensions: (name, key) of ``flexops.load``.
+        choices: (name, key, text) among candidates of kernels.
         capabilities: of the GPUs on which kernels were launched.
     """
 
@@ -46,6 +48,7 @@ class Record(NamedTuple):
     kernels: tuple[tuple[str, str], ...]
     texts: tuple[dict[str, Any], ...]
     extensions: tuple[tuple[str, str], ...]
+    choices: tuple[tuple[str, str, str], ...]
     capabilities: tuple[str, ...]
 
 
@@ -79,6 +82,11 @@ def extension(made: Manifest) -> None:
     _write({"extension": made.name, "key": made.key})
 
 
+def choice(name: str, key: str, text: str) -> None:
+    """A candidate was chosen, now or before."""
+    _write({"choice": name, "key": key, "text": text})
+
+
 def _write(fact: dict[str, Any]) -> None:
     path = settings.current().record
     line = json.dumps(fact)
@@ -103,6 +111,7 @@ def read(paths: Iterable[Path]) -> Record:
     kernels: set[tuple[str, str]] = set()
     texts: dict[str, dict[str, Any]] = {}
     extensions: set[tuple[str, str]] = set()
+    choices: set[tuple[str, str, str]] = set()
     capabilities: set[str] = set()
     for place, line in _lines(paths):
         try:
@@ -111,6 +120,8 @@ def read(paths: Iterable[Path]) -> Record:
                 libraries.add((str(fact["library"]), str(fact["device"])))
             elif "extension" in fact:
                 extensions.add((str(fact["extension"]), str(fact["key"])))
+            elif "choice" in fact:
+                choices.add((str(fact["choice"]), str(fact["key"]), str(fact["text"])))
             else:
                 capabilities.add(str(fact["capability"]))
                 if "text" in fact:
@@ -131,6 +142,7 @@ def read(paths: Iterable[Path]) -> Record:
         tuple(sorted(kernels)),
         own,
         tuple(sorted(extensions)),
+        tuple(sorted(choices)),
         tuple(sorted(capabilities)),
     )
 

@@ -187,10 +187,8 @@ class TextKernel(NamedTuple):
             if not os.path.isabs(name_under(path, roots))
         }
         digest = self._digest(reached)
-        name, key = (
-            artifact_name(self.family, architecture.code, digest),
-            _key([("text", digest), *_identity(library)], architecture, compiler, files),
-        )
+        name = artifact_name(self.family, architecture.code, digest)
+        key = _key([("text", digest), *_identity(library)], architecture, compiler, files)
         return KernelPlan(
             name,
             key,

@@ -203,11 +203,9 @@ def plan_of(
         compiles: ``cuda`` if a device compiler is among the commands.
         identity: of that.
     """
-    torch, host, places = (
-        toolchain.torch,
-        toolchain.host,
-        anchors(toolchain, compiles, *own_anchors(spec, csrc)),
-    )
+    torch = toolchain.torch
+    host = toolchain.host
+    places = anchors(toolchain, compiles, *own_anchors(spec, csrc))
     assert torch is not None
     assert host is not None
     return BuildPlan(
@@ -425,11 +423,9 @@ def _stub_steps(toolchain: Toolchain, csrc: Path) -> list[Step]:
     is not declared is not found here either. For zig, which has no libstdc++, one with its name
     likewise.
     """
-    host, header, runtime = (
-        toolchain.host,
-        str(csrc / "common" / "torch_abi.h"),
-        str(csrc / "common" / "cxx_runtime.c"),
-    )
+    host = toolchain.host
+    header = str(csrc / "common" / "torch_abi.h")
+    runtime = str(csrc / "common" / "cxx_runtime.c")
     assert host is not None
     stub = ("-shared", "-nostdlib", "-fPIC", "-w")
     command = (

@@ -38,10 +38,8 @@ def sign(file: Path, key: Path) -> None:
             fix=_INSTALL,
         ) from error
     if done.status != 0 or not file.with_name(file.name + SUFFIX).exists():
-        required, fix = (
-            "a private key without a passphrase, or a public key that ssh-agent has",
-            "ssh-keygen -t ed25519 -f KEY -N ''",
-        )
+        required = "a private key without a passphrase, or a public key that ssh-agent has"
+        fix = "ssh-keygen -t ed25519 -f KEY -N ''"
         raise CacheError(
             "what was built cannot be signed",
             found=f"FLEXOPS_CACHE_SIGNING_KEY={key}: {_said(done)}",

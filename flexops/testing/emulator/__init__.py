@@ -8,11 +8,13 @@ to shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,16 +64,22 @@ def emulate(kernel: flexops.Kernel, *args: Any, reverse: bool = False, **kwargs:
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if elsewhere := [str(one.device) for one in given if one.device.type != "cpu"]:
         raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
+    with torch.no_grad(), order_of_threads(reverse=reverse):
+        return _Emulated.of(kernel._code.candidates[0]).run(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def order_of_threads(*, reverse: bool) -> Iterator[None]:
+    """A block's threads run in the opposite order, or as before."""
     before = os.environ.get("STAND_IN_ORDER", "")
     os.environ["STAND_IN_ORDER"] = "reversed" if reverse else before
     try:
-        with torch.no_grad():
-            return _Emulated.of(kernel._code).run(*args, **kwargs)
+        yield
     finally:
         os.environ["STAND_IN_ORDER"] = before
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """A translated kernel: the function that runs it, its symbol, and the PTX."""
 
     run: Any
@@ -83,13 +91,15 @@ class _Emulated(KernelCode):
     """A kernel whose launches run here."""
 
     def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+        own: Any = (*parts[:-1], tuple(map(self.of, parts[-1])))
+        super().__init__(*own)
         self.flags = (*self.flags, "-lineinfo")  # for the line of an error
-        self._here: list[_Loaded] = []
+        self._here: list[Loaded] = []
         self.names |= {
             "_launch": self._run_here,
             "_allow": lambda *_: None,
             "_current_device": lambda: -1,  # what a tensor of the CPU says of its device
+            "_index_of": lambda _: -1,
             "_stream": lambda _: 0,
             "_failed": self._say,
         }
@@ -104,68 +114,107 @@ class _Emulated(KernelCode):
 
     def load(self, expression: str, _: int) -> int:
         (entry,) = self.compiled(expression, ARCHITECTURE)
-        tools = toolchain.discover(settings.current(), device="cpu")
-        if lacking := toolchain.missing(tools, "cpu"):
-            raise lacking
-        assert tools.host is not None
-        folder = settings.current().cache_dir / "emulated"
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            library = ptx.compile_library(entry.library, folder, str(tools.host.path))
-        except ptx.UnknownPtx as error:
-            raise EmulationError(
-                f"{self.schema.name} cannot be emulated",
-                found=str(error),
-                required="instructions of compute_80 that flexops.testing.emulator translates",
-                fix="test this kernel on a GPU",
-            ) from None
-        run = ctypes.CDLL(str(library)).emulate
-        self._here.append(_Loaded(run, entry.manifest.symbol, library.with_suffix(".ptx")))
+        self._here.append(translated(entry.library, entry.manifest.symbol))
         return len(self._here)
 
     def _run_here(self, config: Any, kernel: Any, _: None, __: Any) -> int:
-        words = _WORDS.unpack(ctypes.string_at(config, _WORDS.size))
-        grid, block, shared, attributes = words[:3], words[3:6], words[6], words[9]
-        found, required = limits.launch_error(grid, block, self.signature.bounds)
-        if attributes:
-            found, required = "a launch with a cluster", "one that a GPU of capability 8.0 runs"
-        if found:
-            raise EmulationError(
-                f"{self.schema.name} cannot be launched", found=found, required=required
-            )
         loaded = self._here[kernel.value - 1]
-        memory = [_extent(one) for one in _tensors_of_the_call()]
-        ranges = (ctypes.c_uint64 * (2 * len(memory)))(*(end for pair in memory for end in pair))
-        error = ctypes.create_string_buffer(_ERROR_BYTES)
-        failed = loaded.run(
-            loaded.symbol.encode(),
-            str(loaded.text).encode(),
-            (ctypes.c_uint32 * 3)(*grid),
-            (ctypes.c_uint32 * 3)(*block),
-            ctypes.c_uint64(shared),
-            None,
-            ctypes.c_void_p(config.value + _WORDS.size),
-            ranges,
-            ctypes.c_uint64(len(memory)),
-            error,
-            ctypes.c_size_t(_ERROR_BYTES),
-        )
-        if failed:
-            self._say_fault(error.value.decode(errors="replace"), loaded)
+        memory = [extent(one) for one in _tensors_of_the_call()]
+        packed = config.value + _WORDS.size
+        said = run(loaded, config.value, None, packed, memory, self.signature.bounds)
+        if said:
+            raise fault(self.schema.name, said, loaded)
         return 0
 
     def _say(self, *_: Any) -> None:
         raise AssertionError  # a launch here returns 0 or raises
 
-    def _say_fault(self, said: str, loaded: _Loaded) -> None:
-        what, _, place = said.partition(f", at {loaded.text}:")
-        line = int(re.match(r"\d*", place)[0] or 0)  # type: ignore[index]
+
+def translated(code: Path, symbol: str) -> Loaded:
+    """A kernel's PTX as a function of this process.
+
+    Raises:
+        EmulationError: it has an instruction that is not emulated.
+        ToolchainError: there is no g++.
+    """
+    tools = toolchain.discover(settings.current(), device="cpu")
+    if lacking := toolchain.missing(tools, "cpu"):
+        raise lacking
+    assert tools.host is not None
+    folder = settings.current().cache_dir / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        library = ptx.compile_library(code, folder, str(tools.host.path))
+    except ptx.UnknownPtx as error:
         raise EmulationError(
-            f"{self.schema.name}: {what.partition(': ')[2] or said}",
-            found=f"{_source_line(loaded.text, line)}the instruction {place.partition(': ')[2]}",
-            required="what is defined on a GPU",
-            fix="correct the kernel, or what the call passes to it",
-        )
+            f"{symbol} cannot be emulated",
+            found=str(error),
+            required="instructions of compute_80 that flexops.testing.emulator translates",
+            fix="test this kernel on a GPU",
+        ) from None
+    return Loaded(ctypes.CDLL(str(library)).emulate, symbol, library.with_suffix(".ptx"))
+
+
+def run(
+    loaded: Loaded,
+    config: int,
+    arguments: int | None,
+    packed: int | None,
+    memory: list[tuple[int, int]],
+    bounds: str = "",
+) -> str:
+    """Run a launch; what it did wrong, or "".
+
+    Args:
+        config: address of the driver's CUlaunchConfig.
+        arguments, packed: addresses of the parameters' addresses, or of the parameters.
+        memory: begin and end of what the kernel may access.
+    """
+    words = _WORDS.unpack(ctypes.string_at(config, _WORDS.size))
+    grid, block, shared = words[:3], words[3:6], words[6]
+    found, required = limits.launch_error(grid, block, bounds)
+    if _cluster(words[8], words[9]) > 1:
+        found, required = "a launch with a cluster", "one that a GPU of capability 8.0 runs"
+    if found:
+        raise EmulationError(f"{loaded.symbol} cannot be launched", found=found, required=required)
+    ranges = (ctypes.c_uint64 * (2 * len(memory)))(*(end for pair in memory for end in pair))
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    failed = loaded.run(
+        loaded.symbol.encode(),
+        str(loaded.text).encode(),
+        (ctypes.c_uint32 * 3)(*grid),
+        (ctypes.c_uint32 * 3)(*block),
+        ctypes.c_uint64(shared),
+        ctypes.c_void_p(arguments),
+        ctypes.c_void_p(packed),
+        ranges,
+        ctypes.c_uint64(len(memory)),
+        error,
+        ctypes.c_size_t(_ERROR_BYTES),
+    )
+    return error.value.decode(errors="replace") if failed else ""
+
+
+def _cluster(attributes: int, count: int) -> int:
+    """The blocks of a cluster, of the attributes of a launch."""
+    size = launch.ATTRIBUTE.size
+    found = [
+        launch.ATTRIBUTE.unpack(ctypes.string_at(attributes + number * size, size))
+        for number in range(count)
+    ]
+    return max((x * y * z for kind, x, y, z in found if kind == launch.CLUSTER), default=1)
+
+
+def fault(name: str, said: str, loaded: Loaded) -> EmulationError:
+    """The error for what a kernel did wrong."""
+    what, _, place = said.partition(f", at {loaded.text}:")
+    line = int(re.match(r"\d*", place)[0] or 0)  # type: ignore[index]
+    return EmulationError(
+        f"{name}: {what.partition(': ')[2] or said}",
+        found=f"{_source_line(loaded.text, line)}the instruction {place.partition(': ')[2]}",
+        required="what is defined on a GPU",
+        fix="correct the kernel, or what the call passes to it",
+    )
 
 
 def _tensors_of_the_call() -> list[torch.Tensor]:
@@ -174,7 +223,7 @@ def _tensors_of_the_call() -> list[torch.Tensor]:
     return [one for one in _torch.tree_leaves(frame.f_locals) if isinstance(one, torch.Tensor)]
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     if not tensor.numel():
         return begin, begin

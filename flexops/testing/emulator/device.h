@@ -616,6 +616,12 @@ void ldmatrix(Thread& t, u64 address, u32 line, R&... out) {
   }
 }
 
+/// A matrix of 8 x 8, of which a lane has two elements of row lane / 4, transposed.
+inline u32 movmatrix(Thread& t, u32 word, u32 line) {
+  const u32 *all = meet(t, ~0u, word, line), column = t.lane / 4, row = 2 * (t.lane % 4), shift = 16 * (column % 2);
+  return (all[4 * row + column / 2] >> shift & 0xffff) | (all[4 * row + 4 + column / 2] >> shift) << 16;
+}
+
 template <class T>
 double element(const u32* registers, int n) {  // the n-th of packed ones
   if constexpr (sizeof(T) == 4) return bits<f32>(registers[n] & ~0x1fffu);  // tf32

@@ -555,6 +555,12 @@ class Kernel:
             f"{{ {done} {' '.join(f'put({register(one)}, m{n});' for n, one in enumerate(to))} }}"
         )
 
+    def do_movmatrix(self, mods: list[str], operands: list[str]) -> str:
+        if mods != ["sync", "aligned", "m8n8", "trans", "b16"]:
+            raise UnknownPtx("shape")
+        value = f"movmatrix(t, {self.value(operands[1], 'u32')}, {self.line})"
+        return f"put({register(operands[0])}, {value});"
+
     def do_mma(self, mods: list[str], operands: list[str]) -> str:
         shape = re.fullmatch(r"m16n8k(\d+)", next(one for one in mods if one.startswith("m16")))
         sum_, left, right, _ = mods[-4:]

@@ -94,13 +94,8 @@ LONG = ("kvcache_attention", "few_rows", "int4_linear")
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
 @pytest.mark.parametrize("family", SPECS)
 def test_every_kernel_that_a_library_names_compiles(
-    family: str,
-    version: tuple[int, int],
-    architecture: str,
-    libraries: dict[str, Path],
-    compilers: dict[tuple[int, int], DeviceCompiler],
-    require: Any,
-) -> None:
+    family, version, architecture, libraries, compilers, require
+):
     require(
         version in compilers,
         f"NVRTC {version[0]}.{version[1]}",
@@ -152,12 +147,7 @@ QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GP
         for family in SPECS
     ],
 )
-def test_gpus_that_newer_toolkits_have_forgotten(
-    family: str,
-    libraries: dict[str, Path],
-    compilers: dict[tuple[int, int], DeviceCompiler],
-    require: Any,
-) -> None:
+def test_gpus_that_newer_toolkits_have_forgotten(family, libraries, compilers, require):
     """Pascal and Volta, where the NVRTC still knows them; optimizers' parameters are too large for
     Pascal, and attention needs Ampere."""
     require(OLDEST in compilers, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
@@ -176,7 +166,7 @@ AMPERE = {
 }
 
 
-def test_which_families_older_gpus_run() -> None:
+def test_which_families_older_gpus_run():
     """Of the others plain PyTorch runs, and the loader says why."""
     refused = {
         str(one): {name for name, spec in SPECS.items() if not spec.runs_on(one)}
@@ -191,9 +181,7 @@ def test_which_families_older_gpus_run() -> None:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_a_build_for_older_gpus_says_where_no_kernels_run(
-    compilers: dict[tuple[int, int], DeviceCompiler], tmp_path: Path, require: Any
-) -> None:
+def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers, tmp_path, require):
     """By the NVRTC that still knows them; a newer one's says which it left out."""
     require(
         {OLDEST, NEWEST} <= set(compilers),
@@ -205,17 +193,8 @@ def test_a_build_for_older_gpus_says_where_no_kernels_run(
         home = tmp_path / str(version[0])
         home.mkdir()
         (home / "lib64").symlink_to(compilers[version].path.parent)
-        command = [
-            sys.executable,
-            "-m",
-            "flexops",
-            "build",
-            *families,
-            "--device",
-            "cuda",
-            "--arch",
-            "6.0;6.1;7.0;7.5",
-        ]
+        command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda",
+            "--arch", "6.0;6.1;7.0;7.5"]  # fmt: skip
         environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=600
@@ -242,7 +221,7 @@ def test_a_build_for_older_gpus_says_where_no_kernels_run(
     ]
 
 
-def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
+def test_no_kernel_is_left_out(libraries):
     """What headers define as kernels, launchers launch; and the other way round the compiler sees
     to it."""
     named = (kernel_names.names_in, kernel_names.rare_names_in)
@@ -266,9 +245,7 @@ def test_no_kernel_is_left_out(libraries: dict[str, Path]) -> None:
     assert launched <= defined
 
 
-def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(
-    libraries: dict[str, Path],
-) -> None:
+def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(libraries):
     for library in libraries.values():
         content = library.read_bytes()
         assert b".nv_fatbin" not in content
@@ -279,7 +256,7 @@ def test_libraries_for_cuda_hold_no_device_code_and_need_nothing_of_cuda(
         assert not re.search(r"NEEDED.*(cuda|nvrtc)", needed)
 
 
-def test_the_names_of_clang_are_read_as_well() -> None:
+def test_the_names_of_clang_are_read_as_well():
     gcc = (
         b"constexpr const char* flexops::detail::kernel_name() [with auto function ="
         b" flexops::rope::rotate<float>]\0"
@@ -297,7 +274,7 @@ def test_the_names_of_clang_are_read_as_well() -> None:
     assert {name: kernel_names.expression_of(name) for name in others} == others
 
 
-def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_nvrtc_takes_names_as_clang_has_them(tmp_path, compiler):
     names = {
         "lion": "flexops::lion::lion_kernel<(flexops::multi::Mode)0>",
         "norm": "flexops::norm::forward_ragged<flexops::norm::Any>",
@@ -309,9 +286,7 @@ def test_nvrtc_takes_names_as_clang_has_them(tmp_path: Path, compiler: DeviceCom
     assert [result.error for result in results] == [None, None]
 
 
-def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(
-    tmp_path: Path, compiler: DeviceCompiler
-) -> None:
+def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(tmp_path, compiler):
     cache = BuildCache(tmp_path)
     first, again = (device_code.obtain([plan(ROTATE, compiler)], cache)[0] for _ in range(2))
     assert not first.cached
@@ -322,7 +297,7 @@ def test_a_second_build_compiles_nothing_and_an_edit_that_it_reaches_does(
     assert not any("softmax" in name for name in first.plan.files)
 
 
-def test_what_decides_about_the_code_is_in_its_key(compiler: DeviceCompiler) -> None:
+def test_what_decides_about_the_code_is_in_its_key(compiler):
     plans = [
         plan(ROTATE, compiler),
         plan("flexops::rope::rotate<flexops::f16>", compiler),
@@ -338,9 +313,7 @@ def test_what_decides_about_the_code_is_in_its_key(compiler: DeviceCompiler) -> 
     assert plan(ROTATE, elsewhere).key == plans[0].key
 
 
-def test_ptx_for_a_gpu_that_the_compiler_does_not_know(
-    tmp_path: Path, compiler: DeviceCompiler
-) -> None:
+def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path, compiler):
     """The driver compiles it there; the note says so."""
     choice = toolchain.architectures.resolve(
         None, compiler.version, detected=(ComputeCapability(15, 0),), known=toolchain.compat.rules()
@@ -354,7 +327,7 @@ def test_ptx_for_a_gpu_that_the_compiler_does_not_know(
     assert f".entry {entry.manifest.symbol}" in entry.library.read_text()
 
 
-def test_code_of_one_architecture_serves_the_gpus_that_can_run_it() -> None:
+def test_code_of_one_architecture_serves_the_gpus_that_can_run_it():
     assert list(provider.machine_code(ComputeCapability(8, 9)))[:2] == ["sm_89a", "sm_89"]
     assert "sm_80" in list(provider.machine_code(ComputeCapability(8, 9)))
     assert "sm_90" not in list(provider.machine_code(ComputeCapability(8, 9)))
@@ -394,9 +367,7 @@ def failure(result: device_code.KernelResult) -> str:
     return str(caught.value)
 
 
-def test_an_error_names_the_kernel_the_line_and_the_compiler(
-    tmp_path: Path, compiler: DeviceCompiler
-) -> None:
+def test_an_error_names_the_kernel_the_line_and_the_compiler(tmp_path, compiler):
     csrc = csrc_with(tmp_path / "csrc", "out[0] = nothing_of_that_name;")
     said = failure(
         device_code.obtain([odd_plan(csrc, compiler)], BuildCache(tmp_path / "cache"))[0]
@@ -407,9 +378,7 @@ def test_an_error_names_the_kernel_the_line_and_the_compiler(
     assert "sm_90 with NVRTC 13.0" in said
 
 
-def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(
-    tmp_path: Path, compiler: DeviceCompiler
-) -> None:
+def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path, compiler):
     cache = BuildCache(tmp_path / "cache")
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
     worker = tmp_path / "worker.py"
@@ -434,8 +403,8 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(
 
 
 def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(
-    tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, compiler, monkeypatch
+):
     """With a little more memory each time: the library cannot be mapped, then one of the compilers
     in it fails, each in its own words; then it compiles."""
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
@@ -459,7 +428,7 @@ def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(
     assert any("failed to map" not in one for one in found), found
 
 
-def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path: Path, host_compiler: Any) -> None:
+def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path, host_compiler):
     names = ("CreateProgram", "AddNameExpression", "DestroyProgram", "GetProgramLog")
     source = 'extern "C" {\n' + "".join(f"int nvrtc{name}() {{ return 0; }}\n" for name in names)
     source += (
@@ -483,28 +452,18 @@ def test_nvrtcs_own_word_for_no_memory_is_said(tmp_path: Path, host_compiler: An
     assert "fix: more memory" in said
 
 
-@pytest.mark.parametrize(
-    ("break_it", "said"),
-    [
-        (
-            lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
-            "libnvrtc-builtins is not beside it",
-        ),
-        (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
-        (
-            lambda folder: (folder / "libnvrtc-builtins.so.13.0").rename(
-                folder / "libnvrtc-builtins.so.12.1"
-            ),
-            (
-                "libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
-                " another version's"
-            ),
-        ),
-    ],
-)
-def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(
-    tmp_path: Path, break_it: Any, said: str
-) -> None:
+@pytest.mark.parametrize(("break_it", "said"), [
+    (lambda folder: (folder / "libnvrtc-builtins.so.13.0").unlink(),
+     "libnvrtc-builtins is not beside it"),
+    (lambda folder: (folder / "libnvrtc.so.13").unlink(), ""),
+    (
+        lambda folder: (
+            folder / "libnvrtc-builtins.so.13.0").rename(folder / "libnvrtc-builtins.so.12.1"),
+        ("libnvrtc-builtins is not beside it, only libnvrtc-builtins.so.12.1, which is"
+         " another version's"),
+    ),
+])  # fmt: skip
+def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(tmp_path, break_it, said):
     folder = tmp_path / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
@@ -517,7 +476,7 @@ def test_an_incomplete_nvrtc_is_passed_over_with_its_reason(
     assert [one.reason for one in search.rejected] == ([said] if said else [])
 
 
-def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_broken_nvrtc_is_one_clear_error(tmp_path):
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
         (tmp_path / name).write_bytes(b"not a library")
     broken = DeviceCompiler(
@@ -534,9 +493,7 @@ def test_a_broken_nvrtc_is_one_clear_error(tmp_path: Path) -> None:
     assert '--force-reinstall "nvidia-cuda-nvrtc==13.0.*"' in said
 
 
-def test_builtins_of_another_minor_are_said_with_the_mend(
-    tmp_path: Path, compiler: DeviceCompiler, compilers: dict[tuple[int, int], DeviceCompiler]
-) -> None:
+def test_builtins_of_another_minor_are_said_with_the_mend(tmp_path, compiler, compilers):
     """As half an upgrade leaves them: the library then asks for its own by name, and finds none."""
     (tmp_path / "libnvrtc.so.13").symlink_to(compiler.path)
     (tmp_path / "libnvrtc-builtins.so.13.2").symlink_to(str(compilers[OLDEST].builtins))
@@ -547,18 +504,14 @@ def test_builtins_of_another_minor_are_said_with_the_mend(
     assert '--force-reinstall "nvidia-cuda-nvrtc==13.2.*"' in said
 
 
-def test_a_search_path_to_another_nvrtc_changes_nothing(
-    tmp_path: Path, compiler: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_path_to_another_nvrtc_changes_nothing(tmp_path, compiler, monkeypatch):
     for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
         (tmp_path / name).write_bytes(b"another one")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert device_code.obtain([plan(ROTATE, compiler)], BuildCache(tmp_path / "cache"))[0].entry
 
 
-def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_their_reason(
-    tmp_path: Path,
-) -> None:
+def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_their_reason(tmp_path):
     from builds import TORCH
 
     places = {"13.0": "site/nvidia/cu13/lib", "13.2": "conda/lib", "12.8": "home/lib64"}
@@ -599,7 +552,7 @@ def test_of_torchs_cuda_homes_and_condas_torchs_is_taken_and_the_others_have_the
 
 
 @pytest.mark.usefixtures("compiler")
-def test_of_several_the_one_of_torchs_own_version_is_taken() -> None:
+def test_of_several_the_one_of_torchs_own_version_is_taken():
     from builds import OLD_TORCH, TORCH
 
     found = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
@@ -616,9 +569,7 @@ def test_of_several_the_one_of_torchs_own_version_is_taken() -> None:
     assert any("another major" in one.reason for one in refused)
 
 
-def test_where_there_is_no_compiler_the_error_names_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_there_is_no_compiler_the_error_names_the_package(monkeypatch):
     from builds import OLD_TORCH
 
     from flexops.toolchain.select import Choice
@@ -630,7 +581,7 @@ def test_where_there_is_no_compiler_the_error_names_the_package(
     assert "nvidia-cuda-nvrtc-cu12==12.1.*" in caught.value.fix
 
 
-def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_a_damaged_cubin_is_compiled_again(tmp_path, compiler):
     cache, one = BuildCache(tmp_path), plan(ROTATE, compiler)
     entry = device_code.obtain([one], cache)[0].require()
     whole = entry.library.read_bytes()
@@ -640,9 +591,7 @@ def test_a_damaged_cubin_is_compiled_again(tmp_path: Path, compiler: DeviceCompi
     assert result.require().library.read_bytes() == whole
 
 
-def test_processes_that_want_the_same_kernel_compile_it_once(
-    tmp_path: Path, compiler: DeviceCompiler
-) -> None:
+def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path, compiler):
     code = (
         "import sys; sys.modules['torch'] = None\nfrom pathlib import Path\nfrom"
         " flexops.build.describe import catalog, layout; from flexops.build.plan import"
@@ -668,7 +617,7 @@ def test_processes_that_want_the_same_kernel_compile_it_once(
     assert said == ["False", "True", "True"]
 
 
-def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: DeviceCompiler) -> None:
+def test_an_interrupt_leaves_no_compiler_behind(tmp_path, compiler):
     csrc = csrc_with(tmp_path / "csrc", "out[0] = x[0];")
     worker = tmp_path / "worker.py"
     worker.write_text(
@@ -695,9 +644,7 @@ def test_an_interrupt_leaves_no_compiler_behind(tmp_path: Path, compiler: Device
             os.kill(int(pid), 0)
 
 
-def test_nvcc_is_the_second_provider_of_the_same_code(
-    tmp_path: Path, nvcc_toolkit: Any, compiler: DeviceCompiler
-) -> None:
+def test_nvcc_is_the_second_provider_of_the_same_code(tmp_path, nvcc_toolkit, compiler):
     other = nvrtc.from_nvcc(nvcc_toolkit)
     ours, theirs = (
         device_code.obtain([plan(ROTATE, one)], BuildCache(tmp_path))[0].require()

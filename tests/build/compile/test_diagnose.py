@@ -19,131 +19,50 @@ ninja: build stopped: subcommand failed.
 """
 
 
-@pytest.mark.parametrize(
-    ("output", "error", "cause", "fix"),
-    [
-        (
-            SYNTAX,
-            '/src/adam.cu(42): error: identifier "theads" is undefined',
-            "does not compile",
-            "line named",
-        ),
-        (
-            "a.cpp:3:10: fatal error: missing.h: No such file or directory",
-            "a.cpp:3:10",
-            "was not found",
-            "include path",
-        ),
-        (
-            "s_cuda.cpp:7:9: error: 'LaunchConfig' does not name a type",
-            "LaunchConfig",
-            "does not include",
-            '#include "common/launch.h"',
-        ),
-        (
-            "s_cuda.cpp:7:30: error: 'TensorView' does not name a type",
-            "TensorView",
-            "another namespace",
-            "own namespace",
-        ),
-        (
-            "<command-line>: error: 'baseline' is not a namespace-name",
-            "baseline",
-            "for the CPU",
-            '#include "common/cpu_elements.h"',
-        ),
-        (
-            "b.cpp:1:10: fatal error: Python.h: No such file or directory",
-            "Python.h",
-            "Python headers",
-            "python3-dev",
-        ),
-        (
-            (
-                "x.cpp:1:2: error: a\ncc1plus: fatal error: error writing to /tmp/c.s: No space"
-                " left on device"
-            ),
-            "No space",
-            "disk is full",
-            "FLEXOPS_CACHE_DIR",
-        ),
-        (
-            "a.cpp:9:1: error: b\ng++: fatal error: Killed signal terminated program cc1plus",
-            "Killed",
-            "out of memory",
-            "MAX_JOBS=1",
-        ),
-        (
-            "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
-            "signal 9",
-            "out of memory",
-            "MAX_JOBS=1",
-        ),
-        (
-            "/u/host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later",
-            "unsupported GNU",
-            "newer than this nvcc",
-            "older g++",
-        ),
-        (
-            "nvcc fatal   : Unsupported gpu architecture 'compute_70'",
-            "compute_70",
-            "cannot emit",
-            "TORCH_CUDA_ARCH_LIST",
-        ),
-        (
-            (
-                "/t/all.h:4:2: error: #error C++20 or later compatible compiler is required to use"
-                " PyTorch."
-            ),
-            "C++20",
-            "too old",
-            "11.3",
-        ),
-        (
-            "/usr/bin/ld: cannot find -lcudart_static: No such file or directory",
-            "-lcudart_static",
-            "static CUDA runtime",
-            "cuda-toolkit",
-        ),
-        (
-            "/usr/bin/ld: cannot find -lfoo: No such file or directory",
-            "-lfoo",
-            "library to link",
-            "-L",
-        ),
-        (
-            "a.o: in function `f':\na.cpp:(.text+0x5): undefined reference to `g()'",
-            "undefined reference",
-            "defined nowhere",
-            "defines it",
-        ),
-        (
-            (
-                "ptxas a.ptx, line 21; error   : Instruction 'wgmma.fence' not supported on .target"
-                " 'sm_90'"
-            ),
-            "wgmma.fence",
-            "suffix a",
-            "TORCH_CUDA_ARCH_LIST",
-        ),
-        ("flexops: ninja was ended by SIGKILL", "SIGKILL", "killed", "run it again"),
-        (
-            "sh: 1: /usr/bin/g++: Permission denied",
-            "Permission denied",
-            "may not be used",
-            "owner and mode",
-        ),
-    ],
-)
-def test_known_troubles(output: str, error: str, cause: str, fix: str) -> None:
+@pytest.mark.parametrize(("output", "error", "cause", "fix"), [
+    (SYNTAX, '/src/adam.cu(42): error: identifier "theads" is undefined', "does not compile",
+     "line named"),
+    ("a.cpp:3:10: fatal error: missing.h: No such file or directory", "a.cpp:3:10", "was not found",
+     "include path"),
+    ("s_cuda.cpp:7:9: error: 'LaunchConfig' does not name a type", "LaunchConfig",
+     "does not include", '#include "common/launch.h"'),
+    ("s_cuda.cpp:7:30: error: 'TensorView' does not name a type", "TensorView", "another namespace",
+     "own namespace"),
+    ("<command-line>: error: 'baseline' is not a namespace-name", "baseline", "for the CPU",
+     '#include "common/cpu_elements.h"'),
+    ("b.cpp:1:10: fatal error: Python.h: No such file or directory", "Python.h", "Python headers",
+     "python3-dev"),
+    (("x.cpp:1:2: error: a\ncc1plus: fatal error: error writing to /tmp/c.s: No space"
+      " left on device"), "No space", "disk is full", "FLEXOPS_CACHE_DIR"),
+    ("a.cpp:9:1: error: b\ng++: fatal error: Killed signal terminated program cc1plus", "Killed",
+     "out of memory", "MAX_JOBS=1"),
+    ("nvcc error   : 'cicc' died due to signal 9 (Kill signal)", "signal 9", "out of memory",
+     "MAX_JOBS=1"),
+    ("/u/host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later",
+     "unsupported GNU", "newer than this nvcc", "older g++"),
+    ("nvcc fatal   : Unsupported gpu architecture 'compute_70'", "compute_70", "cannot emit",
+     "TORCH_CUDA_ARCH_LIST"),
+    (("/t/all.h:4:2: error: #error C++20 or later compatible compiler is required to use"
+      " PyTorch."), "C++20", "too old", "11.3"),
+    ("/usr/bin/ld: cannot find -lcudart_static: No such file or directory", "-lcudart_static",
+     "static CUDA runtime", "cuda-toolkit"),
+    ("/usr/bin/ld: cannot find -lfoo: No such file or directory", "-lfoo", "library to link", "-L"),
+    ("a.o: in function `f':\na.cpp:(.text+0x5): undefined reference to `g()'",
+     "undefined reference", "defined nowhere", "defines it"),
+    (("ptxas a.ptx, line 21; error   : Instruction 'wgmma.fence' not supported on .target"
+      " 'sm_90'"), "wgmma.fence", "suffix a", "TORCH_CUDA_ARCH_LIST"),
+    ("flexops: ninja was ended by SIGKILL", "SIGKILL", "killed", "run it again"),
+    ("sh: 1: /usr/bin/g++: Permission denied", "Permission denied", "may not be used",
+     "owner and mode"),
+])  # fmt: skip
+def test_known_troubles(output, error, cause, fix):
     found = diagnose(output)
     assert error in found.error
     assert cause in found.cause
     assert fix in found.fix
 
 
-def test_a_command_line_is_not_an_error() -> None:
+def test_a_command_line_is_not_an_error():
     found = diagnose(
         "FAILED: a/a.o\ncd a && g++ -Werror=return-type -DMSG='error: no' -c a.cpp -o"
         " a.o\na.cpp:1:1: error: real\n"
@@ -154,15 +73,15 @@ def test_a_command_line_is_not_an_error() -> None:
 @pytest.mark.parametrize(
     "output", ["", "\n\n", "[1/2] x\nninja: build stopped: subcommand failed.\n"]
 )
-def test_silence_is_said(output: str) -> None:
+def test_silence_is_said(output):
     assert diagnose(output).error == "the compiler said nothing"
 
 
-def test_the_last_line_speaks_where_no_error_is_known() -> None:
+def test_the_last_line_speaks_where_no_error_is_known():
     assert diagnose("strange\nstranger\n").error == "stranger"
 
 
-def test_the_first_error_of_each_source_that_failed() -> None:
+def test_the_first_error_of_each_source_that_failed():
     steps = [
         f"FAILED: x/{name}.o\ng++ -c {name}.cpp -o {name}.o\n{name}.cpp:1:1: error: in"
         f" {name}\n{name}.cpp:2:1: error: follows\n"
@@ -183,7 +102,7 @@ def test_the_first_error_of_each_source_that_failed() -> None:
     assert full.error.startswith("cc1plus")
 
 
-def test_a_typo_in_a_cpu_kernel_is_no_missing_mathematics() -> None:
+def test_a_typo_in_a_cpu_kernel_is_no_missing_mathematics():
     place = "FAILED: a.o\nscale_cpu.cpp:9:3: error: "
     typo = diagnose(f"{place}'tt' was not declared in this scope; did you mean 't'?\n")
     assert typo.fix == "correct the line named above"

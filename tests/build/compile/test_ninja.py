@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import tempfile
-from pathlib import Path
 
 import pytest
 from builds import CCACHE, SQUARE, TOOLS, ninja_path, paper_plan, tiny_plan
@@ -39,7 +38,7 @@ def shell_plan(name: str, *commands: str, jobs: int = 2) -> BuildPlan:
     )
 
 
-def test_awkward_names_reach_the_compiler_unchanged(tmp_path: Path) -> None:
+def test_awkward_names_reach_the_compiler_unchanged(tmp_path):
     plan = tiny_plan(tmp_path / "a $dollar: and 'quotes'")
     outcome = compiler.run([plan], tmp_path / "work dir$")
     assert outcome.returncode == 0, outcome.output
@@ -50,7 +49,7 @@ def test_awkward_names_reach_the_compiler_unchanged(tmp_path: Path) -> None:
     assert "tiny.h" in reached[0]
 
 
-def test_the_file_left_beside_the_library_repeats_the_build(tmp_path: Path) -> None:
+def test_the_file_left_beside_the_library_repeats_the_build(tmp_path):
     import subprocess
 
     plan = tiny_plan(tmp_path / "tiny")
@@ -64,7 +63,7 @@ def test_the_file_left_beside_the_library_repeats_the_build(tmp_path: Path) -> N
     assert (again / "tiny.so").exists()
 
 
-def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
+def test_launcher_threads_and_dependency_files_stay_out_of_the_plan():
     plan = paper_plan(SQUARE, "cuda")
     # of people's own sources
     device = Step("device", "own.cu.o", ("/own.cu",), ("nvcc", "-c", "/own.cu"))
@@ -82,7 +81,7 @@ def test_launcher_threads_and_dependency_files_stay_out_of_the_plan() -> None:
     )
 
 
-def test_the_longest_steps_are_first_of_all_plans() -> None:
+def test_the_longest_steps_are_first_of_all_plans():
     cpu, cuda = paper_plan(SQUARE, "cpu"), paper_plan(SQUARE, "cuda")
     cuda = cuda._replace(
         steps=(
@@ -103,7 +102,7 @@ def test_the_longest_steps_are_first_of_all_plans() -> None:
     )
 
 
-def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_one_failure_does_not_stop_the_others(tmp_path):
     good, bad = (
         shell_plan("good", "echo fine > lib.so"),
         shell_plan("bad", "echo 'a.cpp:1:1: error: broken' >&2; exit 1"),
@@ -116,13 +115,13 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "error: broken" in outcome.output
 
 
-def test_half_a_library_of_a_killed_linker_is_a_failure(tmp_path: Path) -> None:
+def test_half_a_library_of_a_killed_linker_is_a_failure(tmp_path):
     plan = shell_plan("half", "printf half > lib.so; kill -9 $$")
     outcome = compiler.run([plan], tmp_path / "work")
     assert outcome.failed(plan)
 
 
-def test_a_killed_ninja_leaves_nothing_to_be_taken_for_whole(tmp_path: Path) -> None:
+def test_a_killed_ninja_leaves_nothing_to_be_taken_for_whole(tmp_path):
     """It dies without a word about what was being written: then no output of the run can be
     trusted, finished ones neither."""
     good = shell_plan("good", "echo fine > lib.so; echo > ../done")
@@ -140,7 +139,7 @@ def test_a_killed_ninja_leaves_nothing_to_be_taken_for_whole(tmp_path: Path) -> 
     assert not list((tmp_path / "work").glob("*/lib.so"))
 
 
-def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path: Path) -> None:
+def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path):
     source, alive = tmp_path / "it's slow.cu", tmp_path / "alive"
     source.touch()
     os.mkfifo(alive)  # which what the compiler has started holds open for as long as it lives
@@ -180,14 +179,14 @@ def _read_until_closed(reader: int) -> bytes:
     raise AssertionError("a process that the compiler had started is still running")
 
 
-def test_names_that_end_alike_are_not_confused(tmp_path: Path) -> None:
+def test_names_that_end_alike_are_not_confused(tmp_path):
     good, bad = shell_plan("tiny-cpu", "echo > lib.so"), shell_plan("not-tiny-cpu", "exit 1")
     outcome = compiler.run([good, bad], tmp_path / "work")
     assert outcome.failed(bad)
     assert not outcome.failed(good)
 
 
-def test_progress_and_log(tmp_path: Path) -> None:
+def test_progress_and_log(tmp_path):
     seen: list[tuple[int, int, str]] = []
     plan = shell_plan("steps", "echo said by the first > lib.so; echo said", "echo > out1")
     outcome = compiler.run([plan], tmp_path / "work", progress=lambda *step: seen.append(step))
@@ -198,13 +197,13 @@ def test_progress_and_log(tmp_path: Path) -> None:
     assert "@flexops" not in outcome.output
 
 
-def test_debug_shows_commands(tmp_path: Path) -> None:
+def test_debug_shows_commands(tmp_path):
     plan = shell_plan("steps", "echo a-special-word > lib.so")
     assert "a-special-word" in compiler.run([plan], tmp_path / "debug", debug=True).output
     assert "a-special-word" not in compiler.run([plan], tmp_path / "plain").output
 
 
-def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_path: Path) -> None:
+def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_path):
     clock = "; ".join(
         ["date +%s.%N > started", "sleep 0.3", "echo > lib.so", "date +%s.%N > ended"]
     )
@@ -223,13 +222,13 @@ def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_
     assert alone[1][0] >= alone[0][1], "one at a time, as the more demanding plan asks"
 
 
-def test_no_ninja_is_said(tmp_path: Path) -> None:
+def test_no_ninja_is_said(tmp_path):
     with pytest.raises(ToolchainError, match="ninja") as caught:
         compiler.run([tiny_plan(tmp_path / "tiny", ninja="/no/such/ninja")], tmp_path / "work")
     assert caught.value.fix == "pip install ninja"
 
 
-def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
+def test_the_environment_of_a_plan_is_given(tmp_path):
     plan = shell_plan("env", "echo $GREETING $LC_ALL > lib.so")._replace(
         environment=(("GREETING", "hello"),)
     )
@@ -238,7 +237,7 @@ def test_the_environment_of_a_plan_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "in a session of its own"])
-def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> None:
+def test_a_link_that_hangs_is_stopped_and_named(tmp_path, how):
     """A process in another session keeps the pipe open that ninja waits for."""
     sleep = f"{'' if how == 'plain' else 'setsid -w '}sh -c 'sleep 41; echo > ../ended'"
     plan = shell_plan("slow", f"echo half > lib.so; {sleep}; true")._replace(timeout=1)
@@ -250,14 +249,18 @@ def test_a_link_that_hangs_is_stopped_and_named(tmp_path: Path, how: str) -> Non
     assert "FLEXOPS_COMPILE_TIMEOUT" in found.fix
 
 
-@pytest.mark.parametrize(("mode", "inside"), [(0o777, True), (0o1777, False)])
-def test_compilers_hand_on_nothing_where_other_users_could_swap_it(
-    tmp_path: Path, mode: int, inside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("mode", "environment", "inside"),
+    [(0o777, (), True), (0o1777, (), False), (0o1777, (("ROCM_PATH", "/opt/rocm"),), True)],
+)
+def test_compilers_use_no_tmpdir_that_others_can_change_or_that_hipcc_would_fill(
+    tmp_path, mode, environment, inside, monkeypatch
+):
     (tmp_path / "temporary").mkdir()
     (tmp_path / "temporary").chmod(mode)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    compiler.run([shell_plan("steps", "echo $TMPDIR > lib.so")], tmp_path / "work")
+    plan = shell_plan("steps", "echo $TMPDIR > lib.so")._replace(environment=environment)
+    compiler.run([plan], tmp_path / "work")
     used = (tmp_path / "work" / "steps" / "lib.so").read_text().strip()
     assert used == str(tmp_path / ("work" if inside else "temporary"))

@@ -8,13 +8,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builds import child_environment, made_up_entry, tiny_plan
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import settings, toolchain
 from flexops.build.deliver import aot, warm
@@ -24,7 +23,6 @@ from flexops.build.plan import kernel_plan
 from flexops.build.store import cache_archive, counters
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Object
-from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
@@ -60,7 +58,7 @@ def flexops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         settings.current.cache_clear()
-        result = CliRunner().invoke(app, list(arguments))
+        result = flexops_command(*arguments, catch_exceptions=True)
         code = (
             result.exception.exit_code
             if isinstance(result.exception, FlexopsError)
@@ -90,9 +88,7 @@ def compiler(require: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_from_a_recorded_run_to_a_start_without_a_compiler(
-    tmp_path: Path, host_compiler: Any, flexops: Callable[..., str]
-) -> None:
+def test_from_a_recorded_run_to_a_start_without_a_compiler(tmp_path, host_compiler, flexops):
     assert host_compiler
     written, archive = tmp_path / "record.jsonl", tmp_path / "all.tar.gz"
     run(FLEXOPS_RECORD=str(written))
@@ -110,9 +106,7 @@ def test_from_a_recorded_run_to_a_start_without_a_compiler(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_into_the_remote_cache(
-    tmp_path: Path, cache_dir: Path, flexops: Callable[..., str]
-) -> None:
+def test_into_the_remote_cache(tmp_path, cache_dir, flexops):
     (tmp_path / "record.jsonl").write_text(ROTATE)
     there = {
         "FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store",
@@ -141,7 +135,7 @@ def test_into_the_remote_cache(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_kernels_for_architectures_that_are_elsewhere(tmp_path: Path, cache_dir: Path) -> None:
+def test_kernels_for_architectures_that_are_elsewhere(tmp_path, cache_dir):
     written = tmp_path / "record.jsonl"
     written.write_text(f"{ROTATE}\n{ROTATE}\n")
     made = warm.make(record.read([written]), settings.current(), arch_list="8.0;9.0")
@@ -163,9 +157,7 @@ def test_kernels_for_architectures_that_are_elsewhere(tmp_path: Path, cache_dir:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_users_own_kernel(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_own_kernel(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))
     settings.current.cache_clear()
     kernel = kernel_plan.TextKernel("kernel-scale", OWN, "scale<float>", layout.csrc_root())
@@ -179,7 +171,7 @@ def test_a_users_own_kernel(
     ]
 
 
-def test_extensions_are_taken_from_the_cache(tmp_path: Path, cache_dir: Path) -> None:
+def test_extensions_are_taken_from_the_cache(tmp_path, cache_dir):
     entry = made_up_entry(BuildCache(cache_dir), tiny_plan(tmp_path / "tiny"))
     name, key = entry.manifest.name, entry.manifest.key
     (tmp_path / "record.jsonl").write_text(
@@ -193,7 +185,7 @@ def test_extensions_are_taken_from_the_cache(tmp_path: Path, cache_dir: Path) ->
 @pytest.mark.parametrize(
     "line", ["", "[1]", "{}", '{"library": "rope"}', '{"kernel": "x"}', "no JSON", '"library"']
 )
-def test_what_is_no_record_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+def test_what_is_no_record_is_named_by_its_line(tmp_path, line):
     (tmp_path / "record.jsonl").write_text(f"{ROTATE}\n{line}\n")
     with pytest.raises(FlexopsError, match=r"record\.jsonl:2"):
         record.read([tmp_path / "record.jsonl"])
@@ -201,9 +193,7 @@ def test_what_is_no_record_is_named_by_its_line(tmp_path: Path, line: str) -> No
         record.read([tmp_path / "none"])
 
 
-def test_lines_of_many_processes_do_not_mix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_many_processes_do_not_mix(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))
     settings.current.cache_clear()
     children = []
@@ -220,9 +210,7 @@ def test_lines_of_many_processes_do_not_mix(
 
 
 @pytest.mark.usefixtures("compiler", "host_compiler")
-def test_without_a_stand_in_some_kernels_are_enough(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_stand_in_some_kernels_are_enough(cache_dir, monkeypatch, tmp_path):
     """Without ``FLEXOPS_FALLBACK=forbid``, plain PyTorch would stand in for a family that lacks
     one."""
     rope = catalog.find("rope")
@@ -249,7 +237,7 @@ def test_without_a_stand_in_some_kernels_are_enough(
     assert len(BuildCache(cache_dir).entries()) == 1
 
 
-def test_what_is_pruned_is_the_oldest() -> None:
+def test_what_is_pruned_is_the_oldest():
     items = [Object(str(number), 10, float(number)) for number in range(1, 6)]
     assert to_remove(items, now=6.0, seconds=3.5, most=None) == items[:2]
     assert to_remove(items, now=6.0, seconds=None, most=25) == items[:3]
@@ -257,7 +245,7 @@ def test_what_is_pruned_is_the_oldest() -> None:
     assert to_remove(items, now=6.0, seconds=100.0, most=50) == []
 
 
-def test_the_remote_cache_on_the_command_line(tmp_path: Path, flexops: Callable[..., str]) -> None:
+def test_the_remote_cache_on_the_command_line(tmp_path, flexops):
     cache, store = BuildCache(tmp_path / "cache"), tmp_path / "store"
     there = {
         "FLEXOPS_CACHE_REMOTE": f"file://{store}",
@@ -293,7 +281,7 @@ def test_the_remote_cache_on_the_command_line(tmp_path: Path, flexops: Callable[
     remote._worker.stop()
 
 
-def test_counters_of_a_damaged_file(tmp_path: Path) -> None:
+def test_counters_of_a_damaged_file(tmp_path):
     (tmp_path / ".stats.jsonl").write_text(
         '{"tier": "remote", "hit": true, "bytes": 5, "seconds": 0.5}\n{"tier": "none"}\n[]\nno'
         " JSON\n"
@@ -306,9 +294,7 @@ def test_counters_of_a_damaged_file(tmp_path: Path) -> None:
     }
 
 
-def test_a_models_families_without_a_run(
-    flexops: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_families_without_a_run(flexops, monkeypatch):
     """The patch names them; rope's are compiled, the others' would take a minute."""
     asked: list[tuple[str, ...]] = []
     build = aot.build
@@ -336,7 +322,7 @@ def test_a_models_families_without_a_run(
     )
 
 
-def test_every_pattern_says_which_families_it_needs() -> None:
+def test_every_pattern_says_which_families_it_needs():
     for pattern in patterns.PATTERNS:
         families = [
             FAMILIES[name] for name in re.findall(r"\w+", pattern.operator) if name in FAMILIES
@@ -346,5 +332,5 @@ def test_every_pattern_says_which_families_it_needs() -> None:
             catalog.find(family)
 
 
-def test_without_a_record_or_a_model_there_is_nothing_to_make(flexops: Callable[..., str]) -> None:
+def test_without_a_record_or_a_model_there_is_nothing_to_make(flexops):
     assert "--model MODEL_CONFIG" in flexops("warm", status=2)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,7 +36,7 @@ def launches(text: str) -> str:
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def test_comments_strings_and_raw_strings_are_no_code() -> None:
+def test_comments_strings_and_raw_strings_are_no_code():
     text = """int a; // k<<<1, 2>>>(x) \\
 still a comment
 const char* s = "<<<\\"" R"x({ )" )x" u8"}"; /* { */ char c = '"', d = '\\'', e = 1'000'0;
@@ -85,7 +84,7 @@ int b;"""
         '"over\na line"',
     ],
 )
-def test_what_does_not_end_is_said(text: str) -> None:
+def test_what_does_not_end_is_said(text):
     with pytest.raises(Unclear):
         tokens_of(text)
 
@@ -103,7 +102,7 @@ def test_what_does_not_end_is_said(text: str) -> None:
         "(]",
     ],
 )
-def test_brackets_that_do_not_match_in_each_branch_are_said(text: str) -> None:
+def test_brackets_that_do_not_match_in_each_branch_are_said(text):
     with pytest.raises(Unclear):
         brackets(tokens_of(text))
 
@@ -155,7 +154,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=60).map("".join))
-def test_any_text_is_split_or_rejected(text: str) -> None:
+def test_any_text_is_split_or_rejected(text):
     """Tokens are the text less blanks and comments, in order; and whatever the text is, there is an
     answer, on whose every line the user's is."""
     try:
@@ -174,7 +173,7 @@ def test_any_text_is_split_or_rejected(text: str) -> None:
 
 
 @given(st.text(alphabet="<>(){};:,\"'/*\\\n #kT1=", max_size=80))
-def test_any_characters_are_split_or_rejected(text: str) -> None:
+def test_any_characters_are_split_or_rejected(text):
     with contextlib.suppress(Unsplittable):
         halves(text)
 
@@ -182,7 +181,7 @@ def test_any_characters_are_split_or_rejected(text: str) -> None:
 # ---- both halves ---------------------------------------------------------------------------------
 
 
-def test_a_kernel_is_a_stub_on_the_host_and_itself_on_the_device() -> None:
+def test_a_kernel_is_a_stub_on_the_host_and_itself_on_the_device():
     found = halves(
         f"#include <torch/extension.h>\n{KERNEL}torch::Tensor f(torch::Tensor x) {{\n  return"
         " x;\n}\nint last;\n"
@@ -201,7 +200,7 @@ def test_a_kernel_is_a_stub_on_the_host_and_itself_on_the_device() -> None:
     assert found.host.splitlines()[10 - 1 + 0] == "int last;"
 
 
-def test_functions_are_where_they_run() -> None:
+def test_functions_are_where_they_run():
     found = halves("""
 #define HD __host__ __device__
 __device__ float one(float x) { return __fmul_rn(x, x); }
@@ -270,12 +269,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &four); }
         ("a ? k<<<1, 2>>>(x) : void();", "k"),
     ],
 )
-def test_a_launch_is_configured_and_called(launch: str, kernel: str) -> None:
+def test_a_launch_is_configured_and_called(launch, kernel):
     wanted = f"(::flexops_extension::Configured(1, 2), {kernel}(x))"
     assert launches(launch) == launch.replace(f"{kernel}<<<1, 2>>>(x)", wanted)
 
 
-def test_a_launch_takes_all_that_stands_between_its_brackets() -> None:
+def test_a_launch_takes_all_that_stands_between_its_brackets():
     configured = launches(
         "k<int><<<dim3(n / 2, g<a>(1)), dim3{1, 2}, // threads\n  n * sizeof(float),"
         " at::cuda::getCurrentCUDAStream()>>>(x, f(y, z));"
@@ -287,7 +286,7 @@ def test_a_launch_takes_all_that_stands_between_its_brackets() -> None:
     )
 
 
-def test_launches_in_macros() -> None:
+def test_launches_in_macros():
     found = halves(
         "#define GO(T, ...) \\\n  k<T><<<1, 2, 0, s>>>(__VA_ARGS__); \\\n  check()\nvoid f() {"
         " GO(int, 1); }\n"
@@ -298,32 +297,24 @@ def test_launches_in_macros() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "names"),
-    [
-        ("", ""),
-        ("void", ""),
-        ("const float* __restrict__ x, int n = f(1, 2)", "x, n"),
-        (
-            (
-                "const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a,"
-                " std::pair<int, int> b"
-            ),
-            "a, b",
-        ),
-        ("const __grid_constant__ Params params, float table[4][2]", "params, table"),
-        ("A... more", "more..."),
-        ("unsigned long long n, struct Options options", "n, options"),
-    ],
-)
-def test_a_kernels_parameters(parameters: str, names: str) -> None:
+@pytest.mark.parametrize(("parameters", "names"), [
+    ("", ""),
+    ("void", ""),
+    ("const float* __restrict__ x, int n = f(1, 2)", "x, n"),
+    (("const torch::PackedTensorAccessor32<T, 2, torch::RestrictPtrTraits> a,"
+      " std::pair<int, int> b"), "a, b"),
+    ("const __grid_constant__ Params params, float table[4][2]", "params, table"),
+    ("A... more", "more..."),
+    ("unsigned long long n, struct Options options", "n, options"),
+])  # fmt: skip
+def test_a_kernels_parameters(parameters, names):
     assert (
         f"launch<flexops_stub_0>({names});"
         in halves(f"template <typename... A> __global__ void k({parameters}) {{}}").host
     )
 
 
-def test_what_a_comment_says_in_a_macro_is_no_attribute() -> None:
+def test_what_a_comment_says_in_a_macro_is_no_attribute():
     found = halves(
         "#define N 256 // threads of each __global__ function {\ntemplate <int B = N> void go() {"
         " k<<<1, B>>>(); }\n"
@@ -331,7 +322,7 @@ def test_what_a_comment_says_in_a_macro_is_no_attribute() -> None:
     assert "(::flexops_extension::Configured(1, B), k());" in found.host
 
 
-def test_pointers_to_functions_and_operators_outside_of_classes() -> None:
+def test_pointers_to_functions_and_operators_outside_of_classes():
     found = halves("""
 typedef float (*Function)(float);
 struct Op { __device__ float operator()(float a) const; };
@@ -345,7 +336,7 @@ __device__ Function table[] = {f};
     assert "#define SET(k) ::flexops_extension::set_attribute(k," in found.host
 
 
-def test_own_headers_are_part_of_the_source(tmp_path: Path) -> None:
+def test_own_headers_are_part_of_the_source(tmp_path):
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "deep.cuh").write_text(
         "#pragma once\n#include <torch/extension.h>\n__device__ float deep(float x) { return"
@@ -368,7 +359,7 @@ def test_own_headers_are_part_of_the_source(tmp_path: Path) -> None:
     assert found.host.count("#include <torch/extension.h>") == 2, "each within its guard"
 
 
-def test_conditions_are_kept_where_their_code_is_not() -> None:
+def test_conditions_are_kept_where_their_code_is_not():
     found = halves(
         "void f() {\n#ifdef __CUDACC__\n  a();\n#else\n  b();\n#endif\n}\n__device__ void g()"
         " {\n#if __CUDA_ARCH__ >= 800\n  c();\n#endif\n}\n"
@@ -381,7 +372,7 @@ def test_conditions_are_kept_where_their_code_is_not() -> None:
         assert half.count("#endif") == 2
 
 
-def test_what_nvcc_defines_for_both_halves_is_defined_in_both() -> None:
+def test_what_nvcc_defines_for_both_halves_is_defined_in_both():
     """CUDA_VERSION is <cuda.h>'s, which NVRTC has not read; __NVCC__ is nvcc's alone; a macro may
     ask for either."""
     found = halves("""#include <cuda.h>
@@ -397,7 +388,7 @@ __device__ int kept;
         )
 
 
-def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler() -> None:
+def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler():
     """Torch's headers would define it for nvcc's device code, and NVRTC has not read them."""
     found = halves(
         "#include <torch/extension.h>\n#ifndef LANES\n#define LANES 4\n#endif\n#ifdef"
@@ -428,71 +419,47 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
 # ---- what is rejected ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("__constant__ float table[4];", "constant or managed memory (__constant__)"),
-        (
-            "void f() { cudaMemcpyToSymbol(a, b, 4); }",
-            "the host reads or writes (cudaMemcpyToSymbol)",
-        ),
-        ("void f() { cudaOccupancyMaxPotentialBlockSize(&a, &b, k); }", "asked about a kernel"),
-        (
-            (
-                "void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed,"
-                " 1); }"
-            ),
-            "an attribute of a kernel",
-        ),
-        ("void f() { cudaLaunchCooperativeKernel(k, a, b, c); }", "(cudaLaunchCooperativeKernel)"),
-        ("void f() { thrust::sort(a, b); }", "thrust (thrust)"),
-        ("struct Traits { using Reduce = cub::BlockReduce<float, 1>; };", "CUB in host code"),
-        ("texture<float> t;", "a texture"),
-        ("void f() { g([=] __device__(int i) {}); }", "a lambda for the device"),
-        ("__global__ void k() { k<<<1, 1>>>(); }", "launched by device code"),
-        ("#define MAKE(n) __global__ void n() { }", "the macro MAKE, which defines device code"),
-        ("#if __SOMETHING__", "a condition on __SOMETHING__"),
-        ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
-        ("#include HEADER", "a name that is a macro"),
-        ("__global__ void k(int, float y) {}", "parameter without a name"),
-        (
-            "__global__ void k(void (*call)(int)) {}",
-            "parameter without a name, or a function's pointer",
-        ),
-        (
-            "int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }",
-            "h in device code, which is declared for the host alone",
-        ),
-        ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
-        ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
-        ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
-        ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
-        ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
-        ("__host__ __device__ void f() {\n#include <body>\n}", "an #include within a declaration"),
-        ("struct Mine {\n#include <body>\n};", "an #include within a declaration"),
-        (
-            "struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }",
-            "mine in device code",
-        ),
-        (
-            (
-                "struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x ="
-                " Mine::n; }"
-            ),
-            "n in device code",
-        ),
-        ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
-        (
-            "#if TORCH_VERSION_MAJOR > 1",
-            "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>",
-        ),
-        ("#if FLT_MAX", "a condition on FLT_MAX"),
-        ("#define NDEBUG", "#define NDEBUG"),
-        ("#undef NDEBUG", "#undef NDEBUG"),
-        ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
-    ],
-)
-def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line: str, what: str) -> None:
+@pytest.mark.parametrize(("line", "what"), [
+    ("__constant__ float table[4];", "constant or managed memory (__constant__)"),
+    ("void f() { cudaMemcpyToSymbol(a, b, 4); }", "the host reads or writes (cudaMemcpyToSymbol)"),
+    ("void f() { cudaOccupancyMaxPotentialBlockSize(&a, &b, k); }", "asked about a kernel"),
+    (("void f() { cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed,"
+      " 1); }"), "an attribute of a kernel"),
+    ("void f() { cudaLaunchCooperativeKernel(k, a, b, c); }", "(cudaLaunchCooperativeKernel)"),
+    ("void f() { thrust::sort(a, b); }", "thrust (thrust)"),
+    ("struct Traits { using Reduce = cub::BlockReduce<float, 1>; };", "CUB in host code"),
+    ("texture<float> t;", "a texture"),
+    ("void f() { g([=] __device__(int i) {}); }", "a lambda for the device"),
+    ("__global__ void k() { k<<<1, 1>>>(); }", "launched by device code"),
+    ("#define MAKE(n) __global__ void n() { }", "the macro MAKE, which defines device code"),
+    ("#if __SOMETHING__", "a condition on __SOMETHING__"),
+    ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
+    ("#include HEADER", "a name that is a macro"),
+    ("__global__ void k(int, float y) {}", "parameter without a name"),
+    ("__global__ void k(void (*call)(int)) {}",
+     "parameter without a name, or a function's pointer"),
+    ("int h(int x) { return x; }\n__global__ void k(int* x) { *x = h(1); }",
+     "h in device code, which is declared for the host alone"),
+    ("void f() { k<<<1, 2>>> (x); a < k<<<1, 2>>>(x); }", "a launch of something"),
+    ("void f() { k<<<1, 2; }", "<<< >>> is not understood"),
+    ("enum { kAdd = __COUNTER__ };", "(__COUNTER__)"),
+    ("#define SYNC \\ \n  __syncthreads();", "a backslash with blanks behind it"),
+    ("// and so on \\ \n__device__ int kept;", "a backslash with blanks behind it"),
+    ("__host__ __device__ void f() {\n#include <body>\n}", "an #include within a declaration"),
+    ("struct Mine {\n#include <body>\n};", "an #include within a declaration"),
+    ("struct Mine { int n; } mine;\n__global__ void k(int* x) { *x = mine.n; }",
+     "mine in device code"),
+    (("struct Mine { inline static int a = 1, n; };\n__global__ void k(int* x) { *x ="
+      " Mine::n; }"), "n in device code"),
+    ("#if CUDA_VERSION >= 11000", "a condition on CUDA_VERSION without #include <cuda.h>"),
+    ("#if TORCH_VERSION_MAJOR > 1",
+     "a condition on TORCH_VERSION_MAJOR without #include <torch/version.h>"),
+    ("#if FLT_MAX", "a condition on FLT_MAX"),
+    ("#define NDEBUG", "#define NDEBUG"),
+    ("#undef NDEBUG", "#undef NDEBUG"),
+    ("template <typename T> requires(sizeof(T) > 1) __global__ void k(T x) {}", "a constraint"),
+])  # fmt: skip
+def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line, what):
     text = f"// a comment\n{line}\n" + ("#endif\n" if line.startswith("#if ") else "")
     at = 2 if "backslash" in what else 3 if "#include within" in what else 2 + line.count("\n")
     with pytest.raises(Unsplittable) as caught:
@@ -518,12 +485,12 @@ def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line: str, w
         ("ZL1kPFvvEE14flexops_stub_0", "_ZL1kPFvvE", "k"),
     ],
 )
-def test_a_stub_names_its_kernel(stub: str, symbol: str, expression: str) -> None:
+def test_a_stub_names_its_kernel(stub, symbol, expression):
     assert kernel_of(stub) == (0, symbol)
     assert expression_of(symbol) == expression
 
 
-def test_symbols_are_compared_without_what_is_a_compilers_own() -> None:
+def test_symbols_are_compared_without_what_is_a_compilers_own():
     assert alike("_ZN2ns12_GLOBAL__N_11qILi3EEEvPf") == alike(
         "_ZN2ns30_GLOBAL__N__00000000_4_k_cu_ec1qILi3EEEvPf"
     )
@@ -531,7 +498,7 @@ def test_symbols_are_compared_without_what_is_a_compilers_own() -> None:
     assert alike("_Z1kIfEvPT_") != alike("_Z1kIdEvPT_")
 
 
-def test_nvccs_arguments_are_distinguished() -> None:
+def test_nvccs_arguments_are_distinguished():
     flags = flags_of(
         [
             "-O3",
@@ -567,7 +534,7 @@ def test_nvccs_arguments_are_distinguished() -> None:
             flags_of([wrong])
 
 
-def test_what_other_systems_and_the_host_read_is_left_out() -> None:
+def test_what_other_systems_and_the_host_read_is_left_out():
     text = """
 #include <ATen/cuda/detail/IndexUtils.cuh>
 #include <cuda_bf16.h>

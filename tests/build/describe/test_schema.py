@@ -3,8 +3,6 @@ reason."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from flexops.build.describe import binding, schema
@@ -13,7 +11,7 @@ from flexops.build.describe.schema import Argument, Dimensions, declare, dimensi
 from flexops.errors import FlexopsError
 
 
-def test_every_kind_of_argument_is_read() -> None:
+def test_every_kind_of_argument_is_read():
     text = (
         "f(Tensor x, Tensor(a!) y, Tensor? mask, Tensor[] more, float s, int n, SymInt m, bool b,"
         " ScalarType t, float? o) -> (Tensor first, Tensor second)"
@@ -58,7 +56,7 @@ def test_every_kind_of_argument_is_read() -> None:
         ("scale(Tensor x, Tensor(a!)? y) -> Tensor", "y: contiguous"),
     ],
 )
-def test_what_is_no_schema_is_rejected_with_the_reason(text: str, said: str) -> None:
+def test_what_is_no_schema_is_rejected_with_the_reason(text, said):
     with pytest.raises(FlexopsError) as caught:
         declare(text)
     assert said in caught.value.found
@@ -66,7 +64,7 @@ def test_what_is_no_schema_is_rejected_with_the_reason(text: str, said: str) -> 
     assert caught.value.fix
 
 
-def test_shapes() -> None:
+def test_shapes():
     assert dimensions("x[:-1], 4, n, x[0]") == (
         Dimensions("x", 0, -1),
         Dimensions(number=4),
@@ -107,17 +105,13 @@ def test_shapes() -> None:
         ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
     ],
 )
-def test_a_constraint_on_what_is_not_there_is_rejected(
-    constraint: dict[str, object], said: str
-) -> None:
+def test_a_constraint_on_what_is_not_there_is_rejected(constraint, said):
     with pytest.raises(FlexopsError) as caught:
         declare("scale(Tensor x, float factor) -> Tensor", **constraint)  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
-def test_what_may_not_be_there_is_no_measure_of_the_work_and_what_is_written_lies_as_it_does() -> (
-    None
-):
+def test_what_may_not_be_there_is_no_measure_of_the_work_and_what_is_written_lies_as_it_does():
     some = Output(when="mask")
     for schema_, said, constraint in (
         (
@@ -181,9 +175,7 @@ NORMS = (Output("len(params)", "float32"),)
         ),
     ],
 )
-def test_rows_that_cannot_be_are_rejected(
-    rows: Rows, constraint: dict[str, Any], said: str
-) -> None:
+def test_rows_that_cannot_be_are_rejected(rows, constraint, said):
     with pytest.raises(FlexopsError) as caught:
         declare(STEP, rows=rows, **{"outputs": NORMS, **constraint})
     assert said in str(caught.value)
@@ -191,7 +183,7 @@ def test_rows_that_cannot_be_are_rejected(
         declare("step(Tensor[] params, int count) -> ()", rows=Rows(("params",)))
 
 
-def test_rows_take_their_lists_place_in_the_launcher() -> None:
+def test_rows_take_their_lists_place_in_the_launcher():
     def launchers(split: str, device: str) -> str:
         rows = Rows(("params", "grads"), "states", written_if=(("grads", "scale"),))
         return binding.launcher(
@@ -221,7 +213,7 @@ def test_rows_take_their_lists_place_in_the_launcher() -> None:
     )
 
 
-def test_the_launchers_declaration_is_the_schemas() -> None:
+def test_the_launchers_declaration_is_the_schemas():
     signature = declare(
         "f(Tensor x, Tensor? m, Tensor[] more, int n, float? o, ScalarType t) -> (Tensor y,"
         " Tensor z)",
@@ -245,7 +237,7 @@ def test_the_launchers_declaration_is_the_schemas() -> None:
     assert "void g_cpu(const flexops::TensorView& x, const flexops::TensorView& out);" in whole
 
 
-def test_a_changed_declaration_is_another_text() -> None:
+def test_a_changed_declaration_is_another_text():
     one, other = (
         binding.binding("lib", "f", [declare("f(Tensor x) -> Tensor", dtypes={"x": dtype})], ())
         for dtype in ("float32", "float64")

@@ -33,7 +33,7 @@ def entries(cache: Path, name: str) -> list[Path]:
     return [path.parent for path in (cache / name).glob("*/manifest.json")]
 
 
-def test_an_edit_gives_the_new_code_in_the_same_process(tmp_path: Path, cache: Path) -> None:
+def test_an_edit_gives_the_new_code_in_the_same_process(tmp_path, cache):
     source = write_module(tmp_path, "41")
     first = flexops.load("edited", [str(source)])
     assert first.value() == 41
@@ -47,7 +47,7 @@ def test_an_edit_gives_the_new_code_in_the_same_process(tmp_path: Path, cache: P
     assert len(entries(cache, "edited")) == 2
 
 
-def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
+def test_edits_of_headers_and_flags_are_noticed(tmp_path):
     beside, included = tmp_path / "beside.h", tmp_path / "include" / "deep" / "included.h"
     included.parent.mkdir(parents=True)
     beside.write_text('#include "deep/included.h"\n')
@@ -74,9 +74,7 @@ def test_edits_of_headers_and_flags_are_noticed(tmp_path: Path) -> None:
     assert value(c=100) == 122
 
 
-def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(tmp_path, cache):
     source = write_module(tmp_path, "7")
     env = environment(cache)
     code = f"import torch, flexops\nassert flexops.load('warm', [{str(source)!r}]).value() == 7"
@@ -93,7 +91,7 @@ def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(
 
 
 @pytest.mark.extra
-def test_processes_at_once_build_once(tmp_path: Path, cache: Path) -> None:
+def test_processes_at_once_build_once(tmp_path, cache):
     source = write_module(tmp_path, "8")
     code = f"import torch, flexops\nprint(flexops.load('together', [{str(source)!r}]).value())"
     processes = [start(code, environment(cache, FLEXOPS_LOG="info")) for _ in range(3)]
@@ -103,7 +101,7 @@ def test_processes_at_once_build_once(tmp_path: Path, cache: Path) -> None:
     assert not list((cache / ".tmp").iterdir())
 
 
-def test_a_killed_build_harms_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_killed_build_harms_nothing(tmp_path, cache):
     source = tmp_path / "module.cpp"
     source.write_text(f"#include <regex>\n#define VALUE 9\n{MODULE}\nstd::regex pattern;\n")
     code = (
@@ -122,9 +120,7 @@ def test_a_killed_build_harms_nothing(tmp_path: Path, cache: Path) -> None:
     assert flexops.load("killed", [source]).value() == 9
 
 
-def test_only_the_edited_source_is_compiled_again(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_edited_source_is_compiled_again(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("FLEXOPS_COMPILER_LAUNCHER", "none")
     one, two = write_module(tmp_path, "other()", "one.cpp"), tmp_path / "two.cpp"
     one.write_text('#include "other.h"\n' + one.read_text())
@@ -148,7 +144,7 @@ def test_only_the_edited_source_is_compiled_again(
         flexops.load("partly", [one, two])
 
 
-def test_an_error_names_the_line_and_the_log(tmp_path: Path) -> None:
+def test_an_error_names_the_line_and_the_log(tmp_path):
     source = write_module(tmp_path, "1")
     source.write_text(source.read_text() + "\nint broken( { return 0; }\n")
     line = len(source.read_text().splitlines())
@@ -162,9 +158,7 @@ def test_an_error_names_the_line_and_the_log(tmp_path: Path) -> None:
     assert flexops.load("broken", [source]).value() == 1
 
 
-def test_what_cannot_be_asked_for(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_asked_for(tmp_path, cache, monkeypatch):
     source = write_module(tmp_path, "1")
     with pytest.raises(FileNotFoundError, match=r"absent\.cpp") as caught:
         flexops.load("absent", [tmp_path / "absent.cpp"])
@@ -184,14 +178,14 @@ def test_what_cannot_be_asked_for(
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA")
-def test_cuda_sources_need_a_torch_with_cuda(tmp_path: Path) -> None:
+def test_cuda_sources_need_a_torch_with_cuda(tmp_path):
     source = tmp_path / "kernel.cu"
     source.write_text("__global__ void kernel() {}\n")
     with pytest.raises(ToolchainError, match="built without CUDA"):
         flexops.load("kernel", [source])
 
 
-def test_a_library_of_operators(tmp_path: Path) -> None:
+def test_a_library_of_operators(tmp_path):
     source = tmp_path / "ops.cpp"
     source.write_text("""#include <torch/library.h>
         at::Tensor negative(const at::Tensor& x) { return x.neg(); }
@@ -203,7 +197,7 @@ def test_a_library_of_operators(tmp_path: Path) -> None:
     assert flexops.load("ops", [source], is_python_module=False) == path
 
 
-def test_a_standalone_executable(tmp_path: Path) -> None:
+def test_a_standalone_executable(tmp_path):
     source = tmp_path / "main.cpp"
     source.write_text(
         "#include <cstdio>\n#ifdef TORCH_EXTENSION_NAME\n#error\n#endif\nint main() {"
@@ -220,7 +214,7 @@ def test_a_standalone_executable(tmp_path: Path) -> None:
     assert completed([path]).stdout == "alone\n"
 
 
-def test_build_directory_gets_the_result(tmp_path: Path) -> None:
+def test_build_directory_gets_the_result(tmp_path):
     source, build = write_module(tmp_path, "1"), tmp_path / "build"
     first = flexops.load("placed", [source], build_directory=build)
     library = build / "placed.so"
@@ -239,14 +233,14 @@ def test_build_directory_gets_the_result(tmp_path: Path) -> None:
     assert run(code, environment(tmp_path / "cache")).stdout.strip() == str(library)
 
 
-def test_verbose_shows_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbose_shows_the_commands(tmp_path, capfd):
     flexops.load("shown", [write_module(tmp_path, "1")], verbose=True)
     said = capfd.readouterr()
     assert "-DTORCH_EXTENSION_NAME=shown" in said.err
     assert said.out == ""
 
 
-def test_text_sources(tmp_path: Path, cache: Path) -> None:
+def test_text_sources(tmp_path, cache):
     def value(number: int) -> int:
         return int(
             flexops.load_inline(
@@ -271,7 +265,7 @@ def test_text_sources(tmp_path: Path, cache: Path) -> None:
         flexops.load_inline("inline", "not C++", no_implicit_headers=True)
 
 
-def test_awkward_names_work_or_are_rejected_in_words(tmp_path: Path) -> None:
+def test_awkward_names_work_or_are_rejected_in_words(tmp_path):
     folder = tmp_path / "it's $HOME #1: 100%"
     folder.mkdir()
     for number, name in enumerate(
@@ -292,7 +286,7 @@ def test_awkward_names_work_or_are_rejected_in_words(tmp_path: Path) -> None:
         flexops.load("-Wl", [folder / "a b.cpp"], is_python_module=False)
 
 
-def test_names_and_arguments_that_no_file_can_have(tmp_path: Path) -> None:
+def test_names_and_arguments_that_no_file_can_have(tmp_path):
     source = write_module(tmp_path, "1")
     for module in (True, False):
         with pytest.raises(ValueError, match="it has 250 characters"):
@@ -305,9 +299,7 @@ def test_names_and_arguments_that_no_file_can_have(tmp_path: Path) -> None:
         flexops.load_inline("odd", "int x; // \udcff")
 
 
-def test_a_source_that_is_deleted_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_is_deleted_meanwhile(tmp_path, monkeypatch):
     source = write_module(tmp_path, "1")
     known = extension.open_cache
 
@@ -329,7 +321,7 @@ def test_a_source_that_is_deleted_meanwhile(
         pytest.param(8, False, id="no ninja starts"),
     ],
 )
-def test_a_process_that_may_open_few_files(tmp_path: Path, limit: int, before: bool) -> None:
+def test_a_process_that_may_open_few_files(tmp_path, limit, before):
     source = write_module(tmp_path, "1")
     code = f"""
 import resource, flexops
@@ -349,7 +341,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("module", [True, False])
-def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path: Path, module: bool) -> None:
+def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path, module):
     source = write_module(tmp_path, "nowhere::defined({1, 2})")
     source.write_text(
         "#include <vector>\nnamespace nowhere { int defined(const std::vector<int>&); }\n"
@@ -364,7 +356,7 @@ def test_an_undefined_symbol_is_named_as_it_was_written(tmp_path: Path, module: 
     assert "extra_ldflags" in caught.value.fix
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, cache: Path) -> None:
+def test_a_working_directory_that_is_gone(tmp_path, cache):
     source = write_module(tmp_path, "6")
     code = f"""
 import os, torch, flexops
@@ -380,7 +372,7 @@ except flexops.errors.FlexopsError as error:
     assert "an absolute path" in said
 
 
-def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
+def test_every_source_that_does_not_compile_is_named(tmp_path):
     sources = [tmp_path / name for name in ("one.cpp", "two.cpp")]
     for source in sources:
         source.write_text("int broken( { return 0; }\nint more( {\n")
@@ -390,9 +382,7 @@ def test_every_source_that_does_not_compile_is_named(tmp_path: Path) -> None:
     assert ":2" not in caught.value.found
 
 
-def test_a_cxx_that_is_too_old_is_replaced_with_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cxx_that_is_too_old_is_replaced_with_a_word(tmp_path, monkeypatch):
     old = tmp_path / "old-compiler"
     old.write_text("#!/bin/sh\necho 'gcc version 4.9.2'\n")
     old.chmod(0o755)

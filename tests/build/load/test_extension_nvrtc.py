@@ -201,7 +201,7 @@ def world(tmp_path: Path, libraries: Path) -> World:
     return World(tmp_path, tmp_path / "cache", run)
 
 
-def test_launches_arrive_and_edits_are_new_code(world: World) -> None:
+def test_launches_arrive_and_edits_are_new_code(world):
     said = world.run("""
 first = load()
 if first: first.gather(1000); first.gather(-1)
@@ -271,7 +271,7 @@ load()
     assert "NVRTC" in said["error"]
 
 
-def test_a_host_error_is_the_users_line_and_a_warm_start_compiles_nothing(world: World) -> None:
+def test_a_host_error_is_the_users_line_and_a_warm_start_compiles_nothing(world):
     said = world.run("""
 edit("count_kernel<<<1, 32>>>((int*)0x40);", "count_kernel<<<1, 32>>>((float*)0x40);")
 load()
@@ -327,8 +327,8 @@ def _request(path: Path, text: str, **more: Any) -> Request:
 
 
 def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(
-    tmp_path: Path, without_nvcc: Toolchain, nvcc_toolkit: CudaToolkit
-) -> None:
+    tmp_path, without_nvcc, nvcc_toolkit
+):
     request, chosen = (
         _request(tmp_path, KERNELS.replace('#include "points.cuh"', HEADER)),
         settings.Settings.from_environ({}),
@@ -369,7 +369,7 @@ def auto(name):
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world: World) -> None:
+def test_where_both_are_nvrtc_compiles_what_it_takes_and_nvcc_the_rest(world):
     """What the splitter rejects, what g++ does not compile, what does not open, and what belongs
     elsewhere: nvcc's, by a line that says why."""
     said = world.run(
@@ -426,9 +426,7 @@ load("unopened", device_compiler="auto")
     )
 
 
-def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(
-    tmp_path: Path, without_nvcc: Toolchain
-) -> None:
+def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(tmp_path, without_nvcc):
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
     with pytest.raises(ToolchainError) as caught:
         extension._without_nvcc(request, without_nvcc, settings.Settings.from_environ({}))
@@ -460,8 +458,8 @@ def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(
 
 
 def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(
-    tmp_path: Path, host_compiler: HostCompiler, without_nvcc: Toolchain
-) -> None:
+    tmp_path, host_compiler, without_nvcc
+):
     """And are enough: CUDA 13's wheel of them has no crt/, which comes with nvcc's."""
     assert without_nvcc.torch
     found = runtime_headers.find(settings.current(), without_nvcc.torch)
@@ -487,9 +485,7 @@ def test_the_runtimes_headers_are_found_beside_torch_without_a_toolkit(
     )
 
 
-def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(
-    tmp_path: Path, without_nvcc: Toolchain
-) -> None:
+def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(tmp_path, without_nvcc):
     """The runtime's wheel has neither crt/ nor nv/, which its headers include."""
     assert without_nvcc.torch
     known = runtime_headers.find(settings.current(), without_nvcc.torch)
@@ -513,11 +509,8 @@ def test_cpp_beside_a_cu_includes_cudas_headers_as_torch_has_them(
 
 
 def test_nvcc_finds_torchs_headers_that_its_toolkit_lacks(
-    tmp_path: Path,
-    nvcc_toolkit: CudaToolkit,
-    without_nvcc: Toolchain,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, nvcc_toolkit, without_nvcc, monkeypatch
+):
     assert without_nvcc.torch
     own, sparse = tmp_path / "own", tmp_path / "nvidia" / "cusparse" / "include"
     own.mkdir()
@@ -620,7 +613,7 @@ def _nvcc(source: Path, output: Path, toolkit: CudaToolkit, *more: str) -> str:
     return output.read_text()
 
 
-def test_the_code_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
+def test_the_code_is_nvccs(tmp_path, nvcc_toolkit):
     """The same kernels under the same names, and the same PTX, of the same CUDA version."""
     tools = toolchain.discover(settings.current(), device="cuda")
     nvrtc = toolchain.device_compiler(settings.current()).value
@@ -655,7 +648,7 @@ def test_the_code_is_nvccs(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
         assert mine == theirs
 
 
-def test_torchs_halves_are_torchs_own(tmp_path: Path, nvcc_toolkit: CudaToolkit) -> None:
+def test_torchs_halves_are_torchs_own(tmp_path, nvcc_toolkit):
     """at::Half and at::BFloat16 in kernels: the same names, and with one CUDA version the same
     code, as where nvcc reads torch's headers."""
     text = """#include <c10/util/Half.h>
@@ -694,30 +687,10 @@ void f() { halves<at::Half><<<1, 1>>>(nullptr, nullptr, 1.f); halves<at::BFloat1
         assert mine == theirs
 
 
-def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit
-) -> None:
+def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(tmp_path, nvcc_toolkit):
     """pow(float, int) is a double in C++, of whole numbers all are: NVRTC alone knows neither."""
-    one = [
-        "acos",
-        "cbrt",
-        "ceil",
-        "cos",
-        "erf",
-        "exp",
-        "exp2",
-        "fabs",
-        "floor",
-        "log",
-        "log10",
-        "log2",
-        "rint",
-        "round",
-        "sin",
-        "sqrt",
-        "tan",
-        "tanh",
-    ]
+    one = ["acos", "cbrt", "ceil", "cos", "erf", "exp", "exp2", "fabs", "floor", "log", "log10",
+        "log2", "rint", "round", "sin", "sqrt", "tan", "tanh"]  # fmt: skip
     # of whole numbers, too: nvcc has them for host code
     one += ["isnan", "isinf", "isfinite", "signbit"]
     two = ["atan2", "copysign", "fmax", "fmin", "fmod", "hypot", "pow"]
@@ -741,45 +714,15 @@ def test_what_mathematics_gives_has_the_type_that_it_has_under_nvcc(
     assert stored[0] == stored[1]
 
 
-def test_mathematics_on_the_host_is_nvccs(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit, host_compiler: HostCompiler
-) -> None:
+def test_mathematics_on_the_host_is_nvccs(tmp_path, nvcc_toolkit, host_compiler):
     """Outside of std: exp(float) is a float to nvcc, and min and max are there."""
-    one = [
-        "ceil",
-        "exp",
-        "exp10",
-        "floor",
-        "j0",
-        "log",
-        "round",
-        "sqrt",
-        "tanh",
-        "y1",
-        "isnan",
-        "signbit",
-        "abs",
-    ]
+    one = ["ceil", "exp", "exp10", "floor", "j0", "log", "round", "sqrt", "tanh", "y1", "isnan",
+        "signbit", "abs"]  # fmt: skip
     calls = [f"{name}({x})" for name in one for x in "fd"] + [
         f"{name}({x}, {y})" for name in ("pow", "fmod", "hypot") for x in "fd" for y in "fdi"
     ]
-    pairs = [
-        "f, f",
-        "d, d",
-        "f, d",
-        "d, f",
-        "i, i",
-        "u, u",
-        "i, u",
-        "u, i",
-        "l, l",
-        "l, 7ul",
-        "7ul, l",
-        "7ll, -3ll",
-        "7ull, -3ll",
-        "NAN, f",
-        "f, NAN",
-    ]
+    pairs = ["f, f", "d, d", "f, d", "d, f", "i, i", "u, u", "i, u", "u, i", "l, l", "l, 7ul",
+        "7ul, l", "7ll, -3ll", "7ull, -3ll", "NAN, f", "f, NAN"]  # fmt: skip
     calls += [f"{name}({pair})" for name in ("min", "max") for pair in pairs]
     printed = "".join(
         f'  std::printf("%zu %.17g\\n", sizeof({call}), double({call}));\n' for call in calls
@@ -809,16 +752,9 @@ def test_mathematics_on_the_host_is_nvccs(
     ]
     commands = {
         "host": [str(host_compiler.path), *flags, str(tmp_path / "host.cpp"), *libraries],
-        "nvcc": [
-            str(nvcc_toolkit.nvcc.path),
-            "-ccbin",
-            str(host_compiler.path),
-            "-std=c++17",
-            "-cudart=none",
-            str(tmp_path / "host.cu"),
-            *libraries,
-        ],
-    }
+        "nvcc": [str(nvcc_toolkit.nvcc.path), "-ccbin", str(host_compiler.path), "-std=c++17",
+            "-cudart=none", str(tmp_path / "host.cu"), *libraries],
+    }  # fmt: skip
     said = {}
     for name, command in commands.items():
         subprocess.run([*command, "-o", str(tmp_path / name)], check=True, capture_output=True)
@@ -829,9 +765,7 @@ def test_mathematics_on_the_host_is_nvccs(
     )
 
 
-def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit
-) -> None:
+def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(tmp_path, nvcc_toolkit):
     program = _program(
         tmp_path,
         "template <typename T> __global__ void k(T* x) {}",
@@ -845,9 +779,7 @@ def test_two_compilers_that_do_not_mean_the_same_kernel_are_found_out(
         _compiled(program, tmp_path / "nvrtc.ptx")
 
 
-def test_the_key_covers_text_options_kernels_and_compiler(
-    tmp_path: Path, nvcc_toolkit: CudaToolkit
-) -> None:
+def test_the_key_covers_text_options_kernels_and_compiler(tmp_path, nvcc_toolkit):
     program = _program(tmp_path, "__global__ void k(int* x) {}", nvcc_toolkit, ("k",), ("_Z1kPi",))
     compiler = toolchain.device_compiler(settings.current()).value
     assert compiler
@@ -877,7 +809,7 @@ def test_the_key_covers_text_options_kernels_and_compiler(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_sources_in_the_manner_of_torchs_tutorial(tmp_path: Path, libraries: Path) -> None:
+def test_sources_in_the_manner_of_torchs_tutorial(tmp_path, libraries):
     """torch/extension.h, AT_DISPATCH, accessors of torch's as parameters, a pybind11 module: built,
     and its launches shown."""
     (tmp_path / "points.cu").write_text("""#include <torch/extension.h>
@@ -946,9 +878,7 @@ int main() { return either() + plain() + only() + nested() == 4 ? 0 : 1; }
 """
 
 
-def test_headers_that_a_cuda_torch_does_not_bring_mean_the_host(
-    tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_headers_that_a_cuda_torch_does_not_bring_mean_the_host(tmp_path, host_compiler):
     """CUDA 13's runtime wheel has neither crt/ nor nv/, which cuda_fp16.h and, by it,
     ATen/cuda/CUDAContext.h include."""
     (tmp_path / "halves.cpp").write_text("#include <crt/host_defines.h>\n" + NV_TARGET)
@@ -1028,7 +958,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("gate", &gate); m.def("sums", &
 """
 
 
-def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
+def test_a_source_with_atens_cuda_headers(tmp_path):
     """ATen/cuda, c10/cuda, CUDA's own headers, torch's checks after launches: a CUDA torch's,
     without a toolkit's; and right, where there is a GPU."""
     import torch
@@ -1092,8 +1022,8 @@ def test_a_source_with_atens_cuda_headers(tmp_path: Path) -> None:
     ],
 )
 def test_cuda_headers_of_torch_and_cccl_compile_without_nvcc(
-    tmp_path: Path, headers: str, parameters: str, body: str, expressions: list[str], symbol: str
-) -> None:
+    tmp_path, headers, parameters, body, expressions, symbol
+):
     text = f"#include <torch/extension.h>\n{headers}\n{parameters} {{ {body} }}\n"
     halves = cuda_source.split("mine.cu", text, [], 0)
     compiler = toolchain.device_compiler(settings.current()).value

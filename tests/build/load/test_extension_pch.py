@@ -67,7 +67,7 @@ def load(folder: Path, name: str, flags: list[str], before: str = "") -> int:
     )
 
 
-def test_one_header_serves_all_of_the_same_flags(tmp_path: Path, cache: Path) -> None:
+def test_one_header_serves_all_of_the_same_flags(tmp_path, cache):
     assert load(tmp_path, "first", []) == 5
     (header,) = headers(cache)
     assert f"-include {header}/" in command(cache, "first")
@@ -82,7 +82,7 @@ def test_one_header_serves_all_of_the_same_flags(tmp_path: Path, cache: Path) ->
     assert len(headers(cache)) == 2
 
 
-def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> None:
+def test_not_where_it_could_change_the_meaning(tmp_path, cache):
     assert load(tmp_path, "macro", [], before="#define C10_MINE 1\n") == 5
     assert "-include" not in command(cache, "macro")
     (tmp_path / "pybind11").mkdir()  # another pybind11 than torch's
@@ -93,7 +93,7 @@ def test_not_where_it_could_change_the_meaning(tmp_path: Path, cache: Path) -> N
     assert headers(cache) == []
 
 
-def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:
+def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path, cache):
     (tmp_path / "include").mkdir()
     source = module(tmp_path, "hidden")
     source.write_text(
@@ -116,9 +116,7 @@ def test_not_where_a_new_header_hides_one_that_it_was_made_of(tmp_path: Path, ca
         shutil.rmtree(cache / "hidden")
 
 
-def test_in_the_background_for_the_next_one(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_the_background_for_the_next_one(tmp_path, cache, monkeypatch, capsys):
     monkeypatch.setenv("FLEXOPS_PCH", "auto")
     assert load(tmp_path, "before", []) == 5
     said = capsys.readouterr().err
@@ -133,7 +131,7 @@ def test_in_the_background_for_the_next_one(
     assert "-include" in command(cache, "after")
 
 
-def test_a_compiler_that_cannot_use_it_compiles_without(tmp_path: Path, cache: Path) -> None:
+def test_a_compiler_that_cannot_use_it_compiles_without(tmp_path, cache):
     assert load(tmp_path, "first", []) == 5
     (header,) = headers(cache)
     (made,) = header.glob("*.gch")
@@ -144,7 +142,7 @@ def test_a_compiler_that_cannot_use_it_compiles_without(tmp_path: Path, cache: P
     assert headers(cache) == [] or "-include" not in command(cache, "second")
 
 
-def test_an_error_in_the_source_is_not_blamed_on_the_header(tmp_path: Path, cache: Path) -> None:
+def test_an_error_in_the_source_is_not_blamed_on_the_header(tmp_path, cache):
     source = module(tmp_path, "broken")
     source.write_text(source.read_text() + "broken\n")
     with pytest.raises(CompileError, match=r"broken\.cpp:\d+"):
@@ -152,15 +150,13 @@ def test_an_error_in_the_source_is_not_blamed_on_the_header(tmp_path: Path, cach
     assert len(headers(cache)) == 1
 
 
-def test_no_room_no_header(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_no_header(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "1G")
     assert load(tmp_path, "small", []) == 5
     assert headers(cache) == []
 
 
-def test_headers_of_other_flags_make_room(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_of_other_flags_make_room(tmp_path, cache, monkeypatch):
     """Together they have at most half of the cache: here that is one, as large as the real one is
     taken to be."""
     monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", "2049M")
@@ -173,7 +169,7 @@ def test_headers_of_other_flags_make_room(
 
 
 @pytest.mark.extra
-def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -> None:
+def test_processes_that_need_one_at_once_make_one(tmp_path, cache):
     code = (
         "import flexops\nfrom flexops.build.compile import pch\npch.HEADER ="
         f" {LIGHT!r}\nprint(flexops.load({{0!r}}, [{{1!r}}], verbose=True).value())"
@@ -188,9 +184,7 @@ def test_processes_that_need_one_at_once_make_one(tmp_path: Path, cache: Path) -
     assert all(f"-include {header}/" in command(cache, name) for name in names)
 
 
-def test_another_users_is_used_where_the_cache_is_shared(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_is_used_where_the_cache_is_shared(tmp_path, cache, monkeypatch):
     """Who could change it could change what is compiled: it serves where that is wanted, and else
     is as good as not there."""
     monkeypatch.setenv("FLEXOPS_CACHE_SHARED", "1")
@@ -208,7 +202,7 @@ def test_another_users_is_used_where_the_cache_is_shared(
 
 
 @pytest.mark.slow
-def test_the_real_header(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_header(cache, monkeypatch):
     """torch/extension.h: minutes on a small machine, and 800 MB."""
     monkeypatch.setattr(pch, "HEADER", "torch/extension.h")
     text = (

@@ -51,7 +51,7 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.extra
-def test_pybind11_modules_of_one_name_are_distinguished(tmp_path: Path) -> None:
+def test_pybind11_modules_of_one_name_are_distinguished(tmp_path):
     """pybind11 from 3.0 keeps the modules of a process by name: the second of a name would silently
     be the first."""
 
@@ -78,9 +78,7 @@ def test_pybind11_modules_of_one_name_are_distinguished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_header_that_is_newly_earlier_on_the_include_path(
-    tmp_path: Path, value: Callable[..., int], there: bool
-) -> None:
+def test_a_header_that_is_newly_earlier_on_the_include_path(tmp_path, value, there):
     late, early = tmp_path / "late", tmp_path / "early"
     write(late / "lib" / "number.h", "#define VALUE 1\n")
     if there:
@@ -95,18 +93,14 @@ def test_a_header_that_is_newly_earlier_on_the_include_path(
     assert value(text, extra_include_paths=[early, late]) == 1
 
 
-def test_a_header_that_is_newly_beside_the_source(
-    tmp_path: Path, value: Callable[..., int]
-) -> None:
+def test_a_header_that_is_newly_beside_the_source(tmp_path, value):
     write(tmp_path / "include" / "number.h", "#define VALUE 1\n")
     assert value('#include "number.h"', extra_cflags=[f"-I{tmp_path / 'include'}"]) == 1
     write(tmp_path / "project" / "number.h", "#define VALUE 2\n")
     assert value('#include "number.h"', extra_cflags=[f"-I{tmp_path / 'include'}"]) == 2
 
 
-def test_a_header_that_newly_hides_one_of_the_compilers(
-    tmp_path: Path, value: Callable[..., int]
-) -> None:
+def test_a_header_that_newly_hides_one_of_the_compilers(tmp_path, value):
     (tmp_path / "include").mkdir()
     text = "#include <cstdlib>\n#ifndef VALUE\n#define VALUE 1\n#endif"
     assert value(text, extra_include_paths=[tmp_path / "include"]) == 1
@@ -122,9 +116,7 @@ def test_a_header_that_newly_hides_one_of_the_compilers(
         "#define PART <optional/part.h>\n#if __has_include(PART)",
     ],
 )
-def test_has_include_of_a_file_that_comes_to_be(
-    tmp_path: Path, value: Callable[..., int], text: str
-) -> None:
+def test_has_include_of_a_file_that_comes_to_be(tmp_path, value, text):
     text += "\n#define VALUE 2\n#else\n#define VALUE 1\n#endif"
     assert value(text, extra_include_paths=[tmp_path]) == 1
     write(tmp_path / "optional" / "part.h", "")
@@ -134,9 +126,7 @@ def test_has_include_of_a_file_that_comes_to_be(
 
 
 @pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])
-def test_include_paths_of_the_environment(
-    tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_include_paths_of_the_environment(tmp_path, value, monkeypatch, variable):
     for number in (1, 2):
         write(tmp_path / str(number) / "number.h", f"#define VALUE {number}\n")
         monkeypatch.setenv(variable, str(tmp_path / str(number)))
@@ -160,13 +150,7 @@ def library(compiler: HostCompiler, folder: Path, number: int, *, shared: bool) 
 
 
 @pytest.mark.parametrize("how", ["flags", "environment", "path"])
-def test_a_changed_static_library(
-    tmp_path: Path,
-    value: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    host_compiler: HostCompiler,
-    how: str,
-) -> None:
+def test_a_changed_static_library(tmp_path, value, monkeypatch, host_compiler, how):
     folder, early = tmp_path / "libraries", tmp_path / "early"
     early.mkdir()
     flags = {
@@ -184,9 +168,7 @@ def test_a_changed_static_library(
         assert value("int number();\n#define VALUE number()", extra_ldflags=flags) == 3
 
 
-def test_a_changed_shared_library(
-    tmp_path: Path, value: Callable[..., int], cache: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_changed_shared_library(tmp_path, value, cache, host_compiler):
     flags = [f"-L{tmp_path / 'lib'}", "-lnumber", f"-Wl,-rpath,{tmp_path / 'lib'}"]
     library(host_compiler, tmp_path / "lib", 1, shared=True)
     assert value("int number();\n#define VALUE number()", extra_ldflags=flags) == 1
@@ -197,7 +179,7 @@ def test_a_changed_shared_library(
 
 
 @pytest.mark.extra
-def test_with_ccache_too(tmp_path: Path, cache: Path, ccache: Path) -> None:
+def test_with_ccache_too(tmp_path, cache, ccache):
     """Its quick look-up knows a source by the headers that were read the last time."""
     source = write(tmp_path / "module.cpp", f"#include <number.h>\n{MODULE}")
     write(tmp_path / "late" / "number.h", "#define VALUE 1\n")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from flexops.build.plan import cache_key
 from flexops.build.plan.plan import BuildPlan
-from flexops.toolchain.model import Toolchain
 from flexops.toolchain.resources import Resources
 
 fields = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=4)
@@ -22,13 +21,11 @@ def key(plan: BuildPlan) -> str:
 
 
 @given(fields, fields)
-def test_different_fields_have_different_digests(
-    one: list[tuple[str, str]], other: list[tuple[str, str]]
-) -> None:
+def test_different_fields_have_different_digests(one, other):
     assert (cache_key.digest_fields(one) == cache_key.digest_fields(other)) == (one == other)
 
 
-def test_the_key_does_not_depend_on_places(tmp_path: Path) -> None:
+def test_the_key_does_not_depend_on_places(tmp_path):
     here, there = copy_csrc(tmp_path / "here"), copy_csrc(tmp_path / "there")
     moved = TOOLS._replace(
         torch=TORCH._replace(root=Path("/elsewhere/torch")),
@@ -40,7 +37,7 @@ def test_the_key_does_not_depend_on_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_key_does_not_depend_on_how_fast_it_is_built(device: str) -> None:
+def test_the_key_does_not_depend_on_how_fast_it_is_built(device):
     slow = paper_plan(
         SQUARE, device, TOOLS._replace(launcher=None), resources=Resources(1, 2**30), max_jobs=1
     )
@@ -58,14 +55,14 @@ def test_the_key_does_not_depend_on_how_fast_it_is_built(device: str) -> None:
     ],
     ids=["older torch", "its other C++ ABI", "its other minor", "host compiler"],
 )
-def test_every_tool_enters_the_key(tools: Toolchain) -> None:
+def test_every_tool_enters_the_key(tools):
     others = [TOOLS, TOOLS._replace(torch=OLD_TORCH)]
     assert key(paper_plan(SQUARE, "cuda", tools)) not in {
         key(paper_plan(SQUARE, "cuda", other)) for other in others if other != tools
     }
 
 
-def test_torches_with_the_stable_abi_share_a_key() -> None:
+def test_torches_with_the_stable_abi_share_a_key():
     """One library serves every later torch; but the C++ standard of the headers is part of the
     command, from 2.13."""
     keys = {
@@ -75,12 +72,12 @@ def test_torches_with_the_stable_abi_share_a_key() -> None:
     assert len(keys) == 1
 
 
-def test_names_enter_the_key() -> None:
+def test_names_enter_the_key():
     plan = paper_plan(SQUARE, "cuda")
     assert key(plan) != key(plan._replace(name="other-cuda"))
 
 
-def test_sources_and_headers_enter_the_key(tmp_path: Path) -> None:
+def test_sources_and_headers_enter_the_key(tmp_path):
     plan = tiny_plan(tmp_path)
     before = key(plan)
     (tmp_path / "tiny.cpp").write_text("// edited\n")
@@ -92,7 +89,7 @@ def test_sources_and_headers_enter_the_key(tmp_path: Path) -> None:
     assert len(set(full)) == 4
 
 
-def test_what_decides_on_commands_enters_the_key(tmp_path: Path) -> None:
+def test_what_decides_on_commands_enters_the_key(tmp_path):
     """Or a library would be found under its key, and each start's look at manifests, which know
     what decided on the commands, would reject it."""
     file = tmp_path / "plan.py"
@@ -103,14 +100,14 @@ def test_what_decides_on_commands_enters_the_key(tmp_path: Path) -> None:
     assert key(plan) != before
 
 
-def test_a_missing_source_is_named(tmp_path: Path) -> None:
+def test_a_missing_source_is_named(tmp_path):
     plan = tiny_plan(tmp_path)
     (tmp_path / "tiny.cpp").unlink()
     with pytest.raises(FileNotFoundError, match=r"tiny\.cpp"):
         key(plan)
 
 
-def test_depfiles_are_understood() -> None:
+def test_depfiles_are_understood():
     assert cache_key.parse_depfile("a.o: /x/a.cpp \\\n /x/b.h /x/c.h\n") == [
         "/x/a.cpp",
         "/x/b.h",
@@ -122,7 +119,7 @@ def test_depfiles_are_understood() -> None:
     assert cache_key.parse_depfile("") == []
 
 
-def test_only_headers_that_nothing_else_covers_are_recorded(tmp_path: Path) -> None:
+def test_only_headers_that_nothing_else_covers_are_recorded(tmp_path):
     plan = tiny_plan(tmp_path)._replace(trusted_roots=("/py/torch",))
     depfile = tmp_path / "tiny.o.d"
     depfile.write_text(

@@ -72,9 +72,7 @@ def built(plan: BuildPlan, cache: BuildCache) -> int:
 
 @pytest.mark.parametrize("keeps_objects", [False, True])
 @pytest.mark.parametrize("name", SWAPS)
-def test_a_header_that_is_replaced_meanwhile(
-    tmp_path: Path, host_compiler: object, name: str, keeps_objects: bool
-) -> None:
+def test_a_header_that_is_replaced_meanwhile(tmp_path, host_compiler, name, keeps_objects):
     assert host_compiler
     plan = swapped_plan(tmp_path, "g++", SWAPS[name])._replace(keep_objects=keeps_objects)
     assert built(plan, BuildCache(tmp_path / "cache")) == 2
@@ -82,9 +80,7 @@ def test_a_header_that_is_replaced_meanwhile(
 
 
 @pytest.mark.parametrize("name", ["cp -p", "mv", "a date in the future"])
-def test_a_header_that_only_the_compiler_can_find(
-    tmp_path: Path, host_compiler: object, name: str
-) -> None:
+def test_a_header_that_only_the_compiler_can_find(tmp_path, host_compiler, name):
     """A macro's value: before the compile no reader of text knows which file that is."""
     assert host_compiler
     include = "NAME(tiny)"
@@ -95,7 +91,7 @@ def test_a_header_that_only_the_compiler_can_find(
     assert built(plan, BuildCache(tmp_path / "cache")) == 2
 
 
-def test_a_source_that_is_another_for_a_moment(tmp_path: Path, host_compiler: object) -> None:
+def test_a_source_that_is_another_for_a_moment(tmp_path, host_compiler):
     """Before and after the compile it is the same; what was compiled is not."""
     assert host_compiler
     plan = swapped_plan(tmp_path, "g++", "mv src/kept.cpp src/tiny.cpp")
@@ -110,14 +106,14 @@ def test_a_source_that_is_another_for_a_moment(tmp_path: Path, host_compiler: ob
     assert built(plan, BuildCache(tmp_path / "cache")) == 1
 
 
-def test_a_header_that_is_gone_meanwhile(tmp_path: Path, host_compiler: object) -> None:
+def test_a_header_that_is_gone_meanwhile(tmp_path, host_compiler):
     assert host_compiler
     plan = swapped_plan(tmp_path, "g++", "rm headers/tiny.h")
     with pytest.raises(CompileError, match="changed while"):
         building.obtain([plan], BuildCache(tmp_path / "cache"))[0].require()
 
 
-def test_dates_alone_fail_no_build(tmp_path: Path, host_compiler: object) -> None:
+def test_dates_alone_fail_no_build(tmp_path, host_compiler):
     """A server's clock that is ahead: the files are compiled twice, and then it is known."""
     assert host_compiler
     plan = swapped_plan(tmp_path, "g++", "true", "NAME(tiny)")
@@ -148,7 +144,7 @@ class Swapping:
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])
-def test_a_header_of_device_code_that_is_another_for_a_moment(tmp_path: Path, times: int) -> None:
+def test_a_header_of_device_code_that_is_another_for_a_moment(tmp_path, times):
     (tmp_path / "a.cuh").write_text("first")
     files = {"<own>/a.cuh": cache_key.file_digest(tmp_path / "a.cuh")}
     plan: Any = SimpleNamespace(files=files, roots=(("<own>", tmp_path),), expression="f")
@@ -161,7 +157,7 @@ def test_a_header_of_device_code_that_is_another_for_a_moment(tmp_path: Path, ti
             device_code._compiled(plan, tmp_path / "code", worker, 0)
 
 
-def test_what_a_text_includes_is_known_before(tmp_path: Path) -> None:
+def test_what_a_text_includes_is_known_before(tmp_path):
     plan = tiny_plan(tmp_path)
     seen = edits.Before([plan])
     header = str(tmp_path / "tiny.h")

@@ -86,13 +86,11 @@ def request(**changes: object) -> Request:
         (["-Wl,-rpath,\\$$ORIGIN"], ("-Wl,-rpath,$ORIGIN",)),
     ],
 )
-def test_flags_are_split_as_ninja_and_shell_would(
-    flags: list[str] | None, expected: tuple[str, ...]
-) -> None:
+def test_flags_are_split_as_ninja_and_shell_would(flags, expected):
     assert arguments(flags) == expected
 
 
-def test_no_two_objects_have_one_name() -> None:
+def test_no_two_objects_have_one_name():
     assert object_names(["/x/a.cpp", "/y/a.cpp", "/x/a.cu", "a_2.cpp"]) == [
         "a.o",
         "a_2.o",
@@ -101,7 +99,7 @@ def test_no_two_objects_have_one_name() -> None:
     ]
 
 
-def test_a_module_is_compiled_and_linked_as_torch_does() -> None:
+def test_a_module_is_compiled_and_linked_as_torch_does():
     plan = plan_extension(
         request(sources=(Path("/home/u/a.cpp"),), cflags=("-O2",), include_dirs=("/home/u/inc",)),
         toolchain(),
@@ -118,7 +116,7 @@ def test_a_module_is_compiled_and_linked_as_torch_does() -> None:
     assert "cuda" not in link
 
 
-def test_cuda_sources_get_torchs_nvcc_flags() -> None:
+def test_cuda_sources_get_torchs_nvcc_flags():
     hopper = (Architecture(ComputeCapability.parse("9.0"), ptx=True),)
     plan = plan_extension(
         request(with_cuda=True), toolchain(cuda="13.0"), PYTHON, architectures=hopper
@@ -163,8 +161,8 @@ def test_cuda_sources_get_torchs_nvcc_flags() -> None:
     ],
 )
 def test_a_cuda_source_that_reads_all_of_torch_is_named_if_the_build_was_long(
-    tmp_path: Path, text: str, header: str
-) -> None:
+    tmp_path, text, header
+):
     (tmp_path / "b.cu").write_text(text)
     (tmp_path / "a.cpp").write_text("#include <torch/extension.h>\n")
     (tmp_path / "mine.h").write_text("#include <ATen/ATen.h>\n")
@@ -187,12 +185,12 @@ def test_a_cuda_source_that_reads_all_of_torch_is_named_if_the_build_was_long(
     assert extension_advice.split_device_code(plan, asked, 2.0, without_nvcc=True) == ""
 
 
-def test_without_cuda_in_torch_there_is_one_clear_error() -> None:
+def test_without_cuda_in_torch_there_is_one_clear_error():
     with pytest.raises(ToolchainError, match="built without CUDA"):
         plan_extension(request(with_cuda=True), toolchain(), PYTHON)
 
 
-def test_the_key_follows_what_matters_and_nothing_else() -> None:
+def test_the_key_follows_what_matters_and_nothing_else():
     plan = plan_extension(request(), toolchain(), PYTHON)
     base = key(plan)
     for changed in (
@@ -221,37 +219,29 @@ def test_the_key_follows_what_matters_and_nothing_else() -> None:
     )
 
 
-def test_what_is_precompiled_is_shared_between_extensions() -> None:
+def test_what_is_precompiled_is_shared_between_extensions():
     one = precompilable_flags(request(include_dirs=("/a",)), toolchain(), PYTHON)
     assert one == precompilable_flags(request(name="other"), toolchain(), PYTHON)
     assert one != precompilable_flags(request(cflags=("-O2",)), toolchain(), PYTHON)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("#include <torch/extension.h>\n", "reached"),
-        (
-            (
-                "// #define X\n/* #define Y */\n#pragma once\n#include <vector>\n#include"
-                ' "torch/extension.h"'
-            ),
-            "reached",
-        ),
-        ("#ifndef A_H\n#define A_H\n#include <torch/extension.h>\n#endif\n", "reached"),
-        ("using T = int;\n#include <torch/extension.h>", "reached"),
-        ('#include "good.h"\n#define X', "reached"),
-        ('#include "plain.h"\n#include <torch/extension.h>', "reached"),
-        ("#define X\n#include <torch/extension.h>", "unclear"),
-        ("#ifdef X\n#include <torch/extension.h>\n#endif", "unclear"),
-        ("#include MACRO\n#include <torch/extension.h>", "unclear"),
-        ('#include "macro.h"\n#include <torch/extension.h>', "unclear"),
-        ("#pragma pack(1)\n#include <torch/extension.h>", "unclear"),
-        ("#include <torch/library.h>\n", "not reached"),
-        ('#include "loop.h"\n', "not reached"),
-    ],
-)
-def test_include_lines(tmp_path: Path, text: str, expected: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), [
+    ("#include <torch/extension.h>\n", "reached"),
+    (("// #define X\n/* #define Y */\n#pragma once\n#include <vector>\n#include"
+      ' "torch/extension.h"'), "reached"),
+    ("#ifndef A_H\n#define A_H\n#include <torch/extension.h>\n#endif\n", "reached"),
+    ("using T = int;\n#include <torch/extension.h>", "reached"),
+    ('#include "good.h"\n#define X', "reached"),
+    ('#include "plain.h"\n#include <torch/extension.h>', "reached"),
+    ("#define X\n#include <torch/extension.h>", "unclear"),
+    ("#ifdef X\n#include <torch/extension.h>\n#endif", "unclear"),
+    ("#include MACRO\n#include <torch/extension.h>", "unclear"),
+    ('#include "macro.h"\n#include <torch/extension.h>', "unclear"),
+    ("#pragma pack(1)\n#include <torch/extension.h>", "unclear"),
+    ("#include <torch/library.h>\n", "not reached"),
+    ('#include "loop.h"\n', "not reached"),
+])  # fmt: skip
+def test_include_lines(tmp_path, text, expected):
     files = {
         "good.h": "#pragma once\n#include <torch/extension.h>\n#define Y\n",
         "plain.h": "#pragma once\nint f();\n",
@@ -263,7 +253,7 @@ def test_include_lines(tmp_path: Path, text: str, expected: str) -> None:
     assert reaches_first(HEADER, text, "", [str(tmp_path)]) == expected
 
 
-def test_own_headers_are_found_in_every_branch(tmp_path: Path) -> None:
+def test_own_headers_are_found_in_every_branch(tmp_path):
     (tmp_path / "inc").mkdir()
     (tmp_path / "inc" / "far.h").write_text("")
     (tmp_path / "near.h").write_text("#include <far.h>\n#include <vector>\n")
@@ -273,7 +263,7 @@ def test_own_headers_are_found_in_every_branch(tmp_path: Path) -> None:
     assert found == [str(tmp_path / "near.h"), str(tmp_path / "inc" / "far.h")]
 
 
-def test_inline_text() -> None:
+def test_inline_text():
     text = cpp_text("int f();", {"f": 'a "b"\n\\c'})
     assert text.splitlines()[0] == "#include <torch/extension.h>"
     assert 'm.def("f", torch::wrap_pybind_function(f), "a \\"b\\"\\n\\\\c");' in text
@@ -308,7 +298,7 @@ def cuda_project(root: Path) -> tuple[Path, Path]:
     return kernel, root / "bind.cpp"
 
 
-def test_hipify_writes_nothing_beside_the_users_files(tmp_path: Path) -> None:
+def test_hipify_writes_nothing_beside_the_users_files(tmp_path):
     kernel, binding = cuda_project(tmp_path / "project")
     before = sorted((tmp_path / "project").rglob("*"))
     build = tmp_path / "build"
@@ -341,7 +331,7 @@ def test_hipify_writes_nothing_beside_the_users_files(tmp_path: Path) -> None:
     assert not [path for path in reached if path.startswith(str(build))]
 
 
-def test_a_rocm_build_translates_first() -> None:
+def test_a_rocm_build_translates_first():
     tools = toolchain(hip="7.2", version="2.13.0+rocm7.2")
     plan = plan_hip_extension(
         request(with_cuda=True, include_dirs=("/home/u/inc",)),
@@ -365,7 +355,7 @@ def test_a_rocm_build_translates_first() -> None:
         plan_hip_extension(request(with_cuda=True), tools, PYTHON, architectures=())
 
 
-def test_a_comment_in_a_string_hides_no_include(tmp_path: Path) -> None:
+def test_a_comment_in_a_string_hides_no_include(tmp_path):
     (tmp_path / "own.h").write_text("")
     text = 'const char* begin = "/*";\n#include "own.h"\nconst char* end = "*/";\n'
     assert own_headers(text, str(tmp_path), ()) == [str(tmp_path / "own.h")]

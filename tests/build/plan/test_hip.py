@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from builds import SQUARE
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import settings
 from flexops.build.compile.building import Result
 from flexops.build.describe import catalog, layout
 from flexops.build.describe.spec import OpSpec
-from flexops.cli._app import app
 from flexops.toolchain import discovery, rocm
 from flexops_tools.proving import hip_proof
 
@@ -45,7 +44,7 @@ def built(build: Callable[[Sequence[OpSpec]], list[Result]]) -> dict[str, Result
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", [spec.name for spec in SPECS])
-def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
+def test_ops_compile_for_amd_gpus(built, name):
     entry = built[name].require()
     assert entry.manifest.architectures == (ARCHITECTURE,)
     library = entry.library.read_bytes()
@@ -54,9 +53,11 @@ def test_ops_compile_for_amd_gpus(built: dict[str, Result], name: str) -> None:
 
 
 @pytest.mark.extra
-def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None:
+def test_a_row_is_proven_as_far_as_it_compiles(built):
     """By the command; the libraries are those that were compiled before."""
-    done = CliRunner().invoke(app, ["target", "prove", "rocm72-gfx90a", "--op", "rope", "--json"])
+    done = flexops_command(
+        "target", "prove", "rocm72-gfx90a", "--op", "rope", "--json", catch_exceptions=True
+    )
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)["amd"]
     assert (found["family"], found["architecture"]) == ("rope", ARCHITECTURE)
@@ -65,9 +66,7 @@ def test_a_row_is_proven_as_far_as_it_compiles(built: dict[str, Result]) -> None
 
 
 @pytest.mark.extra
-def test_a_projects_operator_whose_binding_the_builder_writes(
-    build: Callable[[Sequence[OpSpec]], list[Result]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_projects_operator_whose_binding_the_builder_writes(build, monkeypatch):
     monkeypatch.syspath_prepend(str(layout.example_root()))
     # what looks at all families later in this process does not find it
     monkeypatch.setattr(catalog, "_others", dict(catalog._others))

@@ -21,13 +21,13 @@ COMPILER_PATH=/usr/lib
 """
 
 
-def test_what_a_compiler_says_of_its_search_path() -> None:
+def test_what_a_compiler_says_of_its_search_path():
     assert search.read_search_path(SAID) == search.SearchPath(
         ("/quoted",), ("/home/u/include", "/usr/lib/include"), ("/nowhere",)
     )
 
 
-def test_names_in_every_branch() -> None:
+def test_names_in_every_branch():
     text = (
         '#if 0\n# include <a/b.h>\n#endif\n#define NAME "c.h"\n#if __has_include(<d.h>) ||'
         ' __has_include ( "e.h" )\n#include \\\n "f.h"\n#include MACRO\n'
@@ -48,7 +48,7 @@ def built(folder: Path, include: Path, source: str, reached: str) -> list[str]:
     return search.places(plan._replace(steps=(step, plan.steps[1])), folder)
 
 
-def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path) -> None:
+def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path):
     (tmp_path / "include").mkdir()
     found = built(
         tmp_path,
@@ -63,9 +63,7 @@ def test_the_uppermost_part_that_is_missing_stands_for_all_below(tmp_path: Path)
     assert f"{tmp_path}/nowhere" in missing
 
 
-def test_headers_of_the_compiler_that_could_be_hidden(
-    tmp_path: Path, host_compiler: object
-) -> None:
+def test_headers_of_the_compiler_that_could_be_hidden(tmp_path, host_compiler):
     assert host_compiler
     (tmp_path / "include" / "bits").mkdir(parents=True)  # a folder of that name is there already
     place = search._ask(("g++",)).angle[0]

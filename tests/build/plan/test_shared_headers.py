@@ -6,7 +6,6 @@ import importlib.util
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def sharing(folder: Path, count: int, *, compiler: str = "g++") -> list[BuildPla
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_a_header_that_many_sources_share_is_read_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_header_that_many_sources_share_is_read_once_and_changes_nothing(tmp_path):
     plans = sharing(tmp_path / "tiny", shared_headers.FEWEST)
     together = compiler.run(plans, tmp_path / "together")
     alone = compiler.run(plans[:1], tmp_path / "alone")
@@ -79,7 +78,7 @@ def test_a_header_that_many_sources_share_is_read_once_and_changes_nothing(tmp_p
         )
 
 
-def test_few_sources_and_those_of_a_launcher_are_left_alone(tmp_path: Path) -> None:
+def test_few_sources_and_those_of_a_launcher_are_left_alone(tmp_path):
     few = sharing(tmp_path / "tiny", shared_headers.FEWEST - 1)
     assert shared_headers.share(few) == few
     launched = [
@@ -101,7 +100,7 @@ def test_few_sources_and_those_of_a_launcher_are_left_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_where_no_header_can_be_precompiled_everything_is_built_without(tmp_path: Path) -> None:
+def test_where_no_header_can_be_precompiled_everything_is_built_without(tmp_path):
     fussy = tmp_path / "fussy-g++"
     fussy.write_text(
         '#!/bin/sh\ncase "$*" in *c++-header*) echo "internal compiler error: no room" >&2; exit'
@@ -117,7 +116,7 @@ def test_where_no_header_can_be_precompiled_everything_is_built_without(tmp_path
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_a_broken_source_among_many_is_the_only_one_that_fails(tmp_path: Path) -> None:
+def test_a_broken_source_among_many_is_the_only_one_that_fails(tmp_path):
     *good, bad = sharing(tmp_path / "tiny", shared_headers.FEWEST + 1)
     broken = tmp_path / "broken.cpp"
     broken.write_text('#include "tiny.h"\nint broken() { return no_such_name; }\n')
@@ -135,7 +134,7 @@ def test_a_broken_source_among_many_is_the_only_one_that_fails(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_half_a_library_of_the_first_attempt_is_made_again(tmp_path: Path) -> None:
+def test_half_a_library_of_the_first_attempt_is_made_again(tmp_path):
     plans = sharing(tmp_path / "tiny", shared_headers.FEWEST)
     script = (
         f"if [ -e {tmp_path}/again ]; then g++ -shared tiny.o -o tiny.so; else touch"
@@ -150,7 +149,7 @@ def test_half_a_library_of_the_first_attempt_is_made_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("spec", [*catalog.CATALOG, SQUARE], ids=lambda spec: spec.name)
-def test_every_binding_includes_the_shared_header_first(spec: catalog.OpSpec) -> None:
+def test_every_binding_includes_the_shared_header_first(spec):
     """Else it is compiled in another order with the header precompiled than without, and its
     library is another."""
     name, written = spec.binding or BINDING, dict(spec.texts)
@@ -169,7 +168,7 @@ def flags(step: Step) -> tuple[str, ...]:
     return step.command[: step.command.index("-c")] if "-c" in step.command else ()
 
 
-def test_bindings_and_cpu_kernels_share_theirs_in_a_plan_on_paper() -> None:
+def test_bindings_and_cpu_kernels_share_theirs_in_a_plan_on_paper():
     tools = TOOLS._replace(launcher=None)
     plans = [paper_plan(spec, device, tools) for spec in catalog.CATALOG for device in spec.devices]
     maker, *users = shared_headers.share(plans)
@@ -200,8 +199,8 @@ def test_bindings_and_cpu_kernels_share_theirs_in_a_plan_on_paper() -> None:
 
 @pytest.mark.parametrize("spec", catalog.CATALOG, ids=lambda spec: spec.name)
 def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_could_change_them(
-    spec: catalog.OpSpec,
-) -> None:
+    spec,
+):
     """Else it is another with the header precompiled than without: one more declaration, or its
     dependency file names one more header."""
     csrc = REPOSITORY / "csrc"
@@ -218,12 +217,8 @@ def test_every_cpu_kernel_reaches_the_intrinsics_with_nothing_before_them_that_c
 
 @pytest.mark.parametrize("wheel", first_of("", "x86_64"), ids=["g++", "zig"])
 def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(
-    wheel: str,
-    tmp_path: Path,
-    host_compiler: object,
-    monkeypatch: pytest.MonkeyPatch,
-    require: Callable[..., None],
-) -> None:
+    wheel, tmp_path, host_compiler, monkeypatch, require
+):
     assert host_compiler
     require(
         not wheel or importlib.util.find_spec("ziglang"), "zig", f"pip install {zig.REQUIREMENT}"
@@ -252,7 +247,7 @@ def test_a_cpu_kernel_is_the_same_with_the_intrinsics_precompiled(
         assert reached[0] == reached[1]
 
 
-def test_what_plans_link_alike_is_made_once() -> None:
+def test_what_plans_link_alike_is_made_once():
     tools = TOOLS._replace(launcher=None)
     plans = [paper_plan(spec, "cpu", tools) for spec in catalog.CATALOG[:3]]
     text = compiler.render_ninja(plans, subdirectories=True)
@@ -265,7 +260,7 @@ def test_what_plans_link_alike_is_made_once() -> None:
         )
 
 
-def test_zig_reads_a_shared_header_once_too(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_zig_reads_a_shared_header_once_too(tmp_path, require):
     """A quarter of the processor time that a wheel took to compile went into one header."""
     found = importlib.util.find_spec("ziglang")
     require(found is not None, "zig", f"pip install {zig.REQUIREMENT}")
@@ -276,15 +271,8 @@ def test_zig_reads_a_shared_header_once_too(tmp_path: Path, require: Callable[..
     plans = []
     for plan in sharing(tmp_path / "tiny", shared_headers.FEWEST):
         compile_step, link_step = plan.steps
-        command = (
-            *host.command,
-            "-fPIC",
-            f"-I{tmp_path / 'tiny'}",
-            "-c",
-            compile_step.inputs[0],
-            "-o",
-            "tiny.o",
-        )
+        command = (*host.command, "-fPIC", f"-I{tmp_path / 'tiny'}", "-c", compile_step.inputs[0],
+            "-o", "tiny.o")  # fmt: skip
         link = (*host.linker, "-shared", "tiny.o", "-o", "tiny.so")
         plans.append(
             plan._replace(
@@ -306,8 +294,8 @@ def test_zig_reads_a_shared_header_once_too(tmp_path: Path, require: Callable[..
 
 
 def test_a_binding_is_compiled_once_for_both_device_types_and_a_launcher_that_is_missing_fails_the_link(
-    tmp_path: Path, host_compiler: object
-) -> None:
+    tmp_path, host_compiler
+):
     assert host_compiler
     chosen = settings.Settings.from_environ(
         {**child_environment(), "FLEXOPS_COMPILER_LAUNCHER": "none"}

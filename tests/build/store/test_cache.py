@@ -49,7 +49,7 @@ def files_below(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
-def test_nothing_is_there_at_first(cache: BuildCache, plan: BuildPlan) -> None:
+def test_nothing_is_there_at_first(cache, plan):
     assert cache.lookup(plan) is None
     assert cache.entries() == []
     assert list(cache.candidates(plan.name)) == []
@@ -57,7 +57,7 @@ def test_nothing_is_there_at_first(cache: BuildCache, plan: BuildPlan) -> None:
     assert not cache.root.exists(), "looking must not make anything"
 
 
-def test_what_is_published_is_found(cache: BuildCache, plan: BuildPlan) -> None:
+def test_what_is_published_is_found(cache, plan):
     entry = add(cache, plan)
     assert cache.lookup(plan) == entry
     assert entry.library.read_bytes() == b"library"
@@ -65,7 +65,7 @@ def test_what_is_published_is_found(cache: BuildCache, plan: BuildPlan) -> None:
     assert not list((cache.root / ".tmp").iterdir())
 
 
-def test_a_hit_writes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
+def test_a_hit_writes_nothing(cache, plan):
     add(cache, plan)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.root.rglob("*")}
     assert cache.lookup(plan)
@@ -74,9 +74,7 @@ def test_a_hit_writes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
     } == before
 
 
-def test_an_edited_header_misses_and_the_old_one_hits_again(
-    cache: BuildCache, plan: BuildPlan
-) -> None:
+def test_an_edited_header_misses_and_the_old_one_hits_again(cache, plan):
     header = plan.sources[0].with_name("tiny.h")
     text = header.read_text()
     add(cache, plan)
@@ -88,7 +86,7 @@ def test_an_edited_header_misses_and_the_old_one_hits_again(
     assert cache.lookup(plan) is None
 
 
-def test_a_moved_source_tree_hits(cache: BuildCache, tmp_path: Path, plan: BuildPlan) -> None:
+def test_a_moved_source_tree_hits(cache, tmp_path, plan):
     entry = add(cache, plan)
     shutil.move(tmp_path / "tiny", tmp_path / "moved")
     assert (
@@ -111,9 +109,7 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_a_miss_and_put_aside(
-    cache: BuildCache, plan: BuildPlan, damage: str
-) -> None:
+def test_a_damaged_entry_is_a_miss_and_put_aside(cache, plan, damage):
     entry = add(cache, plan)
     other = add(cache, plan, b"for another header", header="f" * 64)
     library, manifest = entry.library, entry.directory / "manifest.json"
@@ -144,7 +140,7 @@ def test_a_damaged_entry_is_a_miss_and_put_aside(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"<tiny>/tiny.h": 1, "/gone": "x"}', "\x00"])
-def test_a_damaged_list_of_headers_is_a_miss(cache: BuildCache, plan: BuildPlan, text: str) -> None:
+def test_a_damaged_list_of_headers_is_a_miss(cache, plan, text):
     entry = add(cache, plan)
     listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
     listed.write_text(text)
@@ -153,18 +149,18 @@ def test_a_damaged_list_of_headers_is_a_miss(cache: BuildCache, plan: BuildPlan,
     assert cache.lookup(plan) == entry
 
 
-def test_the_first_to_publish_wins(cache: BuildCache, plan: BuildPlan) -> None:
+def test_the_first_to_publish_wins(cache, plan):
     first = add(cache, plan, b"first")
     assert add(cache, plan, b"second") == first
     assert first.library.read_bytes() == b"first"
 
 
-def test_a_damaged_entry_in_the_way_is_replaced(cache: BuildCache, plan: BuildPlan) -> None:
+def test_a_damaged_entry_in_the_way_is_replaced(cache, plan):
     add(cache, plan, b"first").library.write_bytes(b"FIRST")
     assert add(cache, plan, b"second").library.read_bytes() == b"second"
 
 
-def test_many_publish_prune_and_clear_at_once(cache: BuildCache, plan: BuildPlan) -> None:
+def test_many_publish_prune_and_clear_at_once(cache, plan):
     failures: list[BaseException] = []
     until = time.monotonic() + 1.5
 
@@ -200,7 +196,7 @@ def test_many_publish_prune_and_clear_at_once(cache: BuildCache, plan: BuildPlan
 # ---- whose cache it is ---------------------------------------------------------------------------
 
 
-def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: BuildPlan) -> None:
+def test_a_cache_that_everybody_may_write_is_not_read(cache, plan):
     add(cache, plan)
     for mode in (0o777, 0o1777):
         cache.root.chmod(mode)
@@ -214,9 +210,7 @@ def test_a_cache_that_everybody_may_write_is_not_read(cache: BuildCache, plan: B
     assert cache.lookup(plan)
 
 
-def test_a_cache_of_another_user_is_not_read(
-    cache: BuildCache, plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_another_user_is_not_read(cache, plan, monkeypatch):
     add(cache, plan)
     monkeypatch.setattr(os, "geteuid", lambda: cache.root.stat().st_uid + 4711)
     if cache.root.stat().st_uid == 0:
@@ -226,7 +220,7 @@ def test_a_cache_of_another_user_is_not_read(
     assert BuildCache(cache.root, shared=True).lookup(plan)
 
 
-def test_a_file_in_the_cache_s_place_is_said(tmp_path: Path, plan: BuildPlan) -> None:
+def test_a_file_in_the_cache_s_place_is_said(tmp_path, plan):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         cache = BuildCache(root)
@@ -239,7 +233,7 @@ def test_a_file_in_the_cache_s_place_is_said(tmp_path: Path, plan: BuildPlan) ->
 # ---- keeping house -------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_goes_first(cache: BuildCache, plan: BuildPlan) -> None:
+def test_the_least_recently_used_goes_first(cache, plan):
     entries = [add(cache, plan, b"x" * 1000, header=str(number)) for number in range(4)]
     for number, entry in enumerate(entries):
         aged(entry, 1000 * (4 - number))
@@ -252,12 +246,12 @@ def test_the_least_recently_used_goes_first(cache: BuildCache, plan: BuildPlan) 
     )
 
 
-def test_prune_within_the_bound_removes_nothing(cache: BuildCache, plan: BuildPlan) -> None:
+def test_prune_within_the_bound_removes_nothing(cache, plan):
     add(cache, plan)
     assert cache.prune() == []
 
 
-def test_clear_by_name_and_all(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+def test_clear_by_name_and_all(cache, plan, tmp_path):
     mine, other = add(cache, plan), add(cache, tiny_plan(tmp_path / "other", name="other-cpu"))
     assert cache.clear(("other-cpu",)) == [other]
     assert cache.entries() == [mine]
@@ -266,14 +260,14 @@ def test_clear_by_name_and_all(cache: BuildCache, plan: BuildPlan, tmp_path: Pat
     assert cache.clear() == []
 
 
-def test_sizes_and_counts(cache: BuildCache, plan: BuildPlan) -> None:
+def test_sizes_and_counts(cache, plan):
     entry = add(cache, plan)
     info = cache.info()
     assert (info.entries, info.size, info.problem, info.quarantined) == (1, entry.size, "", 0)
     assert entry.size >= len(b"library")
 
 
-def test_workspaces_of_the_dead_are_swept_and_of_the_living_are_not(cache: BuildCache) -> None:
+def test_workspaces_of_the_dead_are_swept_and_of_the_living_are_not(cache):
     with cache.workspace() as alive:
         dead, starting = cache.root / ".tmp" / "dead", cache.root / ".tmp" / "starting"
         for path in (dead, starting):
@@ -290,7 +284,7 @@ def test_workspaces_of_the_dead_are_swept_and_of_the_living_are_not(cache: Build
             assert not starting.exists()
 
 
-def test_a_workspace_goes_when_its_build_fails(cache: BuildCache) -> None:
+def test_a_workspace_goes_when_its_build_fails(cache):
     def fail() -> None:
         with cache.workspace() as workspace:
             (workspace / "half.o").write_text("")
@@ -301,7 +295,7 @@ def test_a_workspace_goes_when_its_build_fails(cache: BuildCache) -> None:
     assert not list((cache.root / ".tmp").iterdir())
 
 
-def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path: Path) -> None:
+def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path):
     path = tmp_path / "a.lock"
     order: list[str] = []
 
@@ -325,7 +319,7 @@ def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path: Path) -> No
 # ---- archives ------------------------------------------------------------------------------------
 
 
-def test_export_and_import(cache: BuildCache, plan: BuildPlan, tmp_path: Path) -> None:
+def test_export_and_import(cache, plan, tmp_path):
     entry = add(cache, plan)
     damaged = add(cache, plan, b"damaged", header="1")
     damaged.library.write_bytes(b"DAMAGED")
@@ -407,9 +401,7 @@ def archives(tmp_path: Path) -> dict[str, Path]:
         "a truncated archive",
     ],
 )
-def test_a_bad_archive_is_rejected(
-    cache: BuildCache, archives: dict[str, Path], which: str
-) -> None:
+def test_a_bad_archive_is_rejected(cache, archives, which):
     with pytest.raises(CacheError) as caught:
         cache_archive.import_archive(cache, archives[which])
     assert caught.value.fix
@@ -417,17 +409,13 @@ def test_a_bad_archive_is_rejected(
     assert not list((cache.root / ".tmp").iterdir())
 
 
-def test_an_archive_that_cannot_be_written_is_said(
-    cache: BuildCache, plan: BuildPlan, tmp_path: Path
-) -> None:
+def test_an_archive_that_cannot_be_written_is_said(cache, plan, tmp_path):
     add(cache, plan)
     with pytest.raises(CacheError, match="cannot be written"):
         cache_archive.export(cache, tmp_path / "no" / "such" / "place.tar.gz")
 
 
-def test_what_is_stored_can_be_read_by_those_who_share_it(
-    cache: BuildCache, plan: BuildPlan
-) -> None:
+def test_what_is_stored_can_be_read_by_those_who_share_it(cache, plan):
     entry = add(cache, plan)
     listed = cache.root / plan.name / f"{entry.manifest.base}.headers.json"
     for path in (cache.root, entry.directory, entry.directory / "manifest.json", listed):
@@ -504,9 +492,7 @@ class Zeros(io.RawIOBase):
 
 
 @pytest.mark.parametrize("which", BOMBS)
-def test_an_archive_that_would_fill_the_disk_is_rejected_early(
-    cache: BuildCache, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_that_would_fill_the_disk_is_rejected_early(cache, tmp_path, which, monkeypatch):
     """In a process that may have little memory and write little: what is rejected only after it was
     unpacked dies there."""
     monkeypatch.setattr(cache_archive, "MAX_MEMBERS", 100)
@@ -541,12 +527,8 @@ def slow_bomb(which: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("which", ["much content", "empty parts"])
 def test_a_load_waits_for_no_archive_longer_than_its_limit(
-    cache: BuildCache,
-    tmp_path: Path,
-    which: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    cache, tmp_path, which, monkeypatch, caplog
+):
     """What a remote cache sends is unpacked for as long as its answers are waited for."""
     archive = slow_bomb(which, tmp_path / "bomb.tar.gz")
     sent = lambda _self, _name, file, _most: shutil.copy(archive, file) and "tag"  # noqa: E731
@@ -587,18 +569,14 @@ def in_child(work: Callable[[], str]) -> str:
         "./a/k/lib.so",
     ],
 )
-def test_a_name_that_flexops_does_not_write_is_rejected(
-    cache: BuildCache, tmp_path: Path, name: str
-) -> None:
+def test_a_name_that_flexops_does_not_write_is_rejected(cache, tmp_path, name):
     with pytest.raises(CacheError, match="not an archive") as caught:
         cache_archive.import_archive(cache, archive_of(tmp_path / "names.tar.gz", {name: b"x"}))
     assert "unexpected name" in caught.value.found
     assert caught.value.found.isprintable()
 
 
-def test_an_archive_may_not_hold_more_than_the_cache(
-    cache: BuildCache, plan: BuildPlan, tmp_path: Path
-) -> None:
+def test_an_archive_may_not_hold_more_than_the_cache(cache, plan, tmp_path):
     add(cache, plan, os.urandom(100_000))
     cache_archive.export(cache, tmp_path / "cache.tar.gz")
     with pytest.raises(CacheError, match="not an archive") as caught:

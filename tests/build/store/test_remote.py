@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import remote_stores as stores
 from builds import answer, child_environment, runs, tiny_plan
 from marks import first_of
 from processes import completed
-from remote_machines import Machines, Open, claim
+from remote_machines import claim
 
 from flexops.build.compile import building
 from flexops.build.store import cache_archive, counters, remote
@@ -78,9 +78,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 # ---- what it is for ------------------------------------------------------------------------------
 
 
-def test_what_one_machine_compiled_the_others_fetch(
-    url: str, machines: Machines, opened: Open, wait: Any
-) -> None:
+def test_what_one_machine_compiled_the_others_fetch(url, machines, opened, wait):
     assert wait
     assert answer(machines.obtain("first", opened(url)).library) == 42
     names = {item.name for item in opened(url).list()}
@@ -93,9 +91,7 @@ def test_what_one_machine_compiled_the_others_fetch(
     assert {item.name for item in opened(url).list()} == names
 
 
-def test_over_http_from_a_server_that_knows_files_only(
-    tmp_path: Path, machines: Machines, opened: Open
-) -> None:
+def test_over_http_from_a_server_that_knows_files_only(tmp_path, machines, opened):
     machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
     server = stores.WebServer(tmp_path / "www")
     with stores.served(server) as address:
@@ -107,13 +103,8 @@ def test_over_http_from_a_server_that_knows_files_only(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_over_https_from_a_server_whose_certificate_is_known(
-    known: bool,
-    tmp_path: Path,
-    machines: Machines,
-    opened: Open,
-    monkeypatch: pytest.MonkeyPatch,
-    require: Any,
-) -> None:
+    known, tmp_path, machines, opened, monkeypatch, require
+):
     require(shutil.which("openssl"), "openssl", "apt-get install openssl")
     certificate = stores.certificate(tmp_path)
     machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
@@ -130,9 +121,7 @@ def test_over_https_from_a_server_whose_certificate_is_known(
     assert bool(second.problem) is not known
 
 
-def test_an_edited_header_is_another_artifact_and_the_old_one_stays(
-    url: str, machines: Machines, opened: Open
-) -> None:
+def test_an_edited_header_is_another_artifact_and_the_old_one_stays(url, machines, opened):
     plan = machines.plan()
     machines.obtain("first", opened(url), plan)
     header = plan.sources[0].with_name("tiny.h")
@@ -144,7 +133,7 @@ def test_an_edited_header_is_another_artifact_and_the_old_one_stays(
     assert len([item for item in opened(url).list() if item.name.endswith(".tar.gz")]) == 2
 
 
-def test_what_is_there_is_never_overwritten(url: str, machines: Machines, opened: Open) -> None:
+def test_what_is_there_is_never_overwritten(url, machines, opened):
     entry = machines.obtain("first", opened(url))
     before = opened(url).list()
     other = opened(url)
@@ -159,16 +148,12 @@ def test_what_is_there_is_never_overwritten(url: str, machines: Machines, opened
     ]
 
 
-def test_without_permission_to_write_nothing_is_written(
-    tmp_path: Path, machines: Machines, opened: Open
-) -> None:
+def test_without_permission_to_write_nothing_is_written(tmp_path, machines, opened):
     machines.obtain("first", opened(f"file://{tmp_path}/store", write=False))
     assert opened(f"file://{tmp_path}/store").list() == []
 
 
-def test_a_warm_start_does_not_touch_it(
-    machines: Machines, opened: Open, bad: stores.BadStore
-) -> None:
+def test_a_warm_start_does_not_touch_it(machines, opened, bad):
     machines.obtain("first", opened("s3://bucket"))
     cold, bad.requests[:] = len(bad.requests), []
     warm = opened("s3://bucket")
@@ -178,9 +163,7 @@ def test_a_warm_start_does_not_touch_it(
     assert warm._worker is None
 
 
-def test_signatures_travel_and_count(
-    tmp_path: Path, machines: Machines, opened: Open, require: Any
-) -> None:
+def test_signatures_travel_and_count(tmp_path, machines, opened, require):
     require(
         shutil.which("ssh-keygen"),
         "ssh-keygen",
@@ -218,9 +201,7 @@ def test_signatures_travel_and_count(
         (stores.closes, ""),
     ],
 )
-def test_a_store_that_fails_is_not_asked_again_at_once(
-    fault: stores.Fault, why: str, machines: Machines, opened: Open, bad: stores.BadStore
-) -> None:
+def test_a_store_that_fails_is_not_asked_again_at_once(fault, why, machines, opened, bad):
     bad.fault = fault
     there = opened("s3://bucket", limit=1.0)
     assert answer(machines.obtain("first", there).library) == 42
@@ -235,9 +216,7 @@ def test_a_store_that_fails_is_not_asked_again_at_once(
 @pytest.mark.parametrize(
     "fault", [stores.truncates, stores.breaks_off, stores.garbles, stores.lies]
 )
-def test_what_a_store_says_is_not_believed(
-    fault: stores.Fault, machines: Machines, opened: Open, bad: stores.BadStore
-) -> None:
+def test_what_a_store_says_is_not_believed(fault, machines, opened, bad):
     machines.obtain("first", opened("s3://bucket"))
     machines.obtain("first", opened("s3://bucket"), machines.plan("other-cpu"))
     bad.fault = fault
@@ -250,7 +229,7 @@ def test_what_a_store_says_is_not_believed(
     )
 
 
-def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: stores.BadStore) -> None:
+def test_a_full_store_is_still_read(machines, opened, bad):
     machines.obtain("first", opened("s3://bucket"))
     bad.fault = stores.is_full
     there = opened("s3://bucket", limit=1.0)
@@ -261,18 +240,14 @@ def test_a_full_store_is_still_read(machines: Machines, opened: Open, bad: store
     assert machines.compiled == 2
 
 
-def test_a_bucket_that_vanishes(
-    s3_address: str, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_vanishes(s3_address, machines, opened, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
     there = opened("s3://was-never-there/x")
     assert answer(machines.obtain("first", there).library) == 42
     assert there.unwritten
 
 
-def test_a_store_that_is_stopped_in_the_middle(
-    machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_stopped_in_the_middle(machines, opened, monkeypatch):
     server = stores.BadStore()
     with stores.served(server) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
@@ -283,12 +258,7 @@ def test_a_store_that_is_stopped_in_the_middle(
     assert there.problem
 
 
-def test_a_client_that_is_not_installed_is_named(
-    machines: Machines,
-    opened: Open,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_client_that_is_not_installed_is_named(machines, opened, monkeypatch, caplog):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     there = opened("s3://bucket")
     assert answer(machines.obtain("first", there).library) == 42
@@ -318,7 +288,7 @@ dist.destroy_process_group()
 """
 
 
-def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) -> None:
+def test_of_the_ranks_of_a_job_one_compiles(tmp_path, machines):
     """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is
     there."""
     machines.plan()
@@ -351,9 +321,7 @@ def test_of_the_ranks_of_a_job_one_compiles(tmp_path: Path, machines: Machines) 
 
 
 @pytest.mark.parametrize("url", ["s3", "gs", AZURE, "file"], indirect=True)
-def test_of_processes_without_a_job_one_compiles(
-    url: str, machines: Machines, opened: Open, wait: Callable[[int], None]
-) -> None:
+def test_of_processes_without_a_job_one_compiles(url, machines, opened, wait):
     """Four machines that know of each other only through the store: threads here, each with a cache
     and a client of its own."""
     wait(30)
@@ -372,7 +340,7 @@ def test_of_processes_without_a_job_one_compiles(
 
 
 @pytest.mark.parametrize("url", ["s3", "gs", AZURE], indirect=True)
-def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open) -> None:
+def test_only_one_takes_over_a_claim(url, machines, opened):
     there, plan = opened(url), machines.plan()
     cache, name, digest = machines.cache("other", there), plan.name, building._digest(plan)
     claim(there, machines, until=0, by="who is late")
@@ -388,8 +356,8 @@ def test_only_one_takes_over_a_claim(url: str, machines: Machines, opened: Open)
 
 
 def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(
-    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
-) -> None:
+    tmp_path, machines, opened, wait
+):
     wait(1)
     there = opened(f"file://{tmp_path}/store")
     claim(there, machines, until=9e12)
@@ -400,13 +368,7 @@ def test_a_machine_that_never_delivers_is_not_waited_for_any_longer(
 @pytest.mark.parametrize(
     "value", [{"until": 5.0}, {"until": "never"}, {"until": 9e12, "failed": True}]
 )
-def test_a_claim_that_has_expired_or_failed_blocks_no_process(
-    value: dict[str, Any],
-    machines: Machines,
-    opened: Open,
-    bad: stores.BadStore,
-    wait: Callable[[int], None],
-) -> None:
+def test_a_claim_that_has_expired_or_failed_blocks_no_process(value, machines, opened, bad, wait):
     wait(1000)
     assert bad
     there = opened("s3://bucket")
@@ -414,9 +376,7 @@ def test_a_claim_that_has_expired_or_failed_blocks_no_process(
     assert answer(machines.obtain("first", there).library) == 42
 
 
-def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(
-    tmp_path: Path, machines: Machines, opened: Open, wait: Callable[[int], None]
-) -> None:
+def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path, machines, opened, wait):
     wait(1000)
     plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="this is no C++\n")
     there = opened(f"file://{tmp_path}/store")
@@ -447,7 +407,7 @@ def call(tmp_path: Path, name: str, **variables: str | None) -> dict[str, Any]:
     return said
 
 
-def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compiler: Any) -> None:
+def test_an_operator_on_a_machine_without_a_compiler(tmp_path, host_compiler):
     assert host_compiler
     there = {
         "FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store",
@@ -465,7 +425,7 @@ def test_an_operator_on_a_machine_without_a_compiler(tmp_path: Path, host_compil
     assert first["clients"] == second["clients"] == [], "the client library stays in the worker"
 
 
-def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
+def test_a_kernel(tmp_path, opened, require):
     from flexops.build.compile import device_code
     from flexops.build.describe import catalog, layout
     from flexops.build.plan import kernel_plan
@@ -501,9 +461,7 @@ def test_a_kernel(tmp_path: Path, opened: Open, require: Any) -> None:
     assert codes[0].startswith(b"\x7fELF")
 
 
-def test_an_extension_of_a_users_own(
-    tmp_path: Path, host_compiler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extension_of_a_users_own(tmp_path, host_compiler, monkeypatch):
     import flexops
     from flexops.errors import FlexopsError
 
@@ -535,9 +493,7 @@ def test_an_extension_of_a_users_own(
 # ---- secrets, counters, and the rest -------------------------------------------------------------
 
 
-def test_errors_tell_no_secrets(
-    machines: Machines, opened: Open, bad: stores.BadStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_tell_no_secrets(machines, opened, bad, caplog):
     bad.fault = stores.forbids
     port = bad.server_port
     there = opened(f"http://user:hunter2@127.0.0.1:{port}/store?sig=topsecret", limit=1.0)
@@ -547,9 +503,7 @@ def test_errors_tell_no_secrets(
     assert not [secret for secret in ("hunter2", "topsecret", "tests-own-secret") if secret in said]
 
 
-def test_counters_are_of_all_processes_that_used_a_cache(
-    tmp_path: Path, machines: Machines, opened: Open
-) -> None:
+def test_counters_are_of_all_processes_that_used_a_cache(tmp_path, machines, opened):
     url = f"file://{tmp_path}/store"
     machines.obtain("first", opened(url))
     machines.obtain("second", opened(url))
@@ -567,7 +521,7 @@ def test_counters_are_of_all_processes_that_used_a_cache(
     assert 'flexops_cache_hits_total{tier="remote"} 1' in text.splitlines()
 
 
-def test_a_fork_gets_a_client_of_its_own(tmp_path: Path, machines: Machines, opened: Open) -> None:
+def test_a_fork_gets_a_client_of_its_own(tmp_path, machines, opened):
     there = opened(f"file://{tmp_path}/store")
     machines.obtain("first", there)
     child = os.fork()
@@ -579,7 +533,7 @@ def test_a_fork_gets_a_client_of_its_own(tmp_path: Path, machines: Machines, ope
     assert there.list(), "the parent's goes on"
 
 
-def test_an_archive_must_be_what_was_asked_for(tmp_path: Path, machines: Machines) -> None:
+def test_an_archive_must_be_what_was_asked_for(tmp_path, machines):
     cache = machines.cache("first", None)
     building.obtain([machines.plan(), machines.plan("other-cpu")], cache)
     cache_archive.export(cache, tmp_path / "both.tar.gz")

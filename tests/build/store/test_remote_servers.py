@@ -18,9 +18,10 @@ from urllib.parse import quote
 import pytest
 import remote_stores as stores
 from builds import answer, child_environment, tiny_plan
+from command_line import flexops_command
 from marks import first_of
 from processes import completed
-from remote_machines import Machines, Open, claim
+from remote_machines import Open, claim
 
 from flexops.build.compile import building
 from flexops.build.store import counters, remote
@@ -83,9 +84,7 @@ def url(
     return f"{address}/{name}"
 
 
-def test_what_one_machine_compiled_the_others_fetch(
-    url: str, machines: Machines, opened: Open, wait: Wait
-) -> None:
+def test_what_one_machine_compiled_the_others_fetch(url, machines, opened, wait):
     assert wait
     first, second = opened(url, limit=10.0), opened(url, limit=10.0, write=False)
     assert answer(machines.obtain("first", first).library) == 42
@@ -94,9 +93,7 @@ def test_what_one_machine_compiled_the_others_fetch(
     assert machines.compiled == 1
 
 
-def test_without_conditional_puts_one_of_many_compiles(
-    url: str, machines: Machines, opened: Open, wait: Wait
-) -> None:
+def test_without_conditional_puts_one_of_many_compiles(url, machines, opened, wait):
     """Eight machines that know of each other only through the store."""
     wait(60)
     plan, answers = machines.plan(), []
@@ -113,9 +110,7 @@ def test_without_conditional_puts_one_of_many_compiles(
     assert machines.compiled == 1
 
 
-def test_one_of_many_takes_over_a_claim_that_has_expired(
-    url: str, machines: Machines, opened: Open
-) -> None:
+def test_one_of_many_takes_over_a_claim_that_has_expired(url, machines, opened):
     there = opened(url)
     claim(there, machines, until=0, by="a process that is late")
     plan = machines.plan()
@@ -138,9 +133,9 @@ def test_one_of_many_takes_over_a_claim_that_has_expired(
 
 
 def test_a_store_that_ignores_conditions_is_detected(
-    s3_address: str, s3rver: str, machines: Machines, opened: Open,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    s3_address, s3rver, machines, opened,
+    monkeypatch, caplog
+):  # fmt: skip
     for address, honoured in ((s3rver, False), (s3_address, True)):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "S3RVER")
@@ -156,9 +151,9 @@ def test_a_store_that_ignores_conditions_is_detected(
 
 
 def test_a_registry_without_a_login_says_so(
-    registry: tuple[str, str], machines: Machines, opened: Open, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    registry, machines, opened, tmp_path,
+    monkeypatch
+):  # fmt: skip
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     there = opened(f"oci://{registry[0]}/team/x", limit=10.0)
@@ -173,9 +168,7 @@ def let_the_pause_pass(there: Remote) -> None:
     there._asking._until = there._writing._until = 0.0
 
 
-def test_a_store_that_failed_is_asked_again_after_a_pause(
-    machines: Machines, opened: Open, bad: stores.BadStore
-) -> None:
+def test_a_store_that_failed_is_asked_again_after_a_pause(machines, opened, bad):
     machines.obtain("first", opened("s3://bucket"))
     there, bad.fault = opened("s3://bucket", limit=1.0), stores.forbids
     before = counters.cache_stats()["remote_given_up"]["count"]
@@ -191,7 +184,7 @@ def test_a_store_that_failed_is_asked_again_after_a_pause(
     assert "flexops_remote_given_up_total 1" in text.splitlines()
 
 
-def test_pauses_grow_and_a_success_makes_them_short_again() -> None:
+def test_pauses_grow_and_a_success_makes_them_short_again():
     gate = remote.Gate()
     assert [gate.close("why") for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
     assert gate.why == "why"
@@ -199,9 +192,7 @@ def test_pauses_grow_and_a_success_makes_them_short_again() -> None:
     assert gate.close("why") == 30
 
 
-def test_a_full_store_is_written_again_after_a_pause(
-    machines: Machines, opened: Open, bad: stores.BadStore
-) -> None:
+def test_a_full_store_is_written_again_after_a_pause(machines, opened, bad):
     there, bad.fault = opened("s3://bucket", limit=1.0), stores.is_full
     machines.obtain("first", there)
     assert "507" in there.unwritten
@@ -211,9 +202,7 @@ def test_a_full_store_is_written_again_after_a_pause(
     assert any("other-cpu" in name for name in bad.objects)
 
 
-def test_a_client_that_starts_slowly_is_no_slow_store(
-    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_starts_slowly_is_no_slow_store(tmp_path, machines, opened, monkeypatch):
     """As where all processors are busy: its start takes longer than a request may."""
     real = remote._worker
 
@@ -228,7 +217,7 @@ def test_a_client_that_starts_slowly_is_no_slow_store(
     assert there.list()
 
 
-def test_a_remote_miss_is_counted(tmp_path: Path, machines: Machines, opened: Open) -> None:
+def test_a_remote_miss_is_counted(tmp_path, machines, opened):
     machines.obtain("first", opened(f"file://{tmp_path}/store"))
     counted = counters.of_cache(machines.folder / "caches" / "first")["remote"]
     assert (counted["hits"], counted["misses"] > 0) == (0, True)
@@ -255,8 +244,8 @@ class Redirects(http.server.ThreadingHTTPServer):
 
 
 def test_a_redirect_does_not_lead_from_https_to_http(
-    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch, require: Any
-) -> None:
+    tmp_path, machines, opened, monkeypatch, require
+):
     """Not even where another store's address is one without encryption."""
     require(shutil.which("openssl"), "openssl", "apt-get install openssl")
     machines.obtain("first", opened(f"file://{tmp_path}/www/kernels"))
@@ -277,9 +266,7 @@ def test_a_redirect_does_not_lead_from_https_to_http(
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_http_to_another_machine_is_for_who_allows_it(
-    plain: bool, monkeypatch: pytest.MonkeyPatch, opened: Open
-) -> None:
+def test_http_to_another_machine_is_for_who_allows_it(plain, monkeypatch, opened):
     assert opened
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid:9000")
     there = Remote("s3://bucket", limit=1.0, plain=plain)
@@ -298,9 +285,9 @@ def test_http_to_another_machine_is_for_who_allows_it(
 
 
 def test_only_the_process_that_compiles_says_so(
-    tmp_path: Path, machines: Machines, opened: Open, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    tmp_path, machines, opened, monkeypatch,
+    capsys
+):  # fmt: skip
     from flexops.build.compile import progress
 
     monkeypatch.setenv("RANK", "3")
@@ -316,9 +303,7 @@ def test_only_the_process_that_compiles_says_so(
     assert said[1:] == ["", ""]
 
 
-def test_a_build_that_fails_says_that_it_compiled(
-    tmp_path: Path, machines: Machines, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_that_fails_says_that_it_compiled(tmp_path, machines, capsys):
     from flexops.build.compile import progress
 
     plan = tiny_plan(tmp_path / "wrong", compiler=machines.compiler, source="no C++\n")
@@ -339,7 +324,7 @@ def checked(url: str, **options: Any) -> dict[str, remote.Check]:
             there._worker.stop()
 
 
-def test_a_check_tries_everything_and_leaves_nothing(url: str, tmp_path: Path) -> None:
+def test_a_check_tries_everything_and_leaves_nothing(url, tmp_path):
     found = checked(url, write=True)
     assert [one for one in found.values() if one.ok is False] == []
     assert "reading claims again" in found["conditional put"].found
@@ -362,9 +347,9 @@ def test_a_check_tries_everything_and_leaves_nothing(url: str, tmp_path: Path) -
     ],
 )
 def test_a_check_names_the_cause(
-    url: str, cause: str, s3_address: str, nginx: tuple[str, Path], registry: tuple[str, str],
-    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+    url, cause, s3_address, nginx, registry,
+    opened, monkeypatch, tmp_path
+):  # fmt: skip
     assert opened
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_address)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -377,17 +362,15 @@ def test_a_check_names_the_cause(
     assert cause in failed[0].found
 
 
-def test_check_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
+def test_check_on_the_command_line(tmp_path, monkeypatch):
 
     from flexops import settings
-    from flexops.cli._app import app
 
     for store, status in ((f"file://{tmp_path}/s", 0), ("http://127.0.0.1:1/x", 1)):
         monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", store)
         monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_WRITE", "1")
         settings.current.cache_clear()
-        done = CliRunner().invoke(app, ["cache", "remote", "check"])
+        done = flexops_command("cache", "remote", "check", catch_exceptions=True)
         assert done.exit_code == status, done.output
         assert ("FAILED" in done.output) is bool(status)
         there = remote.of(settings.current())
@@ -418,7 +401,7 @@ if {initialised}:
 
 
 @pytest.mark.parametrize("initialised", first_of(True, False))
-def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised: bool, tmp_path: Path) -> None:
+def test_of_the_ranks_of_a_job_one_warns_of_a_fallback(initialised, tmp_path):
     script, said = tmp_path / "rank.py", tmp_path / "said"
     said.mkdir()
     (tmp_path / "c").mkdir()

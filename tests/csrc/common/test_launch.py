@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
-from typing import Any
 
 from processes import completed
 
@@ -73,7 +71,7 @@ int main() {
 """
 
 
-def test_shared_memory_is_asked_for_once(tmp_path: Path, host_compiler: Any) -> None:
+def test_shared_memory_is_asked_for_once(tmp_path, host_compiler):
     """A kernel is allowed its shared memory at its first launch on a GPU, and again only for more
     of it; a GPU that has less gets what a launch wants. Nothing that a thread was allowed is taken
     back by another one before it has launched."""

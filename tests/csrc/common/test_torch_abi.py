@@ -61,16 +61,12 @@ def compile_both(
     return completed(command, code=None)
 
 
-def test_our_declarations_are_torchs(
-    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
-) -> None:
+def test_our_declarations_are_torchs(host_compiler, torch, tmp_path):
     result = compile_both(host_compiler, torch, layout.csrc_root(), tmp_path / "both.cpp")
     assert result.returncode == 0, result.stderr
 
 
-def test_another_declaration_is_rejected(
-    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
-) -> None:
+def test_another_declaration_is_rejected(host_compiler, torch, tmp_path):
     changed = tmp_path / OURS
     changed.parent.mkdir()
     text = (layout.csrc_root() / OURS).read_text()
@@ -105,9 +101,7 @@ def link(
     return completed(command, cwd=directory, code=None)
 
 
-def test_all_of_the_stub_is_in_torchs_library(
-    host_compiler: HostCompiler, torch: TorchBuild, tmp_path: Path
-) -> None:
+def test_all_of_the_stub_is_in_torchs_library(host_compiler, torch, tmp_path):
     stub, real = (
         ctypes.CDLL(str(tmp_path / compile_stub(host_compiler, tmp_path))),
         ctypes.CDLL(str(torch.library_dir / TORCH_LIBRARY)),
@@ -119,9 +113,7 @@ def test_all_of_the_stub_is_in_torchs_library(
 
 
 @pytest.mark.usefixtures("torch")
-def test_an_undeclared_function_is_found_by_the_linker(
-    host_compiler: HostCompiler, tmp_path: Path
-) -> None:
+def test_an_undeclared_function_is_found_by_the_linker(host_compiler, tmp_path):
     stub = compile_stub(host_compiler, tmp_path)
     assert link(host_compiler, tmp_path, "aoti_torch_copy_", stub).returncode == 0
     assert "libtorch_cpu.so" in (tmp_path / "one.so").read_bytes().decode("latin-1")

@@ -31,7 +31,7 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 97,
+    "vocab_size": 17,
     "tie_word_embeddings": True,
     "attention_bias": True,
 }
@@ -124,10 +124,9 @@ def main(awq: str, gptq: str) -> None:
         folder = HERE / kind
         folder.mkdir(exist_ok=True)
         save_file(state, folder / "model.safetensors", {"format": "pt"})
-        model.config.quantization_config = config
-        model.config.architectures = ["LlamaForCausalLM"]
-        model.config.dtype = "float16"
-        (folder / "config.json").write_text(json.dumps(model.config.to_dict(), indent=1) + "\n")
+        described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        described |= {"dtype": "float16", **SIZES, "quantization_config": config}
+        (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
         (folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
 
 

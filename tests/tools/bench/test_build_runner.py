@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from builds import child_environment
 from processes import completed
 
-from flexops.toolchain.model import CudaToolkit
 from flexops_tools.bench.build_ladder import RUNGS
 
 
 @pytest.mark.slow
-def test_a_quick_ladder_on_this_machine(nvcc_toolkit: CudaToolkit, tmp_path: Path) -> None:
+def test_a_quick_ladder_on_this_machine(nvcc_toolkit, tmp_path):
     """Minutes: the conventional source is compiled once. How long each rung takes is not
     asserted."""
     assert nvcc_toolkit

@@ -29,11 +29,11 @@ def measured(family: str, capability: str) -> Measured:
     return Measured(family, f"{family}::kernel", architecture, "NVRTC 13.0", {}, 0, Path("none"))
 
 
-def test_without_facts_the_table_is_empty() -> None:
+def test_without_facts_the_table_is_empty():
     assert len(proven.table(MATRIX, [])) == 2
 
 
-def test_a_line_has_all_that_was_done_with_a_toolkit_and_torch_and_the_oldest_date() -> None:
+def test_a_line_has_all_that_was_done_with_a_toolkit_and_torch_and_the_oldest_date():
     facts = [
         Fact("CUDA 13.0", "2.14.1", KERNELS, "10.0", "", DAY),
         Fact("CUDA 13.0", "2.14.1", KERNELS, "9.0", "14 of 15 families", "2026-11-20"),
@@ -52,13 +52,13 @@ def test_a_line_has_all_that_was_done_with_a_toolkit_and_torch_and_the_oldest_da
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=lambda row: row.id)
-def test_a_rows_torch_names_its_toolkit(row: targets.Target) -> None:
+def test_a_rows_torch_names_its_toolkit(row):
     toolkit = proven.toolkit_of_torch(proven.build_of(row))
     assert toolkit == proven.toolkit_of(row)
     assert proven.torch_of(MATRIX, toolkit) == row.torch
 
 
-def test_a_newer_fact_replaces_an_older_one_about_the_same(tmp_path: Path) -> None:
+def test_a_newer_fact_replaces_an_older_one_about_the_same(tmp_path):
     path = tmp_path / proven.RECORD
     old = Fact("CUDA 13.0", "2.14.1", TESTS, "tests/ops", "3 passed", "2026-11-20")
     other = old._replace(subject="tests/unit")
@@ -70,13 +70,13 @@ def test_a_newer_fact_replaces_an_older_one_about_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["{", '[{"toolkit": "CUDA 13.0"}]', "[1]"])
-def test_a_broken_record_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+def test_a_broken_record_is_an_error_that_names_the_file(tmp_path, text):
     (tmp_path / "broken.json").write_text(text)
     with pytest.raises(TargetError, match=r"broken\.json"):
         proven.read(tmp_path / "broken.json")
 
 
-def test_compiled_kernels_are_facts_of_their_compilers_toolkit() -> None:
+def test_compiled_kernels_are_facts_of_their_compilers_toolkit():
     whole = [measured(family, "9.0") for family in OWN] + [measured("attention", "9.0a")]
     amd = [hip_proof.Compiled("rope", "gfx90a", "hipcc 5.2", ["k"], "")]
     found = proving.facts([*whole, measured("rope", "7.5")], amd, DAY)
@@ -88,7 +88,7 @@ def test_compiled_kernels_are_facts_of_their_compilers_toolkit() -> None:
     ]
 
 
-def test_a_torch_is_tested_on_its_processor_and_gpu_and_by_its_tests() -> None:
+def test_a_torch_is_tested_on_its_processor_and_gpu_and_by_its_tests():
     facts = {"machine": "aarch64", "gpu": {"name": "NVIDIA H200"}}
     found = torch_proof.tested("2.14.1+cu130", facts, {"tests/ops": "3 passed"})
     assert {one[:2] for one in found} == {("CUDA 13.0", "2.14.1")}
@@ -102,7 +102,7 @@ def test_a_torch_is_tested_on_its_processor_and_gpu_and_by_its_tests() -> None:
 
 
 @pytest.mark.extra
-def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
+def test_tests_are_counted_as_they_went(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n slow\n image\n")
     (tmp_path / "some").mkdir()
     (tmp_path / "some/test_it.py").write_text(
@@ -129,7 +129,7 @@ def test_tests_are_counted_as_they_went(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", render.TABLE])
-def test_both_pages_have_the_table_and_no_commit(page: str) -> None:
+def test_both_pages_have_the_table_and_no_commit(page):
     text = (ROOT / page).read_text()
     assert text.count(render.TESTED_BEGIN) == text.count(render.TESTED_END) == 1
     table = text.partition(render.TESTED_BEGIN)[2].partition(render.TESTED_END)[0]
@@ -137,7 +137,7 @@ def test_both_pages_have_the_table_and_no_commit(page: str) -> None:
     assert not re.search(r"`[0-9a-f]{7,}`", text)
 
 
-def test_rendering_fills_the_place_and_again_changes_nothing(tmp_path: Path) -> None:
+def test_rendering_fills_the_place_and_again_changes_nothing(tmp_path):
     page = f"before\n{render.TESTED_BEGIN}\nold\n{render.TESTED_END}\nafter\n"
     (tmp_path / "README.md").write_text(page)
     proven.write(tmp_path / proven.RECORD, [Fact("CUDA 12.1", "2.4.1", KERNELS, "9.0", "", DAY)])
@@ -150,7 +150,7 @@ def test_rendering_fills_the_place_and_again_changes_nothing(tmp_path: Path) -> 
     assert not render.write(MATRIX, tmp_path)
 
 
-def test_the_committed_record_has_the_baselines_compilers_and_architectures() -> None:
+def test_the_committed_record_has_the_baselines_compilers_and_architectures():
     known = {tuple(place.split()[1:]) for place in baseline.read(ROOT / baseline.FILE)}
     recorded = {
         (one.toolkit.removeprefix("CUDA "), f"sm_{one.subject.replace('.', '')}")
@@ -160,5 +160,5 @@ def test_the_committed_record_has_the_baselines_compilers_and_architectures() ->
     assert recorded == {(version, sm.rstrip("a")) for version, sm in known}
 
 
-def test_the_record_is_small() -> None:
+def test_the_record_is_small():
     assert (ROOT / proven.RECORD).stat().st_size < 12_000

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import flexops_command
 
 from flexops import targets
 from flexops.errors import TargetError
@@ -39,7 +40,7 @@ def matrix() -> targets.Matrix:
     return loading.read(GOLDEN / "input" / "matrix.toml")
 
 
-def test_the_golden_case(project: Path) -> None:
+def test_the_golden_case(project):
     found, expected = tree(project), tree(GOLDEN / "expected")
     dockerfiles = {path for path in found if "Dockerfile." in path}
     assert set(found) == set(expected) | dockerfiles
@@ -50,16 +51,16 @@ def test_the_golden_case(project: Path) -> None:
         assert all(one == other or one.startswith(("#", "ARG ")) for one, other in lines), path
 
 
-def test_this_checkout_follows_its_matrix() -> None:
+def test_this_checkout_follows_its_matrix():
     assert render.compare(targets.load(), ROOT).lines() == []
 
 
-def test_every_generated_file_says_so(project: Path) -> None:
+def test_every_generated_file_says_so(project):
     for path, text in tree(project).items():
         assert render.HEADER in text, path
 
 
-def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) -> None:
+def test_rendering_again_changes_nothing(project, matrix):
     before = {path: path.stat().st_mtime_ns for path in project.rglob("*") if path.is_file()}
     assert not render.write(matrix, project)
     assert {
@@ -67,9 +68,7 @@ def test_rendering_again_changes_nothing(project: Path, matrix: targets.Matrix) 
     } == before
 
 
-def test_missing_differing_and_stray_files_are_listed_and_fixed(
-    project: Path, matrix: targets.Matrix
-) -> None:
+def test_missing_differing_and_stray_files_are_listed_and_fixed(project, matrix):
     (project / "envs/cpu.yml").unlink()
     (project / "envs/cu121-sm89.yml").write_text("edited by hand\n")
     (project / "envs/old.yml").write_text(f"# {render.HEADER}\nname: old\n")
@@ -87,9 +86,7 @@ def test_missing_differing_and_stray_files_are_listed_and_fixed(
     assert not (project / "envs/old.yml").exists()
 
 
-def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(
-    tmp_path: Path, matrix: targets.Matrix
-) -> None:
+def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(tmp_path, matrix):
     render.write(matrix, tmp_path)
     text = (tmp_path / render.TABLE).read_text()
     assert text == f"# Targets\n\n{render.table(matrix)}\n"
@@ -101,14 +98,12 @@ def test_a_page_is_made_when_there_is_none_and_kept_when_there_is(
     "text",
     ["no markers", f"{render.END} {render.BEGIN}", f"{render.BEGIN} {render.BEGIN} {render.END}"],
 )
-def test_a_page_without_its_markers_is_an_error(matrix: targets.Matrix, text: str) -> None:
+def test_a_page_without_its_markers_is_an_error(matrix, text):
     with pytest.raises(TargetError, match="no place for the table"):
         render.page(matrix, text)
 
 
-def test_requirements_work_with_the_default_index_alone_except_for_rocm(
-    matrix: targets.Matrix,
-) -> None:
+def test_requirements_work_with_the_default_index_alone_except_for_rocm(matrix):
     for target in matrix.targets:
         options = [
             line for line in render.requirements(target).splitlines() if line.startswith("-")
@@ -120,15 +115,12 @@ class TestCommandLine:
     @pytest.fixture(autouse=True)
     def _typer(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.importorskip("typer")
-        from typer.testing import CliRunner
-
-        from flexops.cli._app import app
 
         self.root = tmp_path
         monkeypatch.setattr(render, "checkout", lambda: tmp_path)
-        self.run = lambda *arguments: CliRunner().invoke(app, ["target", *arguments])
+        self.run = lambda *arguments: flexops_command("target", *arguments, catch_exceptions=True)
 
-    def test_check_exits_1_and_lists_then_render_fixes(self) -> None:
+    def test_check_exits_1_and_lists_then_render_fixes(self):
         checked = self.run("render", "--check")
         assert checked.exit_code == 1
         assert "missing  envs/cu121-sm89.yml" in checked.output
@@ -137,7 +129,7 @@ class TestCommandLine:
         assert self.run("render", "--check").exit_code == 0
         assert self.run("render").output == "everything follows from the matrix\n"
 
-    def test_list_and_show(self) -> None:
+    def test_list_and_show(self):
         listed = json.loads(self.run("list", "--json").output)
         assert [row["id"] for row in listed] == list(targets.load().ids)
         assert "CUDA 12.1.1" in self.run("list").output
@@ -146,16 +138,14 @@ class TestCommandLine:
         assert "least_driver    580" in self.run("show", "cu130-sm90").output
         assert isinstance(self.run("show", "nothing").exception, TargetError)
 
-    def test_detect(self) -> None:
+    def test_detect(self):
         found = json.loads(self.run("detect", "--json").output)
         assert found["id"] in targets.load().ids
         assert found["reason"]
         assert self.run("detect").output.startswith(found["id"] + "\n")
 
 
-def test_an_installed_package_works_on_the_checkout_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_works_on_the_checkout_of_the_working_directory(tmp_path, monkeypatch):
     installed, clone = tmp_path / "site-packages", tmp_path / "clone"
     for root in (installed, clone):
         (root / "flexops" / "targets").mkdir(parents=True)
@@ -181,7 +171,7 @@ def test_an_installed_package_works_on_the_checkout_of_the_working_directory(
 ARGUMENTS = r"^ARG (\w+)"
 
 
-def test_development_containers_are_the_dockerfiles_stage_for_it() -> None:
+def test_development_containers_are_the_dockerfiles_stage_for_it():
     matrix = targets.load()
     found = {
         path.parent.name: path for path in (ROOT / ".devcontainer").glob("*/devcontainer.json")
@@ -202,7 +192,7 @@ def test_development_containers_are_the_dockerfiles_stage_for_it() -> None:
         assert document["remoteUser"] in (ROOT / "docker/make_user.sh").read_text()
 
 
-def test_compose_has_a_service_for_each_row_and_starts_none_unasked() -> None:
+def test_compose_has_a_service_for_each_row_and_starts_none_unasked():
     text = (ROOT / "compose.yaml").read_text()
     services = re.findall(
         r"^  ([\w-]+):\n    image: flexops:(\S+)\n    profiles: \[(\S+)\]\n", text, re.MULTILINE

@@ -49,12 +49,10 @@ class Runner:
             raise ToolchainError(
                 "the build ladder needs torch and a C++ compiler", fix="flexops doctor"
             )
-        self.cuda, self.host, self.ninja, self.launcher = (
-            tools.cuda,
-            tools.host,
-            tools.ninja,
-            tools.launcher,
-        )
+        self.cuda = tools.cuda
+        self.host = tools.host
+        self.ninja = tools.ninja
+        self.launcher = tools.launcher
         self.scratch = scratch
         self.one, self.all = one, everything
         self.library_dir = scratch / "linker-names"

@@ -29,6 +29,8 @@ from .model_plot import OTHERS, OURS, save
 SHAPES = TRAINED | {"8b": Shape(4096, 32, 32, 8, 14336, 128256, 1, 2048)}
 BATCHES, PROMPTS = (1, 16), (512, 4096)
 FEW = 8
+ENOUGH = 2.0
+"""Seconds after which a call is not repeated."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,31 @@ class Run:
     def from_dict(cls, data: dict[str, Any]) -> Run:
         results = tuple(Result(**one) for one in data["results"])
         return cls(**{**data, "results": results})
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """Runs of one machine and model as one: contenders, batches and prompts in the order of a whole
+    run. Of one that was measured twice, the later result counts.
+
+    Raises:
+        SettingsError: they are of several machines or models.
+    """
+    what = {f"{one.machine}: {one.what}" for one in runs}
+    if len(what) > 1:
+        raise SettingsError(
+            "these runs do not belong together", found=", ".join(sorted(what)),
+            required="runs of one machine and model",
+        )  # fmt: skip
+    results = {(one.batch, one.prompt, one.name): one for run in runs for one in run.results}
+    order = {name: number for number, name in enumerate(CONTENDERS)}
+    found = sorted(results.values(), key=lambda one: (one.batch, one.prompt, order[one.name]))
+    limits = {key: limit for run in runs for key, limit in run.limits.items()}
+    keys = dict.fromkeys(f"{one.batch} x {one.prompt}" for one in found)
+    absent = {name: why for run in runs for name, why in run.absent.items()}
+    latest = max(runs, key=lambda run: run.date)
+    return replace(
+        latest, results=tuple(found), limits={key: limits[key] for key in keys}, absent=absent
+    )
 
 
 Call = Callable[[int], object]
@@ -183,7 +210,8 @@ def run(
                 _release()
         if contender.patch is not None:
             flexops.unpatch(model)
-    what = f"{shape}, {str(model.dtype)[6:]}, torch {torch.__version__}"
+    size = str(shape).partition(", batch")[0]  # a prompt has another one
+    what = f"{size}, {str(model.dtype)[6:]}, torch {torch.__version__}"
     machine = (
         torch.cuda.get_device_name()
         if device == "cuda"
@@ -204,12 +232,18 @@ def _measure(call: Call, tokens: int, device: str, repeats: int) -> tuple[float,
         call(count)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    first, few, many = (
-        min(_seconds(call, count, device) for _ in range(repeats)) for count in (1, FEW, tokens)
-    )
+    first, few, many = (_least(call, count, device, repeats) for count in (1, FEW, tokens))
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     token = max(many - few, 0.0) / (tokens - FEW)
     return round(1e3 * first, 2), round(1e3 * token, 3), round(peak, 2)
+
+
+def _least(call: Call, tokens: int, device: str, repeats: int) -> float:
+    """Seconds of the fastest call."""
+    taken: list[float] = []
+    while len(taken) < repeats and sum(taken) < ENOUGH:
+        taken.append(_seconds(call, tokens, device))
+    return min(taken)
 
 
 def _seconds(call: Call, tokens: int, device: str) -> float:

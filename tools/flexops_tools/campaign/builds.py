@@ -245,11 +245,9 @@ def disks(world: World) -> None:
 
 
 def _disk_one(world: World, disk: Path, number: int, how: str) -> None:
-    plan, cache, filler = (
-        plan_of(world.folder / "tiny", number),
-        BuildCache(disk / "cache"),
-        disk / "filler",
-    )
+    plan = plan_of(world.folder / "tiny", number)
+    cache = BuildCache(disk / "cache")
+    filler = disk / "filler"
     cache.root.mkdir()
     try:
         if how == "full":

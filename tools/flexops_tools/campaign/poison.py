@@ -228,11 +228,9 @@ def poisoned(world: World) -> None:
 
 def _useless(world: World, number: int, *, jit: bool) -> None:
     """Two processes load a kernel of which the store has useless code; the second has no store."""
-    root, archive, plan = (
-        world.folder / f"cache-{number}",
-        world.folder / "useless.tar.gz",
-        _Kernel(number).plan(),
-    )
+    root = world.folder / f"cache-{number}"
+    archive = world.folder / "useless.tar.gz"
+    plan = _Kernel(number).plan()
     noise = b"\x7fELF" + world.dice.randbytes(world.dice.randrange(2000)) + b"x"
     _archived(world.folder / "made", plan, noise, archive)
     said = run(lambda: _loaded(number, root, archive, jit=jit))

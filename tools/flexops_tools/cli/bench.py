@@ -301,8 +301,9 @@ def model(
         str,
         typer.Option(
             help=(
-                "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model; both need a large"
-                " GPU), small (for losses) or tiny; tiny, if not given, where there is no GPU."
+                "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model), moe (four of"
+                " Qwen3-30B-A3B), vlm (Qwen2.5-VL, eight layers; all need a large GPU), small (for"
+                " losses) or tiny; tiny, if not given, where there is no GPU."
             )
         ),
     ] = "",
@@ -373,7 +374,7 @@ def _measure_model(
     from ..bench import model as bench_model
 
     where = device or default_device()
-    shape = _shape(bench_model.SHAPES, size, where)
+    shape = _shape(bench_model.TRAINED, size, where)
     shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
     console = Console(stderr=True)
     with console.status("flexops: starting") as status:
@@ -422,7 +423,14 @@ def generate(
     as_json: _Json = False,
     chart: _Chart = None,
     as_markdown: _Markdown = False,
-    earlier: _Earlier = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Show the JSON of an earlier run (repeatable: parts of one) instead of measuring.",
+        ),
+    ] = None,
 ) -> None:
     """Generation: transformers' own, compiled, patched by flexops, and flexops.generate, beside the
     memory limit."""
@@ -431,7 +439,9 @@ def generate(
     if chart:
         plot.check(chart)
     if earlier:
-        found = _read(earlier, "generate", bench_generate.Run.from_dict)
+        found = bench_generate.merged(
+            [_read(file, "generate", bench_generate.Run.from_dict) for file in earlier]
+        )
     else:
         found = _measure_generation(
             size,

@@ -119,11 +119,9 @@ def check(
 ) -> None:
     """Compare the index with the packages, solve for several machines, install into a fresh prefix,
     run doctor there."""
-    place, sources, known = (
-        _Place.parse(where),
-        upstream or ("conda-forge",),
-        targets.load().variants,
-    )
+    place = _Place.parse(where)
+    sources = upstream or ("conda-forge",)
+    known = targets.load().variants
     packages, good = channel.audit(place, channel.PACKAGE), True
     typer.echo(f"ok   {len(packages)} packages are what the index of {place.url} says")
     for machine in channel.machines(known):

@@ -205,11 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{program} is not here; fix: apt-get install {package}")
     work = chosen.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    root, site, place = (
-        make_root(work),
-        make_site(work, chosen.torch),
-        install_flexops(work, chosen.wheel),
-    )
+    root = make_root(work)
+    site = make_site(work, chosen.torch)
+    place = install_flexops(work, chosen.wheel)
     python = make_interpreter(work, root, site, place)
     environment = {
         **os.environ,
@@ -249,10 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [*command, *(chosen.tests or shlex.split(TESTS))], cwd=place, env=environment, check=False
     ).returncode
     files = torch_proof.counted(report, place)
-    passed, failed = (
-        sum(one["passed"] for one in files.values()),
-        [f"{file} {name}" for file, one in files.items() for name in one["failed"]],
-    )
+    passed = sum(one["passed"] for one in files.values())
+    failed = [f"{file} {name}" for file, one in files.items() for name in one["failed"]]
     print(
         f"{len(trials) - len(wrong)} of {len(trials)} families right; {passed} tests passed,"
         f" {len(failed)} failed: {'; '.join(failed)}"

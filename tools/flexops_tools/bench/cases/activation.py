@@ -11,95 +11,57 @@ from torch import Tensor
 from flexops.ops import activation as op
 from flexops.ops import gated_linear
 
-from .case import (
-    FLEXOPS,
-    TORCH,
-    Case,
-    Functions,
-    Setup,
-    contenders,
-    forward_and_backward,
-    library,
-    small_calls,
-)
+from .case import Case, Family, Setup, library
 
-FAMILY = "activation"
 LIGER = "liger_kernel.transformers.functional"
 
 
 def activation(setup: Setup) -> Iterator[Case]:
-    rows = setup.rows(16384)
+    rows, family = setup.rows(16384), Family("activation", setup)
     for width in (4096, 8192):
-        yield from _biased(setup, rows, width)
-    yield from _gated(setup, rows)
-    yield from _small(setup)
-
-
-def _biased(setup: Setup, rows: int, width: int) -> Iterator[Case]:
-    what = f"bf16 {rows}x{width}"
-    x, bias = setup.randn(rows, width, grad=True), setup.randn(width, grad=True)
-    size = x.nbytes
-    once, back = (2 * size, "reads x, writes y"), (3 * size, "reads dy and x, writes dx")
-    functions = contenders(setup, bias_gelu_tanh, gelu_tanh)
-    yield from forward_and_backward(
-        FAMILY, "bias_gelu", f"bias_gelu tanh, {what}", functions, (x, bias), once, back
+        yield from _biased(family, rows, width)
+    yield from _gated(family, rows)
+    row, shape = setup.randn, "4096 bf16"
+    bias = row(4096)
+    yield from family.small(
+        "bias_gelu", bias_gelu_tanh, gelu_tanh, lambda n: (row(n, 4096), bias), shape
     )
-    if width == 8192:
-        functions = contenders(setup, op.bias_gelu, gelu)
-        yield from forward_and_backward(
-            FAMILY, "bias_gelu", f"bias_gelu erf, {what}", functions, (x, bias), once, back
-        )
-        functions = contenders(setup, op.bias_silu, silu)
-        yield from forward_and_backward(
-            FAMILY, "bias_silu", f"bias_silu {what}", functions, (x, bias), once, back
-        )
+    yield from family.small(
+        "swiglu", op.swiglu, swiglu, lambda n: (row(n, 4096), row(n, 4096)), shape
+    )
 
 
-def _gated(setup: Setup, rows: int) -> Iterator[Case]:
-    what = f"bf16 {rows}x8192"
+def _biased(family: Family, rows: int, width: int) -> Iterator[Case]:
+    x, bias = family.setup.randn(rows, width, grad=True), family.setup.randn(width, grad=True)
+    once, back = (2 * x.nbytes, "reads x, writes y"), (3 * x.nbytes, "reads dy and x, writes dx")
+    for function, what, ours, torchs in (
+        ("bias_gelu", "bias_gelu tanh,", bias_gelu_tanh, gelu_tanh),
+        ("bias_gelu", "bias_gelu erf,", op.bias_gelu, gelu),
+        ("bias_silu", "bias_silu", op.bias_silu, silu),
+    ):
+        if width == 8192 or torchs is gelu_tanh:
+            name = f"{what} bf16 {rows}x{width}"
+            yield from family.passes(function, name, (ours, torchs), (x, bias), once, back)
+
+
+def _gated(family: Family, rows: int) -> Iterator[Case]:
+    what, setup = f"bf16 {rows}x8192", family.setup
     gate, up = (setup.randn(rows, 8192, grad=True) for _ in range(2))
     size = gate.nbytes
     once, back = (
         (3 * size, "reads gate and up, writes y"),
         (5 * size, "reads dy, gate and up, writes two gradients"),
     )
-    functions = contenders(setup, op.swiglu, swiglu, library("Liger", LIGER, "liger_swiglu"))
-    yield from forward_and_backward(
-        FAMILY, "swiglu", f"swiglu {what}", functions, (gate, up), once, back
-    )
-    functions = contenders(setup, geglu_tanh, geglu, library("Liger", LIGER, "liger_geglu"))
-    yield from forward_and_backward(
-        FAMILY, "geglu", f"geglu tanh, {what}", functions, (gate, up), once, back
-    )
-    weight = setup.randn(2048, 8192, grad=True)
-    functions = contenders(setup, gated_linear.swiglu_linear, swiglu_and_linear)
+    for name, of, ours, torchs in (
+        ("swiglu", "", op.swiglu, swiglu),
+        ("geglu", " tanh,", geglu_tanh, geglu),
+    ):
+        functions = (ours, torchs, library("Liger", LIGER, f"liger_{name}"))
+        yield from family.passes(name, f"{name}{of} {what}", functions, (gate, up), once, back)
     count = (0, "three matrix products bound it, not memory")
-    yield from forward_and_backward(
-        FAMILY,
-        "swiglu_linear",
-        f"swiglu_linear {what} -> 2048",
-        functions,
-        (gate, up, weight),
-        count,
-        count,
-    )
-
-
-def _small(setup: Setup) -> Iterator[Case]:
-    bias = setup.randn(4096)
-    functions: Functions = {FLEXOPS: bias_gelu_tanh, TORCH: gelu_tanh}
-    yield from small_calls(
-        setup, FAMILY, "bias_gelu", functions, lambda n: (setup.randn(n, 4096), bias), "4096 bf16"
-    )
-    functions = {FLEXOPS: op.swiglu, TORCH: swiglu}
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "swiglu",
-        functions,
-        lambda n: (setup.randn(n, 4096), setup.randn(n, 4096)),
-        "4096 bf16",
-    )
+    name, args = "swiglu_linear", (gate, up, setup.randn(2048, 8192, grad=True))
+    both = (gated_linear.swiglu_linear, swiglu_and_linear)
+    yield from family.passes(name, f"{name} {what} -> 2048", both, args, count, count)
 
 
 def bias_gelu_tanh(x: Tensor, bias: Tensor) -> Any:

@@ -146,11 +146,9 @@ def _decoding(setup: Setup) -> Iterator[Case]:
     for batch, length in ((32, 8192), (1, 32768)):
         if setup.device != "cuda":
             batch, length = 1, length // 8
-        q, k, v = (
-            setup.randn(batch, 32, 1, 128),
-            setup.randn(batch, 8, length, 128),
-            setup.randn(batch, 8, length, 128),
-        )
+        q = setup.randn(batch, 32, 1, 128)
+        k = setup.randn(batch, 8, length, 128)
+        v = setup.randn(batch, 8, length, 128)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> object:
             return drop_in.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -163,10 +161,8 @@ def _decoding(setup: Setup) -> Iterator[Case]:
             TORCH: torchs,
             **(_backends(torchs) if setup.device == "cuda" else {}),
         }
-        size, name = (
-            q.nbytes * 2 + k.nbytes + v.nbytes,
-            f"one query, bf16 {batch}x{length}x32/8x128",
-        )
+        size = q.nbytes * 2 + k.nbytes + v.nbytes
+        name = f"one query, bf16 {batch}x{length}x32/8x128"
         yield from forward_and_backward(
             FAMILY,
             "scaled_dot_product_attention",

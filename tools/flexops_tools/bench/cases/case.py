@@ -137,6 +137,66 @@ def forward_and_backward(
         )
 
 
+class Family:
+    """Cases of one family of operators, on one machine."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        self.name, self.setup = name, setup
+
+    def passes(
+        self,
+        function: str,
+        what: str,
+        functions: Functions | tuple[Any, ...],
+        args: Sequence[Any],
+        forward: tuple[int, str],
+        backward: tuple[int, str] | None = None,
+    ) -> Iterator[Case]:
+        """:func:`forward_and_backward`; ``functions`` may be what :func:`contenders` takes."""
+        given = contenders(self.setup, *functions) if isinstance(functions, tuple) else functions
+        yield from forward_and_backward(self.name, function, what, given, args, forward, backward)
+
+    def small(
+        self, function: str, ours: Function, torchs: Function, args: Any, shape: str
+    ) -> Iterator[Case]:
+        """:func:`small_calls` of ours and torch's."""
+        functions = {FLEXOPS: ours, TORCH: torchs}
+        yield from small_calls(self.setup, self.name, function, functions, args, shape)
+
+    def trained(
+        self,
+        function: str,
+        what: str,
+        functions: Functions,
+        args: Sequence[Tensor],
+        differentiable: Sequence[int],
+        moved: tuple[int, str],
+        *,
+        memory: bool = False,
+    ) -> Case:
+        """Both passes in one call."""
+        calls = {name: with_gradient(one, args, differentiable) for name, one in functions.items()}
+        part = "forward + backward"
+        return Case(self.name, function, what, part, moved[0], calls, moved[1], "queued", memory)
+
+
+def with_gradient(
+    function: Function, args: Sequence[Tensor], differentiable: Sequence[int]
+) -> Callable[[], object]:
+    """A call of both passes, whose inputs require gradients anew each time."""
+
+    def call() -> object:
+        given = [
+            arg.detach().requires_grad_(position in differentiable)
+            for position, arg in enumerate(args)
+        ]
+        result: Any = function(*given)
+        inputs = [given[position] for position in differentiable]
+        return torch.autograd.grad(result, inputs, torch.ones_like(result))
+
+    return call
+
+
 def input_sets(args: Sequence[Any]) -> list[Sequence[Any]]:
     """The inputs, and two copies of them unless they are enormous: a call that takes those of the
     call before could find some of them in the cache."""
@@ -177,27 +237,10 @@ def small_calls(
     for rows in SMALL_ROWS:
         given = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args(rows)]
         name = f"{function}, {rows} x {shape}"
-        yield Case(
-            family,
-            function,
-            name,
-            "call",
-            0,
-            {label: _bound(call, given) for label, call in functions.items()},
-            "",
-            "call",
-        )
+        calls = {label: _bound(call, given) for label, call in functions.items()}
+        yield Case(family, function, name, "call", 0, calls, "", "call")
         if setup.device == "cuda":
-            yield Case(
-                family,
-                function,
-                name,
-                "device",
-                0,
-                {label: _bound(call, given) for label, call in functions.items()},
-                "",
-                "graph",
-            )
+            yield Case(family, function, name, "device", 0, dict(calls), "", "graph")
 
 
 class Backward:

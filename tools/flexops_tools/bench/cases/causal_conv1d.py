@@ -10,27 +10,17 @@ from torch import Tensor
 from flexops.ops import causal_conv1d as op
 from flexops.ops import gated_norm as gated
 
-from .case import Case, Setup, contenders
-from .cross_entropy import with_gradient
+from .case import Case, Family, Setup, contenders
 
 
 def causal_conv1d(setup: Setup) -> Iterator[Case]:
     rows, channels = setup.rows(32768), 8192 if setup.device == "cuda" else 1024
     x = setup.randn(1, rows, channels).transpose(1, 2)
-    weight, bias = setup.randn(channels, 4), setup.randn(channels)
-    yield Case(
-        "causal_conv1d",
-        "causal_conv1d",
-        f"causal_conv1d with silu, bf16 1x{channels}x{rows}",
-        "forward + backward",
-        5 * x.nbytes,
-        {
-            label: with_gradient(call, (x, weight, bias), (0, 1, 2))
-            for label, call in contenders(setup, ours, plain).items()
-        },
-        "reads x twice and the gradient, writes the result and x's gradient",
-        "queued",
-    )
+    args = (x, setup.randn(channels, 4), setup.randn(channels))
+    moved = 5 * x.nbytes, "reads x twice and the gradient, writes the result and x's gradient"
+    name, functions = "causal_conv1d", contenders(setup, ours, plain)
+    what = f"{name} with silu, bf16 1x{channels}x{rows}"
+    yield Family(name, setup).trained(name, what, functions, args, (0, 1, 2), moved)
 
 
 def gated_norm(setup: Setup) -> Iterator[Case]:
@@ -45,18 +35,14 @@ def gated_norm(setup: Setup) -> Iterator[Case]:
         def plain_norm(x: Tensor, gate: Tensor, weight: Tensor, first: bool = norm_first) -> Tensor:
             return gated._reference(x, gate, weight, 1e-6, 1, first)
 
-        yield Case(
-            "gated_norm",
+        words = "reads x and the gate twice and the gradient, writes the result and two gradients"
+        yield Family("gated_norm", setup).trained(
             "gated_rms_norm",
             f"gated_rms_norm, {'norm' if norm_first else 'gate'} first, bf16 {tokens}x{columns}",
-            "forward + backward",
-            8 * x.nbytes,
-            {
-                label: with_gradient(one, (x, gate, weight), (0, 1, 2))
-                for label, one in contenders(setup, call, plain_norm).items()
-            },
-            "reads x and the gate twice and the gradient, writes the result and two gradients",
-            "queued",
+            contenders(setup, call, plain_norm),
+            (x, gate, weight),
+            (0, 1, 2),
+            (8 * x.nbytes, words),
         )
 
 

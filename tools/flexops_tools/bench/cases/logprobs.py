@@ -4,60 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from flexops.ops import linear_logprobs as linear
 from flexops.ops import logprobs as op
 
-from .case import Case, Setup, contenders
-from .cross_entropy import with_gradient
-
-FAMILY = "logprobs"
+from .case import Case, Family, Setup, contenders
+from .cross_entropy import classes, layer
 
 
 def logprobs(setup: Setup) -> Iterator[Case]:
-    cuda = setup.device == "cuda"
-    rows, vocabulary = setup.rows(8192), 151936 if cuda else 32000
-    logits = setup.randn(rows, vocabulary)
-    target = torch.randint(0, vocabulary, (rows,), device=setup.device)
-    functions = contenders(setup, op.logprobs, torch_logprobs)
-    yield Case(
-        FAMILY,
-        "logprobs",
-        f"logprobs bf16 {rows}x{vocabulary}",
-        "forward + backward",
-        3 * logits.nbytes,
-        {label: with_gradient(call, (logits, target), (0,)) for label, call in functions.items()},
-        "reads the logits twice, writes their gradient",
-        "queued",
-        memory=True,
-    )
-    del logits
-    # few CPUs multiply bfloat16
-    rows, width, dtype = (
-        (setup.rows(8192), 4096, torch.bfloat16) if cuda else (setup.rows(2048), 256, torch.float32)
-    )
-    x, weight = (
-        setup.randn(rows, width, dtype=dtype),
-        setup.randn(vocabulary, width, dtype=dtype).mul_(0.02),
-    )
-    target = torch.randint(0, vocabulary, (rows,), device=setup.device)
+    family, rows = Family("logprobs", setup), setup.rows(8192)
+    vocabulary = 151936 if setup.device == "cuda" else 32000
+    args = (setup.randn(rows, vocabulary), classes(setup, rows, vocabulary))
+    moved = 3 * args[0].nbytes, "reads the logits twice, writes their gradient"
+    functions, what = contenders(setup, op.logprobs, torch_logprobs), f"bf16 {rows}x{vocabulary}"
+    yield family.trained("logprobs", f"logprobs {what}", functions, args, (0,), moved, memory=True)
+    del args
+    *layers, what = layer(setup, vocabulary)
     functions = contenders(setup, linear.linear_logprobs, torch_linear)
-    yield Case(
-        FAMILY,
-        "linear_logprobs",
-        f"linear_logprobs {'bf16' if cuda else 'fp32'} {rows}x{width} -> {vocabulary}",
-        "forward + backward",
-        0,
-        {
-            label: with_gradient(call, (x, weight, target), (0, 1))
-            for label, call in functions.items()
-        },
-        "three to four matrix products bound it, not memory",
-        "queued",
-        memory=True,
-    )
+    name, moved = "linear_logprobs", (0, "three to four matrix products bound it, not memory")
+    yield family.trained(name, f"{name} {what}", functions, layers, (0, 1), moved, memory=True)
 
 
 def torch_logprobs(logits: Tensor, target: Tensor) -> Tensor:

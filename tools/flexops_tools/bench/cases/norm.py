@@ -12,32 +12,29 @@ from torch import Tensor
 from flexops.ops import norm as op
 from flexops.ops import norm_quantized
 
-from .case import (
-    FLEXOPS,
-    TORCH,
-    Case,
-    Functions,
-    Setup,
-    contenders,
-    forward_and_backward,
-    library,
-    small_calls,
-)
+from .case import Case, Family, Functions, Setup, library
 
-FAMILY = "norm"
 WIDTH = 8192
 
 
 def norm(setup: Setup) -> Iterator[Case]:
-    rows = setup.rows(16384)
-    for width, count in ((WIDTH, rows), (4096, rows)):
-        yield from _norms(setup, f"bf16 {count}x{width}", count, width, torch.bfloat16)
-    yield from _norms(setup, f"fp32 {rows}x4096", rows, 4096, torch.float32)
-    yield from _quantized(setup, rows)
-    yield from _small(setup)
+    rows, family = setup.rows(16384), Family("norm", setup)
+    for width in (WIDTH, 4096):
+        yield from _norms(family, f"bf16 {rows}x{width}", rows, width, torch.bfloat16)
+    yield from _norms(family, f"fp32 {rows}x4096", rows, 4096, torch.float32)
+    x, weight = setup.randn(rows, WIDTH), setup.randn(WIDTH)
+    yield from family.passes(
+        "rms_norm_quantized",
+        f"rms_norm_quantized int8, bf16 {rows}x{WIDTH}",
+        (norm_quantized.rms_norm_quantized, rms_norm_quantized),
+        (x, weight),
+        (x.numel() * 3, "reads x, writes a byte an element"),
+    )
+    yield from _small(family)
 
 
-def _norms(setup: Setup, what: str, rows: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+def _norms(family: Family, what: str, rows: int, width: int, dtype: torch.dtype) -> Iterator[Case]:
+    setup = family.setup
     x, residual = (setup.randn(rows, width, dtype=dtype, grad=True) for _ in range(2))
     weight, bias = (setup.randn(width, dtype=dtype, grad=True) for _ in range(2))
     size = x.nbytes
@@ -49,84 +46,33 @@ def _norms(setup: Setup, what: str, rows: int, width: int, dtype: torch.dtype) -
         (3 * size, "reads dy and x, writes dx"),
         (4 * size, "reads dy, the sum's gradient and the sum, writes one gradient for both inputs"),
     )
-    if width == WIDTH or dtype == torch.float32:
-        functions = contenders(setup, op.layer_norm, layer_norm, _liger("liger_layer_norm"))
-        yield from forward_and_backward(
-            FAMILY, "layer_norm", f"layer_norm {what}", functions, (x, weight, bias), once, back
-        )
-        functions = contenders(setup, op.rms_norm, rms_norm, _liger("liger_rms_norm"))
-        yield from forward_and_backward(
-            FAMILY, "rms_norm", f"rms_norm {what}", functions, (x, weight), once, back
-        )
-    if dtype != torch.float32:
-        functions = contenders(
-            setup, op.add_rms_norm, add_rms_norm, _liger("liger_fused_add_rms_norm")
-        )
-        yield from forward_and_backward(
-            FAMILY,
-            "add_rms_norm",
-            f"add_rms_norm {what}",
-            functions,
-            (x, residual, weight),
-            twice,
-            back_sum,
-        )
-    if width == WIDTH:
-        functions = contenders(setup, op.add_layer_norm, add_layer_norm)
-        yield from forward_and_backward(
-            FAMILY,
-            "add_layer_norm",
-            f"add_layer_norm {what}",
-            functions,
-            (x, residual, weight, bias),
-            twice,
-            back_sum,
-        )
+    widest, wide_type = width == WIDTH, dtype == torch.float32
+    parts: tuple[tuple[bool, str, Any, tuple[Tensor, ...]], ...] = (
+        (widest or wide_type, "layer_norm", layer_norm, (x, weight, bias)),
+        (widest or wide_type, "rms_norm", rms_norm, (x, weight)),
+        (not wide_type, "add_rms_norm", add_rms_norm, (x, residual, weight)),
+        (widest, "add_layer_norm", add_layer_norm, (x, residual, weight, bias)),
+    )
+    for taken, name, torchs, args in parts:
+        if taken:
+            functions = (getattr(op, name), torchs, _liger(name))
+            count = (twice, back_sum) if name.startswith("add") else (once, back)
+            yield from family.passes(name, f"{name} {what}", functions, args, *count)
 
 
-def _quantized(setup: Setup, rows: int) -> Iterator[Case]:
-    x, weight = setup.randn(rows, WIDTH), setup.randn(WIDTH)
-    functions = contenders(setup, norm_quantized.rms_norm_quantized, rms_norm_quantized)
-    size = (x.numel() * 3, "reads x, writes a byte an element")
-    yield from forward_and_backward(
-        FAMILY,
-        "rms_norm_quantized",
-        f"rms_norm_quantized int8, bf16 {rows}x{WIDTH}",
-        functions,
-        (x, weight),
-        size,
-        None,
-    )
+def _small(family: Family) -> Iterator[Case]:
+    row, shape = family.setup.randn, "4096 bf16"
+    weight, bias = row(4096), row(4096)
+    for name, torchs, more, parameters in (
+        ("layer_norm", layer_norm, 0, (weight, bias)),
+        ("rms_norm", rms_norm, 0, (weight,)),
+        ("add_rms_norm", add_rms_norm, 1, (weight,)),
+    ):
 
+        def args(n: int, more: int = more, parameters: tuple[Tensor, ...] = parameters) -> Any:
+            return (row(n, 4096), *(row(n, 4096) for _ in range(more)), *parameters)
 
-def _small(setup: Setup) -> Iterator[Case]:
-    weight, bias = setup.randn(4096), setup.randn(4096)
-    shape = "4096 bf16"
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "layer_norm",
-        {FLEXOPS: op.layer_norm, TORCH: layer_norm},
-        lambda n: (setup.randn(n, 4096), weight, bias),
-        shape,
-    )
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "rms_norm",
-        {FLEXOPS: op.rms_norm, TORCH: rms_norm},
-        lambda n: (setup.randn(n, 4096), weight),
-        shape,
-    )
-    functions: Functions = {FLEXOPS: op.add_rms_norm, TORCH: add_rms_norm}
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "add_rms_norm",
-        functions,
-        lambda n: (setup.randn(n, 4096), setup.randn(n, 4096), weight),
-        shape,
-    )
+        yield from family.small(name, getattr(op, name), torchs, args, shape)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -156,11 +102,13 @@ def rms_norm_quantized(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _liger(name: str) -> Functions:
-    def adapt(function: Any) -> Any:
-        if name == "liger_layer_norm":
-            return lambda x, weight, bias: function(x, weight, bias, 1e-5)
-        if name == "liger_rms_norm":
-            return lambda x, weight: function(x, weight, 1e-6)
-        return lambda x, residual, weight: function(x, residual, weight, 1e-6)
-
-    return library("Liger", "liger_kernel.transformers.functional", name, adapt)
+    liger = {"add_rms_norm": "fused_add_rms_norm"}.get(name, name)
+    if name == "add_layer_norm":
+        return {}
+    eps = 1e-5 if name == "layer_norm" else 1e-6
+    return library(
+        "Liger",
+        "liger_kernel.transformers.functional",
+        f"liger_{liger}",
+        lambda function: lambda *args: function(*args, eps),
+    )

@@ -10,64 +10,33 @@ from torch import Tensor
 
 from flexops.ops import rope as op
 
-from .case import (
-    FLEXOPS,
-    TORCH,
-    Case,
-    Function,
-    Functions,
-    Setup,
-    contenders,
-    forward_and_backward,
-    library,
-    small_calls,
-)
+from .case import Case, Family, Function, Setup, library
 
-FAMILY = "rope"
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 
 
 def rope(setup: Setup) -> Iterator[Case]:
-    length = setup.rows(4096)
+    length, family = setup.rows(4096), Family("rope", setup)
     query, key = (setup.randn(4, heads, length, SIZE, grad=True) for heads in (HEADS, KEY_HEADS))
-    cos, sin = tables(setup, length)
-    size = 2 * (query.nbytes + key.nbytes)
-    functions: Functions = contenders(
-        setup,
-        op.rotary_embedding,
-        rotate,
-        library("Liger", "liger_kernel.transformers.functional", "liger_rope", _liger),
-    )
-    what = f"q bf16 4x{HEADS}x{length}x{SIZE}, k {KEY_HEADS} heads"
-    count = (size, "reads and writes query and key")
-    yield from forward_and_backward(
-        FAMILY,
+    liger = library("Liger", "liger_kernel.transformers.functional", "liger_rope", _liger)
+    name, count = (
         "rotary_embedding",
-        f"rotary_embedding {what}",
-        functions,
-        (query, key, cos, sin),
-        count,
-        count,
+        (
+            2 * (query.nbytes + key.nbytes),
+            "reads and writes query and key",
+        ),
     )
+    what = f"{name} q bf16 4x{HEADS}x{length}x{SIZE}, k {KEY_HEADS} heads"
+    functions, args = (op.rotary_embedding, rotate, liger), (query, key, *tables(setup, length))
+    yield from family.passes(name, what, functions, args, count, count)
     cos, sin = tables(setup, 64)
 
     def few(rows: int) -> tuple[Tensor, ...]:
-        return (
-            setup.randn(1, HEADS, rows, SIZE),
-            setup.randn(1, KEY_HEADS, rows, SIZE),
-            cos[:rows],
-            sin[:rows],
-        )
+        queries, keys = (setup.randn(1, heads, rows, SIZE) for heads in (HEADS, KEY_HEADS))
+        return queries, keys, cos[:rows], sin[:rows]
 
-    functions = {FLEXOPS: op.rotary_embedding, TORCH: rotate}
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "rotary_embedding",
-        functions,
-        few,
-        f"{HEADS} and {KEY_HEADS} heads of {SIZE} bf16",
-    )
+    shape = f"{HEADS} and {KEY_HEADS} heads of {SIZE} bf16"
+    yield from family.small(name, op.rotary_embedding, rotate, few, shape)
 
 
 def tables(setup: Setup, length: int) -> tuple[Tensor, Tensor]:

@@ -10,84 +10,45 @@ from torch import Tensor
 
 from flexops.ops import softmax as op
 
-from .case import (
-    FLEXOPS,
-    TORCH,
-    Case,
-    Functions,
-    Setup,
-    contenders,
-    forward_and_backward,
-    library,
-    small_calls,
-)
+from .case import Case, Family, Setup, library
 
-FAMILY = "softmax"
 SCALE = 0.125
 
 
 def softmax(setup: Setup) -> Iterator[Case]:
     heads, length = (32 if setup.device == "cuda" else 4), (512 if setup.small else 2048)
-    x = setup.randn(4, heads, length, length, grad=True)
+    x, family = setup.randn(4, heads, length, length, grad=True), Family("softmax", setup)
     what, size = f"bf16 4x{heads}x{length}x{length}", x.nbytes
-    back = (3 * size, "reads dy and y, writes dx")
     liger = library(
         "Liger",
         "liger_kernel.transformers.functional",
         "liger_softmax",
         lambda function: lambda x: function(x * SCALE),
     )
-    functions: Functions = contenders(setup, scaled, torch_scaled, liger)
-    yield from forward_and_backward(
-        FAMILY,
-        "scaled_masked_softmax",
-        f"scaled softmax {what}",
-        functions,
-        (x,),
-        (2 * size, "reads x, writes y"),
-        back,
-    )
+    once, back = (2 * size, "reads x, writes y"), (3 * size, "reads dy and y, writes dx")
+    op_name = "scaled_masked_softmax"
+    functions: tuple[Any, ...] = (scaled, torch_scaled, liger)
+    yield from family.passes(op_name, f"scaled softmax {what}", functions, (x,), once, back)
     keep = torch.rand(4, 1, length, length, device=setup.device) < 0.9
     count = (2 * size + keep.nbytes, "reads x and a boolean mask that heads share, writes y")
-    functions = contenders(setup, masked, torch_masked)
-    yield from forward_and_backward(
-        FAMILY, "scaled_masked_softmax", f"masked softmax {what}", functions, (x, keep), count, None
-    )
-    functions = contenders(setup, masked, torch_added)
+    functions = (masked, torch_masked)
+    yield from family.passes(op_name, f"masked softmax {what}", functions, (x, keep), count)
     for dtype, shape, sharing in (
         (torch.bfloat16, (4, 1, length, length), "bf16 mask that heads share"),
         (torch.float32, (4, 1, length, length), "fp32 mask that heads share"),
         (torch.bfloat16, (4, 1, 1, length), "bf16 mask of keys"),
     ):
-        mask = (
-            torch.randn(shape, device=setup.device)
-            .masked_fill(torch.rand(shape, device=setup.device) < 0.1, -torch.inf)
-            .to(dtype)
-        )
+        left_out = torch.rand(shape, device=setup.device) < 0.1
+        mask = torch.randn(shape, device=setup.device).masked_fill(left_out, -torch.inf).to(dtype)
         count = (2 * size + mask.nbytes, "reads x and the mask, writes y")
-        name = f"softmax, added {sharing}, {what}"
-        yield from forward_and_backward(
-            FAMILY, "scaled_masked_softmax", name, functions, (x, mask), count, None
-        )
-    functions = contenders(setup, causal, torch_causal)
+        name, functions = f"softmax, added {sharing}, {what}", (masked, torch_added)
+        yield from family.passes(op_name, name, functions, (x, mask), count)
     count = (size // 2 + size, "reads half of x, writes y")
-    yield from forward_and_backward(
-        FAMILY,
-        "causal_softmax",
-        f"causal softmax {what}",
-        functions,
-        (x,),
-        count,
-        (2 * size, "reads half of dy and y, writes dx"),
-    )
-    functions = {FLEXOPS: scaled, TORCH: torch_scaled}
-    yield from small_calls(
-        setup,
-        FAMILY,
-        "scaled_masked_softmax",
-        functions,
-        lambda n: (setup.randn(n, 2048),),
-        "2048 bf16",
+    back = (2 * size, "reads half of dy and y, writes dx")
+    name, functions = f"causal softmax {what}", (causal, torch_causal)
+    yield from family.passes("causal_softmax", name, functions, (x,), count, back)
+    yield from family.small(
+        op_name, scaled, torch_scaled, lambda n: (setup.randn(n, 2048),), "2048 bf16"
     )
 
 

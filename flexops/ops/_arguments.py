@@ -1,0 +1,65 @@
+"""Checks of arguments that no declaration makes, in the same words for every function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..build.describe.declaration import in_words
+from ._register import check_places, is_dense
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ANY_FLOAT = (*FLOAT_DTYPES, torch.float64)
+"""float64 is for checks of functions only, and no error names it."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_tensor(
+    op: str, name: str, value: Any, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES, *, dims: int = -1
+) -> None:
+    """Raise unless ``value`` is a dense tensor of one of these dtypes, with ``dims`` dimensions.
+
+    Args:
+        op: the function, as errors name it: ``flexops.cross_entropy``.
+    """
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        names = in_words([str(one)[6:] for one in dtypes if one != torch.float64])
+        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"{op}: {name} must be {'an' if names[0] == 'i' else 'a'} {names} tensor, got {found}"
+        )
+    if not is_dense(value):
+        check_places(op, {name: value})
+    if dims >= 0 and value.dim() != dims:
+        raise ValueError(f"{op}: {name} must have {dims} dimensions, got {list(value.shape)}")
+
+
+def check_shape(
+    op: str, name: str, tensor: Tensor, shape: Sequence[object], why: str = "", *, whose: str = ""
+) -> None:
+    """Raise unless the tensor has this shape, in which a word stands for any size; ``why`` follows
+    the shape, which may be that of another argument (``whose``)."""
+    if len(shape) != tensor.dim() or any(
+        isinstance(wanted, int) and size != wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join(map(str, shape))
+        shown = f"{whose}'s shape" if whose else "shape"
+        raise ValueError(
+            f"{op}: {name} must have {shown} [{wanted}]{why}, got {list(tensor.shape)}"
+        )
+
+
+def check_device(op: str, name: str, tensor: Tensor, of: str, other: Tensor) -> None:
+    """Raise unless both are on one device."""
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{op}: {name} must be on {of}'s device, {other.device}, got {tensor.device}"
+        )
