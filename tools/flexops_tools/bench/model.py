@@ -326,7 +326,7 @@ def run(
     Args:
         budget: seconds of measuring, all together; 0 for none.
         curve: steps of a training of each, beside that of the first from another seed; fp8 for all
-            layers, also those that are too small to gain by it. Of more than 300 the means of 20.
+            layers, also those that are too small to gain by it. Of more than 300 the means of 40.
         curve_batch: sequences a step in these; 0 for the shape's.
 
     Raises:
@@ -345,7 +345,7 @@ def run(
     tokens = text_tokens(max(8, curve) * shape.batch * shape.length, shape.vocabulary)
     results = _times(shape, device, chosen, tokens, budget, report) if budget > 0 else ()
     losses = {}
-    steps = 1 if curve <= 300 else 20
+    steps = 1 if curve <= 300 else 40
     curve_shape = Shape(**{**asdict(shape), "batch": curve_batch or shape.batch})
     first = next(iter(chosen))
     trained = {**chosen, first + OTHER_SEED: {**chosen[first], "seed": 1}}

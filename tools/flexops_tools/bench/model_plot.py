@@ -78,6 +78,7 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
             )
     left.legend(fontsize=8, frameon=False)
     right.set_yscale("log")
+    right.minorticks_off()
     for axes, title in (
         (left, f"loss, mean of {max(steps, SMOOTH)} steps"),
         (right, f"distance from the loss of {first}"),
