@@ -78,7 +78,8 @@ def test_norm_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(total, plain[1])
     same(codes, module._rows((y.detach().reshape(-1, shape[-1]),)))
     wanted = torch.autograd.grad(plain[0] + 2 * plain[1], args, grad)
-    torch.testing.assert_close(torch.autograd.grad(y + 2 * total, args, grad), wanted)
+    for a, b in zip(torch.autograd.grad(y + 2 * total, args, grad), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 if dtype == torch.float32 else 1e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -326,7 +326,7 @@ def run(
     Args:
         budget: seconds of measuring, all together; 0 for none.
         curve: steps of a training of each, beside that of the first from another seed; fp8 for all
-            layers, also those that are too small to gain by it. Of more than 300 the means of ten.
+            layers, also those that are too small to gain by it. Of more than 300 the means of 40.
         curve_batch: sequences a step in these; 0 for the shape's.
 
     Raises:
@@ -345,7 +345,7 @@ def run(
     tokens = text_tokens(max(8, curve) * shape.batch * shape.length, shape.vocabulary)
     results = _times(shape, device, chosen, tokens, budget, report) if budget > 0 else ()
     losses = {}
-    steps = 1 if curve <= 300 else 10
+    steps = 1 if curve <= 300 else 40
     curve_shape = Shape(**{**asdict(shape), "batch": curve_batch or shape.batch})
     first = next(iter(chosen))
     trained = {**chosen, first + OTHER_SEED: {**chosen[first], "seed": 1}}
@@ -507,12 +507,15 @@ def markdown(run: Run) -> Iterator[str]:
     if run.losses:
         plain, values = next(iter(run.losses.items()))
         steps = run.steps * len(values)
-        marks = [mark for mark in (10, 50, 100, 200, 300, 500, 1000, 2000) if mark <= steps]
+        width = max(10, run.steps)
+        marks = [
+            mark for mark in (10, 50, 100, 200, 300, 500, 1000, 2000) if width <= mark <= steps
+        ]
         marks = marks or [steps]
         yield from (
             "",
             (
-                f"| mean of ten losses up to step | {' | '.join(map(str, marks))} | distance to"
+                f"| mean of {width} losses up to step | {' | '.join(map(str, marks))} | distance to"
                 f" {plain} |"
             ),
         )
@@ -521,7 +524,7 @@ def markdown(run: Run) -> Iterator[str]:
             means = (
                 f"{math.fsum(part) / len(part):.3f}"
                 for mark in marks
-                if (part := losses[max(0, mark - 10) // run.steps : mark // run.steps])
+                if (part := losses[max(0, mark - width) // run.steps : mark // run.steps])
             )
             apart = f"{mean_distance(run.losses, name, plain):.4f}"
             yield f"| {name} | {' | '.join(means)} | {apart} |"

@@ -78,8 +78,9 @@ def draw_losses(data: dict[str, Any], file: Path) -> None:
             )
     left.legend(fontsize=8, frameon=False)
     right.set_yscale("log")
+    right.minorticks_off()
     for axes, title in (
-        (left, f"loss, mean of {SMOOTH} steps"),
+        (left, f"loss, mean of {max(steps, SMOOTH)} steps"),
         (right, f"distance from the loss of {first}"),
     ):
         axes.set_title(title, loc="left", fontsize=10)
