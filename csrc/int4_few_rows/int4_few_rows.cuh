@@ -13,8 +13,8 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/fragments.cuh"
 #include "common/hopper.cuh"
-#include "common/panels.cuh"
 #include "common/reduce.cuh"
 #include "few_rows/few_rows.cuh"
 #include "int4_linear/int4_codes.cuh"
@@ -53,16 +53,15 @@ inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
 /// Columns that are summed before a scale is applied, of a chunk.
 template <int kChunk, bool kSmall>
 inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
-// That lanes without a row of x read, from byte 64 on: not from the banks of a row's.
-inline constexpr int kZeroBytes = 1152;
+inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
   FLEXOPS_DEVICE FewLayout(int chunk, int rows, int tokens, int chunks, int pass_rows, int stages,
                            bool small, bool norm) {
-    // ldmatrix reads 8 rows of x from different banks.
-    x_stride = chunks * chunk * 128 + 16;
+    // 8 lanes read two rows of x from different banks.
+    x_stride = chunks * chunk * 128 + 64;
     sums = kZeroBytes + ((rows + (norm ? 1 : 0)) * x_stride + 127) / 128 * 128;
     squares = sums + chunks * chunk * (small ? 2 : 1) * tokens * 4;
     parts = squares + (norm ? 4 * (8 + 8 * kFewWarps) : 0);
@@ -198,7 +197,6 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           words[j] = few_rows::weigh<T>(words[j], gain[j], p.offset, square);
-        vector = {words[0], words[1], words[2], words[3]};
       }
       float sum = 0.0f;
 #pragma unroll
@@ -206,6 +204,8 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       constexpr int kLanes = kSmall ? 4 : 8;
       sum = warp_reduce<kLanes>(sum, Sum());
       if (lane % kLanes == 0) sums[i / kLanes * kPad + row] = sum;
+      transpose_quad(words);  // a lane's part of an mma's 32 columns, together
+      vector = {words[0], words[1], words[2], words[3]};
     }
     if (p.norm) {
       square = warp_reduce(square, Sum());
@@ -219,11 +219,10 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     squares[thread] = total;
   }
 
-  // The part of x whose address a lane has: the row and slot of a column of an mma.
-  const int x_row = lane % kPad, slot = lane % 8 / kPad;
-  const bool valid = x_row < p.m;
-  const u32 base = hopper::shared_address(shared) + 16 * (lane / 8), no_x = base + 64,
-            x = base + kZeroBytes + (valid ? x_row * at.x_stride : 0);
+  // A lane's part of x: the row and slot of column g of an mma.
+  const bool valid = g % kPad < p.m;
+  const u8* const x = valid ? rows_of_x + g % kPad * at.x_stride + 16 * t : shared + 16 * t;
+  const int slot = g / kPad;
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
   // Of an accumulator's columns 2 t and 2 t + 1.
@@ -258,17 +257,16 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
-        const u32 from = valid && slot == j ? x + chunk_bytes : no_x;
+        const u8* const from = valid && slot == j ? x + chunk_bytes : shared + 16 * t;
         const uint4 all = words[tile * 32];
 #pragma unroll
         for (int h = kSmall ? unit % 2 : 0; h < (kSmall ? unit % 2 + 1 : 2); ++h) {
           u32 left[2][4];
           widen_codes<T>(left[0], h == 0 ? all.x : all.z);
           widen_codes<T>(left[1], h == 0 ? all.y : all.w);
-          u32 right[4];
-          Panels<8, 64>::load_matrices<false>(right, from + tile * 128 + h * 64);
-          mma<T>(part[0], left[0], right[0], right[1]);
-          mma<T>(part[1], left[1], right[2], right[3]);
+          const uint4 right = *reinterpret_cast<const uint4*>(from + tile * 128 + h * 64);
+          mma<T>(part[0], left[0], right.x, right.y);
+          mma<T>(part[1], left[1], right.z, right.w);
         }
       }
 #pragma unroll
