@@ -13,8 +13,8 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/fragments.cuh"
 #include "common/hopper.cuh"
-#include "common/panels.cuh"
 #include "common/reduce.cuh"
 #include "few_rows/few_rows.cuh"
 #include "int4_linear/int4_codes.cuh"
@@ -45,28 +45,29 @@ struct FewParams {
   bool half_scales;  // float16
 };
 
+inline constexpr int kFewWarps = 8;
+
 /// Bytes of a stage: words, scales, zero points.
 template <int kChunk, bool kSmall>
 inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
 /// Columns that are summed before a scale is applied, of a chunk.
 template <int kChunk, bool kSmall>
 inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
-// That lanes without a row of x read, from byte 64 on: not from the banks of a row's.
-inline constexpr int kZeroBytes = 1152;
+inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
   int x_stride, sums, squares, parts, ring, barriers, bytes;
-  FLEXOPS_DEVICE FewLayout(int warps, int chunk, int rows, int tokens, int chunks, int pass_rows,
-                           int stages, bool small, bool norm) {
-    // ldmatrix reads 8 rows of x from different banks.
-    x_stride = chunks * chunk * 128 + 16;
+  FLEXOPS_DEVICE FewLayout(int chunk, int rows, int tokens, int chunks, int pass_rows, int stages,
+                           bool small, bool norm) {
+    // 8 lanes read two rows of x from different banks.
+    x_stride = chunks * chunk * 128 + 64;
     sums = kZeroBytes + ((rows + (norm ? 1 : 0)) * x_stride + 127) / 128 * 128;
     squares = sums + chunks * chunk * (small ? 2 : 1) * tokens * 4;
-    parts = squares + (norm ? 4 * (8 + 8 * warps) : 0);
-    ring = (parts + pass_rows * warps * tokens * 64 + 127) / 128 * 128;
-    barriers = ring + stages * warps * chunk * (512 + 64 * (small ? 2 : 1));
-    bytes = barriers + stages * warps * 8;
+    parts = squares + (norm ? 4 * (8 + 8 * kFewWarps) : 0);
+    ring = (parts + pass_rows * kFewWarps * tokens * 64 + 127) / 128 * 128;
+    barriers = ring + stages * kFewWarps * chunk * (512 + 64 * (small ? 2 : 1));
+    bytes = barriers + stages * kFewWarps * 8;
   }
 };
 
@@ -91,14 +92,14 @@ struct FewTile {
 };
 
 /// `kSlots`: units that an accumulator keeps apart, of at most 8 / kSlots rows of x.
-template <class T, int kWarps, int kChunk, int kSlots, bool kSmall>
-__global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
+template <class T, int kChunk, int kSlots, bool kSmall>
+__global__ void __launch_bounds__(32 * kFewWarps, 2)
     few_rows_int4(const FLEXOPS_GRID_CONSTANT FewParams p) {
   constexpr int kUnits = kFewUnits<kChunk, kSmall>, kPad = 8 / kSlots;
   constexpr int kStage = kFewStage<kChunk, kSmall>, kNumbers = kUnits * 32;
   extern __shared__ uint4 storage[];
   u8* const shared = reinterpret_cast<u8*>(storage);
-  const FewLayout at(kWarps, kChunk, p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall, p.norm);
+  const FewLayout at(kChunk, p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall, p.norm);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>(gridDim.x) / p.cluster,
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
           async_copy16(to + kChunk * 512 + kNumbers + i * 16, weight.zeros + number + i * 8, true);
       }
     }
-    ahead += kWarps, ahead_chunk += kWarps;
+    ahead += kFewWarps, ahead_chunk += kFewWarps;
     while (ahead_chunk >= p.chunks) ahead_chunk -= p.chunks, ++ahead_row;
     async_commit();
   };
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
   float* const squares = reinterpret_cast<float*>(shared + at.squares);  // of rows; of warps
   const int per_row = p.chunks * kChunk * 8;                             // vectors of 16 bytes
   const auto copy_row = [&](int row, const void* of) {
-    for (int i = thread; i < per_row; i += 32 * kWarps) {
+    for (int i = thread; i < per_row; i += 32 * kFewWarps) {
       const int chunk = i / (kChunk * 8);
       const int column = (rank + chunk * p.cluster) * kChunk * 64 + i % (kChunk * 8) * 8;
       const bool inside = column < p.k;
@@ -175,8 +176,8 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
     }
   };
   if (p.norm) copy_row(p.m, p.norm);
-  for (int i = thread; i < kZeroBytes / 16; i += 32 * kWarps) storage[i] = uint4{0, 0, 0, 0};
-  for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kWarps) {
+  for (int i = thread; i < kZeroBytes / 16; i += 32 * kFewWarps) storage[i] = uint4{0, 0, 0, 0};
+  for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kFewWarps) {
     if (i % kPad >= p.m) sums[i] = 0.0f;
   }
   wait_for_previous();
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
   for (int row = 0; row < p.m; ++row) {
     float square = 0.0f;
 #pragma unroll 2
-    for (int i = thread; i < per_row; i += 32 * kWarps) {
+    for (int i = thread; i < per_row; i += 32 * kFewWarps) {
       uint4& vector = *reinterpret_cast<uint4*>(rows_of_x + row * at.x_stride + i * 16);
       u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
       if (p.norm) {
@@ -196,7 +197,6 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           words[j] = few_rows::weigh<T>(words[j], gain[j], p.offset, square);
-        vector = {words[0], words[1], words[2], words[3]};
       }
       float sum = 0.0f;
 #pragma unroll
@@ -204,24 +204,25 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       constexpr int kLanes = kSmall ? 4 : 8;
       sum = warp_reduce<kLanes>(sum, Sum());
       if (lane % kLanes == 0) sums[i / kLanes * kPad + row] = sum;
+      transpose_quad(words);  // a lane's part of an mma's 32 columns, together
+      vector = {words[0], words[1], words[2], words[3]};
     }
     if (p.norm) {
       square = warp_reduce(square, Sum());
-      if (lane == 0) squares[8 + row * kWarps + warp] = square;
+      if (lane == 0) squares[8 + row * kFewWarps + warp] = square;
     }
   }
   __syncthreads();
   if (p.norm && thread < p.m) {  // read behind further barriers
     float total = 0.0f;
-    for (int i = 0; i < kWarps; ++i) total += squares[8 + thread * kWarps + i];
+    for (int i = 0; i < kFewWarps; ++i) total += squares[8 + thread * kFewWarps + i];
     squares[thread] = total;
   }
 
-  // The part of x whose address a lane has: the row and slot of a column of an mma.
-  const int x_row = lane % kPad, slot = lane % 8 / kPad;
-  const bool valid = x_row < p.m;
-  const u32 base = hopper::shared_address(shared) + 16 * (lane / 8), no_x = base + 64,
-            x = base + kZeroBytes + (valid ? x_row * at.x_stride : 0);
+  // A lane's part of x: the row and slot of column g of an mma.
+  const bool valid = g % kPad < p.m;
+  const u8* const x = valid ? rows_of_x + g % kPad * at.x_stride + 16 * t : shared + 16 * t;
+  const int slot = g / kPad;
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
   // Of an accumulator's columns 2 t and 2 t + 1.
@@ -256,17 +257,16 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
-        const u32 from = valid && slot == j ? x + chunk_bytes : no_x;
+        const u8* const from = valid && slot == j ? x + chunk_bytes : shared + 16 * t;
         const uint4 all = words[tile * 32];
 #pragma unroll
         for (int h = kSmall ? unit % 2 : 0; h < (kSmall ? unit % 2 + 1 : 2); ++h) {
           u32 left[2][4];
           widen_codes<T>(left[0], h == 0 ? all.x : all.z);
           widen_codes<T>(left[1], h == 0 ? all.y : all.w);
-          u32 right[4];
-          Panels<8, 64>::load_matrices<false>(right, from + tile * 128 + h * 64);
-          mma<T>(part[0], left[0], right[0], right[1]);
-          mma<T>(part[1], left[1], right[2], right[3]);
+          const uint4 right = *reinterpret_cast<const uint4*>(from + tile * 128 + h * 64);
+          mma<T>(part[0], left[0], right.x, right.y);
+          mma<T>(part[1], left[1], right.z, right.w);
         }
       }
 #pragma unroll
@@ -296,11 +296,11 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       fetch(stage);
       if (++stage == p.stages) stage = 0, phase ^= 1;
       const int before = row;
-      chunk += kWarps;
+      chunk += kFewWarps;
       while (chunk >= p.chunks) chunk -= p.chunks, ++row;
       if (row == before) continue;
       // The row tile's sums.
-      float* const to = parts + ((before - first_row) * kWarps + warp) * kPart;
+      float* const to = parts + ((before - first_row) * kFewWarps + warp) * kPart;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -314,14 +314,14 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
     }
     __syncthreads();
     // The warps' sums, in the order of their chunks, in the place of the first one's.
-    const int pass = end_row - first_row, sharing = min(p.chunks, kWarps);
+    const int pass = end_row - first_row, sharing = min(p.chunks, kFewWarps);
     if (sharing > 1) {
-      for (int i = thread; i < pass * kPart; i += 32 * kWarps) {
+      for (int i = thread; i < pass * kPart; i += 32 * kFewWarps) {
         const int of = i / kPart, element = i - of * kPart;
-        float* const own = parts + of * kWarps * kPart + element;
+        float* const own = parts + of * kFewWarps * kPart + element;
         float total = 0.0f;
         const int begin = (first_row + of) * p.chunks;
-        for (int w = 0; w < sharing; ++w) total += own[(begin + w) % kWarps * kPart];
+        for (int w = 0; w < sharing; ++w) total += own[(begin + w) % kFewWarps * kPart];
         own[0] = total;
       }
       __syncthreads();
@@ -334,8 +334,8 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       for (int other = 1; other < p.cluster; ++other) total += cluster_load(own, other);
       return total;
     };
-    for (int i = thread + rank * 32 * kWarps; i < pass / in_unit * 16 * p.m;
-         i += 32 * kWarps * p.cluster) {
+    for (int i = thread + rank * 32 * kFewWarps; i < pass / in_unit * 16 * p.m;
+         i += 32 * kFewWarps * p.cluster) {
       const int unit = i / (16 * p.m), rest = i - unit * 16 * p.m, token = rest / 16,
                 line = rest % 16, of = unit * in_unit;
       const FewTile tile(p, first_row + of, block, blocks);
@@ -346,8 +346,8 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       const float factor =
           p.norm ? rsqrtf(of_cluster(squares + token) / static_cast<float>(p.k) + p.eps) : 1.0f;
       const auto result = [&](int of, int which) {
-        const int warp = sharing > 1 ? 0 : (first_row + of) * p.chunks % kWarps;
-        float total = of_cluster(parts + (of * kWarps + warp) * kPart + element) * factor;
+        const int warp = sharing > 1 ? 0 : (first_row + of) * p.chunks % kFewWarps;
+        float total = of_cluster(parts + (of * kFewWarps + warp) * kPart + element) * factor;
         const void* const bias = p.weights[which].bias;
         return bias ? total + to_float(static_cast<const T*>(bias)[column]) : total;
       };

@@ -11,10 +11,9 @@ namespace {
 
 using int4::FewParams;
 
-/// A configuration: as a number, for measurements, `warps << 28 | chunk << 24 | resident << 16 |
-/// stages << 8 | cluster`, where warps are 0 (8) or 1 (16).
+/// A configuration: as a number, for measurements, `chunk << 24 | resident << 16 | stages << 8 |
+/// cluster`.
 struct FewPlan {
-  int warps;     // of a block, 8 or 16
   int chunk;     // tiles of a stage: 8, or 4 where a block has little shared memory
   int resident;  // blocks of a multiprocessor
   int stages;    // of a warp's ring
@@ -35,7 +34,7 @@ FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
       static_cast<int>(ceil_div(ceil_div(p.tiles_k, plan.chunk), int64_t{plan.cluster}));
   int pass_rows = static_cast<int>(least(rows, p.m <= 2 ? 16 : 8));
   const auto bytes = [&] {
-    return int4::FewLayout(plan.warps, plan.chunk, p.m,
+    return int4::FewLayout(plan.chunk, p.m,
                            p.m <= 2   ? 2
                            : p.m <= 4 ? 4
                                       : 8,
@@ -54,7 +53,7 @@ bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
 FewPlan choose(const FewParams& p, const Gpu& gpu) {
   const int64_t rows = ceil_div(p.units, gpu.processors);  // of a block, if it is alone
   const bool few = p.m <= 2, clusters = gpu.capability >= 90;
-  FewPlan plan = {8, gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
+  FewPlan plan = {gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
   if (few && rows >= 10 && p.tiles_k < 192) plan.resident = 2;
   // Rows of x take memory and time; a cluster's blocks share them.
   if (clusters && (few ? rows == 1 && p.tiles_k >= 128 : rows <= 3)) plan.cluster = 2;
@@ -64,24 +63,23 @@ FewPlan choose(const FewParams& p, const Gpu& gpu) {
   return plan;
 }
 
-template <class T, int kWarps, int kChunk, int kSlots>
+template <class T, int kChunk, int kSlots>
 void launch_few(const FewParams& p, const LaunchConfig& config) {
   if (p.group_shift == 5)
-    return launch(rare_kernel<int4::few_rows_int4<T, kWarps, kChunk, kSlots, true>>, config, p);
-  launch(kernel<int4::few_rows_int4<T, kWarps, kChunk, kSlots, false>>, config, p);
+    return launch(rare_kernel<int4::few_rows_int4<T, kChunk, kSlots, true>>, config, p);
+  launch(kernel<int4::few_rows_int4<T, kChunk, kSlots, false>>, config, p);
 }
 
-template <class T, int kWarps, int kChunk>
+template <class T, int kChunk>
 void launch_few(const FewParams& p, const LaunchConfig& config) {
-  if (p.m <= 2) return launch_few<T, kWarps, kChunk, 4>(p, config);
-  if (p.m <= 4) return launch_few<T, kWarps, kChunk, 2>(p, config);
-  launch_few<T, kWarps, kChunk, 1>(p, config);
+  if (p.m <= 2) return launch_few<T, kChunk, 4>(p, config);
+  if (p.m <= 4) return launch_few<T, kChunk, 2>(p, config);
+  launch_few<T, kChunk, 1>(p, config);
 }
 
 template <class T>
-void launch_few(const FewParams& p, const FewPlan& plan, const LaunchConfig& config) {
-  if (plan.warps == 16) return launch_few<T, 16, 4>(p, config);
-  plan.chunk == 8 ? launch_few<T, 8, 8>(p, config) : launch_few<T, 8, 4>(p, config);
+void launch_few(const FewParams& p, int chunk, const LaunchConfig& config) {
+  chunk == 8 ? launch_few<T, 8>(p, config) : launch_few<T, 4>(p, config);
 }
 
 }  // namespace
@@ -113,18 +111,19 @@ const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
     weight.end = p.units;
   }
   const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
-  const FewPlan plan =
-      call.plan ? FewPlan{call.plan >> 28 & 1 ? 16 : 8, byte(24) & 15, byte(16), byte(8), byte(0)}
-                : choose(p, gpu);
+  const FewPlan plan = call.plan ? FewPlan{byte(24), byte(16), byte(8), byte(0)} : choose(p, gpu);
   if (!fits(p, gpu, plan)) return "these rows do not fit into shared memory";
   const FewGrid grid = grid_of(p, gpu, plan);
   p.cluster = plan.cluster, p.stages = plan.stages;
   p.chunks = grid.chunks, p.pass_rows = grid.pass_rows;
-  const LaunchConfig config = {
-      blocks(grid.blocks), {static_cast<unsigned>(32 * plan.warps)}, stream,
-      grid.bytes,          static_cast<unsigned>(plan.cluster),      gpu.capability >= 90};
-  call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, plan, config)
-                              : launch_few<f16>(p, plan, config);
+  const LaunchConfig config = {blocks(grid.blocks),
+                               {32 * int4::kFewWarps},
+                               stream,
+                               grid.bytes,
+                               static_cast<unsigned>(plan.cluster),
+                               gpu.capability >= 90};
+  call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, plan.chunk, config)
+                              : launch_few<f16>(p, plan.chunk, config);
   return last_error();
 }
 

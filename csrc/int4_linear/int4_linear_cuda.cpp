@@ -2,6 +2,8 @@
 
 #include "int4_linear/int4_linear.h"
 
+#include <stdint.h>
+
 #include <type_traits>
 
 #include "common/tensor_map.h"
@@ -27,24 +29,37 @@ int log2_of(int64_t value) {
   return log;
 }
 
-/// The most blocks of a cluster with which all of `count` clusters run at once, by what an H200's
-/// clusters of processors hold.
-int cluster_of(int64_t count, int64_t processors) {
-  constexpr int kClusters[] = {16, 16, 16, 24, 32, 40, 64};  // of 8, 7, ... blocks
-  for (int size = 8; size > 1; --size) {
-    if (count <= kClusters[8 - size] * processors / 132) return size;
+/// How many clusters of so many blocks run at once, less a few: parts of an H200 differ in their
+/// numbers of processors.
+int clusters_of(int size, int processors) {
+  constexpr int kClusters[] = {132, 64, 38, 28, 20, 14, 13, 13};
+  return kClusters[size - 1] * processors / 132;
+}
+
+/// wgmma's tiles and how blocks share the columns: the fewest tiles of a warpgroup one after the
+/// other, then small clusters.
+Plan choose_hopper(const Int4Product& c, int processors) {
+  const int tokens = c.m <= 16 ? 16 : c.m <= 32 ? 32 : c.m <= 64 ? 64 : 128;
+  Plan best = {tokens, 1, 1};
+  int64_t least_cost = INT64_MAX;
+  for (int cluster = 1; cluster <= 8; ++cluster) {
+    for (int depth = 1; depth <= (tokens < 64 ? 4 : 2); depth *= 2) {
+      const int64_t chunk = int4::hopper_chunk(tokens, depth),
+                    count = ceil_div(c.weight.tiles_n * depth, 16) * ceil_div(c.m, tokens),
+                    waves = ceil_div(count, clusters_of(cluster, processors)),
+                    chunks = ceil_div(ceil_div(c.weight.tiles_k, chunk), cluster);
+      if (cluster > 1 && waves > 1) continue;
+      const int64_t cost = waves * chunks * chunk / depth;
+      if (cost < least_cost) least_cost = cost, best = {tokens, depth, cluster};
+    }
   }
-  return 1;
+  return best;
 }
 
 /// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors, tiles_n = c.weight.tiles_n;
-  if (gpu.capability == 90) {
-    const int tokens = c.m <= 16 ? 16 : c.m <= 32 ? 32 : c.m <= 64 ? 64 : 128;
-    const int64_t count = ceil_div(tiles_n, 16) * ceil_div(c.m, tokens);
-    return {tokens, 1, static_cast<int>(least(cluster_of(count, processors), c.weight.tiles_k))};
-  }
+  if (gpu.capability == 90) return choose_hopper(c, gpu.processors);
   const int64_t count = ceil_div(tiles_n, 4) * ceil_div(c.m, c.m <= 16 ? 16 : 64);
   if (count >= 3 * processors && c.m > 32) return {8, 8, 1};
   if (count > processors || gpu.shared_of_block < 180 << 10) return {2, 4, 1};

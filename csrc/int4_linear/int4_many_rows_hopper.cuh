@@ -20,12 +20,17 @@ struct HopperParams {
 
 inline constexpr int kHopperGroups = 4, kHopperThreads = (kHopperGroups + 1) * hopper::kWarpgroup;
 
+/// Tiles of columns of a stage, with so many rows of x.
+FLEXOPS_DEVICE constexpr int hopper_chunk(int tokens, int depth) {
+  return depth == 4 || tokens < 64 || (tokens == 64 && depth == 2) ? 4 : 2;
+}
+
 /// Shared memory, in bytes. A stage: tiles of x, words, scales, zero points. The sums take the
 /// place of the stages.
 template <int kN, int kDepth, bool kSmall>
 struct HopperLayout {
   static constexpr int kLines = 64 * kHopperGroups / kDepth, kTiles = kLines / 16;
-  static constexpr int kChunk = kN >= 64 && kDepth < 4 ? 2 : 4;  // tiles of columns
+  static constexpr int kChunk = hopper_chunk(kN, kDepth);
   static constexpr int kNumbers = kChunk * 32 * (kSmall ? 2 : 1);
   static constexpr int kWords = kChunk * kN * 128, kScales = kWords + kTiles * kChunk * 512,
                        kZeros = kScales + kTiles * kNumbers, kStage = kZeros + kTiles * kNumbers;
