@@ -1,12 +1,11 @@
 // Products of a few rows with weights as they are, [columns, k]: a decode step's, which take as
 // long as it takes to read the weights. Formulas: flexops/ops/few_rows.py.
 //
-// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows,
-// and then those a grid further; its warps share k. The weights are the left operand of mma.sync
-// and go from memory to registers, 16 bytes a lane: which 16 of k one product adds up is free, if
-// both operands agree, so a lane's bytes lie together. Tensor cores, because a lane would otherwise
-// widen every weight. A warp has two chunks of k in flight: while it multiplies one, the other
-// arrives.
+// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows;
+// its warps share k. The weights are the left operand of mma.sync and go from memory to registers,
+// 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
+// bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
+// two chunks of k in flight: while it multiplies one, the other arrives.
 //
 // A block first copies one row or two to shared memory while its first weights are on their way.
 // There they are multiplied by the norm's weights, and their squares added up; a row's factor is
@@ -49,7 +48,7 @@ struct Params {
   void* out;                                      // [rows, width]
   int ends[kMaxWeights];                          // of the weights' blocks
   int columns[kMaxWeights], starts[kMaxWeights];  // first column in `out`
-  int rows, k, width, count, blocks;              // blocks: of columns, of all weights
+  int rows, k, width, count;
   float eps, offset;
   int activation;
 };
@@ -142,25 +141,23 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   const int group = lane / 4, quarter = lane % 4;
 
   // Which weights: two rows of them for each lane and tile. Those behind the last one are its like.
-  int which = 0, first = 0;
-  const u16* lines[kTiles][2];
-  const auto find = [&](int block) {
-    for (which = 0; !kGated && which + 1 < p.count && block >= p.ends[which];) ++which;
-    first = (block - (which ? p.ends[which - 1] : 0)) * kOut;
-    const int last = p.columns[which] - 1;
-    const auto row_of = [&](int number, int column) {
-      return static_cast<const u16*>(p.weights[number]) +
-             static_cast<i64>(column < last ? column : last) * p.k;
-    };
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int column = first + kOfTile * tile + group;
-      lines[tile][0] = row_of(which, column);
-      lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
-    }
+  const int block = static_cast<int>(blockIdx.x);
+  int which = 0;
+  while (!kGated && which + 1 < p.count && block >= p.ends[which]) ++which;
+  const int first = (block - (which ? p.ends[which - 1] : 0)) * kOut;
+  const int columns = p.columns[which];
+  const auto row_of = [&](int number, int column) {
+    const int last = columns - 1;
+    return static_cast<const u16*>(p.weights[number]) +
+           static_cast<i64>(column < last ? column : last) * p.k;
   };
-  int block = static_cast<int>(blockIdx.x);
-  find(block);
+  const u16* lines[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = first + kOfTile * tile + group;
+    lines[tile][0] = row_of(which, column);
+    lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
+  }
 
   // The first weights, before what the kernel ahead writes is read.
   uint4 held[2][kSteps][kTiles][2];
@@ -251,9 +248,32 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
       }
     }
   };
-  // A number of the result, from the warps' sums.
-  const auto write = [&](int number, int column, int of_block, int row) {
-    if (column >= p.columns[number]) return;
+  for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
+    multiply(held[0], at);
+    fetch(held[0], at + 2 * kStride);
+    multiply(held[1], at + kStride);
+    fetch(held[1], at + 3 * kStride);
+  }
+
+  // The warps' sums are added.
+#pragma unroll
+  for (int row = 0; row < kRowTiles; ++row) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
+            acc[tile][row][i];
+    }
+    if constexpr (kInput == kDirectNorm) {
+      const float total = warp_reduce<4>(squared[row], Sum());
+      if (quarter == 0) squares[warp][8 * row + group] = total;
+    }
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps) {
+    const int column = i % kOut, row = i / kOut;
+    if (first + column >= columns) continue;
     float factor = 1;
     if (kInput != kDirect && p.norm) {
       float total = 0;
@@ -261,59 +281,21 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
       for (int w = 0; w < kWarps; ++w) total += squares[w][row];
       factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
     }
-    const int line = of_block / kOfTile * kColumns + of_block % kOfTile;
-    const auto result = [&](int weight, int at) {
+    const int line = column / kOfTile * kColumns + column % kOfTile;
+    const auto result = [&](int number, int at) {
       float total = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += sums[w][at][row];
       total *= factor;
-      if (p.biases[weight]) total += to_float(static_cast<const T*>(p.biases[weight])[column]);
+      if (p.biases[number])
+        total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
       return round_to<T>(total);
     };
-    float value = result(number, line);
+    float value = result(which, line);
     if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
-    const i64 place = static_cast<i64>(row) * p.width + p.starts[number] + column;
+    const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
     if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
     static_cast<T*>(p.out)[place] = from_float<T>(value);
-  };
-  while (true) {
-    for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
-      multiply(held[0], at);
-      fetch(held[0], at + 2 * kStride);
-      multiply(held[1], at + kStride);
-      fetch(held[1], at + 3 * kStride);
-    }
-    // The next columns' first weights are on their way while the warps' sums are added.
-    const int number = which, column_of_block = first;
-    block += static_cast<int>(gridDim.x);
-    const bool more = block < p.blocks;
-    if (more) {
-      find(block);
-      fetch(held[0], begin);
-      fetch(held[1], begin + kStride);
-    }
-#pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
-              acc[tile][row][i];
-          acc[tile][row][i] = 0;
-        }
-      }
-      if constexpr (kInput == kDirectNorm) {
-        const float total = warp_reduce<4>(squared[row], Sum());
-        if (quarter == 0) squares[warp][8 * row + group] = total;
-        squared[row] = 0;
-      }
-    }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps)
-      write(number, column_of_block + i % kOut, i % kOut, i / kOut);
-    if (!more) return;
-    __syncthreads();
   }
 }
 

@@ -1,4 +1,4 @@
-// The launcher of products of a few rows: which kernel, and as many blocks as run at once.
+// The launcher of products of a few rows: which kernel, and a block for each 16 columns.
 
 #include "few_rows/few_rows.h"
 
@@ -76,18 +76,13 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     if (!gated || i == 0) count += ceil_div(p.columns[i], gated ? lines / 2 : lines);
     p.ends[i] = static_cast<int>(count);
   }
-  p.blocks = static_cast<int>(count);
   const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
   const bool staged = vectors && p.norm && p.rows <= kMostStagedRows && bytes <= kMostStaged;
   const auto start = [&](auto type) {
     using T = decltype(type);
     const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
-    const few_rows::Shape& is = few_rows::kShapes[shape];
-    const int64_t resident = processors * is.resident / is.warps;
-    LaunchConfig config{blocks(least(count, resident)),
-                        {32 * static_cast<unsigned>(is.warps)},
-                        stream,
-                        staged ? bytes : 0};
+    const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
+    LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
     config.early = o.early && gpu_facts().capability >= 90;
     launch(chosen, config, p);
   };

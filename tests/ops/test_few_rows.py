@@ -133,8 +133,8 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_more_columns_than_run_at_once(rows: int, activation: str | None) -> None:
-    """A block computes several columns, one after another: a grid is no larger than the GPU."""
+def test_many_columns(rows: int, activation: str | None) -> None:
+    """Of several weights, whose last blocks are not whole."""
     widths = (9003, 5000, 24) if activation is None else (9003, 9003)
     x, norm = (torch.randn(n, device="cuda").bfloat16() for n in ((rows, 264), (264,)))
     weights = [torch.randn(n, 264, device="cuda").bfloat16() / 16 for n in widths]
