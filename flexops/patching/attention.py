@@ -455,7 +455,7 @@ def eager_of(cls: Any) -> Any:
 def changes_cache(model: Any) -> str:
     """The class of a base model whose attention gets something else than what it has appended to
     the cache, or a mask of its own; "" if there is none."""
-    parts = (type(one) for one in model.modules() if _is_attention_of(one, model))
+    parts: list[Any] = [type(one) for one in model.modules() if _is_attention_of(one, model)]
     return next((cls.__name__ for cls in parts if not _hands_cache_on(cls)), "")
 
 
