@@ -452,6 +452,36 @@ def eager_of(cls: Any) -> Any:
     return forward.__globals__.get(name) if name else None
 
 
+def changes_cache(model: Any) -> str:
+    """The class of a base model whose attention gets something else than what it has appended to
+    the cache, or a mask of its own; "" if there is none."""
+    parts: list[Any] = [type(one) for one in model.modules() if _is_attention_of(one, model)]
+    return next((cls.__name__ for cls in parts if not _hands_cache_on(cls)), "")
+
+
+@functools.cache
+def _hands_cache_on(cls: Any) -> bool:
+    nodes = list(ast.walk(code_of(cls)))
+    appended: Any = None
+    for one in nodes:
+        name = getattr(getattr(getattr(one, "value", None), "func", None), "attr", "")
+        if isinstance(one, ast.Assign) and name == "update":
+            appended = one
+    if appended is None or not isinstance(appended.targets[0], ast.Tuple):
+        return False
+    given = {ast.unparse(x) for x in appended.targets[0].elts} | {"attention_mask"}
+    later = [one for one in nodes if getattr(one, "lineno", 0) > appended.lineno]
+    changed = {
+        one.id for one in later if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    passed = (
+        {ast.unparse(x) for x in (*one.args, *(named.value for named in one.keywords))}
+        for one in later
+        if isinstance(one, ast.Call)
+    )
+    return not changed & given and any(given <= one for one in passed)
+
+
 def _refusal(model: Any, part: Any) -> str:
     if not type(model).__module__.startswith("transformers.models."):
         return foreign(type(model)) or "its code is not transformers' own"

@@ -59,6 +59,9 @@ def refusal(model: Any) -> str:
         return "it has an encoder"
     if not attending.is_switched(base):
         return "its attention is not flexops'"
+    changing = attending.changes_cache(base)
+    if changing:
+        return f"{changing} changes what it reads from a cache, or its mask"
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"}:

@@ -299,38 +299,23 @@ def _no_block(module: Any) -> str:
 def _block_candidates(module: Any) -> Iterator[Candidate]:
     linears, (name, act) = _linears(module), _activation(module)
     for kind in [_kind(act)] if name else ["silu", "none", "tanh", "quick", "relu2"]:
-        options = {"kind": kind, "act": (name, type(act))}
         gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
         biased = f"bias_{kind}" if kind in ("silu", "relu2") else "bias_gelu"
+        glu = kind not in ("quick", "relu2")
         for names in itertools.permutations(linears):
             shapes = [_sizes(linears[one]) for one in names]
-            (inputs, inner), (last, outputs) = shapes[0], shapes[-1]
-            glu = kind not in ("quick", "relu2")
-            if (
-                glu
-                and len(names) == 3
-                and shapes[0] == shapes[1]
-                and (last, outputs) == (inner, inputs)
-            ):
-                yield (
-                    gated,
-                    functools.partial(_one, forward=forwards.gated_mlp, names=names, **options),
-                )
+            inner, (last, outputs) = shapes[0][1], shapes[-1]
+            found: list[tuple[str, Any, dict[str, Any]]] = []
+            if glu and len(names) == 3 and shapes[:2] == [(outputs, last)] * 2:
+                found.append((gated, forwards.gated_mlp, {}))
             if glu and len(names) == 2 and inner == 2 * last:
-                for first in (True, False):
-                    yield (
-                        gated,
-                        functools.partial(
-                            _one,
-                            forward=forwards.packed_mlp,
-                            names=names,
-                            gate_first=first,
-                            **options,
-                        ),
-                    )
+                found += [(gated, forwards.packed_mlp, {"gate_first": x}) for x in (True, False)]
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
             if fits and (kind == "relu2" or linears[names[0]].bias is not None):
-                yield biased, functools.partial(_one, forward=forwards.mlp, names=names, **options)
+                found.append((biased, forwards.mlp, {}))
+            options = {"kind": kind, "act": (name, type(act)), "names": names}
+            for operator, forward, more in found:
+                yield operator, functools.partial(_one, forward=forward, **options, **more)
 
 
 def _tiny_block(module: Any) -> Miniature:

@@ -29,10 +29,18 @@ def prepare(model: nn.Module) -> None:
         after = known and sites[0].norm is module._modules["post_attention_layernorm"]
         gated = bool(_names(module._modules["mlp"]))
         known = after and gated and sites[1].owner is module
+        known = known and _only_projects(module._modules["self_attn"])
         if known and "forward" not in module.__dict__ and _adds_plainly(module):
             module.__dict__["forward"] = functools.partial(layer, module)
 
 
+def _only_projects(attention: Any) -> bool:
+    """Whether no other part of attention, such as a gate, reads what a product has to normalize."""
+    others = {name: one for name, one in attention._modules.items() if name not in _READERS}
+    return all(one.dim() < 2 for part in others.values() for one in part.parameters())
+
+
+_READERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _verdicts: dict[Any, bool] = {}
 
 

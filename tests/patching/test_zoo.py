@@ -129,16 +129,24 @@ def check(name: str) -> None:
     torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-4)
 
 
-def test_norms_behind_the_rotation_are_there_in_decode_steps() -> None:
-    """Attention must not rotate what it appends if Hunyuan's norms have read it before."""
-    model = zoo.tiny("hunyuan_v1_dense").eval()
+@pytest.mark.parametrize("name", ["gpt2", "hunyuan_v1_dense", "laguna"])
+def test_decode_steps_compute_what_stands_around_attention(name: str) -> None:
+    """Hunyuan's norms read what is rotated, Laguna's gate what q, k and v are projected from."""
+    model = zoo.tiny(name).eval()
     with torch.no_grad():
-        for key, one in model.named_parameters():
-            one.add_(torch.randn_like(one) * 0.5 if "layernorm" in key else 0)
-    tokens = zoo.batch(model, False)["input_ids"]
-    expected = model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        for one in model.parameters():
+            one.add_(torch.randn_like(one) * 0.4 if one.dim() == 1 else 0)
+    prompt = zoo.batch(model, False)["input_ids"]
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
     flexops.patch(model)
-    assert flexops.generate(model, tokens, max_new_tokens=12, eos_token_id=()).equal(expected)
+    assert flexops.generate(model, prompt, max_new_tokens=12, eos_token_id=()).equal(expected)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "doge"])
+def test_attention_that_changes_what_it_reads_from_a_cache_has_no_decode_steps(name: str) -> None:
+    report = flexops.patch(zoo.tiny(name))
+    (row,) = [row for row in report.rows if row.operator.startswith("generation")]
+    assert "Attention changes what it reads from a cache, or its mask" in row.reason
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
