@@ -31,6 +31,11 @@ class FlexopsError(Exception):
         self.required = required
         self.fix = fix
 
+    @property
+    def reason(self) -> str:
+        """What failed and what was found, on one line."""
+        return "; ".join(part for part in (self.what, self.found) if part)
+
     def __str__(self) -> str:
         details = (("found", self.found), ("required", self.required), ("fix", self.fix))
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in details if text)])

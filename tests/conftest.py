@@ -38,9 +38,11 @@ _CLEARED = (
 """The last two are what readline, which pytest imports, sets for child processes: pytest-xdist's
 workers are such."""
 _KEPT_PREFIX = "FLEXOPS_TEST_"
-_OF_TORCH = re.compile(r"torchelastic_|torchinductor_|pymp-|flexops-builds-")
-"""What torch and multiprocessing leave in TMPDIR, and where flexops builds if others can change its
-cache."""
+_OF_OTHERS = re.compile(
+    r"torchelastic_|torchinductor_|pymp-|uv-|cc\w{6}\.|tmpxft_|stand-in-|flexops-builds-"
+)
+"""What stays in TMPDIR: files of torch, multiprocessing, uv and killed compilers, and where flexops
+builds if others can change its cache."""
 _missing: dict[str, str] = {}
 
 
@@ -87,7 +89,7 @@ def _nothing_left_in_tmpdir() -> Iterator[None]:
     place = os.environ["TMPDIR"]
     before = set(os.listdir(place))
     yield
-    left = [name for name in os.listdir(place) if name not in before and not _OF_TORCH.match(name)]
+    left = [name for name in os.listdir(place) if name not in before and not _OF_OTHERS.match(name)]
     assert not left, f"left in {place}: {left}"
 
 

@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 import typer
-from command_line import COMMAND, parse
+from command_line import COMMAND, flexops_command, parse
 from processes import completed
-from typer.testing import CliRunner
 
 import flexops
 from flexops import errors
 from flexops.cli import main
-from flexops.cli._app import app
 from flexops.cli.commands import COMMANDS, GROUP, OF_TOOLS, OPTIONS, help_text
 from flexops.cli.examples import EXAMPLES as OWN
 from flexops.errors import FlexopsError, SettingsError
@@ -43,11 +41,13 @@ def test_every_command_has_a_short_option_for_help():
     found = list(commands(COMMAND))
     assert len(found) > 25
     for command in found:
-        short = CliRunner().invoke(app, [*command, "-h"], prog_name="flexops")
+        short = flexops_command(*command, "-h", catch_exceptions=True, prog_name="flexops")
         assert short.exit_code == 0, (command, short.output)
         assert (
             short.output
-            == CliRunner().invoke(app, [*command, "--help"], prog_name="flexops").output
+            == flexops_command(
+                *command, "--help", catch_exceptions=True, prog_name="flexops"
+            ).output
         )
 
 
@@ -68,7 +68,9 @@ def test_examples_are_understood():
             if line.startswith("flexops"):
                 assert line.startswith(f"flexops {name}")
                 parse(shlex.split(line)[1:])
-    shown = CliRunner().invoke(app, ["cache", "prune", "-h"], prog_name="flexops").output
+    shown = flexops_command(
+        "cache", "prune", "-h", catch_exceptions=True, prog_name="flexops"
+    ).output
     assert "Examples:" in shown
     assert "flexops cache prune --max-size 500M" in shown
 
@@ -233,7 +235,7 @@ def test_the_table_of_commands_says_what_their_help_says(name):
 
 
 def test_the_help_names_every_option_and_command():
-    said = CliRunner().invoke(app, ["--help"], prog_name="flexops").output
+    said = flexops_command("--help", catch_exceptions=True, prog_name="flexops").output
     assert said.splitlines() == help_text().splitlines()
     context = COMMAND.make_context("flexops", ["doctor"])
     options = [", ".join(sorted(one.opts, key=len)) for one in COMMAND.get_params(context)]
@@ -273,7 +275,7 @@ def test_another_distribution_adds_commands(tmp_path):
 def test_without_flexops_tools_its_commands_say_how_to_install_it(name, monkeypatch):
     assert sorted(OF_TOOLS) == sorted(tools.COMMANDS)
     monkeypatch.setattr("flexops.cli.commands.table", lambda: COMMANDS)
-    shown = CliRunner().invoke(app, name.split())
+    shown = flexops_command(*name.split(), catch_exceptions=True)
     assert isinstance(shown.exception, SettingsError)
     assert "pip install './tools[" in shown.exception.fix
 
@@ -386,7 +388,7 @@ def test_a_profile_says_what_was_timed(given, seen, said, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: seen)
     monkeypatch.setattr("flexops.bench.profiling.by_torch", lambda _: [{"kernel": "k"}])
     options = ["--by", "torch", *(["--device", given] if given else [])]
-    done = CliRunner().invoke(app, ["profile", "rms_norm", *options], catch_exceptions=False)
+    done = flexops_command("profile", "rms_norm", *options)
     assert done.output.splitlines()[-1] == f"rms_norm, by torch.profiler, {said}"
-    rows = CliRunner().invoke(app, ["profile", "rms_norm", *options, "--json"]).stdout
+    rows = flexops_command("profile", "rms_norm", *options, "--json", catch_exceptions=True).stdout
     assert json.loads(rows) == [{"kernel": "k", "device": "cuda" if said == "on a GPU" else "cpu"}]

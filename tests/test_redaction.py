@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
+from command_line import flexops_command
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from flexops import settings
 from flexops.build.store import remote
@@ -79,7 +79,6 @@ def test_no_command_shows_a_password(
     password, command, tmp_path, monkeypatch,
     caplog
 ):  # fmt: skip
-    from flexops.cli._app import app
 
     monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"https://me:{password}@localhost:1/x")
     monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_TIMEOUT", "0.2")
@@ -87,7 +86,7 @@ def test_no_command_shows_a_password(
     monkeypatch.chdir(str(tmp_path))
     settings.current.cache_clear()
     with caplog.at_level(logging.DEBUG):
-        done = CliRunner().invoke(app, command.format(tmp_path).split())
+        done = flexops_command(*command.format(tmp_path).split(), catch_exceptions=True)
     assert not shows(f"{done.output} {done.exception} {caplog.text}")
 
 

@@ -20,6 +20,13 @@ inline int64_t activation_grain(int64_t elements) {
   return elements < kGrain ? kGrain / (elements > 0 ? elements : 1) : 1;
 }
 
+/// Calls f(begin, end) for parts of all tiles, of `rows` rows each, of as many `items`.
+template <typename F>
+void for_activation_tiles(int64_t items, int64_t columns, int64_t rows, const F& f) {
+  parallel_for(0, items * activation_tiles(columns),
+               activation_grain(least(columns, kActivationColumns) * rows), f);
+}
+
 // ---- act(x + bias) ----
 
 /// What forward and backward share.
@@ -39,10 +46,9 @@ inline void biased(Host& host, Activation activation, const TensorView& x, const
                    const TensorView& out) {
   const BiasedActivation c = make_biased(host, activation, x, bias, out);
   if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
-  parallel_for(
-      0, c.rows * activation_tiles(c.columns),
-      activation_grain(least(c.columns, kActivationColumns)),
-      [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end); });
+  for_activation_tiles(c.rows, c.columns, 1, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(biased_activation_cpu)(c, begin, end);
+  });
 }
 
 /// `bias_grad`: whether it is wanted.
@@ -61,17 +67,13 @@ inline void biased_backward(Host& host, Activation activation, const TensorView&
     if (c.slices != 1) c.sums = host.workspace<float>(c.slices * c.columns);
   }
   if (FLEXOPS_DEVICE_CUDA) return host.check(biased_activation_cuda(c, host.stream()));
-  const int64_t tiles = activation_tiles(c.columns);
-  parallel_for(0, slices * tiles,
-               activation_grain(least(c.columns, kActivationColumns) * c.slice_rows),
-               [&](int64_t begin, int64_t end) {
-                 FLEXOPS_ISA_CALL(biased_activation_backward_cpu)(c, begin, end);
-               });
-  if (bias_grad && c.slices != 1) {
-    parallel_for(
-        0, tiles, activation_grain(least(c.columns, kActivationColumns) * c.slices),
-        [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(bias_gradient_cpu)(c, begin, end); });
-  }
+  for_activation_tiles(slices, c.columns, c.slice_rows, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(biased_activation_backward_cpu)(c, begin, end);
+  });
+  if (!bias_grad || c.slices == 1) return;
+  for_activation_tiles(1, c.columns, c.slices, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(bias_gradient_cpu)(c, begin, end);
+  });
 }
 
 // ---- act(gate) * up ----
@@ -105,10 +107,9 @@ inline void gated(Host& host, Activation activation, const TensorView& gate, con
                   bool interleaved, const TensorView& out) {
   const GatedActivation c = make_gated(host, activation, gate, up, interleaved, out);
   if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
-  parallel_for(
-      0, c.rows * activation_tiles(c.columns),
-      activation_grain(least(c.columns, kActivationColumns)),
-      [&](int64_t begin, int64_t end) { FLEXOPS_ISA_CALL(gated_activation_cpu)(c, begin, end); });
+  for_activation_tiles(c.rows, c.columns, 1, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(gated_activation_cpu)(c, begin, end);
+  });
 }
 
 /// The gradients of gate and up, and `again` what the forward pass gave, if that is wanted.
@@ -125,11 +126,9 @@ inline void gated_backward(Host& host, Activation activation, const TensorView& 
   c.gate_grad = gate_grad.data, c.out_stride = gate.columns();
   c.up_grad = up ? up_grad.data : interleaved ? nullptr : second_half(gate_grad);
   if (FLEXOPS_DEVICE_CUDA) return host.check(gated_activation_cuda(c, host.stream()));
-  parallel_for(0, c.rows * activation_tiles(c.columns),
-               activation_grain(least(c.columns, kActivationColumns)),
-               [&](int64_t begin, int64_t end) {
-                 FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end);
-               });
+  for_activation_tiles(c.rows, c.columns, 1, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(gated_activation_backward_cpu)(c, begin, end);
+  });
 }
 
 // ---- the operators ----

@@ -143,6 +143,8 @@ FLEXOPS_DEVICE void query_gradient_consume(const BackwardHopperParams& p, Shape 
       for (int i = 0; i < kN / 2; ++i)
         scores[i] = exp2_approx(fmaf(scores[i], scale, -exponent[i / 2 % 2]));
       if constexpr (Modifier::kPlain) {
+        pin(scores);
+        shape.v_ring().wait(turn_v);  // a branch, without which ptxas waits for dP first
         wgmma_wait<0>(dp);
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) dp[i] -= delta[i / 2 % 2];

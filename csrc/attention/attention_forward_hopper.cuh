@@ -208,6 +208,9 @@ FLEXOPS_DEVICE void forward_consume(const ForwardHopperParams& p, const Shape& s
         pass_turn();
         wgmma_wait<1>(scores);
         end_scores(n);
+        // Weights are computed beside O. A branch that needs their sums, without which ptxas waits
+        // for O first.
+        wait(shape.v_ring().full(turn_v.stage), turn_v.phase ^ (rows.sum[0] + rows.sum[1] < 0));
         wgmma_wait<0>(out);
         end_out();
         pack<T>(weights, scores);

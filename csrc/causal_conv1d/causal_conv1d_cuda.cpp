@@ -31,7 +31,7 @@ void launch_runs(const Params& p, int64_t batch, void* stream) {
 
 template <typename T>
 void launch_type(const Params& p, const ConvShape& shape, void* stream) {
-  constexpr int N = 2;  // channels: more would leave few threads
+  constexpr int N = 4;  // channels: more would leave few threads
   const bool vectors = shape.channels % N == 0 && aligned(p.x) && aligned(p.out) && aligned(p.grad);
   if (vectors) return launch_runs<T, N>(p, shape.batch, stream);
   launch_runs<T, 1>(p, shape.batch, stream);

@@ -15,4 +15,12 @@ FLEXOPS_INLINE bool aligned(const void* pointer, int64_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
 
+/// Vectors of 16 bytes, of as many elements each, that the longest of the rows at `data` has,
+/// wherever it starts.
+FLEXOPS_INLINE int64_t row_vectors(const void* data, int64_t stride, int64_t length,
+                                   int64_t elements) {
+  const int64_t head = aligned(data) && stride % elements == 0 ? 0 : elements - 1;
+  return ceil_div(length + head, elements);
+}
+
 }  // namespace flexops

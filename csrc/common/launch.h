@@ -527,15 +527,6 @@ int resident_clusters(const KernelOf<A...>& kernel, const LaunchConfig& config) 
 }
 #endif
 
-#if !FLEXOPS_EXTENSION
-/// Vectors of 16 bytes that the longest of the rows at `data` has, wherever it starts.
-inline int64_t row_vectors(const void* data, int64_t stride, int64_t length, ElementType type) {
-  const int64_t elements = 16 / element_size(type);
-  const int64_t head = aligned(data) && stride % elements == 0 ? 0 : elements - 1;
-  return ceil_div(length + head, elements);
-}
-#endif
-
 inline Dim3 blocks(int64_t x, int64_t y = 1, int64_t z = 1) {
   return {static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};
 }

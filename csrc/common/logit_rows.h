@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "common/arithmetic.h"
 #include "common/element_type.h"
 
 namespace flexops {
@@ -13,5 +14,9 @@ struct LogitRows {
   ElementType type;
   int64_t ignore_index;
 };
+
+FLEXOPS_INLINE int64_t row_vectors(const void* data, const LogitRows& rows) {
+  return row_vectors(data, rows.stride, rows.length, 16 / element_size(rows.type));
+}
 
 }  // namespace flexops

@@ -109,11 +109,7 @@ FLEXOPS_DEVICE T group_reduce(T value, Op op, T neutral, int lanes, T* shared) {
   const int lane = threadIdx.x % kNarrowWarp, groups = lanes / kNarrowWarp;
   if (lane == 0) shared[threadIdx.x / kNarrowWarp] = value;
   __syncthreads();
-  value = lane < groups ? shared[lane] : neutral;
-#pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2)
-    value = op(value, shuffle_xor(value, mask, kNarrowWarp));
-  return value;
+  return warp_reduce<kNarrowWarp>(lane < groups ? shared[lane] : neutral, op);
 }
 
 }  // namespace flexops::rows

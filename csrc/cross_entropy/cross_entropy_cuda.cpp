@@ -102,7 +102,7 @@ const char* cross_entropy_cuda(void* logits, const int64_t* target, const Logits
         }
       }
     }
-    launch_rows(p, shape.type, stream, row_vectors(logits, shape.stride, shape.length, shape.type));
+    launch_rows(p, shape.type, stream, row_vectors(logits, shape));
   }
   if (reduction != Reduction::none) launch_finish(shape, target, stats, loss, reduction, stream);
   return last_error();
@@ -116,7 +116,7 @@ const char* cross_entropy_backward_cuda(const void* logits, const int64_t* targe
   p.maxima = stats.maxima, p.sums = stats.sums, p.divisor = stats.divisor;
   p.upstream = factors.data, p.each_row = factors.each_row;
   p.out = out, p.out_stride = shape.length;
-  const int64_t vectors = row_vectors(logits, shape.stride, shape.length, shape.type);
+  const int64_t vectors = row_vectors(logits, shape);
   if (!launch_short(p, shape.type, vectors, stream)) {
     p.lanes = cross_entropy::kGradientThreads;
     p.part = cross_entropy::kGradientThreads * cross_entropy::kVectors;

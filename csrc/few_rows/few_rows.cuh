@@ -1,20 +1,19 @@
 // Products of a few rows with weights as they are, [columns, k]: a decode step's, which take as
 // long as it takes to read the weights. Formulas: flexops/ops/few_rows.py.
 //
-// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows;
-// its warps share k. The weights are the left operand of mma.sync and go from memory to registers,
-// 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
-// bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
-// two chunks of k in flight: while it multiplies one, the other arrives.
+// A block computes 16 or 32 columns (or half of them, of a gate and of what it gates) for all rows,
+// and then those a grid further; its warps share k. The weights are the left operand of mma.sync
+// and go from memory to registers, 16 bytes a lane: which 16 of k one product adds up is free, if
+// both operands agree, so a lane's bytes lie together. Tensor cores, because a lane would otherwise
+// widen every weight. A warp has two chunks of k in flight: while it multiplies one, the other
+// arrives.
 //
 // A block first copies one row or two to shared memory while its first weights are on their way.
 // There they are multiplied by the norm's weights, and their squares added up; a row's factor is
 // applied to the sums of the product.
 //
 // In a captured step (`early`) a block starts, and asks for its first weights, while the kernel
-// before it still runs: weights do not depend on it. When a block has asked for its last weights,
-// it has the first ones of the next product fetched into the second-level cache: between two
-// products, and while attention runs, memory would be idle.
+// before it still runs: weights do not depend on it.
 #pragma once
 
 #include "common/async.cuh"
@@ -25,7 +24,7 @@
 
 namespace flexops::few_rows {
 
-inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16, kPiece = 4096;
+inline constexpr int kMaxWeights = kMostFewWeights, kColumns = 16;
 
 /// Of a kernel: `rows` are at most 8 of them; `tiles` of 16 weights' rows a block; `steps` of 32 of
 /// k that a warp loads at once; `resident` warps of a multiprocessor, for which registers suffice.
@@ -50,11 +49,9 @@ struct Params {
   void* out;                                      // [rows, width]
   int ends[kMaxWeights];                          // of the weights' blocks
   int columns[kMaxWeights], starts[kMaxWeights];  // first column in `out`
-  int rows, k, width, count;
+  int rows, k, width, count, blocks;              // blocks: of columns, of all weights
   float eps, offset;
   int activation;
-  const void* ahead[kMaxWeights];  // what the next product reads, in pieces of kPiece bytes
-  int pieces[kMaxWeights];
 };
 
 /// 16 bytes of weights, which one kernel reads once: past the first-level cache, and 256 bytes at a
@@ -68,20 +65,6 @@ FLEXOPS_DEVICE uint4 load_weights(const u16* at) {
   return out;
 #else
   return bit_cast<uint4>(load<Cache::streaming>(reinterpret_cast<const Vec<u16, 8>*>(at)));
-#endif
-}
-
-/// Has a block's share of what the next product reads fetched into the second-level cache.
-FLEXOPS_DEVICE void fetch_ahead(const Params& p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#pragma unroll
-  for (int i = 0; i < kMaxWeights; ++i) {
-    for (u32 at = blockIdx.x + gridDim.x * threadIdx.x; at < p.pieces[i];
-         at += gridDim.x * blockDim.x)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                       static_cast<const char*>(p.ahead[i]) + at * kPiece),
-                   "n"(kPiece));
-  }
 #endif
 }
 
@@ -159,23 +142,25 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   const int group = lane / 4, quarter = lane % 4;
 
   // Which weights: two rows of them for each lane and tile. Those behind the last one are its like.
-  const int block = static_cast<int>(blockIdx.x);
-  int which = 0;
-  while (!kGated && which + 1 < p.count && block >= p.ends[which]) ++which;
-  const int first = (block - (which ? p.ends[which - 1] : 0)) * kOut;
-  const int columns = p.columns[which];
-  const auto row_of = [&](int number, int column) {
-    const int last = columns - 1;
-    return static_cast<const u16*>(p.weights[number]) +
-           static_cast<i64>(column < last ? column : last) * p.k;
-  };
+  int which = 0, first = 0;
   const u16* lines[kTiles][2];
+  const auto find = [&](int block) {
+    for (which = 0; !kGated && which + 1 < p.count && block >= p.ends[which];) ++which;
+    first = (block - (which ? p.ends[which - 1] : 0)) * kOut;
+    const int last = p.columns[which] - 1;
+    const auto row_of = [&](int number, int column) {
+      return static_cast<const u16*>(p.weights[number]) +
+             static_cast<i64>(column < last ? column : last) * p.k;
+    };
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int column = first + kOfTile * tile + group;
-    lines[tile][0] = row_of(which, column);
-    lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
-  }
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int column = first + kOfTile * tile + group;
+      lines[tile][0] = row_of(which, column);
+      lines[tile][1] = kGated ? row_of(1, column) : row_of(which, column + 8);
+    }
+  };
+  int block = static_cast<int>(blockIdx.x);
+  find(block);
 
   // The first weights, before what the kernel ahead writes is read.
   uint4 held[2][kSteps][kTiles][2];
@@ -193,8 +178,6 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   const int begin = warp * kChunk + 8 * quarter;
   fetch(held[0], begin);
   fetch(held[1], begin + kStride);
-  const bool all = p.k <= 2 * kStride;
-  if (all) fetch_ahead(p);
   wait_for_previous();
 
   // The rows, to shared memory.
@@ -268,33 +251,9 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
       }
     }
   };
-  for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
-    if (!all && at - 8 * quarter + 2 * kStride >= p.k) fetch_ahead(p);
-    multiply(held[0], at);
-    fetch(held[0], at + 2 * kStride);
-    multiply(held[1], at + kStride);
-    fetch(held[1], at + 3 * kStride);
-  }
-
-  // The warps' sums are added.
-#pragma unroll
-  for (int row = 0; row < kRowTiles; ++row) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
-            acc[tile][row][i];
-    }
-    if constexpr (kInput == kDirectNorm) {
-      const float total = warp_reduce<4>(squared[row], Sum());
-      if (quarter == 0) squares[warp][8 * row + group] = total;
-    }
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps) {
-    const int column = i % kOut, row = i / kOut;
-    if (first + column >= columns) continue;
+  // A number of the result, from the warps' sums.
+  const auto write = [&](int number, int column, int of_block, int row) {
+    if (column >= p.columns[number]) return;
     float factor = 1;
     if (kInput != kDirect && p.norm) {
       float total = 0;
@@ -302,21 +261,59 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
       for (int w = 0; w < kWarps; ++w) total += squares[w][row];
       factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
     }
-    const int line = column / kOfTile * kColumns + column % kOfTile;
-    const auto result = [&](int number, int at) {
+    const int line = of_block / kOfTile * kColumns + of_block % kOfTile;
+    const auto result = [&](int weight, int at) {
       float total = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += sums[w][at][row];
       total *= factor;
-      if (p.biases[number])
-        total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
+      if (p.biases[weight]) total += to_float(static_cast<const T*>(p.biases[weight])[column]);
       return round_to<T>(total);
     };
-    float value = result(which, line);
+    float value = result(number, line);
     if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
-    const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
+    const i64 place = static_cast<i64>(row) * p.width + p.starts[number] + column;
     if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
     static_cast<T*>(p.out)[place] = from_float<T>(value);
+  };
+  while (true) {
+    for (int at = begin; at - 8 * quarter < p.k; at += 2 * kStride) {
+      multiply(held[0], at);
+      fetch(held[0], at + 2 * kStride);
+      multiply(held[1], at + kStride);
+      fetch(held[1], at + 3 * kStride);
+    }
+    // The next columns' first weights are on their way while the warps' sums are added.
+    const int number = which, column_of_block = first;
+    block += static_cast<int>(gridDim.x);
+    const bool more = block < p.blocks;
+    if (more) {
+      find(block);
+      fetch(held[0], begin);
+      fetch(held[1], begin + kStride);
+    }
+#pragma unroll
+    for (int row = 0; row < kRowTiles; ++row) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[warp][kColumns * tile + group + 8 * (i / 2)][8 * row + 2 * quarter + i % 2] =
+              acc[tile][row][i];
+          acc[tile][row][i] = 0;
+        }
+      }
+      if constexpr (kInput == kDirectNorm) {
+        const float total = warp_reduce<4>(squared[row], Sum());
+        if (quarter == 0) squares[warp][8 * row + group] = total;
+        squared[row] = 0;
+      }
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps)
+      write(number, column_of_block + i % kOut, i % kOut, i / kOut);
+    if (!more) return;
+    __syncthreads();
   }
 }
 

@@ -16,7 +16,6 @@ struct FewRows {
   float eps, offset;    // the norm's
   int64_t activation;   // a FewRowsActivation
   bool early;           // weights may be read before the kernel ahead has ended
-  TensorViews ahead;    // what the next product reads
 };
 
 }  // namespace flexops

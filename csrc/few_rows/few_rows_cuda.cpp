@@ -1,4 +1,4 @@
-// The launcher of products of a few rows: which kernel, and a block for each 16 columns.
+// The launcher of products of a few rows: which kernel, and as many blocks as run at once.
 
 #include "few_rows/few_rows.h"
 
@@ -13,7 +13,6 @@ using few_rows::Params;
 constexpr int64_t kLong = 4096;             // of k, for blocks of many warps
 constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
 constexpr int kMostStagedRows = 2;          // more take longer to copy than to read as needed
-constexpr int64_t kMostAhead = 48 << 20;    // bytes: a third of the second-level cache
 
 /// Kernels by shape and gated.
 using Kernels = KernelOf<Params>[2];
@@ -77,20 +76,19 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     if (!gated || i == 0) count += ceil_div(p.columns[i], gated ? lines / 2 : lines);
     p.ends[i] = static_cast<int>(count);
   }
-  const bool early = o.early && gpu_facts().capability >= 90;
-  for (int64_t i = 0; early && i < o.ahead.count; ++i) {
-    const int64_t size = 2 * o.ahead[i].numel;
-    p.ahead[i] = o.ahead[i].data;
-    p.pieces[i] = static_cast<int>(least(size, kMostAhead / o.ahead.count) / few_rows::kPiece);
-  }
+  p.blocks = static_cast<int>(count);
   const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
   const bool staged = vectors && p.norm && p.rows <= kMostStagedRows && bytes <= kMostStaged;
   const auto start = [&](auto type) {
     using T = decltype(type);
     const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
-    const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
-    LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
-    config.early = early;
+    const few_rows::Shape& is = few_rows::kShapes[shape];
+    const int64_t resident = processors * is.resident / is.warps;
+    LaunchConfig config{blocks(least(count, resident)),
+                        {32 * static_cast<unsigned>(is.warps)},
+                        stream,
+                        staged ? bytes : 0};
+    config.early = o.early && gpu_facts().capability >= 90;
     launch(chosen, config, p);
   };
   if (o.x.dtype == Dtype::bf16) {

@@ -13,8 +13,7 @@ FLEXOPS_ISA_DECLARE(void few_rows_cpu(const FewRows& product, int64_t begin, int
 inline void few_rows_linear_host(Host& host, const TensorView& x, const TensorViews& weights,
                                  const TensorViews& biases, const TensorView& norm, double eps,
                                  double offset, const TensorView& residual, int64_t activation,
-                                 int64_t width, bool early, const TensorViews& ahead,
-                                 const TensorView& out) {
+                                 int64_t width, bool early, const TensorView& out) {
   const int64_t k = x.columns();
   FLEXOPS_CHECK(x.dim > 0 && x.numel <= kMostFewRows * k, host.op, ": x must have at most ",
                 kMostFewRows, " rows, got shape ", shape_text(x));
@@ -24,8 +23,6 @@ inline void few_rows_linear_host(Host& host, const TensorView& x, const TensorVi
                     (activation == kFewNone || weights.count == 2),
                 host.op, ": weights must be ", activation == kFewNone ? "1 to 3" : "2",
                 " tensors, got ", weights.count);
-  FLEXOPS_CHECK(ahead.count <= kMostFewWeights, host.op, ": ahead must be at most ",
-                kMostFewWeights, " tensors, got ", ahead.count);
   FLEXOPS_CHECK(biases.count == 0 || biases.count == weights.count, host.op,
                 ": biases must be none or ", weights.count, " tensors, got ", biases.count);
   int64_t columns = 0;
@@ -53,8 +50,7 @@ inline void few_rows_linear_host(Host& host, const TensorView& x, const TensorVi
                            static_cast<float>(eps),
                            static_cast<float>(offset),
                            activation,
-                           early,
-                           ahead};
+                           early};
   if (FLEXOPS_DEVICE_CUDA) return host.check(few_rows_cuda(product, host.stream()));
   parallel_for(0, out.numel, 16, [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(few_rows_cpu)(product, begin, end);

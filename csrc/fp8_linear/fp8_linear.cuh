@@ -17,7 +17,8 @@ using rows::Packed;
 
 inline constexpr int kColumnThreads = 256;
 inline constexpr int kTileRows = 128, kTileColumns = 64;  // that a block transposes
-inline constexpr int kMatrices = 4;                       // of a launch
+inline constexpr int kLargestThreads = 512, kLargestVectors = 16;
+inline constexpr int kMatrices = 4;  // of a launch
 
 /// Matrices of one width, one below the other. All but the last have a multiple of 16 rows.
 struct Stack {
@@ -42,10 +43,16 @@ struct RowParams {
   float *rstd, eps, inverse;  // inverse: 1 / columns
   u8 *codes, *grad_codes;
   float *scales, *grad_scales;
-  u32 *largest, *grad_largest;  // of each column, as bits; 0 before
-  int rows, columns;            // columns: of codes, a multiple of 16
-  bool gathers;                 // the largest of a block's columns are in shared memory first
+  Packed* partial;    // the largest magnitudes that each block finds in columns of its results
+  int rows, columns;  // columns: of codes, a multiple of 16
   activation::Function function;
+};
+
+/// Of what blocks have found in columns: the largest.
+struct LargestParams {
+  const Packed* partial;
+  float *largest, *grad_largest;  // of the first result; of others
+  int blocks, vectors, first;     // vectors: of all results; first: of the first one
 };
 
 struct ColumnParams {
@@ -222,32 +229,18 @@ FLEXOPS_DEVICE void write_results(const RowParams& p, const S (&own)[kRows], int
   }
 }
 
-/// The largest magnitudes of a vector's columns, into global memory. Most blocks find nothing that
-/// is greater than what others found: so it is read first.
-template <typename T>
-FLEXOPS_DEVICE void raise_largest(u32* largest, const Packed& found) {
-  constexpr int N = kPerVector<T>;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const u32 bits = kIsFloat<T>
-                         ? found.at[i * 4 / N]
-                         : scaled::widen_bits<T>(found.at[i * 4 / N] >> i % 2 * 16 & 0xffffu);
-    if (bits > *static_cast<volatile u32*>(largest + i)) atomicMax(largest + i, bits);
-  }
-}
-
-/// Of kRows rows: what they find themselves and what their columns do. `gathered` has a place for
-/// each result of the thread's vector.
+/// Of kRows rows: what they find themselves and what their columns do, which `gathered` has a
+/// place for.
 template <class S, int kRows>
-FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int column,
-                                 u32 (&largest)[kRows * S::kScales], Packed* gathered,
-                                 int vectors) {
+FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int vector,
+                                 u32 (&largest)[kRows * S::kScales], Packed* gathered) {
   using T = typename S::Element;
   constexpr u32 kMagnitude = kIsFloat<T> ? 0x7fffffffu : 0x7fff7fffu;
+  const int vectors = p.columns / kPerVector<T>;
 #pragma unroll
   for (int i = 0; i < S::kResults; ++i) {
-    Packed most = {};
-    if (p.gathers) most = gathered[i * vectors];
+    const int at = i * vectors + vector;
+    Packed most = gathered[at];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       u32& its = largest[r * S::kScales + (i ? 1 : 0)];
@@ -258,12 +251,7 @@ FLEXOPS_DEVICE void find_largest(const RowParams& p, const S (&own)[kRows], int 
         most.at[w] = scaled::greater_of<T>(most.at[w], magnitude);
       }
     }
-    if (p.gathers) {
-      gathered[i * vectors] = most;
-    } else {
-      raise_largest<T>(i ? p.grad_largest + (i - 1) * p.columns + column : p.largest + column,
-                       most);
-    }
+    gathered[at] = most;
   }
 }
 
@@ -292,21 +280,21 @@ FLEXOPS_DEVICE void reduce_block(V (&value)[K], Op op, V* room) {
 }
 
 /// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
-/// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them.
-template <class S, int kThreads, int kBlocks, int kVectors, int kRows>
+/// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them, and of
+/// all results. What it finds in columns is in shared memory until the end, if kGathers.
+template <class S, int kThreads, int kBlocks, int kVectors, int kRows, bool kGathers>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     quantize_rows(const FLEXOPS_GRID_CONSTANT RowParams p) {
   using T = typename S::Element;
   constexpr int N = kPerVector<T>, kValues = kRows * S::kScales;
   __align__(16) extern __shared__ u8 memory[];
   __shared__ u32 room[2][kValues * rows::kNarrowWarp];
-  Packed* gathered = reinterpret_cast<Packed*>(memory);
   const int vectors = p.columns / N, step = static_cast<int>(blockDim.x);
-  if (p.gathers) {
-    for (int vector = threadIdx.x; vector < vectors; vector += step) {
+  Packed* partial = p.partial + static_cast<i64>(blockIdx.x) * vectors * S::kResults;
+  Packed* gathered = kGathers ? reinterpret_cast<Packed*>(memory) : partial;
+  for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
-      for (int i = 0; i < S::kResults; ++i) gathered[i * vectors + vector] = {};
-    }
+    for (int i = 0; i < S::kResults; ++i) gathered[i * vectors + vector] = {};
   }
   u32 turn = 0;
 #pragma unroll 1
@@ -357,15 +345,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const int vector = threadIdx.x + k * step;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) own[k][r].compute(p);
-      if (vector < vectors)
-        find_largest(p, own[k], vector * N, largest, gathered + vector, vectors);
+      if (vector < vectors) find_largest(p, own[k], vector, largest, gathered);
     }
     const int others = S::kNorm ? vectors : threadIdx.x + kVectors * step;
 #pragma unroll 1
     for (int vector = others; vector < vectors; vector += step) {
       S one[kRows];
       load_and_compute(p, one, first, vector * N);
-      find_largest(p, one, vector * N, largest, gathered + vector, vectors);
+      find_largest(p, one, vector, largest, gathered);
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
@@ -394,14 +381,54 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       write_results(p, one, first, vector * N, scaling);
     }
   }
-  // Reduce the columns' over the blocks. What a thread gathered, no other one touched.
-  if (!p.gathers) return;
+  // Hand over what was found in columns.
+  if (!kGathers) return;
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
 #pragma unroll
     for (int i = 0; i < S::kResults; ++i)
-      raise_largest<T>((i ? p.grad_largest + (i - 1) * p.columns : p.largest) + vector * N,
-                       gathered[i * vectors + vector]);
+      store<Cache::normal>(partial + i * vectors + vector, gathered[i * vectors + vector]);
   }
+}
+
+/// A block for each kLargestVectors neighbours.
+template <typename T>
+__global__ void __launch_bounds__(kLargestThreads)
+    reduce_largest(const FLEXOPS_GRID_CONSTANT LargestParams p) {
+  constexpr int N = kPerVector<T>, kGroups = kLargestThreads / kLargestVectors, kOnce = 4;
+  __shared__ Packed shared[kGroups][kLargestVectors];
+  const int own = threadIdx.x % kLargestVectors, group = threadIdx.x / kLargestVectors;
+  const int vector = blockIdx.x * kLargestVectors + own;
+  // Each group takes every so many-th block's, several at once.
+  Packed most = {};
+  const auto add = [&](const Packed& more) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) most.at[w] = scaled::greater_of<T>(most.at[w], more.at[w]);
+  };
+  for (int block = group; vector < p.vectors && block < p.blocks; block += kOnce * kGroups) {
+    Packed found[kOnce];
+#pragma unroll
+    for (int k = 0; k < kOnce; ++k) {
+      const int its = block + k * kGroups;
+      found[k] = {};
+      if (its < p.blocks)
+        found[k] = load<Cache::normal>(p.partial + static_cast<i64>(its) * p.vectors + vector);
+    }
+#pragma unroll
+    for (int k = 0; k < kOnce; ++k) add(found[k]);
+  }
+  shared[group][own] = most;
+  __syncthreads();
+  if (group > 0 || vector >= p.vectors) return;
+#pragma unroll 8
+  for (int g = 1; g < kGroups; ++g) add(shared[g][own]);
+  float value[N];
+  rows::widen<T>(value, most);
+  float* to = vector < p.first ? p.largest + vector * N
+                               : p.grad_largest + static_cast<i64>(vector - p.first) * N;
+#pragma unroll
+  for (int i = 0; i < N; i += 4)
+    store<Cache::normal>(reinterpret_cast<Vec<float, 4>*>(to + i),
+                         Vec<float, 4>{value[i], value[i + 1], value[i + 2], value[i + 3]});
 }
 
 // ---- columns ----

@@ -10,13 +10,9 @@
 
 namespace flexops::gated_norm {
 
-inline constexpr int kResident = 512;  // threads that a multiprocessor is to have
+inline constexpr int kResident = 512;  // threads that a multiprocessor is to have, at least
 inline constexpr int kHeld = 2;        // vectors of a thread in registers in the forward pass
 inline constexpr int kPartRows = 16;   // tokens whose part of the weight's gradient is added up
-/// The same in the backward pass.
-template <int Lanes>
-inline constexpr int kHeldBackward = 1;
-
 /// Threads of a block: a team, or several.
 template <int Lanes>
 inline constexpr int kThreads = Lanes <= 32 ? 128 : Lanes;
@@ -131,48 +127,35 @@ template <bool NormFirst, typename T, typename W, int Lanes, int N>
 FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const W* weight,
                                 float* partial, T* x_grad, T* gate_grad, const Shape& s,
                                 float (*shared)[32]) {
-  constexpr int kStep = Lanes * N, kHolds = kHeldBackward<Lanes>;
+  constexpr int kStep = Lanes * N;
   const i64 teams = (s.tokens / kPartRows + 1) * s.groups;
   const i64 index = static_cast<i64>(blockIdx.x) * (kThreads<Lanes> / Lanes) + threadIdx.x / Lanes;
   const i64 team = index < teams ? index : teams - 1;
   const int first = static_cast<int>(threadIdx.x) % Lanes * N;
-  const i64 begin = team / s.groups * kPartRows, group = team % s.groups;
+  const i64 begin = team / s.groups * kPartRows, group = team % s.groups, last = s.tokens - 1;
   const i64 apart = static_cast<i64>(s.groups) * s.width;
   if (weight) weight += group * s.width;
   partial += team * s.width;
-  float sums[kHolds][N] = {};
-  Part<W, N> weights[kHolds];
-#pragma unroll
-  for (int k = 0; k < kHolds; ++k)
-    weights[k] = Part<W, N>(weight, first + k * kStep, weight && first + k * kStep < s.width);
-  const i64 last = s.tokens - 1;
+  // A thread's first vectors stay in registers. The next token's are loaded before this one's
+  // reduction. All teams of a warp take part in all reductions; those without a token compute the
+  // last one again, and store nothing.
+  const bool mine = first < s.width;
+  float sums[N] = {};
+  const Part<W, N> weights(weight, first, weight && mine);
   i64 offset = (begin < last ? begin : last) * apart + group * s.width;
-  // The next token's loads are issued before this one's reduction. All teams of a warp take part
-  // in all reductions; those without a token compute the last one again, and store nothing.
-  Part<T, N> next[kHolds][3];
-  const auto fetch = [&](i64 from) {
-#pragma unroll
-    for (int k = 0; k < kHolds; ++k) {
-      const int at = first + k * kStep;
-      if (at < s.width)
-        next[k][0].read(grad + from + at), next[k][1].read(x + from + at),
-            next[k][2].read(gate + from + at);
-    }
+  Part<T, N> next[3];
+  const auto read = [&](i64 at, Part<T, N>(&in)[3]) {
+    in[0].read(grad + at), in[1].read(x + at), in[2].read(gate + at);
   };
-  fetch(offset);
+  if (mine) read(offset + first, next);
   const float part_of_width = 1.0f / static_cast<float>(s.width);
   for (int r = 0; r < kPartRows; ++r) {
     if (Lanes > 32 && begin + r > last) break;
     const bool live = index < teams && begin + r <= last;
     const i64 here = offset;
-    Part<T, N> held[kHolds][3];
-#pragma unroll
-    for (int k = 0; k < kHolds; ++k) {
-#pragma unroll
-      for (int i = 0; i < 3; ++i) held[k][i] = next[k][i];
-    }
+    Part<T, N> held[3] = {next[0], next[1], next[2]};
     offset += begin + r < last ? apart : 0;
-    if (r + 1 < kPartRows) fetch(offset);
+    if (mine && r + 1 < kPartRows) read(offset + first, next);
     // First, the sums of u * u and of u * (its normalized form's gradient).
     float squares = 0.0f, products = 0.0f;
     const auto add = [&](const Part<T, N>(&in)[3], const Part<W, N>& w, float (&half)[N]) {
@@ -184,21 +167,18 @@ FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const 
         products = __fmaf_rn(one.u, one.of_norm, products);
       }
     };
-    const auto read = [&](int at, Part<T, N>(&in)[3]) {
-      in[0].read(grad + here + at), in[1].read(x + here + at), in[2].read(gate + here + at);
-    };
-    float halves[kHolds][N];
-#pragma unroll
-    for (int k = 0; k < kHolds; ++k) add(held[k], weights[k], halves[k]);
-    for (int at = first + kHolds * kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
+    float halves[N];
+    add(held, weights, halves);
+    for (int at = first + kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
       Part<T, N> in[3];
       float half[N];
-      read(at, in);
+      read(here + at, in);
       add(in, {weight, at, weight != nullptr}, half);
     }
     // Two arrays take turns, so that no write overtakes a read.
     squares = rows::group_reduce(squares, Sum{}, 0.0f, Lanes, shared[0]);
     products = rows::group_reduce(products, Sum{}, 0.0f, Lanes, shared[1]);
+    if (!live) continue;
     const float scale = rsqrtf(squares * part_of_width + s.eps);
     const float mean = products * scale * scale * part_of_width;
     // Then, the gradients; the weight's is added to `part`.
@@ -212,33 +192,24 @@ FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const 
       }
       store<T>(x_grad, here + at, of_x), store<T>(gate_grad, here + at, of_gate);
     };
-#pragma unroll
-    for (int k = 0; k < kHolds; ++k) {
-      if (live && first + k * kStep < s.width)
-        finish(first + k * kStep, held[k], weights[k], halves[k], sums[k]);
-    }
-    for (int at = first + kHolds * kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
+    if (mine) finish(first, held, weights, halves, sums);
+    for (int at = first + kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
       Part<T, N> in[3];
       float part[N], half[N];
-      read(at, in);
+      read(here + at, in);
 #pragma unroll
       for (int i = 0; i < N; ++i)
         part[i] = r > 0 ? partial[at + i] : 0.0f, half[i] = sigmoid(in[2][i]);
-      if (live) finish(at, in, {weight, at, weight != nullptr}, half, part);
-      if (index < teams) store<float>(partial, at, part);
+      finish(at, in, {weight, at, weight != nullptr}, half, part);
+      store<float>(partial, at, part);
     }
   }
   if (index >= teams) return;
-#pragma unroll
-  for (int k = 0; k < kHolds; ++k) {
-    if (first + k * kStep < s.width) store<float>(partial, first + k * kStep, sums[k]);
-  }
+  if (mine) store<float>(partial, first, sums);
   // A part without tokens.
-  if (kWide<Lanes, N> && begin > last) {
-    for (int at = first + kHolds * kStep; kWide<Lanes, N> && at < s.width; at += kStep) {
+  for (int at = first + kStep; kWide<Lanes, N> && begin > last && at < s.width; at += kStep) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) partial[at + i] = 0.0f;
-    }
+    for (int i = 0; i < N; ++i) partial[at + i] = 0.0f;
   }
 }
 

@@ -26,17 +26,17 @@ bool has_vectors(int width, const TensorView& x, const TensorView& weight, const
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-/// Calls body(T, W, Count of the threads of a row, Count of the elements of a vector). Some threads
-/// have no vector unless a row has as many as all of them hold: held(Count of the threads).
-template <typename Held, typename F>
-void with_teams(const TensorView& x, const TensorView& weight, int width, bool vectors,
-                const Held& held, const F& body) {
+/// Calls body(T, W, Count of the threads of a row, Count of the elements of a vector). A thread
+/// holds so many vectors.
+template <typename F>
+void with_teams(const TensorView& x, const TensorView& weight, int width, int held, bool vectors,
+                const F& body) {
   with_floats(x.dtype, [&](auto type) {
     using T = decltype(type);
     const auto with_lanes = [&](auto w) {
       constexpr int N = kPerVector<T>;
       if (!vectors) return body(type, w, Count<256>{}, Count<1>{});
-      const auto fits = [&](auto lanes) { return width <= lanes * held(lanes) * N; };
+      const auto fits = [&](auto lanes) { return width <= lanes * held * N; };
       if (fits(Count<8>{})) return body(type, w, Count<8>{}, Count<N>{});
       if (fits(Count<16>{})) return body(type, w, Count<16>{}, Count<N>{});
       if (fits(Count<64>{})) return body(type, w, Count<64>{}, Count<N>{});
@@ -57,17 +57,16 @@ const char* gated_rms_norm_cuda(const TensorView& x, const TensorView& gate,
   if (x.numel == 0) return nullptr;
   const Shape shape = shape_of(x, eps, groups, norm_first);
   const bool vectors = has_vectors(shape.width, x, weight, gate, out);
-  with_teams(
-      x, weight, shape.width, vectors, [](auto) { return gated_norm::kHeld; },
-      [&](auto type, auto w, auto lanes, auto n) {
-        using T = decltype(type);
-        using W = decltype(w);
-        constexpr int kThreads = gated_norm::kThreads<lanes>;
-        const LaunchConfig config{
-            {blocks(ceil_div(shape.tokens * groups, kThreads / lanes))}, {kThreads}, stream};
-        launch(kernel<gated_norm::gated_norm_forward<T, W, lanes, n>>, config, x.as<T>(),
-               gate.as<T>(), weight.as<W>(), out.as<T>(), shape);
-      });
+  with_teams(x, weight, shape.width, gated_norm::kHeld, vectors,
+             [&](auto type, auto w, auto lanes, auto n) {
+               using T = decltype(type);
+               using W = decltype(w);
+               constexpr int kThreads = gated_norm::kThreads<lanes>;
+               const LaunchConfig config{
+                   {blocks(ceil_div(shape.tokens * groups, kThreads / lanes))}, {kThreads}, stream};
+               launch(kernel<gated_norm::gated_norm_forward<T, W, lanes, n>>, config, x.as<T>(),
+                      gate.as<T>(), weight.as<W>(), out.as<T>(), shape);
+             });
   return last_error();
 }
 
@@ -79,18 +78,16 @@ const char* gated_rms_norm_backward_cuda(const TensorView& grad, const TensorVie
   if (x.numel == 0) return nullptr;
   const Shape shape = shape_of(x, eps, groups, norm_first);
   const bool vectors = has_vectors(shape.width, x, weight, gate, grad, x_grad, gate_grad);
-  with_teams(
-      x, weight, shape.width, vectors, [](auto lanes) { return gated_norm::kHeldBackward<lanes>; },
-      [&](auto type, auto w, auto lanes, auto n) {
-        using T = decltype(type);
-        using W = decltype(w);
-        constexpr int kThreads = gated_norm::kThreads<lanes>;
-        const int64_t teams = partial.size(0) * groups;
-        const LaunchConfig config{{blocks(ceil_div(teams, kThreads / lanes))}, {kThreads}, stream};
-        launch(kernel<gated_norm::gated_norm_backward<T, W, lanes, n>>, config, grad.as<T>(),
-               x.as<T>(), gate.as<T>(), weight.as<W>(), partial.as<float>(), x_grad.as<T>(),
-               gate_grad.as<T>(), shape);
-      });
+  with_teams(x, weight, shape.width, 1, vectors, [&](auto type, auto w, auto lanes, auto n) {
+    using T = decltype(type);
+    using W = decltype(w);
+    constexpr int kThreads = gated_norm::kThreads<lanes>;
+    const int64_t teams = partial.size(0) * groups;
+    const LaunchConfig config{{blocks(ceil_div(teams, kThreads / lanes))}, {kThreads}, stream};
+    launch(kernel<gated_norm::gated_norm_backward<T, W, lanes, n>>, config, grad.as<T>(), x.as<T>(),
+           gate.as<T>(), weight.as<W>(), partial.as<float>(), x_grad.as<T>(), gate_grad.as<T>(),
+           shape);
+  });
   return last_error();
 }
 

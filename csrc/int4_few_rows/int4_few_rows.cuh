@@ -51,7 +51,8 @@ inline constexpr int kFewStage = kChunk * (512 + 2 * 32 * (kSmall ? 2 : 1));
 /// Columns that are summed before a scale is applied, of a chunk.
 template <int kChunk, bool kSmall>
 inline constexpr int kFewUnits = kChunk * (kSmall ? 2 : 1);
-inline constexpr int kZeroBytes = 1024;  // that lanes without a row of x read
+// That lanes without a row of x read, from byte 64 on: not from the banks of a row's.
+inline constexpr int kZeroBytes = 1152;
 
 /// Where the parts of a block's shared memory begin, in bytes.
 struct FewLayout {
@@ -121,24 +122,21 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
   const int group_shift = p.group_shift - 6;  // log2 of tiles to a group
   const auto groups_of = [&](int tiles) { return kSmall ? 2 * tiles : tiles >> group_shift; };
   int ahead = warp, ahead_row = warp / p.chunks, ahead_chunk = warp - ahead_row * p.chunks;
+  // A bulk copy for the words only: the copy engine takes some 70 cycles for each copy.
   const auto fetch = [&](int stage) {
-    if (ahead < count && (FLEXOPS_HAS_CLUSTERS == 0 || lane == 0)) {
+    if (ahead < count) {
       const FewTile row(p, ahead_row, block, blocks);
       const FewParams::Weight& weight = p.weights[row.which];
       const int tile = (rank + ahead_chunk * p.cluster) * kChunk;
-      const int tiles = max(min(kChunk, p.tiles_k - tile), 0), groups = groups_of(tiles);
+      const int tiles = max(min(kChunk, p.tiles_k - tile), 0), vectors = 2 * groups_of(tiles);
       const u8* const words = weight.packed + (row.tile * p.tiles_k + tile) * 512;
       const i64 number = (row.tile * p.groups + groups_of(tile)) * 16;
       u8* const to = ring + stage * kStage;
 #if FLEXOPS_HAS_CLUSTERS
-      const u32 there = hopper::shared_address(to), barrier = barriers + 8 * stage;
-      hopper::expect(barrier, tiles * 512 + groups * (weight.zeros ? 64 : 32));
-      if (tiles > 0) {
-        hopper::load_bytes(there, words, tiles * 512, barrier);
-        hopper::load_bytes(there + kChunk * 512, weight.scales + number, groups * 32, barrier);
-        if (weight.zeros)
-          hopper::load_bytes(there + kChunk * 512 + kNumbers, weight.zeros + number, groups * 32,
-                             barrier);
+      if (lane == 0) {
+        hopper::expect(barriers + 8 * stage, tiles * 512);
+        if (tiles > 0)
+          hopper::load_bytes(hopper::shared_address(to), words, tiles * 512, barriers + 8 * stage);
       }
 #else
 #pragma unroll
@@ -147,12 +145,12 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
         async_copy16(to + (32 * i + lane) * 16,
                      inside ? words + (32 * i + lane) * 16 : weight.packed, inside);
       }
-      for (int i = lane; i < 2 * groups; i += 32) {
+#endif
+      for (int i = lane; i < vectors; i += 32) {
         async_copy16(to + kChunk * 512 + i * 16, weight.scales + number + i * 8, true);
         if (weight.zeros)
           async_copy16(to + kChunk * 512 + kNumbers + i * 16, weight.zeros + number + i * 8, true);
       }
-#endif
     }
     ahead += kWarps, ahead_chunk += kWarps;
     while (ahead_chunk >= p.chunks) ahead_chunk -= p.chunks, ++ahead_row;
@@ -222,8 +220,8 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
   // The part of x whose address a lane has: the row and slot of a column of an mma.
   const int x_row = lane % kPad, slot = lane % 8 / kPad;
   const bool valid = x_row < p.m;
-  const u32 no_x = hopper::shared_address(shared) + 16 * (lane / 8),
-            x = no_x + kZeroBytes + (valid ? x_row * at.x_stride : 0);
+  const u32 base = hopper::shared_address(shared) + 16 * (lane / 8), no_x = base + 64,
+            x = base + kZeroBytes + (valid ? x_row * at.x_stride : 0);
   const bool has_zeros = p.weights[0].zeros != nullptr;
 
   // Of an accumulator's columns 2 t and 2 t + 1.
@@ -288,10 +286,9 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
       // Until the chunk is there.
 #if FLEXOPS_HAS_CLUSTERS
       hopper::wait(barriers + 8 * stage, phase);
-#else
+#endif
       async_wait(p.stages - 1);
       __syncwarp();
-#endif
       multiply(ring + stage * kStage, chunk);
       // All lanes have read the stage.
       hopper::fence_async();

@@ -85,22 +85,32 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
          p);
 }
 
+template <class T, int kN, int kDepth, bool kSmall>
+void launch_hopper(Params& p, const KernelOf<int4::HopperParams>& hopper_kernel, void* stream) {
+  using Layout = int4::HopperLayout<kN, kDepth, kSmall>;
+  constexpr unsigned kTiles = Layout::kTiles, kChunk = Layout::kChunk;
+  const auto numbers = [&](const void* of) {
+    return map_words(of ? of : p.scales, p.tiles_n, 1, int64_t{p.groups} * 8, kTiles, 1,
+                     (kChunk * 64 >> p.group_shift) * 8);
+  };
+  launch(hopper_kernel,
+         config_of(ceil_div(p.tiles_n, kTiles) * ceil_div(p.m, kN) * p.cluster,
+                   int4::kHopperThreads, Layout::kBytes, p.cluster, stream),
+         int4::HopperParams{p,
+                            map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1,
+                                         p.m, p.k, p.k, 0, kN),
+                            map_words(p.packed, p.tiles_n, p.tiles_k, 128, kTiles, kChunk, 128),
+                            numbers(p.scales), numbers(p.zeros)});
+}
+
 template <class T, int kN, int kDepth>
 void launch_hopper(Params& p, void* stream) {
   p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
-  const int4::HopperParams params = {
-      p, map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1, p.m, p.k, p.k, 0,
-                      kN)};
-  const auto config = [&](auto layout) {
-    using Layout = decltype(layout);
-    return config_of(ceil_div(p.tiles_n, Layout::kTiles) * p.token_tiles * p.cluster,
-                     int4::kHopperThreads, Layout::kBytes, p.cluster, stream);
-  };
   if (p.group_shift == 5)
-    return launch(rare_kernel<int4::many_rows_hopper<T, kN, kDepth, true>>,
-                  config(int4::HopperLayout<kN, kDepth, true>{}), params);
-  launch(kernel<int4::many_rows_hopper<T, kN, kDepth, false>>,
-         config(int4::HopperLayout<kN, kDepth, false>{}), params);
+    return launch_hopper<T, kN, kDepth, true>(
+        p, rare_kernel<int4::many_rows_hopper<T, kN, kDepth, true>>, stream);
+  launch_hopper<T, kN, kDepth, false>(p, kernel<int4::many_rows_hopper<T, kN, kDepth, false>>,
+                                      stream);
 }
 
 template <class T, int kN>

@@ -13,7 +13,9 @@ namespace flexops::int4 {
 
 struct HopperParams {
   Params p;
-  hopper::TensorMap x;  // boxes of 64 columns and kN rows
+  // Boxes: 64 columns and kN rows of x; a stage's words, scales and zero points. Few large copies,
+  // because the copy engine takes some 70 cycles for each.
+  hopper::TensorMap x, words, scales, zeros;
 };
 
 inline constexpr int kHopperGroups = 4, kHopperThreads = (kHopperGroups + 1) * hopper::kWarpgroup;
@@ -58,30 +60,23 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
             count = static_cast<int>(chunks * (place.rank + 1) / p.cluster) - begin;
   const int shift = p.group_shift - 6;  // log2 of tiles to a group
   const auto groups_of = [&](int tiles) { return kSmall ? 2 * tiles : tiles >> shift; };
+  const int row_numbers = groups_of(kChunk) * 32;  // bytes of a tile of rows, of a stage
   float* const sums = reinterpret_cast<float*>(staged);
   RingState<kStages> at;
 
   if (warp >= 4 * kHopperGroups) {
     leave_registers<32>();
     if (warp > 4 * kHopperGroups) return;
-    // The producer: a lane copies the words and numbers of a tile of rows.
-    const i64 row = min(first_tile + lane, p.tiles_n - 1);
+    // The producer. Of rows and columns past the last one, the copy engine stores zeros.
     const auto fetch_weight = [&](int chunk, u32 full) {
-      const int tile = (begin + chunk) * kChunk, tiles = min(kChunk, p.tiles_k - tile);
-      const u32 words = tiles * 512, numbers = groups_of(tiles) * 32,
-                to = memory + at.stage * Layout::kStage;
-      if (lane == 0)
-        expect(full, Layout::kWords + Layout::kTiles * (words + (p.zeros ? 2 : 1) * numbers));
-      __syncwarp();
-      if (lane >= Layout::kTiles) return;
-      const i64 number = (row * p.groups + groups_of(tile)) * 16;
-      load_bytes(to + Layout::kWords + lane * kChunk * 512,
-                 p.packed + (row * p.tiles_k + tile) * 512, words, full);
-      load_bytes(to + Layout::kScales + lane * Layout::kNumbers, p.scales + number, numbers, full);
-      if (p.zeros)
-        load_bytes(to + Layout::kZeros + lane * Layout::kNumbers, p.zeros + number, numbers, full);
+      if (lane != 0) return;
+      const int tile = (begin + chunk) * kChunk, group = groups_of(tile) * 8;
+      const u32 to = memory + at.stage * Layout::kStage;
+      expect(full, Layout::kScales + Layout::kTiles * (p.zeros ? 2 : 1) * row_numbers);
+      load_tile(to + Layout::kWords, params.words, full, 0, tile, first_tile, 0);
+      load_tile(to + Layout::kScales, params.scales, full, group, 0, first_tile, 0);
+      if (p.zeros) load_tile(to + Layout::kZeros, params.zeros, full, group, 0, first_tile, 0);
     };
-    // Of columns past the last one, the copy engine stores zeros.
     const auto fetch_x = [&](int chunk, u32 full) {
       if (lane < kChunk)
         load_tile(memory + at.stage * Layout::kStage + lane * X::kBytes, params.x, full,
@@ -94,7 +89,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     for (int i = 0; i < ahead; ++i, at.next()) fetch_x(i, ring.full(at.stage));
     for (int i = ahead; i < count; ++i, at.next()) {
       ring.acquire(at);
-      fetch_weight(i, ring.full(at.stage)), fetch_x(i, ring.full(at.stage));
+      fetch_weight(i, ring.full(at.stage));
+      __syncwarp();
+      fetch_x(i, ring.full(at.stage));
     }
   } else {
     take_registers<112>();
@@ -103,14 +100,13 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     constexpr bool kAhead = kTiles % 2 == 0 && kN < 128;
     const int deep = warp / 4 % kDepth, own = warp / 4 / kDepth * 4 + warp % 4;  // tile of rows
     const u8* const words = staged + Layout::kWords + own * kChunk * 512 + lane * 16;
-    const u8* const numbers = staged + Layout::kScales + own * Layout::kNumbers + lane / 4 * 4;
+    const u8* const numbers = staged + Layout::kScales + own * row_numbers + lane / 4 * 4;
     float acc[kN / 2] = {};
     u32 left[2][16];
     pin(acc);
 #pragma unroll 1
     for (int chunk = 0; chunk < count; ++chunk) {
       const int before = at.stage == 0 ? kStages - 1 : at.stage - 1;
-      const int last = p.tiles_k - 1 - (begin + chunk) * kChunk;  // that has numbers
       ring.wait(at);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -119,7 +115,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         const uint4 all =
             *reinterpret_cast<const uint4*>(words + at.stage * Layout::kStage + tile * 512);
         const auto of_half = [&](int half) {
-          const int group = kSmall ? 2 * min(tile, last) + half : min(tile, last) >> shift;
+          const int group = kSmall ? 2 * tile + half : tile >> shift;
           const u8* const number = numbers + at.stage * Layout::kStage + group * 32;
           const u32 zero =
               p.zeros ? *reinterpret_cast<const u32*>(number + Layout::kZeros - Layout::kScales)

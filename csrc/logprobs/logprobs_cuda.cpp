@@ -31,9 +31,8 @@ int64_t threads_of(int64_t vectors) {
 const char* logprobs_cuda(const void* logits, const int64_t* target, const LogprobRows& shape,
                           const LogprobResults& results, void* stream) {
   const Params p = make_params(logits, target, shape, results);
-  const LaunchConfig config = {
-      blocks(p.rows),
-      blocks(threads_of(row_vectors(logits, shape.stride, shape.length, shape.type))), stream};
+  const LaunchConfig config = {blocks(p.rows), blocks(threads_of(row_vectors(logits, shape))),
+                               stream};
   with_floats(shape.type, [&](auto type) {
     using T = decltype(type);
     p.softcap > 0 ? launch(kernel<logprobs::logprobs_rows<T, true>>, config, p)
@@ -49,8 +48,7 @@ const char* logprobs_backward_cuda(const void* logits, const int64_t* target,
   Params p = make_params(logits, target, shape, results);
   p.out = out, p.out_stride = out_stride;
   p.of_logprobs = gradients.of_logprobs, p.of_entropy = gradients.of_entropy;
-  const int64_t vectors = row_vectors(logits, shape.stride, shape.length, shape.type),
-                threads = threads_of(vectors);
+  const int64_t vectors = row_vectors(logits, shape), threads = threads_of(vectors);
   p.parts = static_cast<int>(ceil_div(vectors, threads * logprobs::kVectors));
   const LaunchConfig config = {blocks(p.rows * p.parts), blocks(threads), stream};
   with_floats(shape.type, [&](auto type) {

@@ -171,23 +171,24 @@ struct Partial {
   T at[N][kNarrowWarp];
 };
 
+/// A step of a reduction of each of N numbers over a warp.
+template <int N, typename T, typename Op>
+FLEXOPS_DEVICE void reduce_step(T (&value)[N], Op op, int mask) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
+}
+
 /// Of each of N numbers, for every thread of the group. Between two uses of the same `shared` there
 /// must be a barrier, which a use of another one is. A group that is part of a warp needs none of
 /// it. kAlone: a group of more than a warp is the block.
 template <bool kAlone, int N, typename T, typename Op>
 FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T, N>& shared) {
   if (!g.wide) {
-    for (int mask = g.lanes / 2; mask > 0; mask /= 2) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
-    }
+    for (int mask = g.lanes / 2; mask > 0; mask /= 2) reduce_step(value, op, mask);
     return;
   }
 #pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
-  }
+  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) reduce_step(value, op, mask);
   const int lane = g.lane % kNarrowWarp, warps = g.lanes / kNarrowWarp,
             first = kAlone ? 0 : g.index * warps;
   if (lane == 0) {
@@ -205,10 +206,7 @@ FLEXOPS_DEVICE void group_reduce(T (&value)[N], Op op, const Group& g, Partial<T
                             : T(0);  // neutral for sums and absolute values' maximum
 #pragma unroll
   for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2) {
-    if (mask < warps) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = op(value[i], shuffle_xor(value[i], mask, kNarrowWarp));
-    }
+    if (mask < warps) reduce_step(value, op, mask);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = shuffle(value[i], 0, kNarrowWarp);

@@ -107,20 +107,14 @@ FLEXOPS_DEVICE int visible(const Params& p, i64 row) {
 template <bool kFour = false, typename Op>
 FLEXOPS_DEVICE float reduce_row(float value, Op op, float neutral, int lanes, float* shared) {
   if (lanes < kNarrowWarp) return group_reduce(value, op, neutral, lanes, shared);
-#pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2)
-    value = op(value, shuffle_xor(value, mask, kNarrowWarp));
+  value = warp_reduce<kNarrowWarp>(value, op);
   if (lanes == kNarrowWarp) return value;
   const int lane = threadIdx.x % kNarrowWarp, groups = lanes / kNarrowWarp;
   if (lane == 0) shared[threadIdx.x / kNarrowWarp] = value;
   __syncthreads();
   if (groups == 2) return op(shared[0], shared[1]);
   if (kFour && groups == 4) return op(op(shared[0], shared[1]), op(shared[2], shared[3]));
-  value = lane < groups ? shared[lane] : neutral;
-#pragma unroll
-  for (int mask = kNarrowWarp / 2; mask > 0; mask /= 2)
-    value = op(value, shuffle_xor(value, mask, kNarrowWarp));
-  return value;
+  return warp_reduce<kNarrowWarp>(lane < groups ? shared[lane] : neutral, op);
 }
 
 // ---- numbers ----

@@ -48,7 +48,7 @@ struct Grid {
 /// The grid, if a thread can hold `held` vectors of a row and a block has up to `most` threads.
 Grid make_grid(Params& p, ElementType type, int64_t held, int64_t most) {
   constexpr int64_t kFew = 1 << 16, kShort = 4 * softmax::kNarrowWarp;
-  const int64_t vectors = row_vectors(p.x, p.stride, p.length, type);
+  const int64_t vectors = row_vectors(p.x, p.stride, p.length, vector_elements(type));
   if (vectors <= kShort && held > 4)
     held = 4;  // neighbouring threads for neighbouring vectors, as far as possible
   // Few rows leave most of the GPU idle: more threads share each.

@@ -106,7 +106,7 @@ def _wrong(store: Remote, item: Object, chosen: settings.Settings) -> str:
             )
             held = cache_archive.import_archive(cache, file)
         except CacheError as error:
-            return "; ".join(part.replace(folder, "") for part in (error.what, error.found) if part)
+            return error.reason.replace(folder, "")
         right = len(held) == 1 and remote.is_named_right(item.name, held[0].manifest)
         return "" if right else "holds another entry than its name says"
 

@@ -261,10 +261,7 @@ def _each_device(
         try:
             message = work(arch_list, device)
         except FlexopsError as error:
-            message = {
-                "error": "; ".join(filter(None, (error.what, error.found))),
-                "fix": error.fix,
-            }
+            message = {"error": error.reason, "fix": error.fix}
         except Exception as error:  # torch's and the system's; the finding names it
             message = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
         children.say({"device": device, **message})

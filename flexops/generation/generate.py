@@ -138,11 +138,12 @@ def _check(
 
 
 class _Buffers:
-    """What steps read and write: all tokens of a batch, where the next one goes, which sequences
-    have ended, and the tokens that end them."""
+    """What steps read and write: all tokens of a batch, the last ones, where the next ones go,
+    which sequences have ended, and the tokens that end them."""
 
     def __init__(self, batch: int, length: int, ends: int, device: torch.device) -> None:
         self.tokens = torch.zeros((batch, length), dtype=torch.int64, device=device)
+        self.last = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.ends = torch.zeros(ends, dtype=torch.int64, device=device)
@@ -218,7 +219,8 @@ class _Run:
         if self.ends:
             chosen = chosen.masked_fill(to.finished, self.pad)
             to.finished |= torch.isin(chosen, to.ends)
-        to.tokens.index_copy_(1, to.at, chosen[:, None])
+        to.last.copy_(chosen[:, None])
+        to.tokens.index_copy_(1, to.at, to.last)
         to.at.add_(1)
 
     def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
@@ -228,13 +230,12 @@ class _Run:
         cache, buffers = self.cache, self.buffers
         store = cache.store
         store.place(cache.length, mask)
-        state = (store.lengths, buffers.finished, buffers.tokens, buffers.at)
+        state = (store.lengths, buffers.finished, buffers.tokens, buffers.last, buffers.at)
         captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refusal(self.model)
 
         def compute(bucket: int) -> None:
             with store.stepping(bucket):
-                last = buffers.tokens.index_select(1, buffers.at - 1)
-                self._choose(step.logits_of(self.model, self.model, cache, last))
+                self._choose(step.logits_of(self.model, self.model, cache, buffers.last))
 
         instead: list[Callable[[int], None]] = []
 

@@ -74,4 +74,4 @@ def _largest(scores: Tensor) -> Tensor:
         return scores.argmax(-1)
     values, places = scores.view(rows, -1, part).max(-1)
     best = values.argmax(-1, keepdim=True)
-    return (best * part + places.gather(-1, best)).squeeze(-1)
+    return places.gather(-1, best).add(best, alpha=part).squeeze(-1)

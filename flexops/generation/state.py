@@ -32,22 +32,18 @@ class Tables:
 
     Args:
         length: how many positions.
-
-    Attributes:
-        products: the weights of each product of that step, until the next one has read them.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.products: list[list[Any]] = []
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._made: dict[Any, Tensor] = {}
 
-    def of(self, key: Any, like: Tensor, make: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
-        """``[positions, rotary_dim]``, from what ``make`` gives for positions ``[1, length]``."""
+    def of(self, key: Any, like: Tensor, make: Callable[[Tensor], Any]) -> Tensor:
+        """``[positions, 2 rotary_dim]``, cosines and then sines, from what ``make`` gives for
+        positions ``[1, length]``."""
         if key not in self._made:
             positions = torch.arange(self.length, device=like.device)[None]
-            cos, sin = (one[0].contiguous() for one in make(positions))
-            self._made[key] = cos, sin
+            self._made[key] = torch.cat(make(positions), -1)[0]
         return self._made[key]
 
 
@@ -60,8 +56,6 @@ class State(threading.local):
         residual: what the next product that ends a block adds.
         projected: what the projections of an attention made of a tensor, by their ids.
         rotary: cosines and sines by which the next attention rotates query and key.
-        products: the weights of each product so far.
-        expected: those of the step before: a product fetches the next one's.
     """
 
     active = False
@@ -70,8 +64,6 @@ class State(threading.local):
     residual: Tensor | None = None
     projected: tuple[Tensor, dict[int, Tensor]] | None = None
     rotary: tuple[Tensor, Tensor] | None = None
-    products: list[list[Any]] = []  # noqa: RUF012 -- of a thread; each step has its own
-    expected: list[list[Any]] = []  # noqa: RUF012
 
 
 state = State()
@@ -81,14 +73,10 @@ state = State()
 def step(tables: Tables) -> Iterator[None]:
     """Inside, layers of this thread compute a decode step."""
     state.active, state.tables = True, tables
-    state.products, state.expected, tables.products = [], tables.products, []
     try:
         yield
-        if not state.expected:
-            tables.products = state.products
     finally:
         state.active, state.tables = False, None
-        state.products, state.expected = [], []
         state.normed = state.residual = state.projected = state.rotary = None
 
 
@@ -106,13 +94,6 @@ def take_rotary() -> tuple[Tensor, Tensor] | None:
     """What attention rotates by."""
     found, state.rotary = state.rotary, None
     return found
-
-
-def next_of(weights: list[Any]) -> list[Any]:
-    """Note a product's weights; the next one's, as far as the step before has shown them."""
-    state.products.append(weights)
-    at = len(state.products)
-    return state.expected[at] if at < len(state.expected) else []
 
 
 def is_unfinished() -> bool:

@@ -40,7 +40,6 @@ def few_rows_linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     early: bool = False,
-    ahead: Sequence[Any] = (),
 ) -> Tensor:
     """Linear layers of one input of few rows, with the norm before and the activation or addition
     behind them, in one launch that takes as long as it takes to read the weights.
@@ -59,9 +58,6 @@ def few_rows_linear(
         residual: added to the result, of its shape.
         early: in a captured graph on GPUs from 9.0 on, the weights may be read while the kernel
             before this one still runs. Only where that kernel does not write them.
-        ahead: up to three tensors of x's dtype, contiguous, that the next product reads: with
-            ``early``, their first bytes are fetched into the GPU's second-level cache meanwhile.
-            Ignored with weights of 4 bits.
 
     Returns:
         ``[..., n_1 + n_2 + ...]``, or ``[..., n_1]`` with an activation; of x's dtype. No gradient.
@@ -70,9 +66,7 @@ def few_rows_linear(
         TypeError: a tensor is not of the dtypes above.
         ValueError: shapes or numbers are not as above.
     """
-    call, arguments = _call(
-        x, weights, biases, norm, eps, offset, activation, residual, early, list(ahead)
-    )
+    call, arguments = _call(x, weights, biases, norm, eps, offset, activation, residual, early)
     result: Tensor = call(*arguments)
     return result
 
@@ -88,11 +82,10 @@ def composed(
     activation: str | None = None,
     residual: Tensor | None = None,
     early: bool = False,
-    ahead: Sequence[Any] = (),
 ) -> Tensor:
     """The same in plain PyTorch, of any dtype and number of rows."""
     kind = _kind(activation)
-    return _reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early, ahead)
+    return _reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early)
 
 
 @functools.cache
@@ -113,7 +106,6 @@ def _kind(activation: str | None) -> int:
 def _call(
     x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None,
     eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
-    ahead: list[Any],
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """The operator and its arguments, from the public ones."""
     kind, weights, biases = _kind(activation), list(weights), list(biases)
@@ -126,7 +118,7 @@ def _call(
     width = sum(widths) if activation is None else next(iter(widths), 0)
     rest = norm, eps, offset, residual, kind, width
     if not any(isinstance(one, Int4Weight) for one in weights):
-        return _CALL, (x, weights, biases, *rest, early, ahead)
+        return _CALL, (x, weights, biases, *rest, early)
     first = weights[0]
     alike = all(
         isinstance(one, Int4Weight)
@@ -141,7 +133,7 @@ def _call(
         )
     if not all(streams(x, one) for one in weights):
         check_rows(x, len(weights), len(biases), kind)
-        return _reference, (x, weights, biases, *rest, early, ahead)
+        return _reference, (x, weights, biases, *rest, early)
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     zeros = [] if first.zeros is None else zeros
     return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)
@@ -165,11 +157,8 @@ def check_rows(x: Tensor, weights: int, biases: int, activation: int) -> None:
 def _check(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
-    ahead: list[Tensor],
 ) -> None:  # fmt: skip
     del norm, eps, offset, residual, width, early
-    if len(ahead) > MOST_WEIGHTS:
-        _fail(f"ahead must be at most {MOST_WEIGHTS} tensors, got {len(ahead)}")
     check_rows(x, len(weights), len(biases), activation)
     k = x.shape[-1]
     for i, weight in enumerate(weights):
@@ -185,9 +174,8 @@ def _check(
 def _reference(
     x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
-    ahead: Sequence[Any],
 ) -> Tensor:  # fmt: skip
-    del width, early, ahead
+    del width, early
     products = [
         functools.partial(
             int4_linear if isinstance(weight, Int4Weight) else F.linear, weight=weight, bias=bias
@@ -235,6 +223,6 @@ def self_check(device: str) -> float:
 
     x, norm, residual = make(3, 264), make(264), make(3, 40)
     weights: list[Any] = [make(40, 264) / 16, make(40, 264) / 16]
-    args: Any = (weights, [make(40), make(40)], norm, 1e-6, 0.0, residual, 1, 40, False, [])
+    args: Any = (weights, [make(40), make(40)], norm, 1e-6, 0.0, residual, 1, 40, False)
     with torch.no_grad():
         return difference((_CALL(x, *args),), (_reference(x, *args),)) / 16

@@ -226,9 +226,14 @@ def _gated_rows_reference(packed: Tensor, grad: Tensor | None, activation: int) 
     return *rows, *_rows_reference(of_packed, (), len(of_packed))
 
 
-define("fp8_gated_rows", _gated_rows_reference, hidden=True)
-define("fp8_norm_rows", _norm_rows_reference, hidden=True)
-define("fp8_rows", _rows_reference, check=_check_matrices, hidden=True)
+def _with_room(reference: Any) -> Any:
+    """What kernels reduce columns in is an operator's last result."""
+    return lambda x, *args: (*reference(x, *args), x.new_empty(1 << 24, dtype=torch.uint8))
+
+
+define("fp8_gated_rows", _with_room(_gated_rows_reference), hidden=True)
+define("fp8_norm_rows", _with_room(_norm_rows_reference), hidden=True)
+define("fp8_rows", _with_room(_rows_reference), check=_check_matrices, hidden=True)
 define("fp8_columns", _columns_reference, check=_check_matrices, hidden=True)
 
 
@@ -239,8 +244,8 @@ def _on(device: torch.device, name: str, reference: Any, *args: Any) -> Any:
 
 def _rows(matrices: Sequence[Tensor]) -> Codes:
     first, count = matrices[0], sum(one.shape[0] for one in matrices)
-    found: Codes = _on(first.device, "fp8_rows", _rows_reference, first, list(matrices[1:]), count)
-    return found
+    found = _on(first.device, "fp8_rows", _rows_reference, first, list(matrices[1:]), count)
+    return tuple(found[:3])
 
 
 def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[Codes, Codes]:
@@ -250,7 +255,7 @@ def _gated_rows(packed: Tensor, grad: Tensor | None, activation: str) -> tuple[C
         packed.device, "fp8_gated_rows", _gated_rows_reference,
         packed, grad, ACTIVATIONS.index(activation),
     )  # fmt: skip
-    return tuple(found[:3]), tuple(found[3:])
+    return tuple(found[:3]), tuple(found[3:6])
 
 
 def _columns(
@@ -291,7 +296,7 @@ class _NormRows(torch.autograd.Function):
         rows, more = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
         y, total, rstd, *codes = _on(
             x.device, "fp8_norm_rows", _norm_rows_reference, rows, more, weight, eps
-        )
+        )[:6]
         y, total = y.view(x.shape), total.view(x.shape)
         results = y, total, rstd.view(x.shape[:-1])
         add_rms_norm_gradient[0](ctx, (x, residual, weight, eps), results)

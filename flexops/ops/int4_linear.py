@@ -13,9 +13,9 @@ point and scale to the sum of each group in float32::
 
     out[m, n] = sum over groups: scale * (sum(code * x) - zero * sum(x))
 
-so a result is at least as accurate as that of a product with the dequantized weight. On Hopper,
-more rows are multiplied by the weight dequantized in registers, rounded to x's dtype. From some
-number of rows on, it is faster to dequantize the weight in memory and to call torch's product.
+so a result is at least as accurate as that of a product with the dequantized weight. More rows are
+multiplied by the weight dequantized in registers, rounded to x's dtype. From some number of rows
+on, it is faster to dequantize the weight in memory and to call torch's product.
 """
 
 from __future__ import annotations

@@ -132,21 +132,19 @@ def linear_cross_entropy(
     autocast: under it they run in its dtype, whatever that of ``x`` and ``weight``. Gradients have
     the dtype of what they belong to.
     """
+    where = "flexops.linear_cross_entropy"
     check_arguments("linear_cross_entropy", "x", x, target, label_smoothing, z_loss, reduction)
-    _check_options(chunk_size, accumulate, softcap)
-    check_weights("flexops.linear_cross_entropy", x, weight, bias)
+    check_chunk_size(where, chunk_size)
+    _check_options(where, accumulate, softcap)
+    check_weights(where, x, weight, bias)
     if class_weight is not None:
-        _check_class_weight(
-            "flexops.linear_cross_entropy", class_weight, x, weight, label_smoothing
-        )
+        _check_class_weight(where, class_weight, x, weight, label_smoothing)
     shape, code = target.shape, REDUCTIONS[reduction]
     needs = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (x, weight, bias)
     ]
-    rows, targets = (
-        (x, target) if len(shape) == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
-    )
+    rows, targets = flat_rows(x, target)
     numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0, code)
     rest = (
         return_accuracy or return_z_loss,
@@ -166,16 +164,23 @@ def linear_cross_entropy(
     return results if return_accuracy or return_z_loss else results[0]
 
 
-def _check_options(chunk_size: int | None, accumulate: str | None, softcap: float | None) -> None:
-    where = "flexops.linear_cross_entropy:"
+def flat_rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N, H]`` and ``[N]``."""
+    return (x, target) if target.dim() == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
+
+
+def check_chunk_size(op: str, chunk_size: int | None) -> None:
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{where} chunk_size must be at least 1, or None, got {chunk_size}")
+        raise ValueError(f"{op}: chunk_size must be at least 1, or None, got {chunk_size}")
+
+
+def _check_options(op: str, accumulate: str | None, softcap: float | None) -> None:
     if accumulate not in _ACCUMULATE:
         raise ValueError(
-            f"{where} accumulate must be 'float32', 'native' or None, got {accumulate!r}"
+            f"{op}: accumulate must be 'float32', 'native' or None, got {accumulate!r}"
         )
     if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{where} softcap must be greater than 0, or None, got {softcap}")
+        raise ValueError(f"{op}: softcap must be greater than 0, or None, got {softcap}")
 
 
 def _check_class_weight(
@@ -345,6 +350,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
+def op_for(name: str, x: Tensor) -> Any:
+    """The reference for float64, which is for checks of what calls it only."""
+    op = getattr(torch.ops.flexops, name).default
+    return references[op.name()] if x.dtype == torch.float64 else op
+
+
 class _Rows(NamedTuple):
     """Of each row its loss and, if they are asked for (else empty), whether no logit is greater
     than the target's, and the logits' log-sum-exp."""
@@ -368,12 +379,8 @@ def _run_chunks(
     extras: bool = False,
 ) -> tuple[_Rows, Gradients]:
     """What is known of each row, and the gradients times ``factors``."""
-    forward: Any = torch.ops.flexops.cross_entropy.default
-    inplace: Any = torch.ops.flexops.cross_entropy_.default
-    if x.dtype == torch.float64:  # which is for checks of this function only
-        forward = references[forward.name()]
-        inplace = references[inplace.name()]
-        dtype = torch.float64
+    forward, inplace = op_for("cross_entropy", x), op_for("cross_entropy_", x)
+    dtype = torch.float64 if x.dtype == torch.float64 else dtype
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, copies = weight.shape[0], 2 if o.softcap and any(wanted) else 1
     chunks, wide = plan_chunks(x, weight, dtype, copies, chunk, accumulate)
@@ -576,6 +583,19 @@ def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*results[1:])
 
 
+def wanted_gradients(
+    ctx: Any, of_x: Tensor, of_weight: Tensor, of_bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of the first three inputs, for autograd; the others have none."""
+    wanted = ctx.needs_input_grad
+    return (
+        of_x if wanted[0] else None,
+        of_weight if wanted[1] else None,
+        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
+        *[None] * (len(wanted) - 3),
+    )
+
+
 def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     if ctx.reduction == 0:
         of_x, of_weight, of_bias = torch.ops.flexops.linear_cross_entropy_backward.default(
@@ -584,13 +604,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     else:
         *gradients, divisor = ctx.saved_tensors[:4]
         of_x, of_weight, of_bias = (scaled(gradient, grad / divisor) for gradient in gradients)
-    wanted = ctx.needs_input_grad
-    return (
-        of_x if wanted[0] else None,
-        of_weight if wanted[1] else None,
-        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
-        *[None] * 14,
-    )
+    return wanted_gradients(ctx, of_x, of_weight, of_bias)
 
 
 _INPUTS = (

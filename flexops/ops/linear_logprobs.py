@@ -11,9 +11,18 @@ from torch import Tensor
 
 from .._torch import is_transforming, product_dtype
 from ._declared import define
-from ._register import caller, references
+from ._register import caller
 from .cross_entropy import check_arguments, loss_dtype
-from .linear_cross_entropy import Gradients, check_weights, gradients_fake, plan_chunks
+from .linear_cross_entropy import (
+    Gradients,
+    check_chunk_size,
+    check_weights,
+    flat_rows,
+    gradients_fake,
+    op_for,
+    plan_chunks,
+    wanted_gradients,
+)
 from .logprobs import both_gradients, check_numbers
 
 _KEPT = 2
@@ -103,18 +112,13 @@ def with_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, and ``[2, N]``: of each row its greatest scaled logit, and the
     sum of the powers of the distances to it."""
-    where = "flexops.linear_logprobs:"
+    where = "flexops.linear_logprobs"
     check_arguments("linear_logprobs", "hidden", hidden, target, 0.0, 0.0, "none")
-    check_numbers(where, temperature, softcap)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{where} chunk_size must be at least 1, or None, got {chunk_size}")
-    check_weights(where[:-1], hidden, weight, bias, "hidden")
+    check_numbers(f"{where}:", temperature, softcap)
+    check_chunk_size(where, chunk_size)
+    check_weights(where, hidden, weight, bias, "hidden")
     shape = target.shape
-    rows, targets = (
-        (hidden, target)
-        if len(shape) == 1
-        else (hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1))
-    )
+    rows, targets = flat_rows(hidden, target)
     dtype, chunk, kept = product_dtype(hidden), chunk_size or 0, 0
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         chunk, kept = _kept_rows(rows, weight, bias, dtype, chunk)
@@ -162,12 +166,6 @@ class _Layer:
             torch.addmm(self.bias, part, self.weight.t(), out=out)
 
 
-def _op(name: str, x: Tensor) -> Any:
-    """The reference for float64, which is for checks of this function only."""
-    op = getattr(torch.ops.flexops, name).default
-    return references[op.name()] if x.dtype == torch.float64 else op
-
-
 def _reference(
     x: Tensor,
     weight: Tensor,
@@ -181,7 +179,7 @@ def _reference(
     kept: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, statistics (``[2, N]``), and the last rows' logits."""
-    op, layer = _op("logprobs", x), _Layer(x, weight, bias, chunk, dtype)
+    op, layer = op_for("logprobs", x), _Layer(x, weight, bias, chunk, dtype)
     result = x.new_empty(x.shape[0], dtype=loss_dtype(x))
     entropy, stats = torch.empty_like(result), result.new_empty(2, x.shape[0])
     first = x.shape[0] - kept  # the first row whose logits are kept
@@ -220,7 +218,7 @@ def _backward_reference(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kept logits become their gradient in place; then their memory is that of the others."""
-    op, layer = _op("logprobs_backward_", x), _Layer(x, weight, bias, chunk, dtype)
+    op, layer = op_for("logprobs_backward_", x), _Layer(x, weight, bias, chunk, dtype)
     chunks, kept = layer.chunks, last.shape[0]
     single, wanted = len(chunks) == 1, (x_grad, weight_grad, bias_grad)
     gradients = Gradients(x, weight, layer.weight, single, layer.wide, wanted)
@@ -272,15 +270,10 @@ def _backward(
         last = ctx.saved_tensors[0].new_empty(0, 1, dtype=ctx.numbers[-1])
     elif type(last) is not Tensor or is_transforming():  # a compiler may not write a result
         last = last.clone()
-    of_x, of_weight, of_bias = torch.ops.flexops.linear_logprobs_backward_.default(
+    gradients = torch.ops.flexops.linear_logprobs_backward_.default(
         *both_gradients(grad, grad_entropy), *ctx.saved_tensors, last, *ctx.numbers, *wanted
     )
-    return (
-        of_x if wanted[0] else None,
-        of_weight if wanted[1] else None,
-        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
-        *[None] * 7,
-    )
+    return wanted_gradients(ctx, *gradients)
 
 
 _NUMBERS = "int ignore_index, float temperature, float softcap, SymInt chunk, ScalarType dtype"

@@ -294,7 +294,7 @@ def _unknown(module: nn.Module) -> str:
 
 def _tabulate(model: nn.Module) -> None:
     """Let rotary embeddings look their angles up in decode steps."""
-    for module in model.modules():
+    for module in model.modules() if rope_part.rotates_last(model) else ():
         present = module.__dict__.get("forward")
         if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
             module.__dict__["forward"] = functools.partial(rope_part.embedding, module)

@@ -9,7 +9,6 @@ import dis
 import functools
 import inspect
 import re
-import textwrap
 import types
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
-from .probe import LENGTH, WIDTH, Miniature, bare, disagreement, foreign, parameter
+from .probe import LENGTH, WIDTH, Miniature, bare, code_of, disagreement, foreign, parameter
 from .report import Row
 
 NAME = "flexops"
@@ -369,7 +368,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
 def _only_makes_masks(cls: Any, windows: bool) -> bool:
     """Whether a model reads its ``attention_mask`` only to have transformers make a mask of it,
     which without padding is known: causal or full, or a window that attention receives."""
-    tree = _code(cls)
+    tree = code_of(cls)
     makes = [node for node in ast.walk(tree) if _makes_mask(node)]
     more = r"chunk|(or|and)_mask_function|block_sequence" + ("" if windows else "|sliding|window")
     if any(re.search(more, ast.dump(node)) for node in makes if isinstance(node, ast.Call)):
@@ -386,7 +385,7 @@ def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
     forward = inspect.unwrap(cls.forward)
     if "attention_mask" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
         return True
-    tree = _code(cls)
+    tree = code_of(cls)
     calls = [
         node
         for node in ast.walk(tree)
@@ -396,15 +395,6 @@ def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
     ]
     given = [x for call in calls for x in (*call.args, *(one.value for one in call.keywords))]
     return {id(node) for node in _reads(tree)} <= {id(node) for node in given}
-
-
-@functools.cache
-def _code(cls: Any) -> ast.AST:
-    """The syntax tree of a class's ``forward``; an empty one where there is no source."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
 
 
 def _reads(tree: ast.AST) -> list[ast.AST]:
@@ -475,7 +465,7 @@ def _refusal(model: Any, part: Any) -> str:
     if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
         return "its window extends in both directions"
     cls: Any = type(part)
-    if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(_code(cls))):
+    if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):
         return "it selects keys itself"
     if cls not in _verdicts:
         _verdicts[cls] = disagreement(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_unheard
-from ..generation.state import next_of, state
+from ..generation.state import state
 from ..ops import few_rows
 from ..ops.int4_linear import TILE_N, streams
 from .linears import is_bare, is_int4
@@ -110,8 +110,7 @@ def product(
         if x.dtype in _HALVES and x.device.type == "cuda"
         else few_rows.composed
     )
-    ahead = [one for one in next_of(weights) if isinstance(one, Tensor) and one.dtype == x.dtype]
     return compute(
         x, weights, biases, norm=norm, eps=eps, offset=offset, activation=kind,
-        residual=residual, early=True, ahead=ahead,
+        residual=residual, early=True,
     )  # fmt: skip

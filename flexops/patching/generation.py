@@ -151,12 +151,22 @@ def prepare(
     return result
 
 
-def _fits(model: Any, batch: int, length: int) -> bool:
-    """Whether a cache is small beside the memory that is free."""
-    config = model.config.get_text_config(decoder=True)
+def _layers(text: Any) -> list[Any]:
+    """A config for each layer; Gemma 4's differ."""
+    return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
+
+
+def _width(config: Any) -> int:
+    """Of a layer's keys."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = 2 * config.num_hidden_layers * batch * length * heads * width * model.dtype.itemsize
+    return int(heads * width)
+
+
+def _fits(model: Any, batch: int, length: int) -> bool:
+    """Whether a cache is small beside the memory that is free."""
+    text = model.config.get_text_config(decoder=True)
+    size = 2 * batch * length * model.dtype.itemsize * sum(map(_width, _layers(text)))
     if model.device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(model.device)

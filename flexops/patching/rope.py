@@ -3,6 +3,7 @@ function among the names that it sees."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import types
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..generation import state
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
-from .probe import LENGTH, WIDTH, Miniature, Swap, disagreement
+from .probe import LENGTH, WIDTH, Miniature, Swap, code_of, disagreement, own_class
 
 _TABLES = "_flexops_tables"
 """The attribute by which cosines of a decode step name the tables that they are from."""
@@ -154,8 +155,7 @@ def original(module: Any) -> Any:
     """The function for rotary embedding that a module's ``forward`` calls; None if it has none."""
     if isinstance(module, Rotation):
         return module.function
-    cls = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-    found: Any = _original(cls.__dict__["forward"])
+    found: Any = _original(own_class(module).__dict__["forward"])
     return found[1] if found else None
 
 
@@ -268,7 +268,7 @@ def prepare(cls: Any, kind: str) -> None:
 @replacement
 def attention(module: nn.Module, *args: Any, kind: str, **kwargs: Any) -> Any:
     """The forward pass of an attention module."""
-    cls = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    cls = own_class(module)
     if (cls, kind) not in _made:  # in a process that has unpickled the module
         prepare(cls, kind)
     return _made[cls, kind](module, *args, **kwargs)
@@ -288,6 +288,31 @@ def refusal(module: Any) -> str | None:
     return f"its angles depend on the length: {', '.join(other)}" if other else ""
 
 
+def rotates_last(model: nn.Module) -> bool:
+    """Whether attention gets what is rotated as it is: no part of a model, such as Hunyuan's norms,
+    reads it before."""
+    return all(_hands_on(own_class(one)) for one in model.modules() if original(one) is not None)
+
+
+@functools.cache
+def _hands_on(cls: Any) -> bool:
+    """Whether a class's code calls no part of its own with what it has rotated."""
+    found, nodes = _original(cls.__dict__["forward"]), list(ast.walk(code_of(cls)))
+    rotated: set[str] = set()
+    for one in nodes:
+        name = getattr(getattr(getattr(one, "value", None), "func", None), "id", "")
+        if isinstance(one, ast.Assign) and found and name == found[0]:
+            rotated |= {x.id for x in ast.walk(one.targets[0]) if isinstance(x, ast.Name)}
+            line = one.lineno
+    return bool(rotated) and not any(
+        isinstance(one, ast.Call)
+        and one.lineno > line
+        and ast.unparse(one.func).startswith("self.")
+        and any(getattr(x, "id", "") in rotated for x in one.args)
+        for one in nodes
+    )
+
+
 @replacement
 def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> Any:
     """A rotary embedding: in a decode step its results are rows of tables, which they name."""
@@ -295,9 +320,9 @@ def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named:
     if tables is None or position_ids.dim() != 2:
         return plain(module, x, position_ids, *more, **named)
     key = (id(module), more, tuple(named.items()))
-    cos, sin = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
-    rows = position_ids.flatten()
-    found = [one.index_select(0, rows).view(*position_ids.shape, -1) for one in (cos, sin)]
-    half = cos.shape[-1] // 2
-    setattr(found[0], _TABLES, (cos[:, :half], sin[:, :half]))
-    return tuple(found)
+    table = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
+    rows = table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1)
+    cos, sin = rows.chunk(2, -1)
+    quarters = table.chunk(4, -1)
+    setattr(cos, _TABLES, (quarters[0], quarters[2]))
+    return cos, sin

@@ -6,20 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import flexops_command
 
 from flexops.build.store.manifest import FILE_NAME
-from flexops.cli._app import app
 from flexops.errors import FlexopsError
 
 
 def test_an_operators_name_builds_its_family(tmp_path, host_compiler):
     assert host_compiler
-    done = CliRunner().invoke(
-        app,
-        ["build", "swiglu", "--device", "cpu", "--out", str(tmp_path), "--json"],
-        catch_exceptions=False,
-    )
+    done = flexops_command("build", "swiglu", "--device", "cpu", "--out", str(tmp_path), "--json")
     (built,) = json.loads(done.stdout)
     assert (built["name"], built["device"], built["error"]) == ("activation-cpu", "cpu", None)
     assert b"swiglu\0" in Path(built["library"]).read_bytes()
@@ -32,14 +27,10 @@ def test_an_operators_name_builds_its_family(tmp_path, host_compiler):
 
 def test_several_names_of_one_family_build_it_once(host_compiler):
     assert host_compiler
-    done = CliRunner().invoke(
-        app,
-        ["build", "geglu", "activation", "swiglu", "--device", "cpu", "--json"],
-        catch_exceptions=False,
-    )
+    done = flexops_command("build", "geglu", "activation", "swiglu", "--device", "cpu", "--json")
     assert [built["name"] for built in json.loads(done.stdout)] == ["activation-cpu"]
 
 
 def test_a_name_that_is_nearly_right_gets_the_right_one():
     with pytest.raises(FlexopsError, match="did you mean swiglu"):
-        CliRunner().invoke(app, ["build", "swigluu", "--device", "cpu"], catch_exceptions=False)
+        flexops_command("build", "swigluu", "--device", "cpu")

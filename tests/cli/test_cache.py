@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from builds import made_up_entry, tiny_plan
-from typer.testing import CliRunner, Result
+from command_line import flexops_command
+from typer.testing import Result
 
 from flexops import settings
 from flexops.build.compile import building
 from flexops.build.store.cache import BuildCache, Entry
-from flexops.cli._app import app
 from flexops.errors import CacheError, SettingsError
 
 
@@ -25,7 +25,7 @@ def entry(cache_dir: Path, tmp_path: Path, host_compiler: object) -> Entry:
 def flexops(*arguments: str) -> Result:
     """Run the command line in this process; our own errors are raised, as ``cli.main`` sees
     them."""
-    return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False)
+    return flexops_command("cache", *arguments)
 
 
 def test_info_of_nothing(cache_dir):
@@ -92,10 +92,10 @@ def test_clear_asks(entry):
     with pytest.raises(CacheError, match="no answer") as caught:
         flexops("clear")
     assert caught.value.fix == "flexops cache clear --yes"
-    refused = CliRunner().invoke(app, ["cache", "clear"], input="n\n")
+    refused = flexops_command("cache", "clear", catch_exceptions=True, input="n\n")
     assert refused.exit_code == 1
     assert entry.library.exists()
-    asked = CliRunner().invoke(app, ["cache", "clear"], input="y\n")
+    asked = flexops_command("cache", "clear", catch_exceptions=True, input="y\n")
     assert "Remove 1 entries" in asked.output
     assert "removed 1" in asked.output
     assert not entry.library.exists()

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import settings, targets
 from flexops.build.describe import catalog, layout
 from flexops.build.describe.schema import declare
 from flexops.build.describe.spec import OpSpec, Project
-from flexops.cli._app import app
 from flexops.errors import TargetError
 from flexops.inspection import baseline, mix
 from flexops.toolchain import nvrtc
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("host_compiler")
 
 
 def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, list(arguments))
+    done = flexops_command(*arguments, catch_exceptions=True)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -54,12 +53,16 @@ def test_code_and_instructions_of_one_kernel():
     assert ".entry" in run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--ptx")
     text = run("inspect", "lion", "--arch", "9.0", "--kernel", name, "--mix")
     assert "global memory" in text
-    done = CliRunner().invoke(app, ["inspect", "lion", "--arch", "9.0", "--kernel", name, "--sass"])
+    done = flexops_command(
+        "inspect", "lion", "--arch", "9.0", "--kernel", name, "--sass", catch_exceptions=True
+    )
     if mix.find_tool("nvdisasm") or mix.find_tool("cuobjdump"):
         assert "EXIT" in done.output
     else:
         assert "pip install nvidia-cuda-cuobjdump" in str(done.exception)
-    done = CliRunner().invoke(app, ["inspect", "lion", "--kernel", "nothing_of_that_name"])
+    done = flexops_command(
+        "inspect", "lion", "--kernel", "nothing_of_that_name", catch_exceptions=True
+    )
     assert "no kernel with 'nothing_of_that_name' in its name" in str(done.exception)
 
 
@@ -98,7 +101,7 @@ def test_what_an_edit_changed(edited):
     assert changes
     assert all(change["worse"] for change in changes)
     assert " -> 1024" in run("inspect", "lion", "--arch", "9.0", "--diff", "HEAD")
-    done = CliRunner().invoke(app, ["inspect", "lion", "--diff", "no-such-commit"])
+    done = flexops_command("inspect", "lion", "--diff", "no-such-commit", catch_exceptions=True)
     assert "the sources of no-such-commit are missing" in str(done.exception)
 
 
@@ -162,22 +165,27 @@ def test_a_library_of_this_directory_is_found_by_name(tmp_path):
 def test_no_kernel_takes_more_than_the_baseline_says():
     """The quick form, of the families that compile fastest; a worse one is fixed, or taken by
     `flexops target prove --update`."""
-    done = CliRunner().invoke(
-        app,
-        [
-            "target",
-            "prove",
-            "--quick",
-            *(part for name in ("lion", "adam", "rope", "fp8") for part in ("--op", name)),
-        ],
+    done = flexops_command(
+        "target",
+        "prove",
+        "--quick",
+        *(part for name in ("lion", "adam", "rope", "fp8") for part in ("--op", name)),
+        catch_exceptions=True,
     )
     assert done.exit_code == 0, done.output
     assert " 0 worse than the baseline" in done.output
 
 
 def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(require):
-    done = CliRunner().invoke(
-        app, ["target", "prove", "cu121-sm89", "cu130-sm90", "--op", "lion", "--json"]
+    done = flexops_command(
+        "target",
+        "prove",
+        "cu121-sm89",
+        "cu130-sm90",
+        "--op",
+        "lion",
+        "--json",
+        catch_exceptions=True,
     )
     require(
         done.exit_code in (0, 1),
@@ -186,7 +194,7 @@ def test_rows_name_compiler_and_gpus_and_one_that_is_not_here_is_rejected(requir
     )
     places = {(one["compiler"], one["architecture"]) for one in json.loads(done.stdout)["kernels"]}
     assert places == {("NVRTC 12.1", "8.9"), ("NVRTC 13.0", "9.0")}
-    done = CliRunner().invoke(app, ["target", "prove", "cu128-sm90"])
+    done = flexops_command("target", "prove", "cu128-sm90", catch_exceptions=True)
     assert "the kernels of cu128-sm90 cannot be compiled here" in str(done.exception)
     fix = getattr(done.exception, "fix", "")
     assert "--target .flexops/nvrtc-12.8 'nvidia-cuda-nvrtc-cu12==12.8.*'" in fix
@@ -210,13 +218,13 @@ def test_proving_that_compiles_nothing_fails(arguments, monkeypatch):
     monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
     monkeypatch.setattr(proven, "write", lambda *_: written.append("facts"))
     monkeypatch.setattr(catalog, "select", lambda _: ())
-    done = CliRunner().invoke(app, ["target", "prove", *arguments])
+    done = flexops_command("target", "prove", *arguments, catch_exceptions=True)
     assert isinstance(done.exception, TargetError), done.output
     assert "no kernel was compiled" in str(done.exception)
     monkeypatch.undo()
     monkeypatch.setattr(nvrtc, "find", lambda _: Search((), ()))
     monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
-    done = CliRunner().invoke(app, ["target", "prove", *arguments[:1]])
+    done = flexops_command("target", "prove", *arguments[:1], catch_exceptions=True)
     assert "no kernels can be compiled here" in str(done.exception), done.output
     assert "pip install" in getattr(done.exception, "fix", "")
     assert written == []

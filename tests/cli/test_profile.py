@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import flexops_command
 
 from flexops.bench import own, timing
 from flexops.bench.profile_child import kernel
-from flexops.cli._app import app
 from flexops.errors import FlexopsError, ToolchainError
 
 CASES = """
@@ -39,7 +38,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, list(arguments))
+    done = flexops_command(*arguments, catch_exceptions=True)
     assert done.exit_code == 0, f"{done.output}\n{done.exception}"
     return done.stdout
 
@@ -73,18 +72,20 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases):
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_said(tmp_path, text, said):
     (tmp_path / "bad.py").write_text(text)
-    done = CliRunner().invoke(app, ["bench", "run", str(tmp_path / "bad.py"), "--device", "cpu"])
+    done = flexops_command(
+        "bench", "run", str(tmp_path / "bad.py"), "--device", "cpu", catch_exceptions=True
+    )
     assert isinstance(done.exception, FlexopsError)
     assert said in str(done.exception)
-    done = CliRunner().invoke(app, ["bench", "run", "no_such_module_here"])
+    done = flexops_command("bench", "run", "no_such_module_here", catch_exceptions=True)
     assert "no_such_module_here has no cases" in str(done.exception)
 
 
 def test_torchs_profiler_where_there_is_no_gpu(cases):
     found = json.loads(run("profile", str(cases), "--case", "product", "--device", "cpu", "--json"))
     assert "aten::mm" in {one["kernel"] for one in found}
-    done = CliRunner().invoke(
-        app, ["profile", str(cases), "--case", "no such case", "--device", "cpu"]
+    done = flexops_command(
+        "profile", str(cases), "--case", "no such case", "--device", "cpu", catch_exceptions=True
     )
     assert "no case with 'no such case'" in str(done.exception)
 
@@ -143,7 +144,9 @@ def test_ncus_counters(cases, tmp_path, monkeypatch):
         "ncu",
         "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1",
     )
-    done = CliRunner().invoke(app, ["profile", str(cases), "--by", "ncu", "--device", "cpu"])
+    done = flexops_command(
+        "profile", str(cases), "--by", "ncu", "--device", "cpu", catch_exceptions=True
+    )
     assert "run as root" in str(done.exception)
 
 
@@ -155,8 +158,16 @@ def test_sanitizing_runs_the_command_and_counts_errors(tmp_path, monkeypatch):
         'echo "$@"; echo "$PYTORCH_NO_CUDA_MEMORY_CACHING"; echo "========= ERROR SUMMARY: 2'
         ' errors"; exit 99',
     )
-    done = CliRunner().invoke(
-        app, ["sanitize", "rope", "--tool", "racecheck", "--", "pytest", "-k", "rope"]
+    done = flexops_command(
+        "sanitize",
+        "rope",
+        "--tool",
+        "racecheck",
+        "--",
+        "pytest",
+        "-k",
+        "rope",
+        catch_exceptions=True,
     )
     assert done.exit_code == 1
     assert (
@@ -176,7 +187,7 @@ def test_sanitizing_runs_the_command_and_counts_errors(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     assert "no tests of rope are here" in str(
-        CliRunner().invoke(app, ["sanitize", "rope"]).exception
+        flexops_command("sanitize", "rope", catch_exceptions=True).exception
     )
 
 
@@ -185,7 +196,7 @@ def test_tools_that_are_not_there_are_named(tmp_path, cases, monkeypatch):
 
     monkeypatch.setattr(mix, "find_tool", lambda _: None)
     for arguments in (["profile", str(cases), "--by", "ncu"], ["sanitize", "rope"]):
-        done = CliRunner().invoke(app, arguments)
+        done = flexops_command(*arguments, catch_exceptions=True)
         assert isinstance(done.exception, ToolchainError)
     assert "pip install nvidia-cuda-sanitizer-api" in str(done.exception)
     assert tmp_path.is_dir()

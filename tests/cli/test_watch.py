@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from builds import child_environment
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import watching
-from flexops.cli._app import app
 from flexops.errors import FlexopsError
 
 Started = Callable[..., "queue.Queue[str]"]
@@ -189,7 +188,7 @@ def test_a_program_ends_as_it_would_by_itself(tmp_path, last, code):
     ],
 )
 def test_what_cannot_be_watched_or_run_is_said(arguments, said):
-    done = CliRunner().invoke(app, ["watch", *arguments])
+    done = flexops_command("watch", *arguments, catch_exceptions=True)
     assert isinstance(done.exception, FlexopsError)
     assert said in str(done.exception)
 

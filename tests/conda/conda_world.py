@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import completed
+
 from flexops_tools.channel.place import Place
 from flexops_tools.channel.run import child
 
@@ -38,31 +40,28 @@ class World:
         return path
 
     def flexops(
-        self, *arguments: str | Path, cuda: str | None = None, cwd: Path = ROOT, limit: float = 900
+        self,
+        *arguments: str | Path,
+        cuda: str | None = None,
+        cwd: Path = ROOT,
+        limit: float = 900,
+        code: int | None = 0,
     ) -> subprocess.CompletedProcess[str]:
-        """The command, as a user would run it."""
+        """The command, as a user would run it; the test fails if it exits with another code."""
         # the package's own libraries are searched
         unset = ("CONDA_OVERRIDE_CUDA", "FLEXOPS_AOT_DIR")
         environment = {name: value for name, value in os.environ.items() if name not in unset}
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
+        return completed(command, cwd=cwd, env=environment, timeout=limit, code=code)
 
     def build(
-        self, channel: Path, *arguments: str | Path, variant: str = "cpu"
+        self, channel: Path, *arguments: str | Path, variant: str = "cpu", code: int | None = 0
     ) -> subprocess.CompletedProcess[str]:
         wanted = ("--variant", variant, "--channel", channel, "--from", self.upstream,
             "--variant-config", self.pins)  # fmt: skip
-        return self.flexops("channel", "build", *wanted, *arguments)
+        return self.flexops("channel", "build", *wanted, *arguments, code=code)
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,7 @@ def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu, world):
     recipe.write_text(recipe.read_text().replace("  build: 0\n", "  build: 1\n"))
     (checkout / "flexops" / "added_later.py").write_text("x = 1\n")
     shutil.copytree(cpu.place.channel, newer)
-    done = world.build(newer, "--recipe", checkout / "recipe", "--no-test")
-    assert done.returncode == 0, done.stdout + done.stderr
+    world.build(newer, "--recipe", checkout / "recipe", "--no-test")
 
     prefix, upstream = world.root / "changing", [world.upstream]
     check.install(cpu.place, prefix, upstream=upstream, specs=["python", "pytorch"])
@@ -214,7 +213,6 @@ def test_the_check_command_says_what_each_machine_gets(all_variants, world):
     done = world.flexops(
         "channel", "check", "--channel", all_variants.channel, "--from", world.upstream, cuda=""
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout.splitlines()
     assert told[0] == f"ok   3 packages are what the index of {all_variants.url} says"
     for line, variant in zip(told[1:], ("cpu", "cuda129", "cuda130"), strict=False):
@@ -305,6 +303,7 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
         empty.url,
         "--engine",
         "rattler-build",
+        code=None,
     )
     assert done.returncode == ChannelError.exit_code
     assert "Traceback" not in done.stderr
@@ -318,7 +317,7 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
 def test_a_compile_that_fails_is_diagnosed(cpu, world, tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout", only="quant")
     (checkout / "csrc" / "quant" / "quant_binding.cpp").write_text("#error this does not compile\n")
-    done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe")
+    done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe", code=None)
     assert done.returncode == ChannelError.exit_code
     assert "this does not compile" in done.stderr
     assert "log: " in done.stderr

@@ -61,23 +61,20 @@ def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(
         copy_of_checkout(tmp_path / "checkout", only="lion"),
         Place(tmp_path / "channel"),
     )
-    assert world.build(place.channel, "--recipe", checkout / "recipe", "--no-test").returncode == 0
+    world.build(place.channel, "--recipe", checkout / "recipe", "--no-test")
     (package,) = place.packages()
     first = package.read_bytes()
 
     moved, umask = checkout.rename(tmp_path / "checked-out-elsewhere"), os.umask(0o077)
     try:
         elsewhere = Place(tmp_path / "a-longer-name-of-a-channel")
-        assert (
-            world.build(elsewhere.channel, "--recipe", moved / "recipe", "--no-test").returncode
-            == 0
-        )
+        world.build(elsewhere.channel, "--recipe", moved / "recipe", "--no-test")
     finally:
         os.umask(umask)
     assert elsewhere.packages()[0].read_bytes() == first
 
     (moved / "flexops" / "added.py").write_text("x = 1\n")
-    done = world.build(place.channel, "--recipe", moved / "recipe", "--no-test")
+    done = world.build(place.channel, "--recipe", moved / "recipe", "--no-test", code=None)
     assert done.returncode == ChannelError.exit_code
     assert "a published package never changes" in done.stderr
     assert f"raise `build:` in {moved / 'recipe' / 'recipe.yaml'}" in done.stderr
@@ -298,10 +295,9 @@ def test_a_channel_on_the_web_is_checked_and_never_written(channel, address, wor
         cuda="",
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == f"ok   1 packages are what the index of {address} says"
     for command in ("build", "index"):
-        done = world.flexops("channel", command, "--channel", address, cwd=tmp_path)
+        done = world.flexops("channel", command, "--channel", address, cwd=tmp_path, code=None)
         assert done.returncode == ChannelError.exit_code
         assert "a channel on the web can only be read" in done.stderr
     assert {
@@ -310,7 +306,9 @@ def test_a_channel_on_the_web_is_checked_and_never_written(channel, address, wor
 
 
 def test_a_server_that_is_not_there_is_one_message(world, tmp_path):
-    done = world.flexops("channel", "check", "--channel", "http://127.0.0.1:9/conda", cwd=tmp_path)
+    done = world.flexops(
+        "channel", "check", "--channel", "http://127.0.0.1:9/conda", cwd=tmp_path, code=None
+    )
     assert done.returncode == ChannelError.exit_code
     assert "the index of http://127.0.0.1:9/conda cannot be read" in done.stderr
     assert "Traceback" not in done.stderr

@@ -45,7 +45,7 @@ def test_exports_of_what_compiles_do_not_bind_what_runs(world, upstream, tmp_pat
     for name in ("LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     place = Place(tmp_path / "channel")
-    done = world.build(
+    world.build(
         place.channel,
         "--recipe",
         tmp_path / "recipe",
@@ -54,7 +54,6 @@ def test_exports_of_what_compiles_do_not_bind_what_runs(world, upstream, tmp_pat
         "--no-test",
         variant=variant.id,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (package,) = place.packages("flexops")
     depends = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][
         package.name

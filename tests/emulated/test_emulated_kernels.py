@@ -74,10 +74,98 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     return int(found[1]) if found else 0
 
 
+<<<<<<< HEAD
+# ---- what the emulated GPU notices ---------------------------------------------------------------
+
+FAULTS = r"""
+import ctypes, struct
+from flexops.compute_capability import ComputeCapability
+from flexops.kernels import launch as packed
+from flexops.build.plan import kernel_plan
+from flexops.build.describe import layout
+import emulated_gpu
+from flexops.build.load import provider
+from flexops.toolchain import libcuda
+SOURCE = '''
+__global__ void wrong(float* x, int n, int which) {
+  __shared__ volatile float row[64];
+  const int i = threadIdx.x;
+  float* volatile far = x + n;
+  if (which == 0) { row[i] = x[i]; __syncthreads(); x[i] = row[63 - i] + __shfl_xor_sync(~0u, x[i], 1); }
+  if (which == 1) far[i] = 1;
+  if (which == 2) *reinterpret_cast<volatile long long*>(far - 3) = 1;
+  if (which == 3) x[i] = row[i];
+  if (which == 4) row[i + n] = 1;
+  if (which == 5 && i < 40) asm volatile("bar.sync 1, 64;");
+  if (which == 6 && i % 32 < 16) x[i] = __shfl_sync(~0u, x[i], 0);
+  if (which == 7) {
+    asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.ca.shared.global [at], [%1], 4; }" :: "l"(&row[i]), "l"(x + i));
+    asm volatile("cp.async.commit_group;");
+    x[i] = row[i];
+  }
+}
+'''
+x = torch.arange(64.0)
+libcuda.driver().enter_context(0)
+def load(text):
+    return provider.load(kernel_plan.TextKernel("emulated", text, "wrong", layout.csrc_root()), ComputeCapability(8, 0))
+kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
+call = packed.driver_call()
+for which in range(8):
+    kept = packed.Buffers("Qii", (1, 1, 1))  # whose memory the driver reads
+    buffers = kept.all
+    struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
+    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), *buffers[3:])
+said["x"] = x.tolist() if said["0"] == 0 else None
+"""
+
+
+def test_what_the_emulated_gpu_notices(machine):
+    """Each branch of the kernel does one thing wrong; the first nothing."""
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    answer = stand_in_driver.run(
+        Path(machine["folder"]),
+        FAULTS,
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        **known,
+    )
+    assert "error" not in answer.said, answer.said
+    assert [answer.said[str(which)] for which in range(8)] == [0, *[719] * 7]
+    faults = [line for line in answer.log if line.startswith("fault")]
+    for fault, text in zip(
+        faults,
+        (
+            (
+                "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory"
+                " before, in block .0, 0, 0., thread .0, 0, 0., at .*st"
+            ),
+            "8 bytes at 0x[0-9a-f]+ are misaligned",
+            "byte 0 of shared memory was never written",
+            "256 bytes from the start of shared memory, is outside of its 256",
+            "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
+            "waits for lanes of its warp",
+            "byte 0 of shared memory was never written",
+        ),
+        strict=True,
+    ):
+        assert re.search(text, fault), fault
+
+
+=======
+>>>>>>> authors
 # ---- a header of which other projects' kernels are made ------------------------------------------
 
 
 @pytest.mark.extra
+<<<<<<< HEAD
+def test_elements_of_any_number_at_any_address_are_mapped(machine):
+    known = {name: value for name, value in machine.items() if name != "folder"}
+    answer = stand_in_driver.run(
+        Path(machine["folder"]),
+        MAPPED,
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        **known,
+=======
 @pytest.mark.usefixtures("host_compiler")
 def test_elements_of_any_number_at_any_address_are_mapped():
     f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -97,6 +185,7 @@ def test_elements_of_any_number_at_any_address_are_mapped():
         },
         args={"n": lambda out: out.numel()},
         block=32,
+>>>>>>> authors
     )
     for types in ((f32,) * 3, (bf16,) * 3, (f32, bf16, f16)):
         for count, shift in itertools.product((1, 7, 8, 64, 259, 512), (0, 1, 4)):
@@ -135,36 +224,36 @@ FUNCTIONS = (
 )
 
 
-def test_a_few_kernels(machine: dict[str, str]) -> None:
+def test_a_few_kernels(machine):
     """Loops over elements and multi-tensor lists; shuffles and reductions; products of matrices."""
     files, selection = QUICK
     assert emulated(machine, *files, "-k", selection) == len(files)
 
 
 @pytest.mark.extra
-def test_attention_of_head_dims_that_are_no_multiple_of_8(machine: dict[str, str]) -> None:
+def test_attention_of_head_dims_that_are_no_multiple_of_8(machine):
     assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
 
 
 @pytest.mark.extra
-def test_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+def test_products_with_4_bit_weights(machine):
     selection = "bfloat16 and (1-40 or 20-100 or exactly) or None-3"
     assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 4
 
 
 @pytest.mark.slow
-def test_all_products_with_4_bit_weights(machine: dict[str, str]) -> None:
+def test_all_products_with_4_bit_weights(machine):
     assert emulated(machine, "tests/emulated/int4_linear.py") == 31
 
 
 @pytest.mark.extra
-def test_operands_of_fp8_products(machine: dict[str, str]) -> None:
+def test_operands_of_fp8_products(machine):
     selection = "bfloat16 and (bits and 17-48 or gated_rows and 1-16 and silu)"
     assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 2
 
 
 @pytest.mark.extra
-def test_attention_over_a_cache(machine: dict[str, str]) -> None:
+def test_attention_over_a_cache(machine):
     """Appends, rotates, looks up pages and attends."""
     selection = "small_cases and (several_tokens or a_token)"
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
@@ -183,46 +272,46 @@ SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the dri
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward", "reversed"])
 @pytest.mark.parametrize("family", SELECTIONS)
-def test_every_result_of_a_family(machine: dict[str, str], family: str, order: str) -> None:
+def test_every_result_of_a_family(machine, family, order):
     assert emulated(
         machine, f"tests/ops/test_{family}.py", "-k", SELECTIONS[family], STAND_IN_ORDER=order
     )
 
 
 @pytest.mark.slow
-def test_attention_over_a_cache_of_many_kinds(machine: dict[str, str]) -> None:
+def test_attention_over_a_cache_of_many_kinds(machine):
     selection = "small_cases"
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 5
 
 
 @pytest.mark.slow
-def test_attention_over_codes(machine: dict[str, str]) -> None:
+def test_attention_over_codes(machine):
     kinds = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
     selection = f"attend_as and ({kinds})"
     assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 4
 
 
 @pytest.mark.slow
-def test_score_modifiers_of_attention(machine: dict[str, str]) -> None:
+def test_score_modifiers_of_attention(machine):
     """Of GPUs' own tests, with tensors of the CPU."""
     selection = "score_modifiers and not hopper and not flex_attention"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection)
 
 
 @pytest.mark.slow
-def test_functions_of_flex_attention(machine: dict[str, str]) -> None:
+def test_functions_of_flex_attention(machine):
     selection = "score_modifiers_of_flex_attention"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) > 50
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_with_head_dims_of_any_number(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_with_head_dims_of_any_number(machine):
     selection = "no_multiple_of_8 and sm_80 and (60 or 36)"
     assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) == 6
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_whose_query_heads_share_key_heads(machine):
     assert (
         emulated(
             machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64"
@@ -232,7 +321,7 @@ def test_gradients_of_attention_whose_query_heads_share_key_heads(machine: dict[
 
 
 @pytest.mark.slow
-def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine: dict[str, str]) -> None:
+def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine):
     """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
     assert emulated(
         machine,
@@ -251,7 +340,7 @@ GROUPED = (
 
 
 @pytest.mark.slow
-def test_mixtures_of_experts(machine: dict[str, str]) -> None:
+def test_mixtures_of_experts(machine):
     """Of GPUs' own tests, with tensors of the CPU: products by mma.sync, order, routes."""
     assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
 
@@ -318,9 +407,13 @@ said["right"] = True
 @pytest.mark.slow
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
 @pytest.mark.usefixtures("nvcc_toolkit")
+<<<<<<< HEAD
+def test_a_source_with_torchs_headers_computes_without_nvcc(machine, tmp_path, host_compiler):
+=======
 def test_a_source_with_torchs_headers_computes_without_nvcc(
     tmp_path: Path, host_compiler: HostCompiler
 ) -> None:
+>>>>>>> authors
     """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
     anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)

@@ -44,21 +44,23 @@ def sequences(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return torch.cat((passages, again), 1).flatten(1)
 
 
-def trained(text: Tensor, steps: int, batch: int, device: str) -> Any:
+def trained(text: Tensor, steps: int, batch: int) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    model = transformers.LlamaForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, fused=True)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
-        ids = sequences(text, batch, generator).to(device)
+        ids = sequences(text, batch, generator).cuda()
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rate.step()
@@ -87,11 +89,11 @@ def shuffled(ids: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.gpu  # an hour on two cores
 def test_perplexity_stays_within_the_bounds() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     train, held = source()
-    model = trained(train, 1000, 4, device)
-    ids = sequences(held, 8, torch.Generator().manual_seed(2)).to(device)
+    model = trained(train, 1000, 4)
+    ids = sequences(held, 8, torch.Generator().manual_seed(2)).cuda()
     plain, without = perplexity(model, ids, 16), perplexity(model, shuffled(ids), 16)
     assert without > 2 * plain, "the model uses its context"
     found = {bits: perplexity(model, ids, bits) / plain for bits in BOUNDS}

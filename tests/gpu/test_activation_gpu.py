@@ -68,24 +68,10 @@ def near(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [plain, misaligned, every_second, long_rows])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (3, 8),
-        (5, 100),
-        (7, 513),
-        (300, 4096),
-        (2, 3, 96),
-        (1000, 8),
-        (1, 16384),
-        (4096, 24),
-        (9, 1),
-        (131, 3080),
-    ],
-)
-def test_every_way_through_the_kernels(
-    dtype: torch.dtype, layout: Callable[..., Tensor], shape: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("shape",
+    [(3, 8), (5, 100), (7, 513), (300, 4096), (2, 3, 96), (1000, 8), (1, 16384), (4096, 24), (9, 1),
+     (131, 3080)])  # fmt: skip
+def test_every_way_through_the_kernels(dtype, layout, shape):
     ops, torch_ops = _register.references, torch.ops.flexops
     x, up, grad = (as_dtype(layout(*shape), dtype) for _ in range(3))
     packed = as_dtype(layout(*shape[:-1], 2 * shape[-1]), dtype)
@@ -120,7 +106,7 @@ def test_every_way_through_the_kernels(
 
 
 @pytest.mark.parametrize("which", on_cpu.ACTIVATIONS)
-def test_every_number(which: str) -> None:
+def test_every_number(which):
     """As on the CPU: all 16-bit numbers, and many of 32 bits, with their derivatives."""
     torch.set_default_device("cuda")
     try:
@@ -142,7 +128,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_the_bias_gradient_adds_up_all_rows(rows: int, columns: int) -> None:
+def test_the_bias_gradient_adds_up_all_rows(rows, columns):
     x, bias, grad = (
         torch.randn(rows, columns, device="cuda"),
         torch.randn(columns, device="cuda"),

@@ -43,14 +43,12 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("block", range(4))
-def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...]) -> None:
+def test_cuda_gives_what_the_reference_gives(block, classes):
     for seed in range(block * 60, block * 60 + 60):
         compare_all(seed, "cuda", classes)
 
 
-def test_the_native_sum_takes_the_memory_of_the_gradient_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_native_sum_takes_the_memory_of_the_gradient_alone(monkeypatch):
     x = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.randn(50000, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     target = torch.randint(0, 50000, (4096,), device="cuda")
@@ -80,7 +78,7 @@ def test_the_native_sum_takes_the_memory_of_the_gradient_alone(
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_the_layers_options(softcap: float | None) -> None:
+def test_the_layers_options(softcap):
     x, weight = (
         torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         for shape in ((500, 256), (3000, 256))
@@ -110,7 +108,7 @@ def test_the_layers_options(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 133, 1025, 3000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_rows_than_run_at_once(rows: int, dtype: torch.dtype) -> None:
+def test_more_rows_than_run_at_once(rows, dtype):
     """Rows wait for each other in the ring; the same bits each time."""
     x = torch.randn(rows, 40007, device="cuda").to(dtype)
     target = torch.randint(0, 40007, (rows,), device="cuda")
@@ -131,7 +129,7 @@ def test_more_rows_than_run_at_once(rows: int, dtype: torch.dtype) -> None:
     assert_near(one, expected)
 
 
-def test_factors_of_one_are_not_multiplied_and_others_are() -> None:
+def test_factors_of_one_are_not_multiplied_and_others_are():
     for rows, length in ((5, 40001), (2000, 77), (70000, 3)):
         values = torch.randn(rows, length, device="cuda").bfloat16()
         for factors in (
@@ -156,7 +154,7 @@ def peak(function: object) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_in_place_takes_no_memory() -> None:
+def test_in_place_takes_no_memory():
     logits = torch.randn(512, 50257, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 50257, (512,), device="cuda")
 
@@ -167,7 +165,7 @@ def test_in_place_takes_no_memory() -> None:
     assert peak(step) < 2**20
 
 
-def test_in_chunks_never_holds_all_logits() -> None:
+def test_in_chunks_never_holds_all_logits():
     x = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(64000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 64000, (4096,), device="cuda")
@@ -189,7 +187,7 @@ def test_in_chunks_never_holds_all_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_are_as_exact_as_torch(dtype: torch.dtype, reduction: str) -> None:
+def test_chunks_are_as_exact_as_torch(dtype, reduction):
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(777, 128, generator=generator, device="cuda").to(dtype).requires_grad_()
     weight = (

@@ -4,7 +4,6 @@ for different things has one result."""
 from __future__ import annotations
 
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,9 +86,7 @@ def _results(module: types.ModuleType, n: int) -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize(
     "flags", [(), ("-use_fast_math", "-O3"), ("-DSTEPS=5", "-DNDEBUG", "-std=c++17")]
 )
-def test_either_compiler_gives_one_result(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
-) -> None:
+def test_either_compiler_gives_one_result(tmp_path, capfd, flags):
     source = tmp_path / "numbers.cu"
     source.write_text(SOURCE)
     found: dict[str, Any] = {}
@@ -107,9 +104,7 @@ def test_either_compiler_gives_one_result(
     assert torch.equal(found["auto"][1].view(torch.int64), found["nvcc"][1].view(torch.int64))
 
 
-def test_what_is_nvccs_is_its_with_a_line_that_says_why(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_nvccs_is_its_with_a_line_that_says_why(tmp_path, capfd):
     source = tmp_path / "table.cu"
     source.write_text(SOURCE.replace("__device__ int calls = 5;", "__constant__ int calls = 5;"))
     module = flexops.load("table_by_nvcc", [source])

@@ -264,9 +264,7 @@ def people(modules: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_templates_dispatched_by_dtype_and_static_shared_memory(
-    modules: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_templates_dispatched_by_dtype_and_static_shared_memory(modules, dtype):
     people, x = modules["people"], torch.randn(37, 1001, device="cuda").to(dtype)
     assert torch.equal(people.scale(x, 1.5), (x.float() * 1.5).to(dtype))
     torch.testing.assert_close(
@@ -281,7 +279,7 @@ def test_templates_dispatched_by_dtype_and_static_shared_memory(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_accessors_of_strided_tensors(people: Any, dtype: torch.dtype) -> None:
+def test_accessors_of_strided_tensors(people, dtype):
     gates = torch.randn(301, 3, 7, device="cuda", dtype=dtype).permute(2, 1, 0)
     old = torch.randn(7, 602, device="cuda", dtype=dtype)[:, ::2]
     expected = (
@@ -290,7 +288,7 @@ def test_accessors_of_strided_tensors(people: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(people.cell(gates, old)[0], expected)
 
 
-def test_dynamic_shared_memory_atomics_and_cudas_own_halves(people: Any) -> None:
+def test_dynamic_shared_memory_atomics_and_cudas_own_halves(people):
     x = torch.randn(515, 1003, device="cuda")
     assert torch.equal(people.transpose(x), x.t())
     numbers = torch.randint(0, 300, (100_000,), device="cuda")
@@ -299,13 +297,13 @@ def test_dynamic_shared_memory_atomics_and_cudas_own_halves(people: Any) -> None
     torch.testing.assert_close(people.pairs(a, b), a * b + 0.5, rtol=2e-3, atol=2e-3)
 
 
-def test_kernels_that_share_a_variable_are_one_module(people: Any) -> None:
+def test_kernels_that_share_a_variable_are_one_module(people):
     for size in (1, 1000, 1_000_003):
         x = torch.randn(size, device="cuda")
         torch.testing.assert_close(people.sum(x), x.sum(), rtol=1e-4, atol=1e-2)
 
 
-def test_structs_packs_lambdas_in_kernels_and_kernels_by_pointer(people: Any) -> None:
+def test_structs_packs_lambdas_in_kernels_and_kernels_by_pointer(people):
     x = torch.randn(1000, device="cuda")
     for more, added in ((False, 0.25), (True, 3.75)):
         people.lines(y := x.clone(), more)
@@ -315,14 +313,14 @@ def test_structs_packs_lambdas_in_kernels_and_kernels_by_pointer(people: Any) ->
         assert torch.equal(y, x.ceil() if up else x.floor())
 
 
-def test_a_launch_that_the_gpu_rejects_is_an_exception_and_no_more(people: Any) -> None:
+def test_a_launch_that_the_gpu_rejects_is_an_exception_and_no_more(people):
     x = torch.randn(10, device="cuda")
     with pytest.raises(RuntimeError, match=r"could not be launched: invalid argument.*step_kernel"):
         people.refused(x)
     assert torch.equal(people.scale(x, 2.0), x * 2)
 
 
-def test_in_a_graph_and_on_another_stream(people: Any) -> None:
+def test_in_a_graph_and_on_another_stream(people):
     x, graph, stream = (
         torch.zeros(33, 700, device="cuda"),
         torch.cuda.CUDAGraph(),
@@ -344,9 +342,7 @@ def test_in_a_graph_and_on_another_stream(people: Any) -> None:
     assert torch.equal(out, torch.full_like(x, 6.0))
 
 
-def test_an_edit_of_a_kernel_is_new_code_and_the_module_before_keeps_its_own(
-    people: Any, tmp_path: Path
-) -> None:
+def test_an_edit_of_a_kernel_is_new_code_and_the_module_before_keeps_its_own(people, tmp_path):
     (tmp_path / "rows.cuh").write_text(ROWS)
     x = torch.randn(1000, device="cuda")
     for factor in ("factor + 1", "factor + 2"):
@@ -383,7 +379,7 @@ def child(program: str, sources: Path, **more: str) -> None:
 
 
 @pytest.mark.usefixtures("people")
-def test_a_first_launch_in_capture(sources: Path) -> None:
+def test_a_first_launch_in_capture(sources):
     child("""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -395,7 +391,7 @@ def test_a_first_launch_in_capture(sources: Path) -> None:
 
 
 @pytest.mark.usefixtures("people")
-def test_first_launches_of_several_threads_where_nothing_may_be_compiled(sources: Path) -> None:
+def test_first_launches_of_several_threads_where_nothing_may_be_compiled(sources):
     child("""
         found, start = [], threading.Barrier(8)
         def one():
@@ -419,9 +415,7 @@ def test_first_launches_of_several_threads_where_nothing_may_be_compiled(sources
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvcc_toolkit")
-def test_results_are_nvccs_bit_for_bit(
-    people: Any, sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_nvccs_bit_for_bit(people, sources, monkeypatch):
     """Where NVRTC and nvcc are of one CUDA version; else they may order a sum otherwise."""
     monkeypatch.setenv("FLEXOPS_PCH", "0")
     theirs = flexops.load("people_by_nvcc", [sources / "people.cu"], device_compiler="nvcc")

@@ -89,7 +89,7 @@ def _fine(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_in_graph_capture(run: Run) -> None:
+def test_in_graph_capture(run):
     _fine(run("""
         arguments = make()
         graph = torch.cuda.CUDAGraph()
@@ -102,7 +102,7 @@ def test_in_graph_capture(run: Run) -> None:
     """))  # fmt: skip
 
 
-def test_another_kernel_of_a_library_that_is_loaded_in_graph_capture(run: Run) -> None:
+def test_another_kernel_of_a_library_that_is_loaded_in_graph_capture(run):
     _fine(run("""
         arguments = make()
         call(*arguments)
@@ -116,7 +116,7 @@ def test_another_kernel_of_a_library_that_is_loaded_in_graph_capture(run: Run) -
     """))  # fmt: skip
 
 
-def test_on_several_threads_at_once(run: Run) -> None:
+def test_on_several_threads_at_once(run):
     _fine(run("""
         arguments = make()
         wanted, found, start = expected(*arguments), [], threading.Barrier(8)
@@ -135,7 +135,7 @@ def test_on_several_threads_at_once(run: Run) -> None:
     """))  # fmt: skip
 
 
-def test_in_the_backward_pass(run: Run) -> None:
+def test_in_the_backward_pass(run):
     """On a thread of autograd's."""
     _fine(run("""
         query, cos, sin = make()
@@ -148,7 +148,7 @@ def test_in_the_backward_pass(run: Run) -> None:
     """))  # fmt: skip
 
 
-def test_in_a_forked_child(run: Run) -> None:
+def test_in_a_forked_child(run):
     _fine(run("""
         flexops.rotary_embedding(*[torch.rand(s) for s in ((1, 1, 4, 8),)], None, torch.rand(4, 4), torch.rand(4, 4))
         child = os.fork()
@@ -164,7 +164,7 @@ def test_in_a_forked_child(run: Run) -> None:
     """))  # fmt: skip
 
 
-def test_without_compiling_there_is_the_reference_and_its_reason(run: Run) -> None:
+def test_without_compiling_there_is_the_reference_and_its_reason(run):
     done = run(
         """
         arguments = make()
@@ -179,13 +179,13 @@ def test_without_compiling_there_is_the_reference_and_its_reason(run: Run) -> No
     assert "flexops build rope" in done.stdout
 
 
-def test_without_compiling_and_without_the_reference_it_is_an_error(run: Run) -> None:
+def test_without_compiling_and_without_the_reference_it_is_an_error(run):
     done = run("call(*make())", FLEXOPS_JIT="0", FLEXOPS_FALLBACK="forbid")
     assert "NativeUnavailableError" in done.stderr
     assert "not compiled for a GPU of capability" in done.stderr
 
 
-def test_kernels_that_are_there_need_no_compiling(run: Run) -> None:
+def test_kernels_that_are_there_need_no_compiling(run):
     _fine(
         run(
             """
@@ -201,7 +201,7 @@ def test_kernels_that_are_there_need_no_compiling(run: Run) -> None:
     )
 
 
-def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -> None:
+def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run):
     done = run("""
         query, cos, sin = make()
         apart = (query[..., :63:2], cos[:, :16], sin[:, :16])  # strides that no vector fits
@@ -222,7 +222,7 @@ def test_without_compiling_the_reference_stands_in_for_a_rare_kernel(run: Run) -
     assert "NativeUnavailableError" in refused.stderr
 
 
-def test_a_step_whose_rare_kernel_is_missing_is_made_once(run: Run) -> None:
+def test_a_step_whose_rare_kernel_is_missing_is_made_once(run):
     """Parameters whose kernel is there are not stepped before the reference steps all of them."""
     _fine(run("""
         import copy
@@ -242,7 +242,7 @@ def test_a_step_whose_rare_kernel_is_missing_is_made_once(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_on_a_second_device(run: Run) -> None:
+def test_on_a_second_device(run):
     _fine(run("""
         for device in ("cuda:1", "cuda:0"):
             arguments = make(device)

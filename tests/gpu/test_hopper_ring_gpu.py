@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ def ring(copy: int, meet: bool, fault: int = 0) -> bool:
 
 @pytest.mark.parametrize("meet", [False, True])
 @pytest.mark.parametrize("copy", [0, 1], ids=["bulk copies", "stores"])
-def test_rows_go_through_a_ring(copy: int, meet: bool, require: Any) -> None:
+def test_rows_go_through_a_ring(copy, meet, require):
     require(
         torch.cuda.get_device_capability() >= (9, 0),
         "a GPU of capability 9.0 or newer",

@@ -19,34 +19,8 @@ from flexops.ops._register import references
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (
-    1,
-    2,
-    7,
-    8,
-    9,
-    63,
-    64,
-    136,
-    256,
-    257,
-    520,
-    1000,
-    1024,
-    1032,
-    2048,
-    4095,
-    4096,
-    5120,
-    8192,
-    8200,
-    12288,
-    16384,
-    16392,
-    32768,
-    65535,
-    65536,
-)
+LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120,
+    8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +43,7 @@ def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("columns", LENGTHS)
-def test_kernels_give_what_the_reference_gives(columns: int) -> None:
+def test_kernels_give_what_the_reference_gives(columns):
     torch.manual_seed(columns)
     choose = random.Random(columns)
     for turn in range(12):
@@ -99,7 +73,7 @@ def test_kernels_give_what_the_reference_gives(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 520, 4096, 8192, 16384, 40000])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_codes(columns: int, dtype: torch.dtype) -> None:
+def test_codes(columns, dtype):
     torch.manual_seed(columns)
     for x_dtype in DTYPES:
         x, residual = torch.randn(2, 67, columns, device="cuda").to(x_dtype)
@@ -125,7 +99,7 @@ def test_codes(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("factor", [2.0**-80, 1.0, 2.0**80])
-def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> None:
+def test_codes_near_the_ends_of_float32(x_dtype, factor):
     """Where x * weight comes near them, or leaves them, but the result does not."""
     x, weight = (
         torch.randn(40, 4096, device="cuda").to(x_dtype),
@@ -150,9 +124,7 @@ def test_codes_near_the_ends_of_float32(x_dtype: torch.dtype, factor: float) -> 
 
 @pytest.mark.parametrize("columns", [8, 128, 136, 1000, 1032, 8192, 16384, 32768, 40000, 65536])
 @pytest.mark.parametrize("x_dtype", DTYPES)
-def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(
-    x_dtype: torch.dtype, columns: int
-) -> None:
+def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(x_dtype, columns):
     """The kernels' sums are as good as sums of squares off the mean, wherever the outlier lies."""
     rows = 200000 // columns * 32 + 1
     x = torch.randn(rows, columns, device="cuda")
@@ -171,7 +143,7 @@ def test_layer_norm_of_rows_with_an_outlier_or_a_large_mean(
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 8192, 16384, 20000, 65536])
-def test_the_same_bits_every_time(columns: int) -> None:
+def test_the_same_bits_every_time(columns):
     x = torch.randn(1000, columns, device="cuda").bfloat16().requires_grad_()
     weight, bias = (torch.randn(columns, device="cuda").requires_grad_() for _ in range(2))
     grad = torch.randn_like(x)
@@ -200,7 +172,7 @@ print([event.key for event in profiled.key_averages()])
 """
 
 
-def test_autograds_thread_finds_room_for_clusters_before_its_first_launch() -> None:
+def test_autograds_thread_finds_room_for_clusters_before_its_first_launch():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters are of compute capability 9.0")
     environment = {

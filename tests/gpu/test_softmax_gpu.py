@@ -23,7 +23,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("block", range(4))
-def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...]) -> None:
+def test_cuda_gives_what_the_reference_gives(block, lengths):
     for seed in range(block * 100, block * 100 + 100):
         compare_all(seed, "cuda", lengths)
 
@@ -32,9 +32,7 @@ def test_cuda_gives_what_the_reference_gives(block: int, lengths: tuple[int, ...
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
 @pytest.mark.parametrize("keys", [1024, 1031, 2048])
 @pytest.mark.parametrize(("heads", "queries"), [(3, 65), (8, 130)], ids=["few rows", "more rows"])
-def test_attention_shapes(
-    dtype: torch.dtype, mask_dtype: torch.dtype, keys: int, heads: int, queries: int
-) -> None:
+def test_attention_shapes(dtype, mask_dtype, keys, heads, queries):
     """Masks of padding, of a batch, of all heads, and of none; aligned and not."""
     x = torch.randn(2, heads, queries, keys, device="cuda").to(dtype)
     for shape in (
@@ -58,7 +56,7 @@ def test_attention_shapes(
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES])
-def test_large_masks_that_heads_share(mask_dtype: torch.dtype) -> None:
+def test_large_masks_that_heads_share(mask_dtype):
     """The heads' rows are neighbours in the grid where a mask is more than the second-level cache
     keeps."""
     x = torch.randn(2, 3, 4200, 2048, device="cuda").to(torch.bfloat16)
@@ -76,7 +74,7 @@ def test_large_masks_that_heads_share(mask_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300, 2048, 24000])
-def test_boolean_masks_at_any_scale(dtype: torch.dtype, length: int) -> None:
+def test_boolean_masks_at_any_scale(dtype, length):
     """A scale of 0, and rows longer than the kernel for boolean masks takes."""
     x = torch.randn(5, 7, length, device="cuda").to(dtype)
     for shape in ((5, 7, length), (7, length), (5, 7, 1)):
@@ -90,7 +88,7 @@ def test_boolean_masks_at_any_scale(dtype: torch.dtype, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [9, 300, 2045, 2048, 24000, 70000])
-def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length: int) -> None:
+def test_rows_masked_with_the_lowest_number_are_even(dtype, length):
     """Masks are often written with a dtype's lowest number instead of -inf; a row that has nothing
     else is as even as torch's then."""
     for arguments in draw_lowest(dtype, "cuda", length):
@@ -100,7 +98,7 @@ def test_rows_masked_with_the_lowest_number_are_even(dtype: torch.dtype, length:
         )
 
 
-def test_masks_are_not_expanded_in_memory() -> None:
+def test_masks_are_not_expanded_in_memory():
     x = torch.randn(8, 16, 512, 512, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(8, 1, 512, 512, device="cuda") < 0.5
     torch.cuda.synchronize()

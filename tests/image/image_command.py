@@ -27,17 +27,18 @@ class Image:
         *arguments: str,
         checkout: Path = REPOSITORY,
         environment: dict[str, str] | None = None,
+        code: int | None = 0,
     ) -> subprocess.CompletedProcess[str]:
         variables = self.environment(checkout, environment)
         # In the checkout, because `python -m` looks for flexops in the working directory first.
         return completed(
-            self.command(*arguments), cwd=checkout, env=variables, timeout=1800, code=None
+            self.command(*arguments), cwd=checkout, env=variables, timeout=1800, code=code
         )
 
     def build(
-        self, *arguments: str, checkout: Path = REPOSITORY
+        self, *arguments: str, checkout: Path = REPOSITORY, code: int | None = 0
     ) -> subprocess.CompletedProcess[str]:
-        return self("build", *arguments, *self.build_options, checkout=checkout)
+        return self("build", *arguments, *self.build_options, checkout=checkout, code=code)
 
     @staticmethod
     def command(*arguments: str) -> list[str]:

@@ -33,10 +33,10 @@ class Machine:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+    def run(self, script: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         command = ["bash", "-c", f'set -u; source "{SCRIPT}"; {script}']
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin"}
-        return completed(command, env=environment, cwd=self.folder, code=None)
+        return completed(command, env=environment, cwd=self.folder, code=code)
 
     @property
     def calls(self) -> list[str]:
@@ -51,16 +51,15 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_an_engine_that_answers_is_left_alone(machine):
     (machine.folder / "answers").touch()
-    done = machine.run("why_no_engine && exit 9; start_engine log && stop_engine")
+    done = machine.run("why_no_engine && exit 9; start_engine log && stop_engine", code=None)
     assert (done.returncode, done.stdout, machine.calls) == (0, "", [])
 
 
 def test_one_is_started_and_stopped(machine):
-    done = machine.run(
+    machine.run(
         "why_no_engine && exit 9; start_engine log || exit 8; kill -0 $ENGINE_PID || exit 7;"
         " pid=$ENGINE_PID; stop_engine; ! kill -0 $pid"
     )
-    assert done.returncode == 0, done.stderr
     assert machine.calls == ["dockerd "]
 
 
@@ -70,15 +69,13 @@ def test_without_iptables_and_bridges_it_starts_all_the_same(machine):
         f'echo "dockerd $*" >> calls; [ -n "$*" ] || exit 1; touch {machine.folder}/answers; exec'
         " sleep 60",
     )
-    done = machine.run("start_engine log && stop_engine")
-    assert done.returncode == 0, done.stderr
+    machine.run("start_engine log && stop_engine")
     assert machine.calls == ["dockerd ", "dockerd --iptables=false --bridge=none"]
 
 
 def test_one_that_does_not_start_is_a_failure_with_its_own_words(machine):
     machine.program("dockerd", "echo no such thing as a graph driver; exit 1")
-    done = machine.run("why_no_engine && exit 9; start_engine log")
-    assert done.returncode == 1
+    done = machine.run("why_no_engine && exit 9; start_engine log", code=1)
     assert "does not start" in done.stderr
     assert "no such thing as a graph driver" in done.stderr
 
@@ -94,7 +91,6 @@ def test_one_that_does_not_start_is_a_failure_with_its_own_words(machine):
 def test_where_none_can_run_it_is_said_why(machine, program, text, why):
     machine.program(program, text)
     done = machine.run("why_no_engine")
-    assert done.returncode == 0
     assert why in done.stdout
     assert machine.calls == []
 
@@ -102,7 +98,7 @@ def test_where_none_can_run_it_is_said_why(machine, program, text, why):
 def test_packages_that_cannot_be_fetched_are_a_reason_too(machine):
     machine.program("apt-get", 'echo "apt-get $*" >> calls; [ "$1" = update ]')
     done = machine.run(
-        'command() { [[ $2 != mmdebstrap ]] && builtin command "$@"; }; why_no_engine'
+        'command() { [[ $2 != mmdebstrap ]] && builtin command "$@"; }; why_no_engine', code=None
     )
     assert "cannot be downloaded" in done.stdout
     assert machine.calls == [

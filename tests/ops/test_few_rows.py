@@ -24,9 +24,8 @@ def oracle(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more
 
 def fused(x: Tensor, norm: Tensor, one: Tensor, two: Tensor, bias: Tensor, more: Tensor) -> Tensor:
     return flexops.few_rows_linear(
-        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more, early=True,
-        ahead=[two, one],
-    )  # fmt: skip
+        x, [one, two], [bias, bias], norm=norm, activation="silu", residual=more
+    )
 
 
 def inputs(make: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -75,7 +74,6 @@ class TestFewRowsLinear(Contract):
         ({"weights": [torch.zeros(4, 9)]}, r"weights\[0\] must have shape \[any, 8\]"),
         ({"activation": "silu"}, "must be 2 tensors, got 1"),
         ({"activation": "relu"}, "activation must be one of"),
-        ({"ahead": [torch.zeros(8)] * 4}, "ahead must be at most 3 tensors, got 4"),
         ({"biases": [torch.zeros(5)]}, r"biases\[0\] must have shape \[4\]"),
     ],
     ids=str,
@@ -130,3 +128,19 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
         torch.ops.flexops.int4_few_rows_linear(
             x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_more_columns_than_run_at_once(rows: int, activation: str | None) -> None:
+    """A block computes several columns, one after another: a grid is no larger than the GPU."""
+    widths = (9003, 5000, 24) if activation is None else (9003, 9003)
+    x, norm = (torch.randn(n, device="cuda").bfloat16() for n in ((rows, 264), (264,)))
+    weights = [torch.randn(n, 264, device="cuda").bfloat16() / 16 for n in widths]
+    biases = [torch.randn(n, device="cuda").bfloat16() for n in widths]
+    options: dict[str, Any] = {"norm": norm, "activation": activation}
+    found = flexops.few_rows_linear(x, weights, biases, **options)
+    wide = [[one.float() for one in part] for part in (weights, biases)]
+    expected = few_rows.composed(x.float(), *wide, **{**options, "norm": norm.float()})
+    torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=3e-2)

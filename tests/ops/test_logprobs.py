@@ -80,9 +80,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong(
             r"target must have shape \(3,\), one class for each row of logits, got \(2,\)", x, t[:2]
         ),
-        wrong(
-            "target must be an int64 tensor, got float", x, 1.0, error=TypeError
-        ),
+        wrong("target must be an int64 tensor, got float", x, 1.0, error=TypeError),
         wrong("logits must be a float32, float16 or bfloat16 tensor", t, t, error=TypeError),
         wrong("logits must have at least one class in their last dimension", x[:, :0], t),
         wrong("temperature must be greater than 0, got 0.0", x, t, temperature=0.0),

@@ -18,7 +18,6 @@ from flexops.errors import GenerationError
 from flexops.generation import decoder, step
 from flexops.generation.layers import Store
 from flexops.generation.sampling import Sampling
-from flexops.ops import few_rows
 
 NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss"]
 NEW = 14  # beyond the windows of tiny models
@@ -125,28 +124,6 @@ def test_transformers_own_loop_replays_steps(name: str, padding: str, graphs: ty
         assert torch.equal(found, expected)
         assert graphs.made == 1
         flexops.unpatch(model)
-
-
-def test_a_captured_step_fetches_the_next_products_weights(
-    graphs: type[Eager], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny.model("llama").eval()
-    flexops.patch(model)
-    found: list[tuple[list[int], list[int]]] = []
-
-    def composed(x: Tensor, weights: list[Tensor], biases: Any, ahead: Any, **options: Any) -> Any:
-        found.append(([id(one) for one in weights], [id(one) for one in ahead]))
-        return compute(x, weights, biases, **options)
-
-    compute = few_rows.composed
-    monkeypatch.setattr(few_rows, "composed", composed)
-    flexops.generate(model, **prompts(), max_new_tokens=3, eos_token_id=())
-    assert graphs.made == 1
-    each = 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
-    first, captured = found[:each], found[each : 2 * each]
-    assert not any(ahead for _, ahead in first)
-    assert [ahead for _, ahead in captured[:-1]] == [weights for weights, _ in first[1:]]
-    assert captured[-1][1] == []
 
 
 def test_memory_and_graphs_serve_the_next_call(graphs: type[Eager]) -> None:

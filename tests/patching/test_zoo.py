@@ -129,6 +129,18 @@ def check(name: str) -> None:
     torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-4)
 
 
+def test_norms_behind_the_rotation_are_there_in_decode_steps() -> None:
+    """Attention must not rotate what it appends if Hunyuan's norms have read it before."""
+    model = zoo.tiny("hunyuan_v1_dense").eval()
+    with torch.no_grad():
+        for key, one in model.named_parameters():
+            one.add_(torch.randn_like(one) * 0.5 if "layernorm" in key else 0)
+    tokens = zoo.batch(model, False)["input_ids"]
+    expected = model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    flexops.patch(model)
+    assert flexops.generate(model, tokens, max_new_tokens=12, eos_token_id=()).equal(expected)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)

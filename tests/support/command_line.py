@@ -1,10 +1,11 @@
-"""The whole command line, read without running anything."""
+"""The whole command line: read without running anything, or run in this process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import typer
+from typer.testing import CliRunner, Result
 
 from flexops.cli._app import app
 
@@ -22,3 +23,9 @@ def parse(words: list[str]) -> None:
     ):
         tool = tool.get_command(context, words[0])
         context = tool.make_context(words[0], words[1:], parent=context)
+
+
+def flexops_command(*words: object, **options: Any) -> Result:
+    """``flexops WORDS``; an exception reaches the test unless ``catch_exceptions=True``."""
+    options = {"catch_exceptions": False, **options}
+    return CliRunner().invoke(app, [*map(str, words)], **options)

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 from builds import TOOLS
-from typer.testing import CliRunner
+from command_line import flexops_command
 
 from flexops import settings, toolchain
 from flexops.bench import timing
 from flexops.bench.text import duration, ratio
 from flexops.build.describe import catalog
 from flexops.build.load import loader
-from flexops.cli._app import app
 from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
 from flexops_tools.bench import (
     build_ladder,
@@ -97,9 +96,7 @@ def test_a_quick_run_says_what_it_left_out(paper_runner):
 
 
 def bench_build(*arguments: str) -> Any:
-    return CliRunner().invoke(
-        app, ["bench", "build", *arguments], catch_exceptions=False, env={"COLUMNS": "160"}
-    )
+    return flexops_command("bench", "build", *arguments, env={"COLUMNS": "160"})
 
 
 def test_chosen_rungs(paper_runner):
@@ -168,9 +165,7 @@ def test_every_comparison_is_of_rungs_that_there_are():
 
 
 def test_json_holds_everything_a_figure_needs(paper_runner):
-    told = json.loads(
-        CliRunner().invoke(app, ["bench", "build", "--json"], catch_exceptions=False).stdout
-    )
+    told = json.loads(flexops_command("bench", "build", "--json").stdout)
     assert len(told["rungs"]) == len(RUNGS) == len(paper_runner)
     assert {
         "date",
@@ -193,11 +188,7 @@ def test_json_holds_everything_a_figure_needs(paper_runner):
 
 @pytest.mark.usefixtures("paper_runner")
 def test_table():
-    shown = (
-        CliRunner()
-        .invoke(app, ["bench", "build", "--quick"], catch_exceptions=False, env={"COLUMNS": "160"})
-        .stdout
-    )
+    shown = flexops_command("bench", "build", "--quick", env={"COLUMNS": "160"}).stdout
     assert "cold, one architecture" in shown
     assert "left out by --quick" in shown
     assert "cpp_extension.load / flexops" in shown
@@ -209,9 +200,7 @@ def test_table():
 def test_chart(tmp_path, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     for name in ("chart.png", "chart.svg"):
-        CliRunner().invoke(
-            app, ["bench", "build", "--plot", str(tmp_path / name)], catch_exceptions=False
-        )
+        flexops_command("bench", "build", "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(FlexopsError, match="cannot be written"):
         plot.save(climb(), tmp_path / "no" / "such" / "chart.png")
@@ -326,16 +315,7 @@ def saved_run(tmp_path: Path) -> Path:
 
 
 def test_an_earlier_run_is_shown(saved_run):
-    shown = (
-        CliRunner()
-        .invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run)],
-            catch_exceptions=False,
-            env={"COLUMNS": "200"},
-        )
-        .stdout
-    )
+    shown = flexops_command("bench", "ops", "--from", str(saved_run), env={"COLUMNS": "200"}).stdout
     assert shown.startswith(
         "norm: flexops against torch eager, torch.compile\non Abacus GPU, whose copy reaches 100"
         " GB/s\n"
@@ -344,39 +324,21 @@ def test_an_earlier_run_is_shown(saved_run):
     assert "level" in shown
     assert "50 %" in shown
     assert "not measured: Liger in rms_norm bf16 4x8: ImportError: no triton" in shown
-    written = (
-        CliRunner()
-        .invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--markdown"], catch_exceptions=False
-        )
-        .stdout
-    )
+    written = flexops_command("bench", "ops", "--from", str(saved_run), "--markdown").stdout
     assert "| rms_norm bf16 4x8 | forward | 11.0 ms | 91 | 0.91 | 1.82x | 0.99x |" in written
     assert "| rms_norm bf16 4x8 | backward | torch eager | 30.0 ms | 20.0 ms | 50 % |" in written
-    told = json.loads(
-        CliRunner()
-        .invoke(app, ["bench", "ops", "--from", str(saved_run), "--json"], catch_exceptions=False)
-        .stdout
-    )
+    told = json.loads(flexops_command("bench", "ops", "--from", str(saved_run), "--json").stdout)
     assert told["behind"][0]["by"] == "torch eager"
-    few = CliRunner().invoke(
-        app,
-        ["bench", "ops", "--from", str(saved_run), "--op", "rms_norm", "--json"],
-        catch_exceptions=False,
-    )
+    few = flexops_command("bench", "ops", "--from", str(saved_run), "--op", "rms_norm", "--json")
     assert {item["function"] for item in json.loads(few.stdout)["timings"]} == {"rms_norm"}
     with pytest.raises(FlexopsError, match="nothing was measured of rope") as caught:
-        CliRunner().invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--op", "rope"], catch_exceptions=False
-        )
+        flexops_command("bench", "ops", "--from", str(saved_run), "--op", "rope")
     assert caught.value.required == "norm, rms_norm"
     with pytest.raises(FlexopsError, match="nothing to choose"):
-        CliRunner().invoke(
-            app, ["bench", "ops", "--from", str(saved_run), "--small"], catch_exceptions=False
-        )
+        flexops_command("bench", "ops", "--from", str(saved_run), "--small")
     saved_run.write_text("{}")
     with pytest.raises(FlexopsError, match="cannot be read"):
-        CliRunner().invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False)
+        flexops_command("bench", "ops", "--from", str(saved_run))
 
 
 def test_no_table_is_wider_than_a_narrow_terminal():
@@ -399,10 +361,8 @@ def test_a_chart_says_what_is_compared(tmp_path, saved_run, require):
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none"}):  # text stays text
-        CliRunner().invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.svg")],
-            catch_exceptions=False,
+        flexops_command(
+            "bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.svg")
         )
     text = (tmp_path / "ops.svg").read_text()
     assert "norm: flexops against torch eager, torch.compile" in text
@@ -433,30 +393,18 @@ def test_what_is_not_bound_by_memory_is_shown_in_operations(tmp_path, saved_run,
         for who, seconds in (("flexops", 1e-3), ("cuDNN", 2e-3))
     ]
     saved_run.write_text(json.dumps({**data, "timings": [*data["timings"], *bound]}))
-    shown = (
-        CliRunner()
-        .invoke(app, ["bench", "ops", "--from", str(saved_run)], catch_exceptions=False)
-        .stdout
-    )
+    shown = flexops_command("bench", "ops", "--from", str(saved_run)).stdout
     assert "634 TFLOP/s" in shown
     assert "317 TFLOP/s" in shown
-    written = (
-        CliRunner()
-        .invoke(
-            app,
-            ["bench", "ops", "--from", str(saved_run), "--markdown", "--op", "attention"],
-            catch_exceptions=False,
-        )
-        .stdout
-    )
+    written = flexops_command(
+        "bench", "ops", "--from", str(saved_run), "--markdown", "--op", "attention"
+    ).stdout
     assert "| attention bf16 | forward | 1.0 ms | 634 TFLOP/s |" in written
     charts = []
     with rc_context({"svg.fonttype": "none"}):
         for name in ("one.svg", "two.svg"):
-            CliRunner().invoke(
-                app,
-                ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / name)],
-                catch_exceptions=False,
+            flexops_command(
+                "bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / name)
             )
             charts.append((tmp_path / name).read_text())
     assert charts[0].count(">TFLOP/s<") == charts[0].count(">fraction of copy bandwidth<") == 2
@@ -465,11 +413,7 @@ def test_what_is_not_bound_by_memory_is_shown_in_operations(tmp_path, saved_run,
 
 def test_chart_of_operators(tmp_path, saved_run, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
-    CliRunner().invoke(
-        app,
-        ["bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png")],
-        catch_exceptions=False,
-    )
+    flexops_command("bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png"))
     assert (tmp_path / "ops.png").stat().st_size > 5000
     with pytest.raises(FlexopsError, match="cannot be written"):
         ops_plot.save(RESULTS, "", "", tmp_path / "no" / "such" / "chart.png")
@@ -574,15 +518,8 @@ def test_steps_of_many_tensors_are_measured_with_the_host_ahead_too():
     from flexops_tools.bench.cases import optim
 
     measured = {}
-    for case in optim._step(
-        Setup("cuda"),
-        "adam",
-        "AdamW",
-        f"AdamW, {optim.MANY} fp32 x 8",
-        1,
-        {"flexops": lambda: None},
-        "1 B",
-    ):
+    group = optim._Group(Setup("cuda"), optim.MANY, (8,))
+    for case in group.step("adam", "AdamW", 1, {"flexops": lambda: None}, "1 B"):
         measured[case.name] = list(case.contenders)
         case.contenders.clear()  # as measuring does, to free memory
     assert measured == {

@@ -36,6 +36,7 @@ def _by_hand(*schemas: str, plain: bool = False) -> tuple[Declared, ...]:
 
 
 _FLOATS = ("float32", "float16", "bfloat16")
+_ROOM = Output("16777216", "uint8")  # for what blocks of fp8_linear's kernels find in columns
 
 # ---- activation ----------------------------------------------------------------------------------
 
@@ -351,8 +352,7 @@ CATALOG: tuple[OpSpec, ...] = (
         "few_rows",
         _op(
             "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm, float eps,"
-            " float offset, Tensor? residual, int activation, int width, bool early, Tensor[] ahead)"
-            " -> Tensor",
+            " float offset, Tensor? residual, int activation, int width, bool early) -> Tensor",
             dtypes={"x": ("float16", "bfloat16")},
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
             outputs=(Output("x[:-1], width"),),
@@ -375,18 +375,20 @@ CATALOG: tuple[OpSpec, ...] = (
         "fp8_linear",
         _op(
             "fp8_rows(Tensor x, Tensor[] more, int rows) -> (Tensor codes, Tensor scales, Tensor"
-            " largest)",
+            " largest, Tensor room)",
             strided={"x": "aligned rows"},
             split="whole",
             outputs=(
                 Output("rows, x[1]", "float8_e4m3fn"),
                 Output("rows, 1", "float32"),
                 Output("x[1]", "float32"),
+                _ROOM,
             ),
         ),
         _op(
             "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y,"
-            " Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest)",
+            " Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest,"
+            " Tensor room)",
             shapes={"residual": "x", "weight": "x[1]"},
             strided={"x": "aligned rows", "residual": "aligned rows"},
             split="whole",
@@ -397,11 +399,13 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("x", "float8_e4m3fn"),
                 Output("x[0], 1", "float32"),
                 Output("x[1]", "float32"),
+                _ROOM,
             ),
         ),
         _op(
             "fp8_gated_rows(Tensor packed, Tensor? grad, int activation) -> (Tensor codes, Tensor"
-            " scales, Tensor largest, Tensor grad_codes, Tensor grad_scales, Tensor grad_largest)",
+            " scales, Tensor largest, Tensor grad_codes, Tensor grad_scales, Tensor grad_largest,"
+            " Tensor room)",
             shapes={"grad": "packed[0], packed[1] // 2"},
             strided={"packed": "aligned rows", "grad": "aligned rows"},
             split="whole",
@@ -412,6 +416,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("packed", "float8_e4m3fn", when="grad"),
                 Output("packed[0], 1", "float32", when="grad"),
                 Output("packed[1]", "float32", when="grad"),
+                _ROOM,
             ),
         ),
         _op(

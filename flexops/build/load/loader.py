@@ -324,9 +324,7 @@ def _compiled(
             entry = result.require()
             share(spec, device, cache, None if result.cached else entry)
     except FlexopsError as error:
-        refusals.append(
-            Rejection("; ".join(part for part in (error.what, error.found) if part), error.fix)
-        )
+        refusals.append(Rejection(error.reason, error.fix))
         return
     trouble = (
         f"; remote cache {cache.remote.name}: {cache.remote.problem}"
@@ -471,9 +469,7 @@ def _no_kernels(entry: Entry, spec: OpSpec) -> Rejection | None:
             provider.compiler_for(settings.current(), capabilities)
             return None
         except FlexopsError as error:
-            why = Rejection(
-                "; ".join(part for part in (error.what, error.found) if part), error.fix
-            )
+            why = Rejection(error.reason, error.fix)
     # Where nothing can stand in for a kernel, one that is missing is an error in any case: at its
     # launch, if it is launched.
     refusal = provider.incomplete(

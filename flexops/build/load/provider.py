@@ -333,9 +333,7 @@ def _compiled(
     except FlexopsError as error:
         if isinstance(error, CompileError) and not isinstance(kernel, FamilyKernel):
             raise
-        refusals.append(
-            Rejection("; ".join(part for part in (error.what, error.found) if part), error.fix)
-        )
+        refusals.append(Rejection(error.reason, error.fix))
 
 
 def plan_kernel(

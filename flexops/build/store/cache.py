@@ -169,9 +169,7 @@ class BuildCache:
             copy = self._copies.adopt(entry.directory)
             self._copies.prune(keep=(copy.directory,))
         except CacheError as error:
-            return None, Rejection(
-                "; ".join(part for part in (error.what, error.found) if part), error.fix
-            )
+            return None, Rejection(error.reason, error.fix)
         return (
             (copy, None)
             if _is_filed_right(copy)

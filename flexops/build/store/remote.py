@@ -523,7 +523,7 @@ def is_named_right(name: str, manifest: Manifest) -> bool:
 
 def _words(error: Exception) -> str:
     if isinstance(error, FlexopsError):
-        return scrubbed("; ".join(part for part in (error.what, error.found) if part))
+        return scrubbed(error.reason)
     return scrubbed(str(error))
 
 

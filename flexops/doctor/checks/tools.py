@@ -52,8 +52,8 @@ def device_compiler(
     error = no_device_compiler(choice, torch_build())
     if not needed:
         return ok("device-compiler", "none; every operator is compiled already")
-    details = f"{error.what}; {error.found}"
-    return (fail if gpu and jit else warn)("device-compiler", details, error.required, error.fix)
+    judge = fail if gpu and jit else warn
+    return judge("device-compiler", error.reason, error.required, error.fix)
 
 
 def toolkit(tools: Toolchain, torch: TorchFact, *, gpu: bool, needed: bool, jit: bool) -> Finding:
@@ -113,11 +113,7 @@ def host_compiler(cpu: Toolchain, cuda: Toolchain, *, needed: bool, jit: bool) -
     if cpu.host is None:
         error = missing(cpu, "cpu")
         compiler_error = error if error and "compiler" in error.what else None
-        found = (
-            "; ".join(filter(None, (compiler_error.what, compiler_error.found)))
-            if compiler_error
-            else "no C++ compiler was found"
-        )
+        found = compiler_error.reason if compiler_error else "no C++ compiler was found"
         required = compiler_error.required if compiler_error else "g++ 11.3 or newer"
         fix = compiler_error.fix if compiler_error else "apt-get install g++"
         if not needed:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from builds import child_environment, made_up_entry, tiny_plan
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import settings, toolchain
 from flexops.build.deliver import aot, warm
@@ -23,7 +23,6 @@ from flexops.build.plan import kernel_plan
 from flexops.build.store import cache_archive, counters
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Object
-from flexops.cli._app import app
 from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
@@ -59,7 +58,7 @@ def flexops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         settings.current.cache_clear()
-        result = CliRunner().invoke(app, list(arguments))
+        result = flexops_command(*arguments, catch_exceptions=True)
         code = (
             result.exception.exit_code
             if isinstance(result.exception, FlexopsError)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from builds import SQUARE
+from command_line import flexops_command
 from processes import completed
-from typer.testing import CliRunner
 
 from flexops import settings
 from flexops.build.compile.building import Result
 from flexops.build.describe import catalog, layout
 from flexops.build.describe.spec import OpSpec
-from flexops.cli._app import app
 from flexops.toolchain import discovery, rocm
 from flexops_tools.proving import hip_proof
 
@@ -56,7 +55,9 @@ def test_ops_compile_for_amd_gpus(built, name):
 @pytest.mark.extra
 def test_a_row_is_proven_as_far_as_it_compiles(built):
     """By the command; the libraries are those that were compiled before."""
-    done = CliRunner().invoke(app, ["target", "prove", "rocm72-gfx90a", "--op", "rope", "--json"])
+    done = flexops_command(
+        "target", "prove", "rocm72-gfx90a", "--op", "rope", "--json", catch_exceptions=True
+    )
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)["amd"]
     assert (found["family"], found["architecture"]) == ("rope", ARCHITECTURE)

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import pytest
 import remote_stores as stores
 from builds import answer, child_environment, tiny_plan
+from command_line import flexops_command
 from marks import first_of
 from processes import completed
 from remote_machines import Open, claim
@@ -362,16 +363,14 @@ def test_a_check_names_the_cause(
 
 
 def test_check_on_the_command_line(tmp_path, monkeypatch):
-    from typer.testing import CliRunner
 
     from flexops import settings
-    from flexops.cli._app import app
 
     for store, status in ((f"file://{tmp_path}/s", 0), ("http://127.0.0.1:1/x", 1)):
         monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", store)
         monkeypatch.setenv("FLEXOPS_CACHE_REMOTE_WRITE", "1")
         settings.current.cache_clear()
-        done = CliRunner().invoke(app, ["cache", "remote", "check"])
+        done = flexops_command("cache", "remote", "check", catch_exceptions=True)
         assert done.exit_code == status, done.output
         assert ("FAILED" in done.output) is bool(status)
         there = remote.of(settings.current())

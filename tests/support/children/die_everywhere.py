@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def leftovers(cache: Path) -> list[str]:
 
 
 def main() -> None:
+    tempfile.gettempdir()  # tries TMPDIR with a file, which a child killed then would leave there
     plan, cache = tiny_plan(Path(request["folder"])), Path(request["cache"])
     wrong: list[str] = []
     place = 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
+from command_line import flexops_command
 
-from flexops.cli._app import app
 from flexops.errors import SettingsError
 from flexops_tools.bench import generate
 
@@ -17,7 +16,7 @@ def test_contenders_and_the_limit(tmp_path):
     names = ["transformers", "flexops.patch", "flexops.generate"]
     options = ["--device", "cpu", "--batch", "2", "--prompt", "5", "--tokens", "60", "--json"]
     chosen = [part for name in names for part in ("--contender", name)]
-    done = CliRunner().invoke(app, ["bench", "generate", *options, *chosen])
+    done = flexops_command("bench", "generate", *options, *chosen, catch_exceptions=True)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["name"] for one in found["results"]] == names
@@ -28,10 +27,15 @@ def test_contenders_and_the_limit(tmp_path):
 
     again = ["bench", "generate", "--from", str(tmp_path / "run.json")]
     token = found["results"][2]["token"]
-    table = CliRunner().invoke(app, [*again, "--markdown"]).stdout
+    table = flexops_command(*again, "--markdown", catch_exceptions=True).stdout
     assert f"| flexops.generate | {found['results'][2]['first']:.2f} | {token:.3f} |" in table
-    assert "limit" in CliRunner().invoke(app, again).stdout
-    assert CliRunner().invoke(app, [*again, "--plot", str(tmp_path / "run.svg")]).exit_code == 0
+    assert "limit" in flexops_command(*again, catch_exceptions=True).stdout
+    assert (
+        flexops_command(
+            *again, "--plot", str(tmp_path / "run.svg"), catch_exceptions=True
+        ).exit_code
+        == 0
+    )
     assert "memory limit" in (tmp_path / "run.svg").read_text()
 
 
@@ -40,7 +44,7 @@ def run_of(machine: str, batch: int, token: float, *names: str) -> generate.Run:
     return generate.Run("2026-01-01", machine, "a model", results, {f"{batch} x 5": 0.5}, {})
 
 
-def test_parts_of_a_run_become_one() -> None:
+def test_parts_of_a_run_become_one():
     later = run_of("a GPU", 1, 3.0, "flexops.patch", "transformers")
     parts = [run_of("a GPU", 2, 2.0, "flexops.patch"), run_of("a GPU", 1, 1.0, "flexops.patch")]
     found = generate.merged([*parts, later])

@@ -7,22 +7,38 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import flexops_command
 
-from flexops.cli._app import app
 from flexops.errors import FlexopsError
 from flexops_tools.bench import model
 
 pytestmark = pytest.mark.usefixtures("transformers_models")
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_5_vl"])
+def test_models_with_experts_and_with_pictures(kind, monkeypatch):
+    monkeypatch.setattr(model, "PATCHES", 4)
+    monkeypatch.setattr(model, "VISION", {"depth": 1, "hidden_size": 32, "num_heads": 2})
+    shape = model.Shape(64, 1, 4, 2, 128, 512, 2, 24, kind)
+    tokens = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+    plain, ours = (
+        model.Contender(shape, "cpu", kind=who).step(tokens).item() for who in ("", "flexops")
+    )
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert plain > 5
+
+
 def test_times_and_losses_of_all_who_can_take_part(tmp_path):
     names = ["transformers", "flexops.patch", "Liger"]
     options = ["--device", "cpu", "--batch", "2", "--length", "16", "--budget", "0.2", "--curve",
         "25", "--json"]  # fmt: skip
-    done = CliRunner().invoke(
-        app,
-        ["bench", "model", *options, *(part for name in names for part in ("--contender", name))],
+    done = flexops_command(
+        "bench",
+        "model",
+        *options,
+        *(part for name in names for part in ("--contender", name)),
+        catch_exceptions=True,
     )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -39,12 +55,17 @@ def test_times_and_losses_of_all_who_can_take_part(tmp_path):
     (tmp_path / "run.json").write_text(done.stdout)
 
     again = ["bench", "model", "--from", str(tmp_path / "run.json")]
-    table = CliRunner().invoke(app, [*again, "--markdown"]).stdout
+    table = flexops_command(*again, "--markdown", catch_exceptions=True).stdout
     assert f"| flexops.patch | {found['results'][1]['milliseconds']} | 0.0 |" in table
     assert re.search(r"\| transformers, another seed \| \d+\.\d{3} \| 0\.\d{4} \|", table)
-    shown = CliRunner().invoke(app, again).stdout
+    shown = flexops_command(*again, catch_exceptions=True).stdout
     assert "Liger takes no part: its kernels need a GPU" in shown
-    assert CliRunner().invoke(app, [*again, "--plot", str(tmp_path / "run.svg")]).exit_code == 0
+    assert (
+        flexops_command(
+            *again, "--plot", str(tmp_path / "run.svg"), catch_exceptions=True
+        ).exit_code
+        == 0
+    )
     assert "flexops.patch" in (tmp_path / "run.svg").read_text()
     assert (tmp_path / "run-losses.svg").stat().st_size > 0
 
@@ -67,7 +88,7 @@ def test_what_there_is_not_is_said(tmp_path):
         (["--size", "70b"], "there is no such model"),
         (["--from", str(tmp_path / "none.json")], "the results cannot be read"),
     ):
-        done = CliRunner().invoke(app, ["bench", "model", *options])
+        done = flexops_command("bench", "model", *options, catch_exceptions=True)
         assert text in str(done.exception)
 
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import flexops_command
 
 from flexops import targets
 from flexops.errors import TargetError
@@ -114,13 +115,10 @@ class TestCommandLine:
     @pytest.fixture(autouse=True)
     def _typer(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.importorskip("typer")
-        from typer.testing import CliRunner
-
-        from flexops.cli._app import app
 
         self.root = tmp_path
         monkeypatch.setattr(render, "checkout", lambda: tmp_path)
-        self.run = lambda *arguments: CliRunner().invoke(app, ["target", *arguments])
+        self.run = lambda *arguments: flexops_command("target", *arguments, catch_exceptions=True)
 
     def test_check_exits_1_and_lists_then_render_fixes(self):
         checked = self.run("render", "--check")

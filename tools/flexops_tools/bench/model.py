@@ -1,5 +1,5 @@
-"""``flexops bench model``: a whole training step of a Llama-style model, by those who make it
-faster: time, memory, and the losses of a training.
+"""``flexops bench model``: a whole training step of a Llama-style model, of one with experts or of
+one with pictures, by those who make it faster: time, memory, and the losses of a training.
 
 Each contender has a model of its own, from the same seed, and takes its turns at the same batches.
 A step is forward and backward pass, clipping to norm 1, and AdamW with states in the parameters'
@@ -45,6 +45,7 @@ class Shape:
     vocabulary: int
     batch: int
     length: int
+    kind: str = "llama"  # transformers' type
 
     def __str__(self) -> str:
         sizes = (
@@ -52,17 +53,29 @@ class Shape:
             f" key/value heads, MLP {self.inner}"
         )
         return (
-            f"Llama-style model ({sizes}, vocabulary {self.vocabulary}, tied), batch {self.batch} x"
+            f"{KINDS[self.kind]} ({sizes}, vocabulary {self.vocabulary}), batch {self.batch} x"
             f" {self.length} tokens"
         )
 
 
+KINDS = {
+    "llama": "Llama-style model",
+    "qwen3_moe": "Qwen3-MoE-style model, 128 experts of 768, 8 a token",
+    "qwen2_5_vl": "Qwen2.5-VL-style model, a picture of 64 x 64 patches a sequence",
+}
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, 4, 2048),
     "small": Shape(1024, 4, 16, 8, 2816, 8192, 4, 512),
     "8b-4": Shape(4096, 4, 32, 8, 14336, 128256, 4, 2048),
     "tiny": Shape(64, 2, 4, 2, 128, 512, 2, 32),
 }
+TRAINED = SHAPES | {
+    "moe": Shape(2048, 4, 32, 4, 6144, 151936, 4, 4096, "qwen3_moe"),
+    "vlm": Shape(2048, 8, 16, 4, 8192, 151936, 4, 2048, "qwen2_5_vl"),
+}
+VISION = {"depth": 12, "hidden_size": 1280, "intermediate_size": 3456, "num_heads": 16}
+PATCHES = 64
+"""Of a picture, a side; four of its patches become a token."""
 WARM_UP = 20
 """Steps over which the learning rate of a curve rises."""
 RATE = 3e-4
@@ -128,10 +141,11 @@ class Contender:
         fp8: str | None = None,
     ) -> None:
         self.model = make_model(shape, device, seed)
+        self.shape = shape
         self.swap: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         started = time.perf_counter()
         if kind == "Liger":
-            self.swap = _liger(self.model)
+            self.swap = _liger(self.model, shape.kind)
         if kind == "flexops":
             import flexops
 
@@ -150,7 +164,7 @@ class Contender:
 
     def step(self, batch: Tensor) -> Tensor:
         with self.swap:
-            loss: Tensor = self.forward(input_ids=batch, labels=batch, use_cache=False).loss
+            loss: Tensor = self.forward(**inputs(self.shape, batch), use_cache=False).loss
             loss.backward()
             self.clip()
             self.optimizer.step()
@@ -177,36 +191,74 @@ OTHER_SEED = ", another seed"
 def make_model(shape: Shape, device: str, seed: int) -> Any:
     """Random weights in bfloat16 (on the CPU in float32), the same for a seed."""
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
     except ImportError as error:
         raise FlexopsError(
             "the model is one of transformers'", found=str(error), fix="pip install transformers"
         ) from error
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.inner,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.length,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.inner,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.length,
+        "tie_word_embeddings": shape.kind == "llama",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    auto: Any = transformers.AutoModelForCausalLM
+    if shape.kind == "qwen3_moe":
+        sizes |= {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
+    if shape.kind == "qwen2_5_vl":
+        auto = transformers.AutoModelForImageTextToText
+        wide = shape.hidden // shape.heads // 8
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        rope |= {"mrope_section": [wide, (4 * wide - wide) // 2, (4 * wide - wide + 1) // 2]}
+        vision = VISION | {"out_hidden_size": shape.hidden, "fullatt_block_indexes": [5, 11]}
+        names = ("image_token_id", "vision_start_token_id", "video_token_id", "vision_end_token_id")
+        numbers = {name: shape.vocabulary - 1 - i for i, name in enumerate(names)}
+        sizes = {
+            "text_config": sizes | {"rope_parameters": rope},
+            "vision_config": vision,
+            **numbers,
+        }
+    config = transformers.CONFIG_MAPPING[shape.kind](**sizes)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(seed)
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16 if device == "cuda" else torch.float32).train()
+        model: Any = auto.from_config(config, dtype=dtype)
+    return model.train()
 
 
-def _liger(model: Any) -> contextlib.AbstractContextManager[Any]:
+def inputs(shape: Shape, batch: Tensor) -> dict[str, Any]:
+    """A model's arguments: tokens, with a picture at the beginning of each sequence if the model
+    sees."""
+    if shape.kind != "qwen2_5_vl":
+        return {"input_ids": batch, "labels": batch}
+    image, start = shape.vocabulary - 1, shape.vocabulary - 2
+    tokens = batch.clamp(max=shape.vocabulary - 5)
+    tokens[:, 1], tokens[:, 2 : 2 + PATCHES**2 // 4] = start, image
+    generator = torch.Generator(batch.device).manual_seed(0)
+    size = (len(batch) * PATCHES**2, 3 * 2 * 14 * 14)
+    pixels = torch.randn(size, generator=generator, device=batch.device)
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(tokens >= start, -100),
+        "pixel_values": pixels.to(torch.bfloat16 if batch.is_cuda else torch.float32),
+        "image_grid_thw": torch.tensor([[1, PATCHES, PATCHES]] * len(batch), device=batch.device),
+        "mm_token_type_ids": (tokens == image).int(),
+    }
+
+
+def _liger(model: Any, kind: str) -> contextlib.AbstractContextManager[Any]:
     """Patch a model by Liger, which also changes transformers' module, where the others would meet
     it: the result puts that there for a while."""
-    import transformers.models.llama.modeling_llama as module
-
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     before = dict(vars(module))
-    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    liger = importlib.import_module("liger_kernel.transformers")
+    getattr(liger, f"apply_liger_kernel_to_{kind}")(model=model)
     changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
     original = {name: before[name] for name in changed if name in before}
     vars(module).update(original)

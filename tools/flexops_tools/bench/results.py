@@ -87,9 +87,11 @@ class Results:
         absent = tuple(
             (item["case"], item["contender"], item["reason"]) for item in data.get("absent", ())
         )
-        return Results(
-            data["copy_bandwidth"], tuple(Timing(**item) for item in data["timings"]), absent
+        copy = data["copy_bandwidth"]
+        timings = (
+            Timing(**{"of_copy": item["bandwidth"] / copy, **item}) for item in data["timings"]
         )
+        return Results(copy, tuple(timings), absent)
 
     def only(self, names: Collection[str]) -> Results:
         """What is about the ops called ``names``, by family or by function; raises ``FlexopsError``

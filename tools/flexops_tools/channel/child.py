@@ -164,13 +164,7 @@ def audit(request: Request) -> Answer:
 def solve(request: Request) -> Answer:
     """Which packages would be installed here; the driver is what ``CONDA_OVERRIDE_CUDA`` says, if
     it is set."""
-    records = asyncio.run(_solve(request))
-    return {
-        "records": [
-            [record.name.normalized, str(record.version), str(record.build), record.url]
-            for record in records
-        ]
-    }
+    return _listed(asyncio.run(_solve(request)))
 
 
 def install(request: Request) -> Answer:
@@ -179,6 +173,10 @@ def install(request: Request) -> Answer:
 
     records = asyncio.run(_solve(request)) if request["specs"] else []
     asyncio.run(rattler_install(records, request["prefix"], show_progress=False))
+    return _listed(records)
+
+
+def _listed(records: list[Any]) -> Answer:
     return {
         "records": [
             [record.name.normalized, str(record.version), str(record.build), record.url]

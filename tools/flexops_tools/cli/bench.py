@@ -301,8 +301,9 @@ def model(
         str,
         typer.Option(
             help=(
-                "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model; both need a large"
-                " GPU), small (for losses) or tiny; tiny, if not given, where there is no GPU."
+                "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model), moe (four of"
+                " Qwen3-30B-A3B), vlm (Qwen2.5-VL, eight layers; all need a large GPU), small (for"
+                " losses) or tiny; tiny, if not given, where there is no GPU."
             )
         ),
     ] = "",
@@ -373,7 +374,7 @@ def _measure_model(
     from ..bench import model as bench_model
 
     where = device or default_device()
-    shape = _shape(bench_model.SHAPES, size, where)
+    shape = _shape(bench_model.TRAINED, size, where)
     shape = replace(shape, batch=batch or shape.batch, length=length or shape.length)
     console = Console(stderr=True)
     with console.status("flexops: starting") as status:

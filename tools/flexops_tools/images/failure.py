@@ -27,6 +27,16 @@ class _Rule:
     required: str
     fix: str
 
+    def error(self, target_id: str, said: str, log: Path | None, more: str = "") -> ImageError:
+        """``more`` goes after the line that shows it."""
+        return ImageError(
+            f"{target_id}: {self.what}",
+            found=_line(said, self.pattern) + more,
+            required=self.required,
+            fix=self.fix,
+            log=log,
+        )
+
 
 _FULL = _Rule(
     r"no space left on device|disk quota exceeded",
@@ -104,23 +114,11 @@ def explain(
     said = f"{step.output}\n{message}" if step else message
     if re.search(_FULL.pattern, said, re.IGNORECASE):
         space = f"; {free_bytes / 1e9:.1f} GB are free" if free_bytes is not None else ""
-        return ImageError(
-            f"{target_id}: {_FULL.what}",
-            found=_line(said, _FULL.pattern) + space,
-            required=_FULL.required,
-            fix=_FULL.fix,
-            log=log,
-        )
+        return _FULL.error(target_id, said, log, space)
     if (step is None or step.instruction.startswith("FROM")) and _BASE_FAULTS.search(message):
         return _base(target_id, step, message, log)
     if re.search(_GONE.pattern, message, re.IGNORECASE):
-        return ImageError(
-            f"{target_id}: {_GONE.what}",
-            found=_line(message, _GONE.pattern),
-            required=_GONE.required,
-            fix=_GONE.fix,
-            log=log,
-        )
+        return _GONE.error(target_id, message, log)
     where = (
         f"step {step.number} of {step.total} failed: {_shortened(step.instruction)}"
         if step

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,226 +17,168 @@ from .case import FLEXOPS, REFERENCE, Case, Functions, Setup, library
 
 FOREACH = "torch foreach"
 MANY = 1000  # tensors, as a model has
+_ONE_STATE = "reads parameter, gradient and state, writes all but the gradient: 20 B"
 Calls = dict[str, Callable[[], object]]
 Parameters = list[Tensor]
 
 
 def adam(setup: Setup) -> Iterator[Case]:
-    for count, shape in _shapes(setup, 28):
+    moved = "reads parameter, gradient and two states, writes all but the gradient"
+    for group in _groups(setup, 28):
         calls: Calls = {
-            FLEXOPS: _steps(setup, optim.AdamW, count, shape),
-            "torch fused": _steps(setup, torch.optim.AdamW, count, shape, fused=True),
-            FOREACH: _steps(setup, torch.optim.AdamW, count, shape, foreach=True),
+            FLEXOPS: group.steps(optim.AdamW),
+            "torch fused": group.steps(torch.optim.AdamW, fused=True),
+            FOREACH: group.steps(torch.optim.AdamW, foreach=True),
         }
-        if library("apex", "apex.optimizers", "FusedAdam"):
-            calls["apex"] = _steps(
-                setup, library("apex", "apex.optimizers", "FusedAdam")["apex"], count, shape
-            )
-        size = 28 * _elements(count, shape)
-        moved = "reads parameter, gradient and two states, writes all but the gradient: 28 B"
-        yield from _step(setup, "adam", "AdamW", _name("AdamW", count, shape), size, calls, moved)
-    elements, half = 2 ** (_exponent(setup, 28)), torch.bfloat16
+        if apex := library("apex", "apex.optimizers", "FusedAdam"):
+            calls["apex"] = group.steps(apex["apex"])
+        yield from group.step("adam", "AdamW", 28, calls, f"{moved}: 28 B")
+    elements = 2 ** _exponent(setup, 28)
+    half = _Group(setup, 1, (elements,), torch.bfloat16)
     calls = {
-        FLEXOPS: _steps(setup, optim.AdamW, 1, (elements,), half, state_dtype="param"),
-        "flexops to nearest": _steps(
-            setup, optim.AdamW, 1, (elements,), half, state_dtype="param", stochastic_rounding=False
+        FLEXOPS: half.steps(optim.AdamW, state_dtype="param"),
+        "flexops to nearest": half.steps(
+            optim.AdamW, state_dtype="param", stochastic_rounding=False
         ),
-        "torch fused": _steps(setup, torch.optim.AdamW, 1, (elements,), half, fused=True),
+        "torch fused": half.steps(torch.optim.AdamW, fused=True),
     }
-    moved = "reads parameter, gradient and two states, writes all but the gradient: 14 B"
-    yield from _step(
-        setup,
-        "adam",
-        "AdamW",
-        f"AdamW step, all in bf16, x {elements}",
-        14 * elements,
-        calls,
-        moved,
-    )
-    moved = "28 B, and 2 B for the copy"
-    yield from _step(
-        setup,
-        "adam",
-        "AdamW",
-        f"AdamW step + bf16 copy, fp32 x {elements}",
-        30 * elements,
-        _step_and_copy(setup, elements),
-        moved,
-    )
+    name = f"AdamW step, all in bf16, x {elements}"
+    yield from half.step("adam", "AdamW", 14, calls, f"{moved}: 14 B", name)
+    name, calls = f"AdamW step + bf16 copy, fp32 x {elements}", _step_and_copy(setup, elements)
+    yield from half.step("adam", "AdamW", 30, calls, "28 B, and 2 B for the copy", name)
 
 
 def adam8bit(setup: Setup) -> Iterator[Case]:
-    for count, shape in _shapes(setup, 28):
-        calls: Calls = {FLEXOPS: _steps(setup, optim.AdamW8bit, count, shape)}
+    for group in _groups(setup, 28):
+        calls: Calls = {FLEXOPS: group.steps(optim.AdamW8bit)}
         for label, found in library("bitsandbytes", "bitsandbytes.optim", "AdamW8bit").items():
-            calls[label] = _steps(setup, found, count, shape)
+            calls[label] = group.steps(found)
         if setup.device == "cuda":
-            calls["torch fused (fp32 states)"] = _steps(
-                setup, torch.optim.AdamW, count, shape, fused=True
-            )
-        size = 16 * _elements(count, shape)
+            calls["torch fused (fp32 states)"] = group.steps(torch.optim.AdamW, fused=True)
         moved = "12 B for parameter and gradient, 4 B for two states of 8 bits"
-        yield from _step(
-            setup, "adam8bit", "AdamW8bit", _name("AdamW8bit", count, shape), size, calls, moved
-        )
+        yield from group.step("adam8bit", "AdamW8bit", 16, calls, moved)
 
 
 def lion(setup: Setup) -> Iterator[Case]:
-    for count, shape in _shapes(setup, 27):
+    for group in _groups(setup, 27):
         calls: Calls = {
-            FLEXOPS: _steps(setup, optim.Lion, count, shape),
-            FOREACH: _formula(setup, lion_step, 1, count, shape),
+            FLEXOPS: group.steps(optim.Lion),
+            FOREACH: group.formula(lion_step, 1),
+            **group.compiled(lion_step, 1),
+            REFERENCE: on_reference(group.steps(optim.Lion)),
         }
-        calls |= _compiled(setup, lion_step, 1, count, shape)
-        calls[REFERENCE] = on_reference(_steps(setup, optim.Lion, count, shape))
-        size = 20 * _elements(count, shape)
-        moved = "reads parameter, gradient and state, writes all but the gradient: 20 B"
-        yield from _step(setup, "lion", "Lion", _name("Lion", count, shape), size, calls, moved)
+        yield from group.step("lion", "Lion", 20, calls, _ONE_STATE)
 
 
 def muon(setup: Setup) -> Iterator[Case]:
     """Matrices of a layer of 2048 columns, in bfloat16."""
-    size, half = 256 if setup.small else 1024 if setup.device == "cpu" else 2048, torch.bfloat16
-    for count, shape in ((8, (size, size)), (8, (4 * size, size))):
-        calls: Calls = {FLEXOPS: _steps(setup, optim.Muon, count, shape, half)}
+    size = 256 if setup.small else 1024 if setup.device == "cpu" else 2048
+    for shape in ((size, size), (4 * size, size)):
+        group = _Group(setup, 8, shape, torch.bfloat16)
+        calls: Calls = {FLEXOPS: group.steps(optim.Muon)}
         if hasattr(torch.optim, "Muon"):  # torch 2.9
-            calls["torch"] = _steps(setup, torch.optim.Muon, count, shape, half)
-        name = _name("Muon", count, shape).replace("fp32", "bf16")
+            calls["torch"] = group.steps(torch.optim.Muon)
         moved = (
             "products, not memory, decide; reads parameter, gradient and state, writes two: 10 B"
         )
-        yield from _step(setup, "muon", "Muon", name, 10 * _elements(count, shape), calls, moved)
+        yield from group.step("muon", "Muon", 10, calls, moved)
 
 
 def adagrad(setup: Setup) -> Iterator[Case]:
-    for count, shape in _shapes(setup, 27):
+    for group in _groups(setup, 27):
         calls: Calls = {
-            FLEXOPS: _steps(setup, optim.Adagrad, count, shape),
-            FOREACH: _steps(setup, torch.optim.Adagrad, count, shape, foreach=True),
+            FLEXOPS: group.steps(optim.Adagrad),
+            FOREACH: group.steps(torch.optim.Adagrad, foreach=True),
         }
         if setup.device == "cpu":
-            calls["torch fused"] = _steps(setup, torch.optim.Adagrad, count, shape, fused=True)
-        calls |= _compiled(setup, adagrad_step, 1, count, shape)
-        size = 20 * _elements(count, shape)
-        moved = "reads parameter, gradient and state, writes all but the gradient: 20 B"
-        yield from _step(
-            setup, "adagrad", "Adagrad", _name("Adagrad", count, shape), size, calls, moved
-        )
+            calls["torch fused"] = group.steps(torch.optim.Adagrad, fused=True)
+        calls |= group.compiled(adagrad_step, 1)
+        yield from group.step("adagrad", "Adagrad", 20, calls, _ONE_STATE)
 
 
 def lamb(setup: Setup) -> Iterator[Case]:
-    for count, shape in _shapes(setup, 27):
-        calls: Calls = {
-            FLEXOPS: _steps(setup, optim.LAMB, count, shape),
-            FOREACH: _formula(setup, lamb_step, 2, count, shape),
-        }
+    for group in _groups(setup, 27):
+        calls: Calls = {FLEXOPS: group.steps(optim.LAMB), FOREACH: group.formula(lamb_step, 2)}
         for label, found in library("apex", "apex.optimizers", "FusedLAMB").items():
-            calls[label] = _steps(setup, found, count, shape)
-        calls |= _compiled(setup, lamb_step, 2, count, shape)
-        size = 28 * _elements(count, shape)
+            calls[label] = group.steps(found)
+        calls |= group.compiled(lamb_step, 2)
         moved = (
             "each once: 28 B; the trust ratio needs a second pass that reads 12 B again, and 40 B"
             " in all would be 0.70 of the copy"
         )
-        yield from _step(setup, "lamb", "LAMB", _name("LAMB", count, shape), size, calls, moved)
+        yield from group.step("lamb", "LAMB", 28, calls, moved)
 
 
 def grad_norm(setup: Setup) -> Iterator[Case]:
     elements = 2 ** (_exponent(setup, 22) - (3 if setup.device == "cpu" else 0))
-    for count, shape in ((100, (elements,)), (MANY, (elements // 16,))):
+    for group in (_Group(setup, 100, (elements,)), _Group(setup, MANY, (elements // 16,))):
         functions = {FLEXOPS: optim.clip_grad_norm_, FOREACH: torch.nn.utils.clip_grad_norm_}
         calls: Calls = {
-            label: _clip(function, _parameters(setup, count, shape))
-            for label, function in functions.items()
+            label: _clip(function, group.parameters()) for label, function in functions.items()
         }
-        size = 12 * _elements(count, shape)
         moved = "reads for the norm, reads and writes to scale: 12 B"
-        yield from _step(
-            setup,
-            "grad_norm",
-            "clip_grad_norm_",
-            _name("clip_grad_norm_", count, shape),
-            size,
-            calls,
-            moved,
-        )
+        yield from group.step("grad_norm", "clip_grad_norm_", 12, calls, moved)
 
 
-def _step(
-    setup: Setup, family: str, function: str, name: str, size: int, calls: Calls, count: str
-) -> Iterator[Case]:
-    """Steps in a row, as queued; of many tensors, whose lists can take the host longer than the
-    device takes to step them, once more with the host ahead."""
-    case = Case(family, function, name, "step", size, calls, f"{count} an element", "queued")
-    # measuring a case empties it
-    ahead = replace(case, name=f"{name}, host ahead", measure="device", contenders=dict(calls))
-    yield case
-    if setup.device == "cuda" and f", {MANY} " in name:
-        yield ahead
+class _Group(NamedTuple):
+    """Parameters of one shape, and what steps them."""
 
+    setup: Setup
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
-def _name(what: str, count: int, shape: tuple[int, ...]) -> str:
-    return f"{what}, {count} fp32 x {'x'.join(map(str, shape))}"
+    def parameters(self) -> Parameters:
+        make = partial(self.setup.randn, *self.shape, dtype=self.dtype)
+        parameters = [make(grad=True) for _ in range(self.number)]
+        for parameter in parameters:
+            parameter.grad = make()
+        return parameters
 
+    def steps(self, kind: Callable[..., Any], **options: Any) -> Callable[[], object]:
+        optimizer = kind(self.parameters(), **options)
+        return lambda: optimizer.step()
 
-def _elements(count: int, shape: tuple[int, ...]) -> int:
-    return count * torch.Size(shape).numel()
+    def formula(self, step: Callable[..., None], states: int) -> Callable[[], object]:
+        params = [parameter.detach() for parameter in self.parameters()]
+        grads = [torch.randn_like(param) for param in params]
+        lists = [[torch.zeros_like(param) for param in params] for _ in range(states)]
+        return lambda: step(params, grads, *lists)
+
+    def compiled(self, step: Callable[..., None], states: int) -> Calls:
+        """Of one tensor only: a thousand take torch.compile minutes."""
+        found: Functions = self.setup.compiled(step) if self.number == 1 else {}
+        return {label: self.formula(function, states) for label, function in found.items()}
+
+    def step(
+        self, family: str, function: str, each: int, calls: Calls, moved: str, name: str = ""
+    ) -> Iterator[Case]:
+        """Steps in a row, as queued; of many tensors, whose lists can take the host longer than
+        the device takes to step them, once more with the host ahead. ``each``: bytes an element."""
+        dtype = "fp32" if self.dtype == torch.float32 else "bf16"
+        name = name or f"{function}, {self.number} {dtype} x {'x'.join(map(str, self.shape))}"
+        size = each * self.number * torch.Size(self.shape).numel()
+        case = Case(family, function, name, "step", size, calls, f"{moved} an element", "queued")
+        # measuring a case empties it
+        ahead = replace(case, name=f"{name}, host ahead", measure="device", contenders=dict(calls))
+        yield case
+        if self.setup.device == "cuda" and self.number == MANY:
+            yield ahead
 
 
 def _exponent(setup: Setup, large: int) -> int:
     return large - (2 if setup.device == "cpu" else 0) - (3 if setup.small else 0)
 
 
-def _shapes(setup: Setup, large: int) -> list[tuple[int, tuple[int, ...]]]:
+def _groups(setup: Setup, large: int) -> list[_Group]:
     """One large tensor, and as many as a model has."""
-    return [
-        (1, (2 ** _exponent(setup, large),)),
-        (MANY if setup.device == "cuda" and not setup.small else 100, (4096, 64)),
-    ]
-
-
-def _parameters(
-    setup: Setup, count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> Parameters:
-    parameters = [setup.randn(*shape, dtype=dtype, grad=True) for _ in range(count)]
-    for parameter in parameters:
-        parameter.grad = setup.randn(*shape, dtype=dtype)
-    return parameters
-
-
-def _steps(
-    setup: Setup,
-    kind: Callable[..., Any],
-    count: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> Callable[[], object]:
-    optimizer = kind(_parameters(setup, count, shape, dtype), **options)
-    return lambda: optimizer.step()
-
-
-def _formula(
-    setup: Setup, step: Callable[..., None], states: int, count: int, shape: tuple[int, ...]
-) -> Callable[[], object]:
-    params = [parameter.detach() for parameter in _parameters(setup, count, shape)]
-    grads = [torch.randn_like(param) for param in params]
-    lists = [[torch.zeros_like(param) for param in params] for _ in range(states)]
-    return lambda: step(params, grads, *lists)
-
-
-def _compiled(
-    setup: Setup, step: Callable[..., None], states: int, count: int, shape: tuple[int, ...]
-) -> Calls:
-    """Of one tensor only: a thousand take torch.compile minutes."""
-    found: Functions = setup.compiled(step) if count == 1 else {}
-    return {
-        label: _formula(setup, function, states, count, shape) for label, function in found.items()
-    }
+    many = MANY if setup.device == "cuda" and not setup.small else 100
+    return [_Group(setup, 1, (2 ** _exponent(setup, large),)), _Group(setup, many, (4096, 64))]
 
 
 def _step_and_copy(setup: Setup, elements: int) -> Calls:
-    parameters, ours = _parameters(setup, 1, (elements,)), _parameters(setup, 1, (elements,))
+    group = _Group(setup, 1, (elements,))
+    parameters, ours = group.parameters(), group.parameters()
     target, copy = (
         torch.empty(elements, dtype=torch.bfloat16, device=setup.device) for _ in range(2)
     )
