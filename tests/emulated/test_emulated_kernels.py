@@ -74,98 +74,10 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     return int(found[1]) if found else 0
 
 
-<<<<<<< HEAD
-# ---- what the emulated GPU notices ---------------------------------------------------------------
-
-FAULTS = r"""
-import ctypes, struct
-from flexops.compute_capability import ComputeCapability
-from flexops.kernels import launch as packed
-from flexops.build.plan import kernel_plan
-from flexops.build.describe import layout
-import emulated_gpu
-from flexops.build.load import provider
-from flexops.toolchain import libcuda
-SOURCE = '''
-__global__ void wrong(float* x, int n, int which) {
-  __shared__ volatile float row[64];
-  const int i = threadIdx.x;
-  float* volatile far = x + n;
-  if (which == 0) { row[i] = x[i]; __syncthreads(); x[i] = row[63 - i] + __shfl_xor_sync(~0u, x[i], 1); }
-  if (which == 1) far[i] = 1;
-  if (which == 2) *reinterpret_cast<volatile long long*>(far - 3) = 1;
-  if (which == 3) x[i] = row[i];
-  if (which == 4) row[i + n] = 1;
-  if (which == 5 && i < 40) asm volatile("bar.sync 1, 64;");
-  if (which == 6 && i % 32 < 16) x[i] = __shfl_sync(~0u, x[i], 0);
-  if (which == 7) {
-    asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.ca.shared.global [at], [%1], 4; }" :: "l"(&row[i]), "l"(x + i));
-    asm volatile("cp.async.commit_group;");
-    x[i] = row[i];
-  }
-}
-'''
-x = torch.arange(64.0)
-libcuda.driver().enter_context(0)
-def load(text):
-    return provider.load(kernel_plan.TextKernel("emulated", text, "wrong", layout.csrc_root()), ComputeCapability(8, 0))
-kernel = load('#include "common/kernel.cuh"\n' + SOURCE)
-call = packed.driver_call()
-for which in range(8):
-    kept = packed.Buffers("Qii", (1, 1, 1))  # whose memory the driver reads
-    buffers = kept.all
-    struct.pack_into(packed.layout("Qii"), buffers[0], 0, 1, 1, 1, 64, 1, 1, 0, 0, 0, 0, x.data_ptr(), 64, which)
-    said[str(which)] = call(buffers[1], ctypes.c_void_p(kernel), *buffers[3:])
-said["x"] = x.tolist() if said["0"] == 0 else None
-"""
-
-
-def test_what_the_emulated_gpu_notices(machine):
-    """Each branch of the kernel does one thing wrong; the first nothing."""
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(
-        Path(machine["folder"]),
-        FAULTS,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        **known,
-    )
-    assert "error" not in answer.said, answer.said
-    assert [answer.said[str(which)] for which in range(8)] == [0, *[719] * 7]
-    faults = [line for line in answer.log if line.startswith("fault")]
-    for fault, text in zip(
-        faults,
-        (
-            (
-                "4 bytes at 0x[0-9a-f]+ are out of bounds: 0 bytes past the end of the memory"
-                " before, in block .0, 0, 0., thread .0, 0, 0., at .*st"
-            ),
-            "8 bytes at 0x[0-9a-f]+ are misaligned",
-            "byte 0 of shared memory was never written",
-            "256 bytes from the start of shared memory, is outside of its 256",
-            "waits for a barrier, and so does every other thread that has not ended .40 of 64.",
-            "waits for lanes of its warp",
-            "byte 0 of shared memory was never written",
-        ),
-        strict=True,
-    ):
-        assert re.search(text, fault), fault
-
-
-=======
->>>>>>> authors
 # ---- a header of which other projects' kernels are made ------------------------------------------
 
 
 @pytest.mark.extra
-<<<<<<< HEAD
-def test_elements_of_any_number_at_any_address_are_mapped(machine):
-    known = {name: value for name, value in machine.items() if name != "folder"}
-    answer = stand_in_driver.run(
-        Path(machine["folder"]),
-        MAPPED,
-        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        **known,
-=======
 @pytest.mark.usefixtures("host_compiler")
 def test_elements_of_any_number_at_any_address_are_mapped():
     f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -185,7 +97,6 @@ def test_elements_of_any_number_at_any_address_are_mapped():
         },
         args={"n": lambda out: out.numel()},
         block=32,
->>>>>>> authors
     )
     for types in ((f32,) * 3, (bf16,) * 3, (f32, bf16, f16)):
         for count, shift in itertools.product((1, 7, 8, 64, 259, 512), (0, 1, 4)):
@@ -407,13 +318,9 @@ said["right"] = True
 @pytest.mark.slow
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
 @pytest.mark.usefixtures("nvcc_toolkit")
-<<<<<<< HEAD
-def test_a_source_with_torchs_headers_computes_without_nvcc(machine, tmp_path, host_compiler):
-=======
 def test_a_source_with_torchs_headers_computes_without_nvcc(
     tmp_path: Path, host_compiler: HostCompiler
 ) -> None:
->>>>>>> authors
     """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
     anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)
