@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_map as tree_map
 
 _C: Any = torch._C
 
+CUDA_KEYS: Any = _C.DispatchKeySet(_C.DispatchKey.CUDA)
+"""For ``redispatch``: an operator's kernel for CUDA, wherever its tensors are."""
+
 is_grad_enabled = torch.is_grad_enabled  # public, but a call looks it up: here that costs less
 
 _FLAG = "_is_compiling_flag"

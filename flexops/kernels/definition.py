@@ -27,6 +27,7 @@ from ..build.load import loader, provider
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ..ops._declared import check_results
+from ..ops._register import no_forward_mode, transformable
 from ..toolchain import libcuda
 from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
@@ -843,42 +844,34 @@ class _Registered:
         if self.schema.functional:
             return self._function().apply(*args)
         if _torch.forward_mode._current_level >= 0 and any(map(_is_dual, args)):
-            _no_forward_mode(self)
+            no_forward_mode(self.schema.qualname)
         return self.call(*args)
 
     @functools.cache  # noqa: B019 - an operator is there for the life of its process
     def _function(self) -> type[torch.autograd.Function]:
         """``torch.library``'s is not one that transforms take."""
-        made = self
-        named = sum(one.keyword_only for one in self.schema.arguments)
+        names = [one.name for one in self.schema.arguments if one.keyword_only]
 
-        class Functional(torch.autograd.Function):
-            generate_vmap_rule = True
+        def forward(*args: Any) -> Any:
+            with _torch.below_autograd():
+                return self.call(*args)
 
-            @staticmethod
-            def forward(*args: Any) -> Any:
-                with _torch.below_autograd():
-                    return made.call(*args)
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if not names:
+                return self.setup(ctx, inputs, output)
+            more = dict(zip(names, inputs[-len(names) :], strict=True))
+            return self.setup(ctx, inputs[: -len(names)], output, keyword_only_inputs=more)
 
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                if not named:
-                    return made.setup(ctx, inputs, output)
-                names = [one.name for one in made.schema.arguments][-named:]
-                more = dict(zip(names, inputs[-named:], strict=True))
-                return made.setup(ctx, inputs[:-named], output, keyword_only_inputs=more)
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            given = self.differentiate(ctx, *gradients)
+            given = given if isinstance(given, (tuple, list)) else (given,)
+            return (*given, *(None,) * len(names))
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                given = made.differentiate(ctx, *gradients)
-                given = given if isinstance(given, (tuple, list)) else (given,)
-                return (*given, *(None,) * named)
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            known = self.jvp or functools.partial(no_forward_mode, self.schema.qualname)
+            return known(ctx, *tangents)
 
-            @staticmethod
-            def jvp(ctx: Any, *tangents: Any) -> Any:
-                return made.jvp(ctx, *tangents) if made.jvp else _no_forward_mode(made)
-
-        return Functional
+        return transformable("Functional", forward, setup, backward, jvp)
 
 
 def _register(
@@ -952,14 +945,6 @@ def _let_differentiate(made: _Registered) -> None:
 def _is_dual(value: Any) -> bool:
     dual = torch.autograd.forward_ad.unpack_dual
     return isinstance(value, torch.Tensor) and dual(value).tangent is not None
-
-
-def _no_forward_mode(made: _Registered) -> NoReturn:
-    what = (
-        f"{made.schema.qualname} has no derivative in forward mode (torch.func.jvp, jacfwd,"
-        " hessian; forward_ad)"
-    )
-    raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
 
 
 def _guarded(made: _Registered, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -398,20 +398,33 @@ def _function(
                     return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
             return (None,) * len(ctx.needs_input_grad)
 
-        jvp = staticmethod(functools.partial(_no_forward_mode, _parts[op.name()].called))
+        jvp = staticmethod(functools.partial(no_forward_mode, _parts[op.name()].called))
 
     once = functools.partial(_once, backward)
     Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
     return Differentiable
 
 
-def _no_forward_mode(function: str, *_: Any) -> Any:
+def no_forward_mode(function: str, *_: Any) -> NoReturn:
     """What every ``jvp`` is: torch's own error names none of the functions."""
     what = (
         f"{function} has no derivative in forward mode (torch.func.jvp, jacfwd, hessian;"
         " forward_ad)"
     )
     raise NotImplementedError(f"{what}: use reverse mode: torch.func.vjp, jacrev or grad")
+
+
+def transformable(
+    name: str,
+    forward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
+) -> type[torch.autograd.Function]:
+    """An autograd function that transforms of ``torch.func`` take."""
+    parts = {"forward": forward, "setup_context": setup_context, "backward": backward, "jvp": jvp}
+    members = {label: staticmethod(function) for label, function in parts.items()}
+    return type(name, (torch.autograd.Function,), {"generate_vmap_rule": True, **members})
 
 
 def _name_of(op: Any) -> str:
@@ -432,7 +445,7 @@ class _Once(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    jvp = staticmethod(functools.partial(_no_forward_mode, "flexops: a gradient"))
+    jvp = staticmethod(functools.partial(no_forward_mode, "flexops: a gradient"))
 
     @staticmethod
     def backward(*_: Any) -> Any:
@@ -480,33 +493,24 @@ def _functional(
     def function() -> type[torch.autograd.Function]:
         native = operator_of(forward) if forward else op
 
-        class Functional(torch.autograd.Function):
-            generate_vmap_rule = True
+        def run(*args: Any) -> Any:
+            with below_autograd():
+                return native(*args)
 
-            @staticmethod
-            def forward(*args: Any) -> Any:
-                with below_autograd():
-                    return native(*args)
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            # gradients that were not requested are zeros: torch 2.4's vmap takes no None
+            setup_context(ctx, inputs, output)
+            if op in tangents:
+                ctx.save_for_forward(*ctx.to_save)
 
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                # gradients that were not requested are zeros: torch 2.4's vmap takes no None
-                setup_context(ctx, inputs, output)
-                if op in tangents:
-                    ctx.save_for_forward(*ctx.to_save)
+        def differentiate(ctx: Any, *gradients: Any) -> Any:
+            return _once(backward, ctx, *gradients[:count])
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                return _once(backward, ctx, *gradients[:count])
+        def jvp(ctx: Any, *given: Any) -> Any:
+            known = tangents.get(op) or functools.partial(no_forward_mode, _parts[op.name()].called)
+            return known(ctx, *given)
 
-            @staticmethod
-            def jvp(ctx: Any, *given: Any) -> Any:
-                if op not in tangents:
-                    _no_forward_mode(_parts[op.name()].called)
-                return tangents[op](ctx, *given)
-
-        Functional.__name__ = Functional.__qualname__ = _name_of(op)
-        return Functional
+        return transformable(_name_of(op), run, setup, differentiate, jvp)
 
     def call(*args: Any) -> Any:
         results = function().apply(*args)

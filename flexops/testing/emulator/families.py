@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flexops import settings, toolchain
-from flexops._torch import TorchDispatchMode, tree_leaves
+from flexops._torch import CUDA_KEYS, TorchDispatchMode, tree_leaves
 from flexops.build.compile import building, device_code
 from flexops.build.describe import catalog
 from flexops.build.load import loader, provider
@@ -21,7 +21,6 @@ from flexops.errors import ToolchainError
 
 from . import EmulationError, Loaded, extent, fault, run, translated
 
-_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _HEADER = Path(__file__).with_name("emulated.h")
 _FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
 _MULTIPROCESSORS = 108
@@ -199,6 +198,6 @@ class OnEmulator(TorchDispatchMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         driver().memory, driver().failed = [extent(one) for one in given], None
         try:
-            return func.redispatch(_CUDA, *args, **(kwargs or {}))
+            return func.redispatch(CUDA_KEYS, *args, **(kwargs or {}))
         except RuntimeError:
             raise driver().failed or EmulationError(f"{func.name()} failed") from None
