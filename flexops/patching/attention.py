@@ -5,11 +5,9 @@ or not."""
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import inspect
 import re
-import types
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS
+from .eager import eager_of, keywords_read
+from .paged import register_paged
 from .probe import LENGTH, WIDTH, Miniature, bare, code_of, disagreement, foreign, parameter
 from .report import Row
 
@@ -32,8 +32,6 @@ def register_attention() -> None:
     """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
-
-    from .paged import register_paged
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -230,39 +228,6 @@ def attention(
     return result, None
 
 
-def keywords_read(module: Any, others: dict[str, Any]) -> list[str]:
-    """Those of a call's keywords with which the eager attention of a module's class computes, and
-    ``output_attentions``, which asks for its weights."""
-    return [
-        name
-        for name, x in others.items()
-        if x is not None
-        and x is not False
-        and (name == "output_attentions" or _is_read(type(module), name))
-    ]
-
-
-_named: dict[type, tuple[frozenset[str], bool]] = {}
-
-
-def _is_read(cls: Any, keyword: str) -> bool:
-    """Whether a class's eager attention names a keyword, or reads those that it does not name. One
-    without has what transformers' function for torch's attention reads."""
-    if cls not in _named:
-        eager = eager_of(cls)
-        names, rest = frozenset({"position_bias"}), ""
-        if eager is not None:
-            given = inspect.signature(eager).parameters
-            names = frozenset(given)
-            rest = next((x for x in given if given[x].kind is inspect.Parameter.VAR_KEYWORD), "")
-        code = dis.get_instructions(inspect.unwrap(eager)) if rest else ()
-        _named[cls] = names, any(one.argval == rest for one in code)
-    return keyword in _named[cls][0] or _named[cls][1]
-
-
-_is_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
     """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
     name = type(module).__name__
@@ -442,14 +407,6 @@ def _attention_of(model: Any) -> Any:
 def _is_attention_of(part: Any, model: Any) -> bool:
     """Whether it looks its function up in the model's config: a wrapper's models have their own."""
     return eager_of(type(part)) is not None and getattr(part, "config", None) is model.config
-
-
-def eager_of(cls: Any) -> Any:
-    """The plain function that a class's ``forward`` falls back to; None if it names none."""
-    forward = inspect.unwrap(cls.forward)
-    names = forward.__code__.co_names if isinstance(forward, types.FunctionType) else ()
-    name = next((one for one in names if one.endswith("eager_attention_forward")), None)
-    return forward.__globals__.get(name) if name else None
 
 
 def changes_cache(model: Any) -> str:
