@@ -63,9 +63,12 @@ class _Driver:
         self.symbol = _SYMBOL(
             lambda name: ctypes.cast(self._functions[name.decode()], ctypes.c_void_p).value
         )
-        self.note = _NOTE(
-            lambda begin, numel, dtype: self.memory.append((begin, begin + numel * _BYTES[dtype]))
-        )
+        self.note = _NOTE(self._note)
+
+    def _note(self, begin: int | None, numel: int, dtype: int) -> None:
+        """A tensor's memory: none, if it is empty."""
+        if begin:
+            self.memory.append((begin, begin + numel * _BYTES[dtype]))
 
     def _launch(self, config: int, kernel: int, arguments: int, extra: int) -> int:
         try:
