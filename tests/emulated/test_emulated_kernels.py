@@ -164,6 +164,8 @@ SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
     FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
 )
 SELECTIONS["attention"] += " and not float32"  # plain PyTorch on a GPU
+for of_logits in ("cross_entropy", "logprobs"):  # 16-bit products into float32 need a GPU
+    SELECTIONS[of_logits] += " and not (linear and float16)"
 SELECTIONS["quant"] = (  # but what dequantizes memory of numpy's, which the driver does not know
     "half_a_step and not any_shape or native_gives_the_references_bits or begin_anywhere and cpu or"
     " not_finite or comes_back_exactly or span"
