@@ -59,7 +59,22 @@ def adagrad_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists("adagrad_", locals())
+    step_lists(
+        "adagrad_",
+        {
+            "params": params,
+            "grads": grads,
+            "sums": sums,
+            "state_steps": state_steps,
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "maximize": maximize,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+        },
+    )
 
 
 def _reference(

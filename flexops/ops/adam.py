@@ -105,7 +105,29 @@ def adam_(
             message names it.
     """
     max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
-    step_lists("adam_", locals())
+    step_lists(
+        "adam_",
+        {
+            "params": params,
+            "grads": grads,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "max_exp_avg_sqs": max_exp_avg_sqs,
+            "state_steps": state_steps,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled": decoupled,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "stochastic": stochastic,
+            "grad_factor": grad_factor,
+        },
+    )
 
 
 def adam_copy_(
@@ -145,7 +167,30 @@ def adam_copy_(
         TypeError, ValueError: as for :func:`adam_`.
     """
     max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
-    step_lists("adam_copy_", locals())
+    step_lists(
+        "adam_copy_",
+        {
+            "params": params,
+            "grads": grads,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "max_exp_avg_sqs": max_exp_avg_sqs,
+            "state_steps": state_steps,
+            "copies": copies,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled": decoupled,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "stochastic": stochastic,
+            "grad_factor": grad_factor,
+        },
+    )
 
 
 def _check(*lists: Any, amsgrad: bool, **_: Any) -> None:

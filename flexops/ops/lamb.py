@@ -74,7 +74,26 @@ def lamb_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists("lamb_", locals())
+    step_lists(
+        "lamb_",
+        {
+            "params": params,
+            "grads": grads,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "state_steps": state_steps,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adapt": adapt,
+            "maximize": maximize,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "stochastic": stochastic,
+        },
+    )
 
 
 def _update(

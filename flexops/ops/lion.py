@@ -65,7 +65,23 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists("lion_", locals())
+    step_lists(
+        "lion_",
+        {
+            "params": params,
+            "grads": grads,
+            "exp_avgs": exp_avgs,
+            "state_steps": state_steps,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+            "stochastic": stochastic,
+        },
+    )
 
 
 def _check(*args: Any, **named: Any) -> None:

@@ -78,6 +78,15 @@ def test_no_test_asserts_a_time():
     ] == []
 
 
+def test_operators_read_no_locals():
+    """torch.compile of torch 2.12 and older does not trace ``locals()``."""
+    assert not [
+        path.name
+        for path in (ROOT / "flexops" / "ops").rglob("*.py")
+        if re.search(r"\blocals\(\)", path.read_text())
+    ]
+
+
 def test_the_design_names_every_part():
     """A package of flexops, or a module beside them, that no line of the table is about was
     forgotten."""
