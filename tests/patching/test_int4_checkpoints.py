@@ -460,7 +460,10 @@ def hosted(module: str, name: str, kind: str) -> Any:
     """The golden model with layers of a class of this name, as the library builds them."""
     tensors = load_file(GOLDEN / kind / "model.safetensors")
     sizes = json.loads((GOLDEN / kind / "config.json").read_text())
-    model = llama(torch.float16, **{name: sizes[name] for name in (*SIZES, "attention_bias")})
+    model = llama(
+        torch.float16,
+        **{name: sizes[name] for name in (*SIZES, "attention_bias", "tie_word_embeddings")},
+    )
     names = {key.rpartition(".")[0] for key in tensors if key.endswith("qweight")}
     for where in names:
         linear: Any = model.get_submodule(where)
