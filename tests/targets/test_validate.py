@@ -17,7 +17,7 @@ from flexops.errors import FlexopsError, TargetError
 from flexops.targets import loading
 from flexops.toolchain.compat import rules
 
-SMALL = Path(__file__).parents[1] / "golden" / "targets" / "input" / "matrix.toml"
+SMALL = Path(__file__).parents[1] / "golden" / "targets.toml"
 Document = dict[str, Any]
 
 
