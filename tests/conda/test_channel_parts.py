@@ -15,8 +15,9 @@ from flexops.errors import ChannelError, SettingsError
 from flexops.settings import Settings
 from flexops_tools.channel import check, run
 from flexops_tools.channel.place import Place, distribution
+from flexops_tools.targets import conda
 
-CPU, CUDA129, CUDA130 = targets.load().variants
+CPU, CUDA129, CUDA130 = conda.variants(targets.load())
 
 
 def test_missing_bindings_name_the_way_to_get_them(monkeypatch):

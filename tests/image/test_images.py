@@ -29,14 +29,13 @@ from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
 from flexops.doctor.finding import DoctorReport, Finding, Section
-from flexops.doctor.image import inside, judgement
-from flexops.doctor.image.facts import ImageFacts, Library
 from flexops.errors import ImageError, TargetError
 from flexops.settings import Settings
 from flexops_tools.images import (
     building,
     buildkit,
     checking,
+    contents,
     context,
     engine,
     failure,
@@ -44,6 +43,7 @@ from flexops_tools.images import (
     running,
 )
 from flexops_tools.images import labels as image_labels
+from flexops_tools.images.contents import ImageFacts, Library
 from flexops_tools.images.failure import Step
 from flexops_tools.targets import image_files, locks
 
@@ -831,7 +831,7 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
 def statuses(row: targets.Target, found: ImageFacts, **options: Any) -> dict[str, str]:
     return {
         one.id: one.status
-        for one in judgement.judge(row, found, **{"strict_base": True, **options})
+        for one in contents.judge(row, found, **{"strict_base": True, **options})
         if one.status != "ok"
     }
 
@@ -909,12 +909,22 @@ def test_kernels_are_no_libraries(tmp_path, monkeypatch):
         )
         (tmp_path / name / "manifest.json").write_text(written.to_json())
     monkeypatch.setattr(layout, "aot_root", lambda: tmp_path)
-    found = inside.facts()
+    found = contents.facts()
     assert [one.name for one in found.libraries] == ["rope-90-torn"]
-    assert list(inside._opened(found)) == []
+    assert list(contents._opened(found)) == []
     assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {
         "image-rope-90-torn": "fail"
     }
+
+
+def test_an_image_is_asked_by_one_file():
+    """Nothing of flexops-tools is in an image."""
+    build = toolchain.torch_build()
+    python, *command = running.facts_command()
+    assert build
+    assert python == "python"
+    found = ImageFacts.from_dict(json.loads(completed([sys.executable, *command]).stdout))
+    assert found.packages["torch"] == build.version
 
 
 def test_labels_against_the_matrix_and_the_image():

@@ -9,11 +9,13 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexops.errors import ImageError
 from flexops.targets import Target
 
+from . import contents
 from .engine import information
 from .naming import build_command
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
 
-FACTS_COMMAND = ("python", "-m", "flexops.doctor.image.inside", "facts")
 _SECONDS = 600
 
 
@@ -167,6 +168,11 @@ def run_quietly(
         ) from error
     finally:
         container.remove(force=True)
+
+
+def facts_command() -> tuple[str, ...]:
+    """What an image runs to say what is in it: this ``contents.py``, whatever flexops it has."""
+    return "python", "-c", Path(contents.__file__).read_text(encoding="utf-8"), "facts"
 
 
 def engine_gpus(client: DockerClient, row: Target) -> GpuOptions:
