@@ -279,6 +279,21 @@ FLEXOPS_DEVICE void reduce_block(V (&value)[K], Op op, V* room) {
   reduce_warp();
 }
 
+/// What a thread keeps that is in rows [from, p.rows): own[k][r], r and its column.
+template <class S, int kVectors, int kRows, typename F>
+FLEXOPS_DEVICE void for_kept(S (&own)[kVectors][kRows], const RowParams& p, int from,
+                             const F& apply) {
+  constexpr int N = kPerVector<typename S::Element>;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int column = static_cast<int>(threadIdx.x + k * blockDim.x) * N;
+      if (column < p.columns && from + r < p.rows) apply(own[k][r], r, column);
+    }
+  }
+}
+
 /// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
 /// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them, and of
 /// all results. What it finds in columns is in shared memory until the end, if kGathers.
@@ -300,31 +315,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 1
   for (int first = blockIdx.x * kRows; first < p.rows; first += gridDim.x * kRows) {
     S own[kVectors][kRows];
-    const auto each = [&](const auto& apply) {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int vector = threadIdx.x + k * step;
-          if (vector < vectors && first + r < p.rows) apply(own[k][r], r, vector * N);
-        }
-      }
-    };
     // Load what is kept.
 #pragma unroll
     for (int i = 0; i < kVectors * kRows; ++i) own[i / kRows][i % kRows] = {};
-    each([&](S& its, int r, int column) { its.load(p, first + r, column); });
+    for_kept(own, p, first, [&](S& its, int r, int column) { its.load(p, first + r, column); });
     // Add and normalize; the launcher lets no row be longer than what is kept.
     if constexpr (S::kNorm) {
       float sum[kRows] = {};
-      each([&](S& its, int r, int column) { sum[r] += its.add(p, first + r, column); });
+      for_kept(own, p, first,
+               [&](S& its, int r, int column) { sum[r] += its.add(p, first + r, column); });
       reduce_block(sum, Sum{}, reinterpret_cast<float*>(room[turn++ % 2]));
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         sum[r] = norm::reciprocal_root(sum[r] * p.inverse + p.eps);
         if (threadIdx.x == 0 && first + r < p.rows) p.rstd[first + r] = sum[r];
       }
-      each([&](S& its, int r, int column) { its.normalize(p, first + r, column, sum[r]); });
+      for_kept(own, p, first,
+               [&](S& its, int r, int column) { its.normalize(p, first + r, column, sum[r]); });
     }
     // Find the largest magnitudes, also of what is not kept.
     u32 largest[kValues] = {};
