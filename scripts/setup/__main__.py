@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
+sys.path.insert(1, f"{sys.path[0]}/tools")
 if __name__ == "__main__":  # the package's name, whatever the folder was run as
     __package__ = "scripts.setup"
 

@@ -17,8 +17,9 @@ from flexops.errors import ChannelError, SettingsError
 from flexops.settings import Settings
 from flexops_tools.channel import build, building, check, engine, run
 from flexops_tools.channel.place import Place, distribution
+from flexops_tools.targets import conda
 
-CPU, CUDA129, CUDA130 = targets.load().variants
+CPU, CUDA129, CUDA130 = conda.variants(targets.load())
 
 FAKE = """#!{python}
 import os, pathlib, sys

@@ -20,8 +20,9 @@ from flexops_tools.channel import audit, build, check, index, sealing
 from flexops_tools.channel.auditing import served
 from flexops_tools.channel.place import Place
 from flexops_tools.channel.run import child
+from flexops_tools.targets import conda
 
-VARIANTS = load().variants
+VARIANTS = conda.variants(load())
 
 pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
 

@@ -16,10 +16,11 @@ from processes import completed
 
 import flexops
 from flexops import __version__, _toml, targets
-from flexops.targets import conda, loading
+from flexops.targets import loading
 from flexops.toolchain.compat import rules
 from flexops.toolchain.model import TorchBuild
 from flexops_tools import with_extra
+from flexops_tools.targets import conda
 
 RECIPE = (ROOT / "recipe" / "recipe.yaml").read_text()
 RENDER = """
@@ -100,7 +101,7 @@ def test_the_requirements_are_those_of_the_wheel():
 def test_every_variant_is_one_build(render):
     builds = render(conda.ALL)
     assert sorted(str(one["string"]).split("_")[0] for one in builds) == sorted(
-        one.id for one in targets.load().variants
+        one.id for one in conda.variants(targets.load())
     )
     for one in builds:
         expected = 0 if str(one["string"]).startswith("cpu_") else 200
@@ -108,7 +109,7 @@ def test_every_variant_is_one_build(render):
         assert "python" not in one["variant"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("variant", targets.load().variants, ids=lambda one: str(one.id))
+@pytest.mark.parametrize("variant", conda.variants(targets.load()), ids=lambda one: str(one.id))
 def test_a_variant_s_own_file_wins_over_the_one_beside_the_recipe(render, variant):
     (alone,) = render(conda.ALL, variant.path)
     (same,) = render(variant.path)
@@ -135,14 +136,14 @@ def test_every_variant_is_built_for_aarch64_too(render):
         str(one["string"]).split("_")[0]: str(one["recipe"])
         for one in render(conda.ALL, platform="linux-aarch64")
     }
-    assert set(builds) == {one.id for one in targets.load().variants}
+    assert set(builds) == {one.id for one in conda.variants(targets.load())}
     for name, recipe in builds.items():
         assert "gxx_linux-aarch64" in recipe, name
         assert "linux-64" not in recipe, name
 
 
 def test_the_cuda_variants_are_conda_forge_s_with_every_architecture():
-    found = {one.id: one for one in targets.load().variants}
+    found = {one.id: one for one in conda.variants(targets.load())}
     assert list(found) == ["cpu", "cuda129", "cuda130"]
     assert {one.arch_list for one in found.values() if one.cuda} == {
         "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
@@ -186,7 +187,7 @@ def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render, tm
         "cuda129",
         "cuda130",
     ]
-    known = {one.id: one for one in targets.load().variants}
+    known = {one.id: one for one in conda.variants(targets.load())}
     for one in builds:
         variant = known[str(one["string"]).split("_")[0]]
         assert json.dumps({"CUDA_ARCH_LIST": variant.arch_list or "None"})[1:-1] in str(

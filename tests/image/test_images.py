@@ -29,22 +29,21 @@ from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
 from flexops.doctor.finding import DoctorReport, Finding, Section
-from flexops.doctor.image import inside, judgement
-from flexops.doctor.image.facts import ImageFacts, Library
 from flexops.errors import ImageError, TargetError
 from flexops.settings import Settings
 from flexops_tools.images import (
     building,
     buildkit,
     checking,
+    contents,
     context,
     engine,
     failure,
-    listing,
     naming,
     running,
 )
 from flexops_tools.images import labels as image_labels
+from flexops_tools.images.contents import ImageFacts, Library
 from flexops_tools.images.failure import Step
 from flexops_tools.targets import image_files, locks
 
@@ -837,7 +836,7 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
 def statuses(row: targets.Target, found: ImageFacts, **options: Any) -> dict[str, str]:
     return {
         one.id: one.status
-        for one in judgement.judge(row, found, **{"strict_base": True, **options})
+        for one in contents.judge(row, found, **{"strict_base": True, **options})
         if one.status != "ok"
     }
 
@@ -915,9 +914,9 @@ def test_kernels_are_no_libraries(tmp_path, monkeypatch):
         )
         (tmp_path / name / "manifest.json").write_text(written.to_json())
     monkeypatch.setattr(layout, "aot_root", lambda: tmp_path)
-    found = inside.facts()
+    found = contents.facts()
     assert [one.name for one in found.libraries] == ["rope-90-torn"]
-    assert list(inside._opened(found)) == []
+    assert list(contents._opened(found)) == []
     assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {
         "image-rope-90-torn": "fail"
     }
@@ -925,6 +924,16 @@ def test_kernels_are_no_libraries(tmp_path, monkeypatch):
 
 def test_facts_survive_json():
     assert ImageFacts.from_dict(facts(CUDA).as_dict()) == facts(CUDA)
+
+
+def test_an_image_is_asked_by_one_file():
+    """Nothing of flexops-tools is in an image."""
+    build = toolchain.torch_build()
+    python, *command = running.facts_command()
+    assert build
+    assert python == "python"
+    found = ImageFacts.from_dict(json.loads(completed([sys.executable, *command]).stdout))
+    assert found.packages["torch"] == build.version
 
 
 def test_labels_against_the_matrix_and_the_image():
@@ -987,38 +996,6 @@ def test_layers_are_recognized_by_what_made_them():
         (7, "sh x"),
         (5, "COPY dir:1 in /opt"),
     ]
-
-
-LOCAL = {
-    "RepoTags": ["flexops:cpu-dev"],
-    "Size": 3,
-    "Created": "2026-01-01T00:00:00.1Z",
-    "Config": {"Labels": {}},
-}
-LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
-
-
-def test_every_row_is_listed_with_its_images():
-    found = listing.listing([LOCAL], MATRIX)
-    assert [one.target for one in found] == list(MATRIX.ids)
-    assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
-
-
-@pytest.mark.parametrize(
-    ("engine", "mounts", "expected"),
-    [
-        ({"MemTotal": 16 << 30}, False, {"shm_size": 8 << 30}),
-        ({"MemTotal": 16 << 30}, True, {"shm_size": 8 << 30, "user": "1000:1001"}),
-        (
-            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
-            True,
-            {"user": "0:0"},
-        ),
-        ({}, False, {}),
-    ],
-)
-def test_what_a_container_gets_unasked(engine, mounts, expected):
-    assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
 def test_a_size_that_is_none_is_one_clear_error():

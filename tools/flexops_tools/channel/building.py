@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexops.errors import ChannelError
-from flexops.targets.conda import Variant
 
 from ..targets import render
+from ..targets.conda import Variant
 from .engine import Engine, Job, Wish, choose
 from .indexing import index
 from .place import Place

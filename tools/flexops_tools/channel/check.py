@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flexops.errors import ChannelError
-from flexops.targets.conda import Variant
 
+from ..targets.conda import Variant
 from .place import Place, distribution
 from .run import child, last_lines
 

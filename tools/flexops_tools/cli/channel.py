@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 import typer
 
 from flexops import targets
-from flexops.targets import conda
 
 from .. import channel
 from ..channel.place import DEFAULT
 from ..channel.place import Place as _Place
+from ..targets import conda
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,7 +63,7 @@ def build_packages(
     ] = True,
 ) -> None:
     """Build variants of recipe/recipe.yaml into a channel, and index it."""
-    known = targets.load().variants
+    known = conda.variants(targets.load())
     wanted = [conda.find(known, name) for name in variant] if variant else list(known)
     with _shown() as say:
         built = channel.build(
@@ -121,7 +121,7 @@ def check(
     run doctor there."""
     place = _Place.parse(where)
     sources = upstream or ("conda-forge",)
-    known = targets.load().variants
+    known = conda.variants(targets.load())
     packages, good = channel.audit(place, channel.PACKAGE), True
     typer.echo(f"ok   {len(packages)} packages are what the index of {place.url} says")
     for machine in channel.machines(known):

@@ -9,15 +9,17 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flexops import settings, targets, toolchain
+from flexops import _toml, settings, targets, toolchain
 from flexops.build.compile import progress
 from flexops.errors import TargetError
 from flexops.inspection import baseline
 from flexops.inspection.measuring import Measured
+from flexops.targets import loading
+from flexops.toolchain.compat import rules
 
 from ..proving import hip_proof, torch_proof
 from ..proving import kernels as proving
-from ..targets import locks, proven
+from ..targets import locks, proven, validate
 from ..targets import render as rendering
 
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
@@ -30,6 +32,7 @@ def render(
 ) -> None:
     """Write everything that follows from the matrix: envs/, docker/, the dev containers, the conda
     variants, and the table of targets."""
+    validate.check(_toml.load(loading.PATH), rules())
     matrix, root = targets.load(), rendering.checkout()
     changes = rendering.compare(matrix, root) if check else rendering.write(matrix, root)
     for line in changes.lines():

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexops import __version__
-from flexops.doctor.image.facts import ImageFacts
 from flexops.errors import ImageError
 from flexops.redaction import redacted, split_credentials
 from flexops.targets import Target
 
 from ..targets.image_files import BASES, build_args, dockerfile_path
 from . import buildkit, context, naming
+from .contents import ImageFacts
 from .engine import engine_root
 from .failure import Step, explain
 from .labels import contents_labels
 from .naming import Stage, split
-from .running import FACTS_COMMAND, run_quietly
+from .running import facts_command, run_quietly
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -142,7 +142,7 @@ def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, s
     """The id of that image with labels that say what is in it, which the build can only find out by
     looking into it; the same id for the same contents."""
     code, out, err, _ = run_quietly(
-        client, wish.target, image, FACTS_COMMAND, {"network_mode": "none"}
+        client, wish.target, image, facts_command(), {"network_mode": "none"}
     )
     if code:
         raise ImageError(
