@@ -299,44 +299,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   u32 turn = 0;
 #pragma unroll 1
   for (int first = blockIdx.x * kRows; first < p.rows; first += gridDim.x * kRows) {
-    // Load what is kept.
     S own[kVectors][kRows];
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int vector = threadIdx.x + k * step;
-        own[k][r] = {};
-        if (vector < vectors && first + r < p.rows) own[k][r].load(p, first + r, vector * N);
-      }
-    }
-    // Add and normalize; the launcher lets no row be longer than what is kept.
-    if constexpr (S::kNorm) {
-      float sum[kRows] = {};
+    const auto each = [&](const auto& apply) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const int vector = threadIdx.x + k * step;
-          if (vector < vectors && first + r < p.rows)
-            sum[r] += own[k][r].add(p, first + r, vector * N);
+          if (vector < vectors && first + r < p.rows) apply(own[k][r], r, vector * N);
         }
       }
+    };
+    // Load what is kept.
+#pragma unroll
+    for (int i = 0; i < kVectors * kRows; ++i) own[i / kRows][i % kRows] = {};
+    each([&](S& its, int r, int column) { its.load(p, first + r, column); });
+    // Add and normalize; the launcher lets no row be longer than what is kept.
+    if constexpr (S::kNorm) {
+      float sum[kRows] = {};
+      each([&](S& its, int r, int column) { sum[r] += its.add(p, first + r, column); });
       reduce_block(sum, Sum{}, reinterpret_cast<float*>(room[turn++ % 2]));
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         sum[r] = norm::reciprocal_root(sum[r] * p.inverse + p.eps);
         if (threadIdx.x == 0 && first + r < p.rows) p.rstd[first + r] = sum[r];
       }
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int vector = threadIdx.x + k * step;
-          if (vector < vectors && first + r < p.rows)
-            own[k][r].normalize(p, first + r, vector * N, sum[r]);
-        }
-      }
+      each([&](S& its, int r, int column) { its.normalize(p, first + r, column, sum[r]); });
     }
     // Find the largest magnitudes, also of what is not kept.
     u32 largest[kValues] = {};

@@ -30,7 +30,6 @@ struct Average {
   static constexpr int kThreads = 128, kUnroll = 3, kIterations = 4, kMinBlocks = 8;
   static constexpr int kApart = 1, kExtras = 1, kUnscaled = -1;
   static constexpr u32 kReads = 0b11, kOptional = 0;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   using Shared = AverageOptions;
   struct Factors {
     float inverse;  // of the gradients' scale
@@ -86,7 +85,6 @@ struct Apply {
   static constexpr int kArrays = 2, kApart = 1, kExtras = 0, kSums = 0, kUnscaled = -1;
   static constexpr u32 kReads = 0b11, kWrites = 0b01, kTyped = 0b11, kOptional = 0;
   static constexpr bool kReverse = false;
-  static constexpr Cache kLoad = Cache::normal, kStore = Cache::normal;
   struct Shared {
     const float *grad_scale, *found_inf;  // not used
     const float* lr_tensor;

@@ -115,12 +115,6 @@ def test_image_check_finds_it_in_order(image, cpu_image):
     assert abs(sum(layer["size"] for layer in found["layers"]) - found["size"]) < 1e6
 
 
-def test_image_list_names_it(image, cpu_image):
-    found = json.loads(image("list", "--json", code=None).stdout)
-    assert cpu_image in {one["reference"] for one in found}
-    assert {one["target"] for one in found} >= set(targets.load().ids)
-
-
 def test_its_labels_say_what_is_in_it(engine, cpu_image):
     found = engine.images.get(cpu_image).labels
     assert labels(targets.load().cpu).items() <= found.items()
@@ -257,51 +251,6 @@ def test_the_first_process_passes_signals_on(engine, cpu_image):
         )
     finally:
         container.remove(force=True)
-
-
-def test_image_run_passes_output_and_exit_code_on(engine, image, cpu_image, tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
-    )
-    tmp_path.chmod(0o755)
-    before = containers(engine)
-    done = image(
-        "run",
-        "cpu",
-        "--tag",
-        cpu_image,
-        "--volume",
-        f"{tmp_path}:/workspace",
-        "--",
-        "python",
-        "train.py",
-        code=None,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "err\n")
-    assert containers(engine) == before
-
-
-def test_image_run_has_room_for_workers_and_writes_as_who_calls(image, cpu_image, tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import torch\n"
-        # 100 MB each, beyond an engine's 64 MB
-        "data = torch.utils.data.DataLoader([torch.ones(25_000_000) for _ in range(4)],"
-        " num_workers=2)\nopen('result.txt', 'w').write(str(sum(int(batch.sum()) for batch in"
-        " data)))\n"
-    )
-    image(
-        "run",
-        "cpu",
-        "--tag",
-        cpu_image,
-        "--volume",
-        f"{tmp_path}:/workspace",
-        "--",
-        "python",
-        "train.py",
-    )
-    assert (tmp_path / "result.txt").read_text() == "100000000"
-    assert (tmp_path / "result.txt").stat().st_uid == os.getuid()
 
 
 @pytest.fixture(scope="module")
@@ -593,7 +542,9 @@ def test_an_index_that_cannot_be_reached(image):
 
 
 def test_no_engine_is_one_clear_error(image):
-    done = image("list", environment={"DOCKER_HOST": "unix:///nowhere/docker.sock"}, code=10)
+    done = image(
+        "check", "cpu", environment={"DOCKER_HOST": "unix:///nowhere/docker.sock"}, code=10
+    )
     assert "no container engine answers" in done.stderr
     assert "fix: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -39,7 +39,6 @@ from flexops_tools.images import (
     context,
     engine,
     failure,
-    listing,
     naming,
     running,
 )
@@ -997,38 +996,6 @@ def test_layers_are_recognized_by_what_made_them():
         (7, "sh x"),
         (5, "COPY dir:1 in /opt"),
     ]
-
-
-LOCAL = {
-    "RepoTags": ["flexops:cpu-dev"],
-    "Size": 3,
-    "Created": "2026-01-01T00:00:00.1Z",
-    "Config": {"Labels": {}},
-}
-LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
-
-
-def test_every_row_is_listed_with_its_images():
-    found = listing.listing([LOCAL], MATRIX)
-    assert [one.target for one in found] == list(MATRIX.ids)
-    assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
-
-
-@pytest.mark.parametrize(
-    ("engine", "mounts", "expected"),
-    [
-        ({"MemTotal": 16 << 30}, False, {"shm_size": 8 << 30}),
-        ({"MemTotal": 16 << 30}, True, {"shm_size": 8 << 30, "user": "1000:1001"}),
-        (
-            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
-            True,
-            {"user": "0:0"},
-        ),
-        ({}, False, {}),
-    ],
-)
-def test_what_a_container_gets_unasked(engine, mounts, expected):
-    assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
 def test_a_size_that_is_none_is_one_clear_error():

@@ -141,11 +141,11 @@ def test_a_group_of_all_inputs_is_cut_into_groups_of_kernels(tmp_path: Path) -> 
             tensors[name] = torch.zeros_like(tensors[name])
     save(folder, tensors)
     model = load(folder)
-    assert {one.group_size for one in layers(model).values()} == {64, 128}
+    assert {one.group_size for one in layers(model).values()} == {32, 128}
     name = "model.layers.0.mlp.down_proj"
     weight = flexops.unpack_int4(layers(model)[name].weight, torch.float32)
     words, scales, zeros = (tensors[f"{name}.{part}"] for part in ("qweight", "scales", "qzeros"))
-    for row, column in ((0, 0), (7, 127), (63, 64)):
+    for row, column in ((0, 0), (7, 127), (31, 64)):
         code = int(words[column // 8, row]) >> 4 * (column % 8) & 15
         zero = (int(zeros[0, row // 8]) >> 4 * (row % 8)) + 1 & 15
         assert weight[row, column] == (code - zero) * scales[0, row].float()
@@ -459,7 +459,11 @@ def test_routers_keep_16_bits() -> None:
 def hosted(module: str, name: str, kind: str) -> Any:
     """The golden model with layers of a class of this name, as the library builds them."""
     tensors = load_file(GOLDEN / kind / "model.safetensors")
-    model = llama(torch.float16, num_hidden_layers=1, attention_bias=True, tie_word_embeddings=True)
+    sizes = json.loads((GOLDEN / kind / "config.json").read_text())
+    model = llama(
+        torch.float16,
+        **{name: sizes[name] for name in (*SIZES, "attention_bias", "tie_word_embeddings")},
+    )
     names = {key.rpartition(".")[0] for key in tensors if key.endswith("qweight")}
     for where in names:
         linear: Any = model.get_submodule(where)
@@ -603,6 +607,7 @@ def test_weights_below_adapters_are_quantized_and_adapters_are_not() -> None:
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 def _cut(name: str, dim: int = 0) -> Change:
@@ -627,7 +632,7 @@ def _put(name: str, make: Callable[[Tensor], Tensor]) -> Change:
 BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales of another shape": ("gptq", {}, _cut(f"{Q}.scales", 1), "q_proj.scales does not fit"),
     "groups that do not divide": (
-        "gptq", {}, _put(f"{Q}.scales", lambda one: torch.cat([one, one[:1]])), "divide 64",
+        "gptq", {}, _put(f"{DOWN}.scales", lambda one: torch.cat([one, one[:1]])), "divide 128",
     ),
     "another group size than declared": (
         "awq", {"group_size": 64}, _drop("nothing"), "2 groups, as the config declares",
@@ -640,7 +645,7 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales that are missing": ("gptq", {}, _drop(f"{Q}.scales"), "required: scales"),
     "zero points that are missing": ("awq", {}, _drop(f"{Q}.qzeros"), "required: qzeros"),
     "inputs that were sorted": (
-        "gptq", {"desc_act": True}, _put(f"{Q}.g_idx", lambda one: one.flip(0)), "desc_act=False",
+        "gptq", {"desc_act": True}, _put(f"{DOWN}.g_idx", lambda one: one.flip(0)), "desc_act=False",
     ),
     "8 bits": ("gptq", {"bits": 8}, _drop("nothing"), "bits=8, where 4 is supported"),
     "the layout of a kernel": (

@@ -452,7 +452,7 @@ def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
         None,
     )
     if known is None:
-        known = Path(tempfile.mkdtemp(prefix="flexops-")) / path.name
+        known = Path(tempfile.mkdtemp(prefix="flexops-loaded-")) / path.name
         atexit.register(shutil.rmtree, known.parent, ignore_errors=True)
         shutil.copy2(path, known)
         _given[str(known)] = programs

@@ -56,7 +56,7 @@ def test_times_and_losses_of_all_who_can_take_part(tmp_path):
 
     again = ["bench", "model", "--from", str(tmp_path / "run.json")]
     table = flexops_command(*again, "--markdown", catch_exceptions=True).stdout
-    assert f"| flexops.patch | {found['results'][1]['milliseconds']} | 0.0 |" in table
+    assert f"| flexops.patch | {found['results'][1]['milliseconds']} | 0.0 | 0 |" in table
     assert re.search(r"\| transformers, another seed \| \d+\.\d{3} \| 0\.\d{4} \|", table)
     shown = flexops_command(*again, catch_exceptions=True).stdout
     assert "Liger takes no part: its kernels need a GPU" in shown
@@ -97,3 +97,11 @@ def test_names_that_are_changed_for_a_while():
     with model._Swapped(names, {"two": 3}, {"two": 2}):
         assert names == {"one": 1, "two": 3}
     assert names == {"one": 1, "two": 2}
+
+
+def test_joules_are_those_of_the_steps_after_the_first(monkeypatch):
+    steps = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(model, "_used_joules", lambda: 80.0 * len(steps))
+    assert model._joules(lambda: steps.append(1), 0.1) == 80.0
+    assert len(steps) == 18

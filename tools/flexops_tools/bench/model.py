@@ -9,6 +9,7 @@ dtype.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -83,14 +84,15 @@ RATE = 3e-4
 
 @dataclass(frozen=True)
 class Result:
-    """What one contender reached; ``gibibytes`` is 0 where there is no GPU, ``preparation`` the
-    seconds until the model was patched."""
+    """What one contender reached; ``gibibytes`` and ``joules`` are 0 where there is no GPU,
+    ``preparation`` the seconds until the model was patched."""
 
     name: str
     milliseconds: float
     gibibytes: float
     flexops: bool
     preparation: float = 0.0
+    joules: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -417,7 +419,8 @@ def _times(
         preparation[name] = contender.preparation
         calls[name] = _turn(contender, data)
     report("in turns")
-    for name, seconds in timing.medians(calls, device, ahead=False, budget=budget).items():
+    medians = timing.medians(calls, device, ahead=False, budget=budget)
+    for name, seconds in medians.items():
         is_ours = chosen[name].get("kind") == "flexops"
         yield Result(
             name,
@@ -425,7 +428,34 @@ def _times(
             round(memory[name], 2),
             is_ours,
             round(preparation[name], 3),
+            round(_joules(calls[name], seconds), 1) if device == "cuda" else 0.0,
         )
+
+
+def _joules(step: Callable[[], object], seconds: float) -> float:
+    """What a step uses, over 1.5 seconds of them: NVML's counter moves every tenth of a second."""
+    count = max(8, round(1.5 / seconds))
+    used = []
+    for steps in (count // 4, count):
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        used.append(_used_joules())
+    return (used[1] - used[0]) / count
+
+
+def _used_joules() -> float:
+    """By the current GPU since its driver was loaded; 0 if it has no counter."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0.0
+    uuid = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
+    gpu, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu))
+    nvml.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(millijoules))
+    return millijoules.value / 1000
 
 
 def _turn(contender: Contender, data: list[Tensor]) -> Callable[[], object]:
@@ -477,13 +507,14 @@ def mean_distance(losses: dict[str, list[float]], one: str, other: str) -> float
 def lines(run: Run) -> Iterator[str]:
     """For a terminal."""
     if run.results:
-        rows = [("", "step", "GiB at the peak", "against the first")]
+        rows = [("", "step", "GiB at the peak", "joules", "against the first")]
         first = run.results[0].milliseconds
         rows += [
             (
                 one.name,
                 duration(one.milliseconds / 1000),
                 f"{one.gibibytes:.2f}",
+                f"{one.joules:.0f}",
                 ratio(one.milliseconds / first, 2),
             )
             for one in run.results
@@ -502,8 +533,9 @@ def markdown(run: Run) -> Iterator[str]:
     """Tables, as in docs/benchmarks."""
     yield f"{run.date}, {run.machine}. {run.what}."
     if run.results:
-        yield from ("", "| | ms a step | GiB at the peak |", "| --- | ---: | ---: |")
-        yield from (f"| {one.name} | {one.milliseconds} | {one.gibibytes} |" for one in run.results)
+        yield "\n| | ms a step | GiB at the peak | joules a step |\n| --- | ---: | ---: | ---: |"
+        for one in run.results:
+            yield f"| {one.name} | {one.milliseconds} | {one.gibibytes} | {one.joules:.0f} |"
     if run.losses:
         plain, values = next(iter(run.losses.items()))
         steps = run.steps * len(values)

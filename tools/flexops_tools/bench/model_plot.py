@@ -8,7 +8,11 @@ from typing import Any
 
 from . import plot
 
-PANELS = (("milliseconds", "milliseconds a step", ".0f"), ("gibibytes", "GiB at the peak", ".1f"))
+PANELS = (
+    ("milliseconds", "milliseconds a step", ".0f"),
+    ("gibibytes", "GiB at the peak", ".1f"),
+    ("joules", "joules a step", ".0f"),
+)
 OURS, OTHERS = "#1f6feb", "#9aa5b1"
 STYLES = {
     "transformers": ("#24292f", "-"),
@@ -35,12 +39,13 @@ def save(figure: Any, data: dict[str, Any], file: Path) -> None:
 
 
 def draw(data: dict[str, Any], file: Path) -> None:
-    """Two panels, a bar for each contender, the shortest bar the best."""
+    """Panels of what was measured, a bar for each contender, the shortest bar the best."""
     results = data["results"]
+    panels = [panel for panel in PANELS if any(one.get(panel[0]) for one in results)]
     figure = _figure((10, 0.42 * len(results) + 1.1))
     positions = range(len(results))
     for number, (axes, (field, title, form)) in enumerate(
-        zip(figure.subplots(1, 2), PANELS, strict=True)
+        zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)
     ):
         values = [one[field] for one in results]
         bars = axes.barh(
