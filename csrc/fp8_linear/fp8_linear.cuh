@@ -16,7 +16,9 @@ using rows::kIsFloat;
 using rows::Packed;
 
 inline constexpr int kColumnThreads = 256;
-inline constexpr int kTileRows = 128, kTileColumns = 64;  // that a block transposes
+inline constexpr int kTileRows = 128;  // that a block transposes
+template <typename T>
+inline constexpr int kTileColumns = sizeof(T) == 1 ? 128 : 64;  // whole lines of 16-bit and codes
 inline constexpr int kLargestThreads = 512, kLargestVectors = 16;
 inline constexpr int kMatrices = 4;  // of a launch
 
@@ -111,6 +113,9 @@ struct Plain {
   FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
     at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
   }
+  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
+    prefetch(p.x.row<T>(row) + column);
+  }
   FLEXOPS_DEVICE void compute(const RowParams&) {}
 };
 
@@ -126,6 +131,10 @@ struct Norm {
     at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
     at[1] = rows::load_vector<T, Cache::normal>(
         static_cast<const T*>(p.residual) + row * p.residual_stride, column);
+  }
+  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
+    prefetch(p.x.row<T>(row) + column);
+    prefetch(static_cast<const T*>(p.residual) + row * p.residual_stride + column);
   }
   /// Writes the rounded sum and gives the sum of its squares.
   FLEXOPS_DEVICE float add(const RowParams& p, int row, int column) {
@@ -175,6 +184,10 @@ struct Gated {
     if constexpr (kBackward)
       at[0] = rows::load_vector<T, Cache::normal>(
           static_cast<const T*>(p.grad) + row * p.grad_stride, column);
+  }
+  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
+    prefetch(p.x.row<T>(row) + column), prefetch(p.x.row<T>(row) + column + p.columns);
+    if constexpr (kBackward) prefetch(static_cast<const T*>(p.grad) + row * p.grad_stride + column);
   }
   FLEXOPS_DEVICE void compute(const RowParams& p) {
     constexpr bool kAccurate = activation::kIsAccurate<T>;
@@ -279,6 +292,21 @@ FLEXOPS_DEVICE void reduce_block(V (&value)[K], Op op, V* room) {
   reduce_warp();
 }
 
+/// What a thread keeps that is in rows [from, p.rows): own[k][r], r and its column.
+template <class S, int kVectors, int kRows, typename F>
+FLEXOPS_DEVICE void for_kept(S (&own)[kVectors][kRows], const RowParams& p, int from,
+                             const F& apply) {
+  constexpr int N = kPerVector<typename S::Element>;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int column = static_cast<int>(threadIdx.x + k * blockDim.x) * N;
+      if (column < p.columns && from + r < p.rows) apply(own[k][r], r, column);
+    }
+  }
+}
+
 /// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
 /// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them, and of
 /// all results. What it finds in columns is in shared memory until the end, if kGathers.
@@ -300,31 +328,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 1
   for (int first = blockIdx.x * kRows; first < p.rows; first += gridDim.x * kRows) {
     S own[kVectors][kRows];
-    const auto each = [&](const auto& apply) {
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int vector = threadIdx.x + k * step;
-          if (vector < vectors && first + r < p.rows) apply(own[k][r], r, vector * N);
-        }
-      }
-    };
     // Load what is kept.
 #pragma unroll
     for (int i = 0; i < kVectors * kRows; ++i) own[i / kRows][i % kRows] = {};
-    each([&](S& its, int r, int column) { its.load(p, first + r, column); });
+    for_kept(own, p, first, [&](S& its, int r, int column) { its.load(p, first + r, column); });
+    // The next rows go to the second-level cache while these are computed: a line has 8 vectors.
+    const int next = first + static_cast<int>(gridDim.x) * kRows;
+    if (threadIdx.x % 8 == 0)
+      for_kept(own, p, next, [&](S&, int r, int column) { S::ask(p, next + r, column); });
     // Add and normalize; the launcher lets no row be longer than what is kept.
     if constexpr (S::kNorm) {
       float sum[kRows] = {};
-      each([&](S& its, int r, int column) { sum[r] += its.add(p, first + r, column); });
+      for_kept(own, p, first,
+               [&](S& its, int r, int column) { sum[r] += its.add(p, first + r, column); });
       reduce_block(sum, Sum{}, reinterpret_cast<float*>(room[turn++ % 2]));
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         sum[r] = norm::reciprocal_root(sum[r] * p.inverse + p.eps);
         if (threadIdx.x == 0 && first + r < p.rows) p.rstd[first + r] = sum[r];
       }
-      each([&](S& its, int r, int column) { its.normalize(p, first + r, column, sum[r]); });
+      for_kept(own, p, first,
+               [&](S& its, int r, int column) { its.normalize(p, first + r, column, sum[r]); });
     }
     // Find the largest magnitudes, also of what is not kept.
     u32 largest[kValues] = {};
@@ -421,26 +445,25 @@ __global__ void __launch_bounds__(kLargestThreads)
 
 // ---- columns ----
 
-/// Eight neighbours of a row, as they are loaded.
+/// Neighbours of a row, as they are loaded: those of a thread.
 template <typename T>
-struct Eight {
-  static constexpr int kBytes = 8 * sizeof(T) < 16 ? 8 : 16, kParts = 8 * sizeof(T) / kBytes;
-  Vec<u32, kBytes / 4> part[kParts];
+struct Piece {
+  static constexpr int kWide = kTileColumns<T> / 8, kParts = kWide * sizeof(T) / 16;
+  Packed part[kParts];
 
   FLEXOPS_DEVICE void load(const T* row, int column) {
-    const u8* from = reinterpret_cast<const u8*>(row + column);
+    const Packed* from = reinterpret_cast<const Packed*>(row + column);
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      part[i] = flexops::load<Cache::normal>(
-          reinterpret_cast<const Vec<u32, kBytes / 4>*>(from + i * kBytes));
+    for (int i = 0; i < kParts; ++i) part[i] = flexops::load<Cache::normal>(from + i);
   }
-  /// `scale`: of the row, which floats have none of.
-  FLEXOPS_DEVICE void widen(float (&out)[8], [[maybe_unused]] float scale) const {
+  /// Eight of them. `scale`: of the row, which floats have none of.
+  FLEXOPS_DEVICE void widen(float (&out)[8], [[maybe_unused]] int eight,
+                            [[maybe_unused]] float scale) const {
     if constexpr (sizeof(T) == 1) {
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
         float four[4];
-        unpack4<T>(four, part[0].at[w]);
+        unpack4<T>(four, part[0].at[2 * eight + w]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 * w + i] = four[i] * scale;
       }
@@ -451,59 +474,63 @@ struct Eight {
   }
 };
 
-/// A tile of codes, transposed through shared memory. A thread has four rows of eight columns,
+/// A tile of codes, transposed through shared memory. A thread has four rows of kWide columns,
 /// which become a word of each column.
 template <typename T>
 __global__ void __launch_bounds__(kColumnThreads)
     transpose(const FLEXOPS_GRID_CONSTANT ColumnParams p) {
-  __shared__ alignas(16) u32 tile[kTileColumns * kTileRows / 4];
-  const int group = threadIdx.x % 8, four = threadIdx.x / 8;
-  const int column = blockIdx.y * kTileColumns + group * 8;
-  const int row = blockIdx.x * kTileRows + four * 4;
-  const bool has = column < p.columns;
+  constexpr int kWide = Piece<T>::kWide, kColumns = kTileColumns<T>;
+  constexpr int kApart = kWide + 4;  // of threads' scales: no two in the same banks
+  __shared__ alignas(16) u32 tile[kColumns * kTileRows / 4];
+  __shared__ alignas(16) float inverses[8 * kApart];  // NaN: no codes
+  const int group = threadIdx.x % 8, four = threadIdx.x / 8, begin = blockIdx.y * kColumns;
+  const int column = begin + group * kWide, row = blockIdx.x * kTileRows + four * 4;
   // Load.
-  Eight<T> data[4];
+  Piece<T> data[4];
   float scale[4];
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     data[r] = {};
     scale[r] = 0.0f;
-    if (row + r >= p.rows || !has) continue;
+    if (row + r >= p.rows || column >= p.columns) continue;
     data[r].load(p.x.row<T>(row + r), column);
     scale[r] = sizeof(T) == 1 ? p.row_scales[row + r] : 1.0f;
   }
-  scaled::Scaling scaling[8] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (!has) continue;
-    scaling[i] = power_of_two(p.largest[column + i]);
-    if (four == i && blockIdx.x == 0 && p.first == 0) p.scales[column + i] = scaling[i].scale;
+  // A thread for each column's scale.
+  const int own = threadIdx.x;
+  if (own < kColumns && begin + own < p.columns) {
+    const scaled::Scaling scaling = power_of_two(p.largest[begin + own]);
+    inverses[own / kWide * kApart + own % kWide] = scaling.keep ? scaling.inverse : not_a_number();
+    if (blockIdx.x == 0 && p.first == 0) p.scales[begin + own] = scaling.scale;
   }
+  __syncthreads();
   // Encode: four rows are a word of a column. Groups of four words are exchanged so that both
   // accesses to shared memory are free of conflicts.
-  float value[4][8];
 #pragma unroll
-  for (int r = 0; r < 4; ++r) data[r].widen(value[r], scale[r]);
+  for (int eight = 0; eight < kWide / 8; ++eight) {
+    float value[4][8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float inverse = scaling[i].inverse;
-    const u32 word = pack4<e4m3>(value[0][i] * inverse, value[1][i] * inverse,
-                                 value[2][i] * inverse, value[3][i] * inverse);
-    tile[(group * 8 + i) * (kTileRows / 4) + ((four / 4 ^ group) * 4 + four % 4)] =
-        word & scaling[i].keep;
+    for (int r = 0; r < 4; ++r) data[r].widen(value[r], eight, scale[r]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float inverse = inverses[group * kApart + eight * 8 + i];
+      const u32 word = pack4<e4m3>(value[0][i] * inverse, value[1][i] * inverse,
+                                   value[2][i] * inverse, value[3][i] * inverse);
+      tile[(group * kWide + eight * 8 + i) * (kTileRows / 4) +
+           ((four / 4 ^ group) * 4 + four % 4)] = inverse == inverse ? word : 0;
+    }
   }
   __syncthreads();
   // Write sixteen rows of a column at once.
-  const Vec<u32, 4>* words = reinterpret_cast<const Vec<u32, 4>*>(tile);
+  const Packed* words = reinterpret_cast<const Packed*>(tile);
 #pragma unroll
-  for (int k = 0; k < kTileColumns / (kColumnThreads / 8); ++k) {
+  for (int k = 0; k < kColumns / (kColumnThreads / 8); ++k) {
     const int its = four + k * (kColumnThreads / 8);
     const int to = p.first + blockIdx.x * kTileRows + group * 16;
-    const int from = blockIdx.y * kTileColumns + its;
-    if (to < p.end && from < p.columns)
+    if (to < p.end && begin + its < p.columns)
       store<Cache::normal>(
-          reinterpret_cast<Vec<u32, 4>*>(p.codes + static_cast<i64>(from) * p.total + to),
-          words[its * (kTileRows / 16) + (group ^ its / 8)]);
+          reinterpret_cast<Packed*>(p.codes + static_cast<i64>(begin + its) * p.total + to),
+          words[its * (kTileRows / 16) + (group ^ its / kWide)]);
   }
 }
 

@@ -236,10 +236,11 @@ const char* fp8_columns_cuda(const TensorView& x, const TensorViews& more,
     p.rows = static_cast<int>(stack(p.x, x, more, i));
     p.end = i + fp8_linear::kMatrices > more.count ? p.total : p.first + p.rows;
     if (p.end == p.first || p.columns == 0) continue;
-    const LaunchConfig config = {blocks(ceil_div(p.end - p.first, fp8_linear::kTileRows),
-                                        ceil_div(p.columns, fp8_linear::kTileColumns)),
-                                 {fp8_linear::kColumnThreads},
-                                 stream};
+    const int width = row_scales ? fp8_linear::kTileColumns<e4m3> : fp8_linear::kTileColumns<float>;
+    const LaunchConfig config = {
+        blocks(ceil_div(p.end - p.first, fp8_linear::kTileRows), ceil_div(p.columns, width)),
+        {fp8_linear::kColumnThreads},
+        stream};
     if (row_scales) {
       launch(kernel<fp8_linear::transpose<e4m3>>, config, p);
     } else {

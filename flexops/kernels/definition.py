@@ -244,6 +244,13 @@ def _code(
         )
     signature = _chosen(source, options.name or schema.name, schema.text)
     bound = binding.bind(signature, schema, options, reference, structs(source))
+    for one in signature.template:
+        constant = options.template.get(one.name, "")
+        if not callable(constant):
+            try:
+                _literal(schema.name, one, constant)
+            except TypeError as error:
+                raise _odd(schema, str(error), "a template argument of its kind") from None
     return KernelCode(source, signature, schema, bound, options, reference, include, made_flags)
 
 

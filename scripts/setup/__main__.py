@@ -159,7 +159,7 @@ def _setup(options: Options) -> None:
         row = [] if plan.toolkit == "missing" else ["--target", plan.target.id]
         each = f"each finding marked fail names its fix; {source} && flexops doctor"
         step("check (flexops doctor)", each, lambda: _in_environment("flexops", "doctor", *row))
-        demo = ("python", "-m", "flexops.demo")
+        demo = ("python", "examples/demo.py")
         step("demonstration", f"{source} && {' '.join(demo)}", lambda: _in_environment(*demo))
         state.replace(STATE / "checked", _checked_digest(plan) + "\n")
         state.replace(STATE / "checked.date", time.strftime("%Y-%m-%d %H:%M\n"))

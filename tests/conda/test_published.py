@@ -134,7 +134,7 @@ def replaced(place: Place) -> None:
     (package,) = place.packages()
     folder = place.channel.parent / "x"
     extract(package, folder)
-    victim, paths = next(folder.rglob("flexops/demo.py")), folder / "info" / "paths.json"
+    victim, paths = next(folder.rglob("flexops/trust.py")), folder / "info" / "paths.json"
     victim.write_text("print('not what was published')\n")
     data = json.loads(paths.read_text())
     for entry in data["paths"]:

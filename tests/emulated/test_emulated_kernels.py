@@ -149,8 +149,8 @@ def test_all_products_with_4_bit_weights(machine):
 
 @pytest.mark.extra
 def test_operands_of_fp8_products(machine):
-    selection = "bfloat16 and (bits and 17-48 or gated_rows and 1-16 and silu)"
-    assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 2
+    selection = "bfloat16 and (bits and (17-48 or 129-272) or gated_rows and 1-16 and silu)"
+    assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 3
 
 
 @pytest.mark.extra

@@ -662,7 +662,22 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales of an activation": (
         "awq", {},
         lambda tensors: tensors.update({"model.layers.0.mlp.act.scales": torch.ones(64)}),
-        "it belongs to no layer with codes",
+        "there is no model.layers.0.mlp.act.qweight, its codes",
+    ),
+    "codes that are missing": ("gptq", {}, _drop(f"{Q}.qweight"), "q_proj.qweight, its codes"),
+    "scales in another dtype": (
+        "gptq", {}, _put(f"{Q}.scales", lambda one: one.double()), "torch.float64",
+    ),
+    "a bias of another shape": (
+        "awq", {}, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(3)}), "q_proj.bias",
+    ),
+    "groups of some inputs": ("gptq", {}, _cut(f"{Q}.g_idx"), "q_proj.g_idx does not fit"),
+    "a group size that is no number": (
+        "awq", {"group_size": [32]}, _drop("nothing"), "group_size=[32]",
+    ),
+    "groups that are no mapping": (
+        "gptq", {"quant_method": "compressed-tensors", "config_groups": [1]}, _drop("nothing"),
+        "config_groups=[1]",
     ),
 }  # fmt: skip
 
@@ -679,6 +694,14 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -
         load(folder)
     assert message in str(caught.value)
     assert "fix:" in str(caught.value)
+
+
+def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
+    folder, _ = golden("gptq", tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(PatchError, match=r"is damaged(.|\n)*model\.safetensors(.|\n)*again"):
+        load(folder)
 
 
 def test_another_quantization_method_is_rejected(tmp_path: Path) -> None:
@@ -748,6 +771,13 @@ def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> Non
         flexops.patch(model, weights=weights)
     assert not layers(model)
     assert not any("forward" in vars(one) for one in model.modules())
+
+
+def test_one_name_of_what_keeps_16_bits() -> None:
+    model = llama()
+    flexops.patch(model, weights=Int4Config(modules_to_not_convert="down_proj"))
+    assert len(layers(model)) == 12
+    assert not any(name.endswith("down_proj") for name in layers(model))
 
 
 def test_settings_survive_a_dict() -> None:

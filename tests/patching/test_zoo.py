@@ -151,6 +151,22 @@ def test_attention_that_changes_what_it_reads_from_a_cache_has_no_decode_steps(n
     assert "Attention changes what it reads from a cache, or its mask" in row.reason
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified"])
+def test_the_tokens_of_a_picture_attend_to_each_other(name):
+    model = zoo.tiny(name).eval()
+    model.config.text_config.use_bidirectional_attention = "vision"
+    tokens = zoo.batch(model, False)["input_ids"]
+    kinds = torch.zeros_like(tokens)
+    kinds[:, 2:6] = 1
+    expected, without = (
+        model(tokens, mm_token_type_ids=one).logits for one in (kinds, torch.zeros_like(kinds))
+    )
+    assert (expected - without).norm() > 0.1
+    report = flexops.patch(model)
+    assert any(row.operator == "attention" for row in report.swapped)
+    torch.testing.assert_close(model(tokens, mm_token_type_ids=kinds).logits, expected)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)
@@ -213,9 +229,10 @@ def test_in_bfloat16_it_is_no_further_from_the_truth(name):
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(set(zoo.TYPES) - zoo.UNTESTED.keys()))
+@pytest.mark.parametrize("name", sorted(set(zoo.TYPES) - {*zoo.UNTESTED, "fnet", "mra"}))
 def test_nor_by_a_gpus_kernels(name):
-    """Three models in which no rounding changes the choice of an expert, patched or plain."""
+    """Three models in which no rounding changes the choice of an expert, patched or plain. (The
+    plain code of FNet and MRA does not run in bfloat16.)"""
     errors = (in_bfloat16(name, seed, "cuda") for seed in range(12))
     found = list(itertools.islice((one for one in errors if one[2]), 3))
     assert found

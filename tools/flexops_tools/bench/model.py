@@ -433,8 +433,8 @@ def _times(
 
 
 def _joules(step: Callable[[], object], seconds: float) -> float:
-    """What a step uses, over 1.5 seconds of them: NVML's counter moves every tenth of a second."""
-    count = max(8, round(1.5 / seconds))
+    """What a step uses, over a second of them: NVML's counter moves every tenth of a second."""
+    count = max(8, round(1 / seconds))
     used = []
     for steps in (count // 4, count):
         for _ in range(steps):
