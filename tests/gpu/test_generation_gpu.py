@@ -88,7 +88,8 @@ def test_captured_steps_give_likely_tokens(name: str, padding: bool) -> None:
     ],
 )
 def test_what_stands_around_attention(name: str, reason: str) -> None:
-    """Norms of what is rotated, gates, experts; types without captured steps, and why."""
+    """Norms of what is rotated, gates, experts; types without captured steps, and why. Tokens of
+    the others are of transformers' own code: plain Doge's with a cache are not those without."""
     model = zoo.tiny(name).eval()
     model.get_output_embeddings().weight.data.mul_(8)
     model, inputs = model.to("cuda", torch.bfloat16), prompts()
@@ -103,7 +104,7 @@ def test_what_stands_around_attention(name: str, reason: str) -> None:
     assert {key[0] for key in graphs(model)} == (set() if reason else {"step", "tokens"})
     assert not decoder.decoder_of(model).refused
     flexops.unpatch(model)
-    for tokens in found:
+    for tokens in () if reason else found:
         assert_likely(model, tokens, inputs)
 
 
