@@ -113,9 +113,6 @@ struct Plain {
   FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
     at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
   }
-  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
-    prefetch(p.x.row<T>(row) + column);
-  }
   FLEXOPS_DEVICE void compute(const RowParams&) {}
 };
 
@@ -131,10 +128,6 @@ struct Norm {
     at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
     at[1] = rows::load_vector<T, Cache::normal>(
         static_cast<const T*>(p.residual) + row * p.residual_stride, column);
-  }
-  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
-    prefetch(p.x.row<T>(row) + column);
-    prefetch(static_cast<const T*>(p.residual) + row * p.residual_stride + column);
   }
   /// Writes the rounded sum and gives the sum of its squares.
   FLEXOPS_DEVICE float add(const RowParams& p, int row, int column) {
@@ -184,10 +177,6 @@ struct Gated {
     if constexpr (kBackward)
       at[0] = rows::load_vector<T, Cache::normal>(
           static_cast<const T*>(p.grad) + row * p.grad_stride, column);
-  }
-  static FLEXOPS_DEVICE void ask(const RowParams& p, int row, int column) {
-    prefetch(p.x.row<T>(row) + column), prefetch(p.x.row<T>(row) + column + p.columns);
-    if constexpr (kBackward) prefetch(static_cast<const T*>(p.grad) + row * p.grad_stride + column);
   }
   FLEXOPS_DEVICE void compute(const RowParams& p) {
     constexpr bool kAccurate = activation::kIsAccurate<T>;
@@ -332,10 +321,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int i = 0; i < kVectors * kRows; ++i) own[i / kRows][i % kRows] = {};
     for_kept(own, p, first, [&](S& its, int r, int column) { its.load(p, first + r, column); });
-    // The next rows go to the second-level cache while these are computed: a line has 8 vectors.
-    const int next = first + static_cast<int>(gridDim.x) * kRows;
-    if (threadIdx.x % 8 == 0)
-      for_kept(own, p, next, [&](S&, int r, int column) { S::ask(p, next + r, column); });
     // Add and normalize; the launcher lets no row be longer than what is kept.
     if constexpr (S::kNorm) {
       float sum[kRows] = {};
