@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from contract import Case, Contract, Make, Refusal, Shape
 from cross_entropy_cases import DTYPES, compare_all
 from torch import Tensor
 
@@ -292,15 +292,6 @@ def both(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_cpu_gives_what_the_reference_gives(block):
     for seed in range(block * 25, block * 25 + 25):
         compare_all(seed, "cpu", CLASSES)
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("level", ISA_LEVELS[:2])
-@pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level):
-    """The levels that this machine would not choose on its own."""
-    with isa_limit(level):
-        test_cpu_gives_what_the_reference_gives(1)
 
 
 # ---- against torch -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from flexops.targets import loading
 from flexops.toolchain.compat import rules
 from flexops_tools.targets import validate
 
-SMALL = Path(__file__).parents[2] / "golden" / "targets" / "input" / "matrix.toml"
+SMALL = Path(__file__).parents[2] / "golden" / "targets.toml"
 Document = dict[str, Any]
 
 

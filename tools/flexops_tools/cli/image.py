@@ -83,10 +83,6 @@ def build(
     network: Network = "",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not use cached steps.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers in parallel.")] = None,
-    push: Annotated[
-        bool,
-        typer.Option("--push", help="Push each image after it is built; --tag names the registry."),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build images, from this checkout: toolkit, torch and operators that match, checked."""
@@ -105,12 +101,6 @@ def build(
         try:
             with _progress(wish.target.id, quiet=as_json) as report:
                 built = building.build(client, wish, root, report)
-                if push:
-                    building.push(
-                        client,
-                        wish.reference,
-                        lambda line: report(Step(1, 1, "push"), line) if report else None,
-                    )
             results.append({**_built(built), "error": None})
             _say(
                 f"{built.reference}  {built.size / 1e9:.2f} GB, {built.seconds:.0f} s,"

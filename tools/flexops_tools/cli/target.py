@@ -17,7 +17,7 @@ from flexops.inspection.measuring import Measured
 from flexops.targets import loading
 from flexops.toolchain.compat import rules
 
-from ..proving import hip_proof, torch_proof
+from ..proving import baseline_file, hip_proof, torch_proof
 from ..proving import kernels as proving
 from ..targets import locks, proven, validate
 from ..targets import render as rendering
@@ -117,8 +117,8 @@ def prove(
         _prove_torch(ids or [], tests or [], update, as_json)
         return
     root = rendering.checkout()
-    path = root / baseline.FILE
-    known = baseline.read(path) if path.exists() or not update else {}
+    path = root / baseline_file.FILE
+    known = baseline_file.read(path) if path.exists() or not update else {}
     chosen = settings.current()
     rows = [targets.load().find(one) for one in ids or ()]
     amd = hip_proof.prove([one.id for one in rows if one.accelerator == "rocm"], op or (), chosen)
@@ -203,7 +203,7 @@ def _keep(
     """Write what was measured into the baseline; if it is of all families, into the record of tests
     too."""
     if measured:
-        baseline.write(root / baseline.FILE, known, measured)
+        baseline_file.write(root / baseline_file.FILE, known, measured)
     if whole:
         proven.write(root / proven.RECORD, proving.facts(measured, amd, torch_proof.today()))
 

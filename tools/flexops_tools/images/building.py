@@ -221,18 +221,3 @@ def _free_bytes(client: DockerClient) -> int | None:
         return shutil.disk_usage(engine_root(client)).free
     except Exception:  # it is only said if it is known: the engine may be gone, or elsewhere
         return None
-
-
-def push(client: DockerClient, name: str, say: Callable[[str], None] | None = None) -> None:
-    """Push an image to the registry in its name; raises ``ImageError`` with the registry's own
-    words."""
-    repository, tag = split(name)
-    for event in client.api.push(repository, tag=tag, stream=True, decode=True):
-        if "error" in event:
-            raise ImageError(
-                f"{name} could not be pushed",
-                found=event["error"],
-                fix=f"docker login, and --tag REGISTRY/{repository}",
-            )
-        if say and event.get("status"):
-            say(" ".join(str(event[key]) for key in ("status", "id", "progress") if event.get(key)))
