@@ -28,7 +28,7 @@ import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Linear
 from flexops.ops import few_rows
-from flexops.patching import Int4Config, register_int4
+from flexops.patching import Int4Config, from_config, register_int4
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
@@ -771,6 +771,13 @@ def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> Non
         flexops.patch(model, weights=weights)
     assert not layers(model)
     assert not any("forward" in vars(one) for one in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_report_from_the_config_of_4_bits_has_its_layers(kind: str) -> None:
+    """And so a model on ``meta`` can be quantized, too."""
+    rows = from_config.report(str(GOLDEN / kind)).swapped
+    assert [row.count for row in rows if row.operator == "int4_linear"] == [7]
 
 
 def test_one_name_of_what_keeps_16_bits() -> None:
