@@ -82,76 +82,19 @@ class SecretUrl:
 
 
 class Settings(NamedTuple):
-    """The user's wishes, as the environment states them. Nothing here is probed. (A NamedTuple, as
-    in ``toolchain/model.py``.)
+    """The user's settings, as the environment states them; docs/configuration.md explains each
+    variable. Nothing here is probed. (A NamedTuple, as in ``toolchain/model.py``.)
 
     Attributes:
-        cache_dir: root of the build cache: ``FLEXOPS_CACHE_DIR``, else
-            ``TORCH_EXTENSIONS_DIR/flexops``, else ``XDG_CACHE_HOME/flexops``, else
-            ``~/.cache/flexops``.
-        cache_max_bytes: ``FLEXOPS_CACHE_MAX_SIZE`` (bytes, or with K, M, G, T), default 5G.
-        cache_shared: ``FLEXOPS_CACHE_SHARED``: 1 trusts a cache directory that belongs to someone
-            else (a team's shared directory).
-        cache_signing_key: ``FLEXOPS_CACHE_SIGNING_KEY``: an SSH key that signs what is put into the
-            cache.
-        cache_trusted_keys: ``FLEXOPS_CACHE_TRUSTED_KEYS``: an ``allowed_signers`` file; nothing
-            that these keys have not signed is opened.
-        cache_copies: where verified copies of a shared cache's signed entries are kept:
-            ``XDG_CACHE_HOME/flexops-verified``, else ``~/.cache/flexops-verified``; None without
-            ``cache_trusted_keys``.
-        cache_remote: ``FLEXOPS_CACHE_REMOTE``: the URL of a cache that machines share (s3, gs, az,
-            https, oci, file); empty for none.
-        cache_remote_write: ``FLEXOPS_CACHE_REMOTE_WRITE``: 1 puts there what is compiled here.
-        cache_remote_timeout: ``FLEXOPS_CACHE_REMOTE_TIMEOUT``: seconds that a request to it may
-            take (default 10), and that look-ups in vain may take together.
-        cache_remote_http: ``FLEXOPS_CACHE_REMOTE_HTTP``: 1 allows HTTP without encryption to other
-            machines, too.
-        compile_wait: ``FLEXOPS_COMPILE_WAIT``: seconds for which this process waits for another
-            machine's that compiles the same (default 60); 0: never.
-        record: ``FLEXOPS_RECORD``: a file to which is added what this process launches, for
-            ``flexops warm``; None for none.
-        fallback: ``FLEXOPS_FALLBACK``: may the plain PyTorch reference stand in for a native
-            kernel? allow, warn (default) or forbid.
-        jit: ``FLEXOPS_JIT``: 0 never compiles at run time.
-        autotune: ``FLEXOPS_AUTOTUNE``: 0 takes the first of a kernel's candidates, unmeasured.
-        log: ``FLEXOPS_LOG``: quiet, info (default) or debug (shows every command).
-        aot: ``FLEXOPS_AOT``: ops that an install compiles in: nothing, ``all`` or names.
-        aot_dir: ``FLEXOPS_AOT_DIR``: the folder that is searched for flexops' own libraries
-            compiled ahead of time, such as what ``flexops build --out`` wrote; None for the
-            package's own.
-        aot_devices: ``FLEXOPS_AOT_DEVICES``: device types that it compiles them for, such as
-            ``cpu`` or ``cpu,cuda``; unset means cpu, and cuda where there is a toolkit that matches
-            torch. A package says it, so that what it holds does not hang on the machine that builds
-            it.
-        wheel: ``FLEXOPS_WHEEL``: the machine (``x86_64`` or ``aarch64``) for which a wheel gets
-            libraries for every torch with the stable ABI, compiled by zig; empty for this machine's
-            own compiler and torch.
-        device_compiler: ``FLEXOPS_DEVICE_COMPILER``: what compiles people's ``.cu`` in
-            ``flexops.load``: nvcc, nvrtc, or auto (default: nvrtc what it takes, nvcc the rest
-            where one matches torch).
-        pch: ``FLEXOPS_PCH``: torch's headers precompiled for ``flexops.load``: auto (default: in
-            the background, for the next kernel), 1 (before the first kernel compiles) or 0 (never:
-            an image layer, say, should not carry their 800 MB).
-        launcher: ``FLEXOPS_COMPILER_LAUNCHER``: a program such as ccache or sccache, or ``none``;
-            unset means whichever is found.
-        arch_list: ``TORCH_CUDA_ARCH_LIST``, unparsed; None when unset or empty.
-        rocm_arch_list: ``PYTORCH_ROCM_ARCH``, unparsed.
-        max_jobs: ``MAX_JOBS``, an upper bound on parallel compile jobs.
-        nvcc_threads: ``NVCC_THREADS``, threads within one nvcc.
-        cpu_isa: ``FLEXOPS_CPU_ISA``: the most that CPU kernels may use: baseline, avx2 or avx512
-            (default: what this CPU has). The kernels read it themselves, once (csrc/common/cpu.h).
-        compile_timeout: ``FLEXOPS_COMPILE_TIMEOUT``: seconds after which a compiler is stopped
-            (default 3600); 0 for never.
-        compiler_environment: (name, value) of the variables that are set and that compilers and
-            linkers read by themselves, such as ``CPATH``.
-        search_path: ``PATH``, in its order.
-        conda_prefix: ``CONDA_PREFIX``, the active conda environment.
-        virtual_env: ``VIRTUAL_ENV``, the active virtual environment.
-        cuda_visible_devices: ``CUDA_VISIBLE_DEVICES``, unparsed; None when unset (set and empty
-            hides every GPU).
-        cuda_device_order: ``CUDA_DEVICE_ORDER``, which the numbers in the former refer to.
-        image: ``FLEXOPS_IMAGE_TARGET``: the row whose image this runs in, which the image says;
-            empty elsewhere.
+        cache_copies: where verified copies of a shared cache's signed entries are kept; None
+            without ``cache_trusted_keys``.
+        aot: operators that an install compiles: none, ``all`` or names.
+        arch_list, rocm_arch_list, cuda_visible_devices: unparsed; None when unset (an empty
+            ``CUDA_VISIBLE_DEVICES`` hides every GPU).
+        cpu_isa: the kernels read it themselves, once (csrc/common/cpu.h).
+        compiler_environment: (name, value) of the variables that compilers and linkers read by
+            themselves, such as ``CPATH``.
+        image: ``FLEXOPS_IMAGE_TARGET``: the row whose image this runs in; empty elsewhere.
     """
 
     cache_dir: Path

@@ -49,9 +49,11 @@ start_test_engine() {
 # run_part EXPRESSION [ARGUMENT...]: the tests with these markers, by two processes where there is
 # room for them. Some tests fill a GPU's memory, so there one process runs them all.
 run_part() {
-  if [[ -z ${FLEXOPS_TEST_WORKERS+set} ]] && "$PREFIX/bin/python" -m flexops.toolchain | awk '
-    $1 == "gpu" { gpu = 1 } $1 == "cpus" { cpus = $2 } $1 == "memory_bytes" { bytes = $2 }
-    END { exit gpu || cpus < 2 || bytes < 8 * 1024 ^ 3 }'; then
+  if [[ -z ${FLEXOPS_TEST_WORKERS+set} ]] && "$PREFIX/bin/python" -c '
+from flexops.toolchain import gpus, resources
+here = resources.detect()
+gpu = gpus.machine().gpus or gpus.local_gfx_targets()
+exit(bool(gpu) or here.cpus < 2 or here.memory_bytes < 8 << 30)'; then
     FLEXOPS_TEST_WORKERS=2
   fi
   run_pytest -m "$@"

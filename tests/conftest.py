@@ -39,10 +39,10 @@ _CLEARED = (
 workers are such."""
 _KEPT_PREFIX = "FLEXOPS_TEST_"
 _OF_OTHERS = re.compile(
-    r"torchelastic_|torchinductor_|pymp-|uv-|cc\w{6}\.|tmpxft_|stand-in-|flexops-builds-"
+    r"torchelastic_|torchinductor_|pymp-|uv-|cc\w{6}\.|tmpxft_|stand-in-|flexops-(?:builds|loaded)-"
 )
 """What stays in TMPDIR: files of torch, multiprocessing, uv and killed compilers, and where flexops
-builds if others can change its cache."""
+builds if others can change its cache, and the copies of libraries that this process has loaded."""
 _missing: dict[str, str] = {}
 
 

@@ -24,6 +24,7 @@ from builds import REPOSITORY
 from marks import first_of
 
 from flexops import settings, toolchain
+from flexops.builder import new
 from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
 
@@ -1263,6 +1264,15 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
 
 
 # what the operator is, wherever it is said
+
+
+@pytest.mark.parametrize("name", ["torch", "json", "class", "my-lib"])
+def test_a_package_has_a_name_of_its_own(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FlexopsError, match=f"cannot be called '{name}'"):
+        new.write(name, "scale", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")
 
 

@@ -314,7 +314,6 @@ EXIT_CODES: dict[str, int] = {
     "channel index --channel /nonexistent": 11,
     "channel check --channel /nonexistent": 11,
     "image build nothing": 3,
-    "image run nothing": 3,
     "image check nothing": 3,
     "bench build --rung nothing": 2,
     "bench build --from /nonexistent": 1,
@@ -367,7 +366,6 @@ def test_every_command_has_an_exit_code_in_the_table():
         "target list",
         "target render",
         "target detect",
-        "image list",
     }
 
 

@@ -12,6 +12,7 @@ from flexops.errors import FlexopsError
 from flexops.inspection import baseline, cubin, mix
 from flexops.inspection.measuring import Measured
 from flexops.inspection.occupancy import occupancy
+from flexops_tools.proving import baseline_file
 from flexops_tools.proving import kernels as proving
 
 HOPPER = ComputeCapability(9, 0)
@@ -103,7 +104,7 @@ def test_what_is_worse(tmp_path, now, worse):
 
 def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_path):
     file = tmp_path / "baseline.json"
-    baseline.write(
+    baseline_file.write(
         file,
         {},
         [
@@ -111,7 +112,7 @@ def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_pat
             measured(tmp_path, "other::kept")._replace(family="other"),
         ],
     )
-    known = baseline.read(file)
+    known = baseline_file.read(file)
     now = [measured(tmp_path, "mine::fresh", registers=250)]
     changes = baseline.compare(known, now)
     assert [(str(change).rpartition(": ")[2], change.worse) for change in changes] == [
@@ -120,15 +121,15 @@ def test_new_and_gone_kernels_are_no_regression_and_an_update_takes_them(tmp_pat
     ]
     # there is nothing to hold it against: none may
     assert baseline.compare(known, [measured(tmp_path, "mine::fresh", spill_loads=4)])[0].worse
-    baseline.write(file, known, now)
-    assert baseline.read(file) == {
+    baseline_file.write(file, known, now)
+    assert baseline_file.read(file) == {
         "NVRTC 13.0 sm_90": {
             "mine mine::fresh": [250, 0, 0, 0, 0],
             "other other::kept": [32, 0, 0, 0, 0],
         }
     }
     with pytest.raises(FlexopsError, match="flexops target prove --update"):
-        baseline.read(tmp_path / "none.json")
+        baseline_file.read(tmp_path / "none.json")
 
 
 def test_a_report_names_what_spills(tmp_path):
@@ -154,7 +155,7 @@ def test_what_is_no_cubin_is_rejected(code):
 
 
 def test_the_baseline_is_committed_for_the_tests_compilers():
-    known = baseline.read(Path(__file__).parents[1] / baseline.FILE)
+    known = baseline_file.read(Path(__file__).parents[1] / baseline_file.FILE)
     assert {
         f"NVRTC {version} sm_{sm}" for version in ("12.1", "13.0") for sm in (80, 86, 89, 90)
     } <= set(known)

@@ -4,6 +4,7 @@ asked for. Needs no GPU."""
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shutil
 import struct
 import subprocess
@@ -410,8 +411,11 @@ def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> 
 
 
 @pytest.fixture
-def poison(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def poison(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]
+) -> Iterator[Path]:
     """A remote cache with an entry of ``SCALE``, whole by every digest, whose code is useless."""
+    require(importlib.util.find_spec("obstore"), "obstore", "pip install obstore")
     launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
     assert driver.number("loads").value == 1
     (entry,) = BuildCache(tmp_path / "cache").entries()
@@ -574,7 +578,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         ),
     ],
 )
-def test_an_error_shows_the_users_line_and_a_mend(
+def test_an_error_shows_the_users_line_and_a_fix(
     body: str, line: str, said: str, fix: str
 ) -> None:
     source = f"""

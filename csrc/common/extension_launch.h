@@ -22,6 +22,8 @@
 #pragma GCC visibility push(hidden)
 
 #define FLEXOPS_CUDACC 1
+#define FLEXOPS_CUDACC_VER_MAJOR (CUDART_VERSION / 1000)
+#define FLEXOPS_CUDACC_VER_MINOR (CUDART_VERSION % 1000 / 10)
 #define FLEXOPS_EXTENSION 1
 #include "common/launch.h"
 

@@ -28,7 +28,7 @@ inline hopper::TensorMap encode(int type, const void* data, const uint64_t (&siz
 /// elements and, like the address, are multiples of 16 bytes; sizes are not 0.
 inline hopper::TensorMap map_matrices(Dtype type, const void* data, int64_t matrices, int64_t rows,
                                       int64_t columns, int64_t row_stride, int64_t matrix_stride,
-                                      unsigned box_rows) {
+                                      unsigned box_rows, unsigned box_matrices = 1) {
   const uint64_t sizes[4] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
                              static_cast<uint64_t>(matrices), 1};
   // The stride of a dimension with one entry has no effect, but must be a multiple of 16 bytes.
@@ -36,7 +36,8 @@ inline hopper::TensorMap map_matrices(Dtype type, const void* data, int64_t matr
                  matrix_bytes = static_cast<uint64_t>(matrices > 1 ? matrix_stride : 8) * 2;
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3;
   return detail::encode(type == Dtype::bf16 ? kBfloat16 : kFloat16, data, sizes,
-                        {row_bytes, matrix_bytes, matrix_bytes}, {64, box_rows, 1, 1}, kSwizzle128);
+                        {row_bytes, matrix_bytes, matrix_bytes}, {64, box_rows, box_matrices, 1},
+                        kSwizzle128);
 }
 
 /// A map of words[planes][rows][columns] of 32 bits, contiguous, from which boxes are loaded as

@@ -114,10 +114,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   u8* const ring = shared + at.ring + warp * p.stages * kStage;
   const u32 barriers = hopper::shared_address(shared + at.barriers + warp * p.stages * 8);
 #if FLEXOPS_HAS_CLUSTERS
-  if (lane == 0) {
-    for (int i = 0; i < p.stages; ++i) hopper::init(barriers + 8 * i, 1);
-    hopper::fence_init();
-  }
+  if (lane < p.stages) hopper::init(barriers + 8 * lane, 1), hopper::fence_init();
   __syncwarp();
 #endif
   const int group_shift = p.group_shift - 6;  // log2 of tiles to a group
@@ -147,16 +144,18 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
                      inside ? words + (32 * i + lane) * 16 : weight.packed, inside);
       }
 #endif
-      for (int i = lane; i < vectors; i += 32) {
-        async_copy16(to + kChunk * 512 + i * 16, weight.scales + number + i * 8, true);
-        if (weight.zeros)
-          async_copy16(to + kChunk * 512 + kNumbers + i * 16, weight.zeros + number + i * 8, true);
+      static_assert(2 * kUnits <= 32, "a warp copies all numbers at once");
+      if (lane < vectors) {
+        u8* const own = to + kChunk * 512 + lane * 16;
+        async_copy16(own, weight.scales + number + lane * 8, true);
+        if (weight.zeros) async_copy16(own + kNumbers, weight.zeros + number + lane * 8, true);
       }
     }
     ahead += kFewWarps, ahead_chunk += kFewWarps;
     while (ahead_chunk >= p.chunks) ahead_chunk -= p.chunks, ++ahead_row;
     async_commit();
   };
+#pragma unroll 1
   for (int i = 0; i < p.stages; ++i) fetch(i);
 
   // Rows of x, as far as the block's chunks go, multiplied by the norm's weights; the sums of their
@@ -167,6 +166,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   float* const squares = reinterpret_cast<float*>(shared + at.squares);  // of rows; of warps
   const int per_row = p.chunks * kChunk * 8;                             // vectors of 16 bytes
   const auto copy_row = [&](int row, const void* of) {
+#pragma unroll 2
     for (int i = thread; i < per_row; i += 32 * kFewWarps) {
       const int chunk = i / (kChunk * 8);
       const int column = (rank + chunk * p.cluster) * kChunk * 64 + i % (kChunk * 8) * 8;
@@ -176,15 +176,18 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     }
   };
   if (p.norm) copy_row(p.m, p.norm);
-  for (int i = thread; i < kZeroBytes / 16; i += 32 * kFewWarps) storage[i] = uint4{0, 0, 0, 0};
+  if (thread < kZeroBytes / 16) storage[thread] = uint4{0, 0, 0, 0};
+#pragma unroll 1
   for (int i = thread; i < p.chunks * kUnits * kPad; i += 32 * kFewWarps) {
     if (i % kPad >= p.m) sums[i] = 0.0f;
   }
   wait_for_previous();
+#pragma unroll 1
   for (int row = 0; row < p.m; ++row)
     copy_row(row, static_cast<const T*>(p.x) + static_cast<i64>(row) * p.k);
   async_commit();
   async_wait(0);
+#pragma unroll 1
   for (int row = 0; row < p.m; ++row) {
     float square = 0.0f;
 #pragma unroll 2
@@ -290,8 +293,8 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       async_wait(p.stages - 1);
       __syncwarp();
       multiply(ring + stage * kStage, chunk);
-      // All lanes have read the stage.
-      hopper::fence_async();
+      // All lanes have read the stage: what they read, they have used. (A fence before the copy
+      // engine would wait for the numbers of the stages that are under way, too.)
       __syncwarp();
       fetch(stage);
       if (++stage == p.stages) stage = 0, phase ^= 1;
@@ -313,31 +316,36 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
     }
     __syncthreads();
-    // The warps' sums, in the order of their chunks, in the place of the first one's.
+    // The warps' sums, in the order of their chunks; between blocks in the place of the first
+    // one's.
     const int pass = end_row - first_row, sharing = min(p.chunks, kFewWarps);
-    if (sharing > 1) {
-      for (int i = thread; i < pass * kPart; i += 32 * kFewWarps) {
-        const int of = i / kPart, element = i - of * kPart;
-        float* const own = parts + of * kFewWarps * kPart + element;
-        float total = 0.0f;
-        const int begin = (first_row + of) * p.chunks;
-        for (int w = 0; w < sharing; ++w) total += own[(begin + w) % kFewWarps * kPart];
-        own[0] = total;
-      }
-      __syncthreads();
+    const auto of_block = [&](int of, int element) {
+      const float* const own = parts + of * kFewWarps * kPart + element;
+      const int begin = (first_row + of) * p.chunks;
+      float total = 0.0f;
+#pragma unroll 4
+      for (int w = 0; w < sharing; ++w) total += own[(begin + w) % kFewWarps * kPart];
+      return total;
+    };
+    if (p.cluster > 1) {
+#pragma unroll 1
+      for (int i = thread; i < pass * kPart; i += 32 * kFewWarps)
+        parts[i / kPart * kFewWarps * kPart + i % kPart] = of_block(i / kPart, i % kPart);
+      cluster_sync();
     }
-    if (p.cluster > 1) cluster_sync();
     // Each block of the cluster writes its part of the results.
     const auto of_cluster = [&](const float* own) {
       if (p.cluster == 1) return *own;
       float total = cluster_load(own, 0);
+#pragma unroll 1
       for (int other = 1; other < p.cluster; ++other) total += cluster_load(own, other);
       return total;
     };
+#pragma unroll 1
     for (int i = thread + rank * 32 * kFewWarps; i < pass / in_unit * 16 * p.m;
          i += 32 * kFewWarps * p.cluster) {
-      const int unit = i / (16 * p.m), rest = i - unit * 16 * p.m, token = rest / 16,
-                line = rest % 16, of = unit * in_unit;
+      const int line = i % 16, unit = kSlots == 4 ? i / 16 >> (p.m - 1) : i / 16 / p.m,
+                token = i / 16 - unit * p.m, of = unit * in_unit;
       const FewTile tile(p, first_row + of, block, blocks);
       const FewParams::Weight& weight = p.weights[tile.which];
       const int column = static_cast<int>(tile.tile) * 16 + line;
@@ -346,8 +354,9 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
       const float factor =
           p.norm ? rsqrtf(of_cluster(squares + token) / static_cast<float>(p.k) + p.eps) : 1.0f;
       const auto result = [&](int of, int which) {
-        const int warp = sharing > 1 ? 0 : (first_row + of) * p.chunks % kFewWarps;
-        float total = of_cluster(parts + (of * kFewWarps + warp) * kPart + element) * factor;
+        const float sum = p.cluster > 1 ? of_cluster(parts + of * kFewWarps * kPart + element)
+                                        : of_block(of, element);
+        const float total = sum * factor;
         const void* const bias = p.weights[which].bias;
         return bias ? total + to_float(static_cast<const T*>(bias)[column]) : total;
       };

@@ -156,13 +156,11 @@ FLEXOPS_DEVICE float4 cluster_load(const float4* own, int rank) {
 }
 
 /// Adds the parts of a sum, `depth` in each block of a cluster, in a fixed order, and writes them
-/// with the bias. `parts`: [depth][tokens][stride], rows of W beside each other; all blocks have
-/// stored theirs. `tokens`, `lines`: the block's, as the threads that call it.
+/// with the bias. `parts`: [depth][tokens][stride], rows of W beside each other. `tokens`, `lines`:
+/// the block's, as the threads that call it.
 template <class T>
-FLEXOPS_DEVICE void write_sums(const Params& p, int rank, const float* parts, int depth, int stride,
-                               int tokens, int lines, int first_token, int first_line,
-                               int threads) {
-  if (p.cluster > 1) cluster_sync();
+FLEXOPS_DEVICE void add_sums(const Params& p, int rank, const float* parts, int depth, int stride,
+                             int tokens, int lines, int first_token, int first_line, int threads) {
   const int quads = lines / 4, present = min(p.m - first_token, tokens);
   for (int i = static_cast<int>(threadIdx.x) + threads * rank; i < present * quads;
        i += threads * p.cluster) {
@@ -197,6 +195,12 @@ FLEXOPS_DEVICE void write_sums(const Params& p, int rank, const float* parts, in
       if (n + j < p.n) out[j] = from_float<T>(total[j]);
     }
   }
+}
+/// The same once all blocks of the cluster have stored theirs; none goes on before all have read.
+template <class T, class... Rest>
+FLEXOPS_DEVICE void write_sums(const Params& p, Rest... rest) {
+  if (p.cluster > 1) cluster_sync();
+  add_sums<T>(p, rest...);
   if (p.cluster > 1) cluster_leave();
 }
 

@@ -9,6 +9,7 @@
 #include "common/tensor_map.h"
 #include "int4_linear/int4_many_rows.cuh"
 #include "int4_linear/int4_many_rows_hopper.cuh"
+#include "int4_linear/int4_sixteen_rows_hopper.cuh"
 #include "int4_linear/int4_unpack.cuh"
 
 namespace flexops {
@@ -18,8 +19,10 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128
-  int second;   // warps of a block; or consumer warpgroups that share the columns
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128; or 4:
+                // the kernel of up to 16 rows
+  int second;   // warps of a block; or consumer warpgroups that share the columns; or stages,
+                // an even number
   int cluster;  // blocks that share the columns
 };
 
@@ -56,10 +59,27 @@ Plan choose_hopper(const Int4Product& c, int processors) {
   return best;
 }
 
+/// How blocks share the columns for up to 16 rows of x: a pass costs its chunks, which two teams
+/// take in turn, and as much as three of them besides. With more than 8 rows several passes are
+/// slower than wgmma.
+Plan choose_few(const Int4Product& c, int processors) {
+  Plan best = {4, 6, 1};
+  int64_t least_cost = INT64_MAX, least_passes = 0;
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    const int64_t passes = ceil_div(ceil_div(c.weight.tiles_n, int4::kSixteenTiles),
+                                    clusters_of(cluster, processors)),
+                  chunks = ceil_div(ceil_div(c.weight.tiles_k, int4::kSixteenTeam), cluster),
+                  cost = passes * (ceil_div(chunks, int4::kSixteenTeams) + 3);
+    if (cost < least_cost) least_cost = cost, least_passes = passes, best.cluster = cluster;
+  }
+  return c.m > 8 && least_passes > 1 ? choose_hopper(c, processors) : best;
+}
+
 /// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors, tiles_n = c.weight.tiles_n;
-  if (gpu.capability == 90) return choose_hopper(c, gpu.processors);
+  if (gpu.capability == 90)
+    return c.m <= 16 ? choose_few(c, gpu.processors) : choose_hopper(c, gpu.processors);
   const int64_t count = ceil_div(tiles_n, 4) * ceil_div(c.m, c.m <= 16 ? 16 : 64);
   if (count >= 3 * processors && c.m > 32) return {8, 8, 1};
   if (count > processors || gpu.shared_of_block < 180 << 10) return {2, 4, 1};
@@ -100,6 +120,43 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
          p);
 }
 
+template <class T, int kTokens>
+void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
+  const Gpu& gpu = gpu_facts();
+  int4::SixteenParams p = {params, plan.second, 1, false, 1, {}, {}, {}, {}};
+  const int64_t groups = ceil_div(params.tiles_n, int4::kSixteenTiles),
+                clusters = least(groups, clusters_of(plan.cluster, gpu.processors)),
+                chunks = ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), plan.cluster);
+  p.passes = static_cast<int>(ceil_div(groups, clusters));
+  const auto bytes = [&] {
+    return int4::SixteenLayout(8 * kTokens, params.group_shift, p.stages, p.passes, p.kept,
+                               static_cast<int>(chunks))
+        .bytes;
+  };
+  // x stays if that leaves room for as many stages as without it.
+  while (p.stages > int4::kSixteenLeastStages && bytes() > gpu.shared_of_block) p.stages -= 2;
+  p.kept = p.passes > 1;
+  if (bytes() > gpu.shared_of_block) p.kept = false;
+  const auto numbers = [&](const void* of) {
+    return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8,
+                     int4::kSixteenTiles, 1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
+  };
+  const Dtype type = std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
+  if (params.k % 64 == 0) p.x_tiles = int4::kSixteenTeam;
+  p.x = p.x_tiles > 1
+            ? map_matrices(type, params.x, params.tiles_k, params.m, 64, params.k, 64, 8 * kTokens,
+                           int4::kSixteenTeam)
+            : map_matrices(type, params.x, 1, params.m, params.k, params.k, 0, 8 * kTokens);
+  p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, int4::kSixteenTiles,
+                      int4::kSixteenTeam, 128);
+  p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
+  const LaunchConfig config =
+      config_of(clusters * plan.cluster, int4::kSixteenThreads, bytes(), plan.cluster, stream);
+  if (params.group_shift == 5)
+    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, true>>, config, p);
+  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, false>>, config, p);
+}
+
 template <class T, int kN, int kDepth, bool kSmall>
 void launch_hopper(Params& p, const KernelOf<int4::HopperParams>& hopper_kernel, void* stream) {
   using Layout = int4::HopperLayout<kN, kDepth, kSmall>;
@@ -138,6 +195,8 @@ void launch_hopper(Params& p, const Plan& plan, void* stream) {
 template <class T>
 void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   Params p = make_params(c, plan);
+  if (plan.first == 4)
+    return p.m <= 8 ? launch_sixteen<T, 1>(p, plan, stream) : launch_sixteen<T, 2>(p, plan, stream);
   if (plan.first == 2) {
     if (p.m <= 16) return launch_many<T, 2, 2>(p, plan, stream);
     if (p.m <= 32) return launch_many<T, 4, 2>(p, plan, stream);

@@ -120,34 +120,8 @@ class Library:
         Raises:
             FlexopsError: the schema or a constraint cannot be understood, or the name is taken.
         """
+        _check_words(text, family, own_binding=own_binding)
         signature = None
-        if odd := next((character for character in text if not character.isascii()), ""):
-            required = "names of ASCII letters, digits and _"
-            raise FlexopsError(
-                f"the schema {text!a} cannot be read",
-                found=f"{odd!a}",
-                required=required,
-                fix="rename it",
-            )
-        if not family.isidentifier() or len(family) > _LONGEST_NAME:
-            required = (
-                f"an identifier of at most {_LONGEST_NAME} characters: the name of a folder of csrc"
-            )
-            raise FlexopsError(
-                f"no family can be called {family!r}",
-                required=required,
-                fix="rename it, and the folder",
-            )
-        if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
-            what, required = (
-                f"the schema {text!r} has keyword-only arguments",
-                "that is the Python function's, not the schema's",
-            )
-            raise FlexopsError(
-                what,
-                required=required,
-                fix="leave *, out of the schema, and name the arguments after * in the reference",
-            )
         if not own_binding:
             every = (outputs,) if isinstance(outputs, (Output, str)) else tuple(outputs)
             signature = schema.declare(
@@ -184,6 +158,29 @@ class Library:
             return self.ops[name]
 
         return declared
+
+
+def _check_words(text: str, family: str, *, own_binding: bool) -> None:
+    """Raise for a schema or a family's name that no file could hold."""
+    if odd := next((character for character in text if not character.isascii()), ""):
+        raise FlexopsError(
+            f"the schema {text!a} cannot be read",
+            found=f"{odd!a}",
+            required="names of ASCII letters, digits and _",
+            fix="rename it",
+        )
+    if not family.isidentifier() or len(family) > _LONGEST_NAME:
+        raise FlexopsError(
+            f"no family can be called {family!r}",
+            required=f"an identifier of at most {_LONGEST_NAME} characters: a folder of csrc",
+            fix="rename it, and the folder",
+        )
+    if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
+        raise FlexopsError(
+            f"the schema {text!r} has keyword-only arguments",
+            required="that is the Python function's, not the schema's",
+            fix="leave *, out of the schema, and name the arguments after * in the reference",
+        )
 
 
 class Op:

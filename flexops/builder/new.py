@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from ..build.describe import layout
-from ..build.describe.schema import RESERVED
+from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
 from ..errors import FlexopsError, SettingsError
 
 _NAME, _FAMILY = "mylib", "scale"
@@ -27,6 +28,13 @@ def write(name: str, family: str, where: Path) -> list[Path]:
             raise SettingsError(
                 f"{what} cannot be called {given!r}", required=required, fix="give it another name"
             )
+    if name in TAKEN_NAMESPACES or name in sys.stdlib_module_names:
+        raise SettingsError(
+            f"a package cannot be called {name!r}",
+            found="Python, torch or flexops has this name",
+            required="a name of your own",
+            fix="give it another name",
+        )
     root = where / name
     if root.exists():
         raise FlexopsError(

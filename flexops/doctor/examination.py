@@ -132,7 +132,6 @@ def _look(target_id: str | None) -> Facts:
         cpu_tools=cpu_tools,
         cuda_tools=cuda_tools,
         device_compiler=_with(settings, lambda fact: build_probes.device_compiler(fact.settings)),
-        launcher=_with(cpu_tools, build_probes.launcher),
         cache=Unknown("not looked at yet"),
         locks=guarded(build_probes.locks),
         libraries=Unknown("not looked at yet"),

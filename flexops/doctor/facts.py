@@ -157,17 +157,6 @@ class TorchFact:
 
 
 @dataclass(frozen=True)
-class LauncherFact:
-    """How well the compiler launcher does. ``hits`` and ``misses`` are None where it does not
-    report them; ``cleanups``: how often it made room."""
-
-    hits: int | None = None
-    misses: int | None = None
-    cleanups: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class CacheFact:
     """The build cache's directory.
 
@@ -294,7 +283,6 @@ class Facts:
     cpu_tools: Toolchain | Unknown
     cuda_tools: Toolchain | Unknown
     device_compiler: Choice[DeviceCompiler] | Unknown
-    launcher: LauncherFact | Unknown
     cache: CacheFact | Unknown
     locks: tuple[LockFile, ...] | Unknown
     libraries: tuple[LibraryFact, ...] | Unknown

@@ -146,7 +146,6 @@ def _launcher(facts: Facts) -> Finding:
     installer = "" if isinstance(facts.platform, Unknown) else facts.platform.installer
     return tools.launcher(
         known(facts.cpu_tools),
-        known(facts.launcher),
         installer,
         known(facts.settings).settings.launcher,
     )

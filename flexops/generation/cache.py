@@ -80,6 +80,18 @@ class KVCache(Cache):
         self.state: Any = None  # of the model, for which they are captured
         super().__init__(layers=[kind(self.store, index) for index in range(layers)])
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **named: Any
+    ) -> Any:
+        if layer_idx >= len(self.layers):
+            raise GenerationError(
+                "this KV cache is not for this model",
+                found=f"keys and values of layer {layer_idx}, for a cache of {len(self.layers)}",
+                required="a cache of the model's own config",
+                fix="flexops.KVCache(model.config, max_length=...)",
+            )
+        return super().update(key_states, value_states, layer_idx, *more, **named)
+
     @property
     def length(self) -> int:
         return int(self.layers[0].length)

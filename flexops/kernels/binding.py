@@ -165,6 +165,8 @@ def bind(
                 f"one of {', '.join(SCALARS)}, a pointer, CUtensorMap, or a struct of the source"
                 " that has only such members and arrays of them",
             )
+        if unfit := _unfit(parameter, schema, options):
+            raise _wrong(schema, *unfit)
         value = _value(
             parameter.name, parameter.pointer, schema, options, functions, known, signature
         )
@@ -364,6 +366,21 @@ def expression_of(signature: CudaSignature, arguments: Mapping[str, str]) -> str
     while given and not given[-1]:
         given.pop()
     return f"{signature.name}<{', '.join(given)}>" if given else signature.name
+
+
+def _unfit(
+    parameter: Parameter, schema: KernelSchema, options: KernelOptions
+) -> tuple[str, str] | None:
+    """An argument that a parameter by value can never receive, and what is required."""
+    found = next((one for one in schema.arguments if one.name == parameter.name), None)
+    if found is None or found.name in options.args or parameter.pointer:
+        return None
+    what = f"the parameter {parameter} receives the argument {found.type} {found.name}"
+    if found.type in ("str", "Device"):
+        return what, "a number; or args={...}, a function of it that returns one"
+    if found.type == "float" and SCALARS.get(parameter.type, "d") in "bBhHiIqQ":
+        return what, f"float {found.name} or double {found.name}; or an int in the schema"
+    return None
 
 
 def _value(

@@ -33,7 +33,7 @@ from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
 from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter, kernels, unclosed
 from .structs import TENSOR_MAP, TENSOR_MAP_TEXT, constant_arrays, structs
-from .tuning import Tuner
+from .tuning import Tuner, content
 
 NAMESPACE = "flexops_kernels"
 _PRELUDE = '#include "common/kernel.cuh"\n'
@@ -244,6 +244,13 @@ def _code(
         )
     signature = _chosen(source, options.name or schema.name, schema.text)
     bound = binding.bind(signature, schema, options, reference, structs(source))
+    for one in signature.template:
+        constant = options.template.get(one.name, "")
+        if not callable(constant):
+            try:
+                _literal(schema.name, one, constant)
+            except TypeError as error:
+                raise _odd(schema, str(error), "a template argument of its kind") from None
     return KernelCode(source, signature, schema, bound, options, reference, include, made_flags)
 
 
@@ -483,19 +490,11 @@ class KernelCode:
         self.tuner = Tuner(self.schema, self._identity(), [one.run for one in candidates], fixed)
 
     def _identity(self) -> list[tuple[str, str]]:
-        """What decides how fast the candidates are, as far as text says it: functions are not."""
-
-        def text(value: Any) -> str:
-            if isinstance(value, Mapping):
-                return str({name: text(one) for name, one in sorted(value.items())})
-            if isinstance(value, (tuple, list)) and not callable(value):
-                return str([text(one) for one in value])
-            return "function" if callable(value) else str(value)
-
+        """What decides how fast the candidates are."""
         return [
             ("source", self.source),
-            ("options", text(self.options[:6] + self.options[11:])),
-            ("flags", text(self.flags)),
+            ("options", content(self.options[:6] + self.options[11:])),
+            ("flags", content(self.flags)),
         ]
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., Any]:

@@ -3,11 +3,14 @@ the GPU's name."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import re
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,6 +134,50 @@ class Tuner:
         text = json.dumps(fact)
         choices.write(loader.open_cache(settings.current()), name, place, text)
         record.choice(name, place, text)
+
+
+def content(value: Any, described: set[Any] | None = None) -> str:
+    """An option as text, the same in each process. A function is its code, and the values that it
+    finds outside of itself.
+
+    Args:
+        described: functions that are, or are being described: further mentions are their names.
+    """
+    described = set() if described is None else described
+    if isinstance(value, Mapping):
+        return str([(str(name), content(one, described)) for name, one in sorted(value.items())])
+    if isinstance(value, (set, frozenset)):
+        return str(sorted(content(one, described) for one in value))
+    if isinstance(value, (tuple, list)):
+        return str([content(one, described) for one in value])
+    if isinstance(value, functools.partial):
+        return content((value.func, value.args, value.keywords), described)
+    if isinstance(value, types.CodeType):
+        return content((value.co_code.hex(), value.co_consts, value.co_names), described)
+    if isinstance(value, types.FunctionType):
+        if value not in described and not value.__module__.startswith("torch"):
+            described.add(value)
+            parts = (value.__code__, value.__defaults__, value.__kwdefaults__, _outside(value))
+            return content(parts, described)
+        return value.__qualname__
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
+def _outside(function: types.FunctionType) -> dict[str, Any]:
+    """The values of a function's global and nonlocal names, where they are known."""
+    codes, found = [function.__code__], {}
+    for code in codes:
+        found.update(
+            {name: function.__globals__[name] for name in code.co_names
+             if name in function.__globals__}
+        )  # fmt: skip
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    for name, cell in zip(codes[0].co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not bound yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _rounded(value: Any) -> Any:

@@ -11,7 +11,7 @@ from ._register import check_places
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
-_MOST_COLUMNS = 256
+MOST_COLUMNS = 256
 
 
 class Options(NamedTuple):
@@ -44,8 +44,8 @@ def declined(q: Any, v: Any, score_mod: int = 0) -> str:
     if q.dtype not in HALVES:
         return f"{str(q.dtype).removeprefix('torch.')} on a GPU (kernels take bfloat16 and float16)"
     for number in (q.shape[-1], v.shape[-1]) if q.dim() and v.dim() else ():
-        if number > _MOST_COLUMNS or number == 0:
-            return f"a head_dim of {number} (kernels take 1 to {_MOST_COLUMNS})"
+        if number > MOST_COLUMNS or number == 0:
+            return f"a head_dim of {number} (kernels take 1 to {MOST_COLUMNS})"
     return ""
 
 

@@ -454,8 +454,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _most_alone(x: Tensor) -> int:
-    """The most rows for which the kernel for few rows computes single products: of more, wgmma is
-    faster."""
+    """The most rows for which the kernel for few rows computes single products: of more, those of
+    ``int4_product`` are faster."""
     return 2 if _capability(x.device) == (9, 0) else MOST_STREAMED_ROWS
 
 

@@ -192,10 +192,12 @@ def _check(
     batch, heads = q.shape[0], q.shape[2]
     for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
         _check_integers(name, tensors[name], (batch,))
+    if not isinstance(length, int) or length < -1:
+        _fail(
+            f"cache_seqlens must be a number of tokens, 0 or more, or int32 [batch], got {length!r}"
+        )
     if cache_seqlens is None and length < 0 and k is not None:
         _fail("cache_seqlens must be given with k: it says where k is appended")
-    if not isinstance(length, int) or length < -1:
-        _fail(f"cache_seqlens must be a number of tokens, 0 or more, got {length!r}")
     if block_table is not None and cache_batch_idx is not None:
         _fail("cache_batch_idx must be None with block_table, which names the pages itself")
     for name, shapes in (("alibi_slopes", ((heads,), (batch, heads))), ("sinks", ((heads,),))):

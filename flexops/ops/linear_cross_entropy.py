@@ -415,6 +415,7 @@ def _run_chunks(
                     (chosen >= greatest).to(right.dtype),
                     greatest + total.log(),
                 )
+            del logits, capped  # before the next chunk's are made
     return _Rows(losses, right, log_sum_exps), gradients
 
 

@@ -115,11 +115,7 @@ def patch(
         return classes.patch(
             model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
         )
-    if not isinstance(model, nn.Module):
-        raise PatchError(
-            "flexops.patch takes a module, a class of models or an architecture's name",
-            found=type(model).__name__,
-        )
+    _check_module(model, "patch")
     replacements = int4.Replacements(model)
     with _all_or_nothing(model, replacements):
         rows = list(int4.convert(replacements))
@@ -177,12 +173,21 @@ def _all_or_nothing(model: nn.Module, replacements: int4.Replacements) -> Iterat
         raise
 
 
+def _check_module(model: Any, called: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise PatchError(
+            f"flexops.{called} takes a module, a class of models or an architecture's name",
+            found=type(model).__name__,
+        )
+
+
 def unpatch(model: Any) -> int:
     """Take everything back that :func:`patch` has done to a module, or to a class or architecture,
     except 4-bit weights: the 16-bit weights are gone, and these layers keep computing. Returns how
     many modules were restored."""
     if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
         return classes.unpatch(model)
+    _check_module(model, "unpatch")
     restored = 0
     for module in model.modules():
         if is_ours(module.__dict__.get("forward")):

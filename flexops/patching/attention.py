@@ -449,7 +449,8 @@ def _refusal(model: Any, part: Any) -> str:
     sinks = any("sinks" in one._parameters for one in model.modules())  # sdpa has none
     if not type(model)._supports_sdpa and not sinks:
         return "transformers has only eager attention for it"
-    if getattr(model.config, "use_bidirectional_attention", None) and _window(model.config):
+    both = getattr(model.config, "use_bidirectional_attention", None)
+    if both and both != "vision" and _window(model.config):  # pictures are in the masks
         return "its window extends in both directions"
     cls: Any = type(part)
     if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):

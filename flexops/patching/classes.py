@@ -97,6 +97,7 @@ def _classes(target: str | type) -> Iterator[type]:
             "flexops.patch knows no architecture of this name",
             found=repr(target),
             required="one of transformers' model types, such as llama or mixtral",
+            fix="flexops.patch(model), once the model is loaded",
         )
     from transformers import PreTrainedModel
 

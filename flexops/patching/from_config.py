@@ -53,6 +53,7 @@ def report(name: str) -> Report:
                 ),
                 fix="flexops patch llama",
             )
+        stored = getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = _class(transformers, config)(config)
     except (ValueError, KeyError, AttributeError, OSError, ImportError) as error:
@@ -65,7 +66,22 @@ def report(name: str) -> Report:
                 " transformers"
             ),
         ) from error
-    return patch(model)
+    return patch(model, weights=_weights(stored))
+
+
+def _weights(stored: Any) -> Any:
+    """What a checkpoint of 4 bits has instead of 16-bit weights, None for other checkpoints."""
+    if stored is None:
+        return None
+    from .int4_formats import Declared, format_of, usable_group_size
+    from .int4_loading import Int4Config
+
+    try:
+        format_of(stored)
+    except PatchError:
+        return None
+    sizes = {usable_group_size(size) for size in Declared.by(stored).group_sizes if size}
+    return Int4Config(min(sizes - {0}, default=32))
 
 
 def _from_hub(transformers: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._torch import is_unheard
 from ..generation import step
+from ..ops._attention_checks import MOST_COLUMNS
 from . import attention as attending
 from .report import Row
 
@@ -58,7 +59,8 @@ def refusal(model: Any) -> str:
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
     if not attending.is_switched(base):
-        return "its attention is not flexops'"
+        inside = any(attending.is_switched(part) for part in base.modules())
+        return "it reads more than text" if inside else "its attention is not flexops'"
     changing = attending.changes_cache(base)
     if changing:
         return f"{changing} changes what it reads from a cache, or its mask"
@@ -73,6 +75,8 @@ def refusal(model: Any) -> str:
         return "it is on several devices"
     if model.device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {str(model.dtype)[6:]}; steps have bfloat16 or float16"
+    if model.device.type == "cuda" and (widest := max(map(_columns, _layers(text)))) > MOST_COLUMNS:
+        return f"it has heads of {widest} columns; steps have at most {MOST_COLUMNS}"
     return ""
 
 
@@ -159,11 +163,17 @@ def _layers(text: Any) -> list[Any]:
     return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
 
 
+def _columns(config: Any) -> int:
+    """Of a head of a layer."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
 def _width(config: Any) -> int:
     """Of a layer's keys."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(heads * width)
+    return int(heads * _columns(config))
 
 
 def _fits(model: Any, batch: int, length: int) -> bool:

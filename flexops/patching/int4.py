@@ -356,8 +356,8 @@ def saved_tensors(module: Int4Linear, form: Format) -> dict[str, Tensor]:
 def saved_format(model: nn.Module) -> Format:
     """:data:`WRITTEN`, unless a zero point lies between two codes."""
     zeros = [one.zeros for one in model.modules() if isinstance(one, Int4Linear)]
-    whole = all(one is None or bool(((one == one.round()) & (one >= 0) & (one <= 15)).all())
-                for one in zeros)  # fmt: skip
+    known = [one for one in zeros if one is not None and not one.is_meta]
+    whole = all(bool(((one == one.round()) & (one >= 0) & (one <= 15)).all()) for one in known)
     return WRITTEN if whole else OWN
 
 

@@ -9,6 +9,7 @@ one layer at a time; no weight is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> str:
     reason = _reasons(config, kv_cache_scheme=(None,))
     if config.get("transform_config"):
         return "transform_config, which is not supported"
-    for group in dict(config.get("config_groups") or {}).values():
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
+        return f"config_groups={groups!r}, which is no mapping of groups"
+    for group in groups.values():
         weights = group.get("weights") or {}
         packing = group.get("format") or config.get("format")
         reason = (
@@ -144,7 +148,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> str:
             or _reasons({"num_bits": 8, **weights}, num_bits=(4,))
             or _reasons(weights, type=("int",), strategy=("group", "channel"))
         )
-    return reason or ("" if config.get("config_groups") else "no config_groups")
+    return reason or ("" if groups else "no config_groups")
 
 
 _GPTQ_TENSORS: dict[str, Any] = {
@@ -238,9 +242,17 @@ class Declared:
             else one.get("group_size", one.get("q_group_size"))
             for one in each
         ]
+        known = [one for one in sizes if one is not None]
+        if odd := [one for one in known if not re.fullmatch(r"-?\d+", str(one))]:
+            raise PatchError(
+                "the checkpoint's config has a group size that is no whole number",
+                found=f"group_size={odd[0]!r}",
+                required="inputs to a scale, such as 128",
+                fix="correct quantization_config in its config.json",
+            )
         # in GPTQ and AWQ every layer has zero points
         zeros = not any(one.get("symmetric", bool(groups)) for one in each)
-        return Declared(frozenset(max(int(one), 0) for one in sizes if one is not None), zeros)
+        return Declared(frozenset(max(int(one), 0) for one in known), zeros)
 
 
 def weight_of(
@@ -337,6 +349,10 @@ def check_shapes(
         raise wrong(scales, f"{' or '.join(map(str, allowed))} groups, as the config declares")
     if dtype not in _FLOATS:
         raise wrong(scales, "float16, bfloat16 or float32")
+    if "bias" in found and found["bias"][0] != (out_features,):
+        raise wrong("bias", f"shape {[out_features]}")
+    if form.index in found and found[form.index][0] not in ((in_features,), (0,)):
+        raise wrong(form.index, f"shape {[in_features]}")
     packed = [one for one in (form.codes, form.zeros) if isinstance(one, Words)]
     zeros = form.zeros_name
     floats = zeros in found and not isinstance(form.zeros, Words)

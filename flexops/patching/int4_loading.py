@@ -54,7 +54,12 @@ from .int4 import (
 )
 from .int4_formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
 _Entry = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -81,14 +86,15 @@ class Int4Config(QuantizationConfigMixin):
         self,
         group_size: int = 64,
         symmetric: bool = False,
-        modules_to_not_convert: Iterable[str] | None = None,
+        modules_to_not_convert: Iterable[str] | str | None = None,
         head: bool = False,
     ) -> None:
         check_group_size(group_size)
         self.quant_method: Any = METHOD
         self.group_size = group_size
         self.symmetric = symmetric
-        self.modules_to_not_convert = tuple(modules_to_not_convert or ())
+        names = modules_to_not_convert or ()
+        self.modules_to_not_convert = (names,) if isinstance(names, str) else tuple(names)
         self.head = head
         self.stored: dict[str, Any] | None = None
         """The config of a 4-bit checkpoint."""
@@ -215,9 +221,8 @@ class Int4Quantizer(HfQuantizer):
             )
         for where, found in layers.items():
             linear = model.get_submodule(where)
-            tensors = {name: entry for name, entry in found.items() if name != "bias"}
             sizes = linear.in_features, linear.out_features
-            check_shapes(where, self.form, tensors, *sizes, self.declared)
+            check_shapes(where, self.form, found, *sizes, self.declared)
             model.set_submodule(where, _Stored(linear, found))
             untie(model, where)
 
@@ -313,7 +318,7 @@ class Int4Quantizer(HfQuantizer):
 
 def _entries(files: Any) -> dict[str, _Entry]:
     """Shapes and dtypes of a checkpoint's tensors, from the heads of its files."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     entries: dict[str, _Entry] = {}
     for file in [files] if isinstance(files, str) else files or ():
@@ -323,11 +328,18 @@ def _entries(files: Any) -> dict[str, _Entry]:
                 found=str(file),
                 fix="write the checkpoint as safetensors, with the library that wrote it",
             )
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (it is no dict)
-                part = opened.get_slice(key)
-                dtype = _DTYPES.get(part.get_dtype(), torch.int64)
-                entries[key] = (tuple(part.get_shape()), dtype)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 (it is no dict)
+                    part = opened.get_slice(key)
+                    dtype = _DTYPES.get(part.get_dtype(), torch.int64)
+                    entries[key] = (tuple(part.get_shape()), dtype)
+        except SafetensorError as error:
+            raise PatchError(
+                "a file of the checkpoint is damaged",
+                found=f"{file}: {error}",
+                fix="download the checkpoint again",
+            ) from None
     return entries
 
 
@@ -344,7 +356,7 @@ def _layers(
         stem, _, name = key.rpartition(".")
         if name not in (*form.tensors, "bias") or f"{stem}.{form.codes.name}" not in entries:
             if name in form.tensors:
-                raise _unknown(form, key, "it belongs to no layer with codes")
+                raise _unknown(form, key, f"there is no {stem}.{form.codes.name}, its codes")
             continue
         if stem not in names:
             renamed, converter = rename_source_key(
@@ -376,7 +388,7 @@ def _unknown(form: Format, key: str, reason: str) -> PatchError:
         f"flexops cannot place {key} of this {form.name} checkpoint",
         found=reason,
         required="codes of linear layers; experts of a mixture in one tensor are not supported",
-        fix="load it without Int4Config",
+        fix="download the checkpoint again, or load it without Int4Config",
     )
 
 

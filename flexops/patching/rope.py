@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from ..generation import state
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
+from .linears import DTYPES
 from .probe import LENGTH, WIDTH, Miniature, Swap, code_of, disagreement, own_class
 
+_DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
 """The attribute by which cosines of a decode step name the tables that they are from."""
 _FIXED = ("default", "linear", "llama3", "yarn")
@@ -173,7 +175,8 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         at = dim if at is None else at
         if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
             cos, sin, at = cos[None], sin[None], 1
-        if at not in (1, 2) or cos.dim() != dims or q.dim() != (3 if dims == 2 else 4):
+        fits = cos.dim() == dims and q.dim() == (3 if dims == 2 else 4)
+        if at not in (1, 2) or not fits or not {q.dtype, cos.dtype} <= _DTYPES:
             return function(*args, **kwargs)
         if alone:
             return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]

@@ -11,8 +11,7 @@ __all__ = ["Accelerator", "Detection", "Machine", "Matrix", "Target", "choose", 
 
 
 def detect(matrix: Matrix | None = None, *, python: str | None = None) -> Detection:
-    """The best target for this machine, and why. Looks at the GPUs (``nvidia-smi``, the kernel's
-    view of AMD's), at nothing else.
+    """The best target for this machine, and why. Looks at the GPUs, at nothing else.
 
     Args:
         matrix: default the one that ships with flexops.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import compute_capability
 from ..compute_capability import ComputeCapability
 from ..errors import ArchitectureError
 from ..toolchain.version import Version
@@ -76,16 +77,8 @@ def choose(matrix: Matrix, machine: Machine) -> Detection:
 
 
 def runs_on(target: Target, capability: str) -> bool:
-    """Does this CUDA target's machine code run on a GPU of that capability? The same major with an
-    equal or higher minor; ``a`` code on exactly its own."""
-    gpu = ComputeCapability.parse(capability)
-    return any(_covers(ComputeCapability.parse(compiled), gpu) for compiled in target.capabilities)
-
-
-def _covers(compiled: ComputeCapability, gpu: ComputeCapability) -> bool:
-    if compiled.suffix:
-        return compiled.base == gpu
-    return compiled.major == gpu.major and compiled.minor <= gpu.minor
+    """Whether this CUDA target's machine code runs on a GPU of that capability."""
+    return compute_capability.runs_on(target.capabilities, ComputeCapability.parse(capability))
 
 
 def _choose_cuda(matrix: Matrix, machine: Machine) -> Detection:

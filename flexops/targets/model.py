@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..errors import TargetError
-from .conda import Variant
 
 Accelerator = Literal["cpu", "cuda", "rocm"]
 
@@ -113,10 +113,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Matrix:
-    """All targets, and the variants of the conda package, in the order of the file."""
+    """All targets in the order of the file; ``conda`` has the variants of the conda package."""
 
     targets: tuple[Target, ...]
-    variants: tuple[Variant, ...] = ()
+    conda: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -135,5 +135,5 @@ class Matrix:
 
     @property
     def cpu(self) -> Target:
-        """The target that needs no GPU; ``parse`` sees to it that there is one."""
+        """The target that needs no GPU."""
         return next(target for target in self.targets if target.accelerator == "cpu")

@@ -1,10 +1,9 @@
-"""Targets as text for a terminal or a script; ``cli/target.py`` and ``__main__.py`` print it."""
+"""Targets as text for a terminal or a script; ``cli/target.py`` prints it."""
 
 from __future__ import annotations
 
 import json
 
-from ..errors import TargetError
 from .detection import Detection
 from .model import Matrix, Target
 
@@ -28,19 +27,6 @@ def details(target: Target, as_json: bool = False) -> str:
     return "\n".join(
         f"{name:<15} {_plain(value)}".rstrip() for name, value in target.to_dict().items()
     )
-
-
-def field(target: Target, name: str) -> str:
-    """One field of a target, for scripts; lists are separated by spaces, ``true`` or ``false`` for
-    flags. Raises ``TargetError`` for an unknown one."""
-    values = target.to_dict()
-    if name not in values:
-        raise TargetError(
-            f"a target has no field {name!r}",
-            required=", ".join(values),
-            fix=f"flexops target show {target.id}",
-        )
-    return _plain(values[name])
 
 
 def detection(found: Detection, as_json: bool = False) -> str:

@@ -50,7 +50,17 @@ def check_kernel(
     Raises:
         AssertionError: names the check, the case and what differs.
         FlexopsError: there is no reference, or no case.
+        TypeError: ``kernel`` or a case is not as above.
     """
+    if not isinstance(kernel, flexops.Kernel):
+        raise TypeError(
+            f"check_kernel: kernel must be what flexops.kernel returned, got {kernel!r}"
+        )
+    if odd := [one for one in cases if not isinstance(one, (tuple, list))]:
+        raise TypeError(
+            "check_kernel: each case must be the tuple of a call's arguments, such as [(x, 2.0)],"
+            f" got {type(odd[0]).__name__}"
+        )
     if kernel.reference is None or not cases:
         raise FlexopsError(
             f"{kernel.schema} cannot be checked",

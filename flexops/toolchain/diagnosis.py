@@ -22,12 +22,10 @@ def missing(toolchain: Toolchain, device: Literal["cpu", "cuda"] = "cuda") -> To
     error = _missing(toolchain, device)
     # which has no compiler on purpose, and no user who may install one
     if error and toolchain.image and toolchain.torch:
-        build, run = (
-            f"flexops image {what} {toolchain.image} --stage dev" for what in ("build", "run")
-        )
         error.fix = (
-            f'{build} && {run} -v "$PWD:/workspace" -- bash   # outside of this image: the one with'
-            " compilers"
+            f"flexops image build {toolchain.image} --stage dev && docker run --rm -it -v"
+            f' "$PWD:/workspace" flexops:{toolchain.image}-dev bash   # outside of this image: the'
+            " one with compilers"
         )
     return error
 

@@ -1,8 +1,7 @@
 """The GPUs of this machine, without initialising CUDA in this process (which would break a later
 fork).
 
-NVML through ctypes; where its library is absent, ``nvidia-smi``. Without a device node neither is
-tried.
+NVML through ctypes (``nvidia-smi`` requires it, too). Without a device node it is not tried.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,10 +19,6 @@ from .driver import DriverCuda, DriverRelease
 from .version import Version
 
 _NVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-_QUERY = (
-    "--query-gpu=index,uuid,compute_cap,memory.total,driver_version,name",
-    "--format=csv,noheader,nounits",
-)
 
 
 class Gpu(NamedTuple):
@@ -43,8 +37,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its release, and the CUDA version it supports (None where only
-    nvidia-smi's table would tell)."""
+    """The NVIDIA driver: its release, and the CUDA version it supports."""
 
     release: DriverRelease
     cuda: DriverCuda | None
@@ -83,8 +76,7 @@ def machine(root: str = "") -> Machine:
 
 @functools.cache
 def _query() -> Machine:
-    found = _from_nvml()
-    return found if found is not None else _from_nvidia_smi()
+    return _from_nvml() or Machine()
 
 
 def local_gfx_targets(root: str = "") -> tuple[str, ...]:
@@ -109,36 +101,6 @@ def gfx_name(number: int) -> str:
     """``gfx90a`` for the kernel's 90010: two decimal digits each for minor and stepping, which the
     name has in hexadecimal."""
     return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
-
-
-def parse_nvidia_smi(text: str, listing: str = "") -> Machine:
-    """Read ``nvidia-smi``'s answer to our query, and its list (``-L``) with MIG slices; lines that
-    are not understood are left out."""
-    gpus: list[Gpu] = []
-    driver: Driver | None = None
-    slices: dict[str, tuple[str, ...]] = {}
-    gpu = ""
-    for uuid in re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", listing):
-        gpu = uuid if uuid.startswith("GPU-") else gpu
-        if uuid != gpu:
-            slices[gpu] = (*slices.get(gpu, ()), uuid)
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",", 5)]
-        if len(fields) != 6 or not fields[0].isdigit() or not re.fullmatch(r"\d+\.\d", fields[2]):
-            continue
-        memory = int(fields[3]) << 20 if fields[3].isdigit() else 0
-        gpus.append(
-            Gpu(
-                int(fields[0]),
-                fields[1],
-                fields[5],
-                ComputeCapability.parse(fields[2]),
-                memory,
-                slices.get(fields[1]),
-            )
-        )
-        driver = Driver(DriverRelease.parse(fields[4]), None)
-    return Machine(driver, tuple(gpus))
 
 
 def _names(entry: str, gpu: Gpu) -> bool:
@@ -273,12 +235,3 @@ def _nvml_slices(library: ctypes.CDLL, gpu: ctypes.c_void_p) -> tuple[str, ...] 
             _check(library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
             uuids.append(uuid.value.decode())
     return tuple(uuids)
-
-
-def _from_nvidia_smi() -> Machine:
-    from .probe import output
-
-    try:
-        return parse_nvidia_smi(output("nvidia-smi", *_QUERY), output("nvidia-smi", "-L"))
-    except (OSError, ValueError):
-        return Machine()

@@ -28,8 +28,8 @@ if [[ -n ${FLEXOPS_CHECK_SITE:-} ]]; then # a directory with torch, which is not
   pip install --no-deps "${wheels[0]}"
 else
   cd "$root"
-  torch=$(python3 -m flexops.targets show cpu --field torch)
-  index=$(python3 -m flexops.targets show cpu --field index)
+  torch=$(python3 scripts/ci/matrix.py cpu torch)
+  index=$(python3 scripts/ci/matrix.py cpu index)
   pip install "torch==$torch" numpy --index-url "$index" || pip install "torch==$torch" numpy
   pip install "${wheels[0]}"
 fi

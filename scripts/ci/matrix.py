@@ -1,5 +1,5 @@
 """The images' jobs, from the matrix of targets, as GitHub's outputs: ``builds`` (row, machine,
-runner) and ``rows``."""
+runner) and ``rows``; ``matrix.py ROW FIELD`` prints a field, lists separated by blanks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def builds() -> list[dict[str, str]]:
     ]
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) == 3:
+    value = getattr(targets.load().find(sys.argv[1]), sys.argv[2])
+    print(" ".join(value) if isinstance(value, tuple) else value)
+elif __name__ == "__main__":
     print(f"builds={json.dumps(builds())}")
     print(f"rows={json.dumps(targets.load().ids)}")

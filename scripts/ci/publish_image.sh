@@ -20,7 +20,7 @@ run() {
 }
 
 # machines ROW: what the matrix has for it.
-machines() { python3 -m flexops.targets show "$1" --field machines; }
+machines() { python3 scripts/ci/matrix.py "$1" machines; }
 
 login() {
   printf '%s' "${REGISTRY_PASSWORD:?}" |

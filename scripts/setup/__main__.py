@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
+sys.path.insert(1, f"{sys.path[0]}/tools")
 if __name__ == "__main__":  # the package's name, whatever the folder was run as
     __package__ = "scripts.setup"
 
@@ -158,7 +159,7 @@ def _setup(options: Options) -> None:
         row = [] if plan.toolkit == "missing" else ["--target", plan.target.id]
         each = f"each finding marked fail names its fix; {source} && flexops doctor"
         step("check (flexops doctor)", each, lambda: _in_environment("flexops", "doctor", *row))
-        demo = ("python", "-m", "flexops.demo")
+        demo = ("python", "examples/demo.py")
         step("demonstration", f"{source} && {' '.join(demo)}", lambda: _in_environment(*demo))
         state.replace(STATE / "checked", _checked_digest(plan) + "\n")
         state.replace(STATE / "checked.date", time.strftime("%Y-%m-%d %H:%M\n"))

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from flexops import settings, targets
 from flexops.errors import FlexopsError
-from flexops.targets import Target, requirements
+from flexops.targets import Target
 from flexops.toolchain import gpus, resources
 from flexops.toolchain.discovery import assemble, search_context
 from flexops.toolchain.model import Toolchain, TorchBuild
+from flexops_tools.targets import requirements
 
 from . import environment as environments
 from .environment import Environment, package_manager, program

@@ -17,6 +17,7 @@ from flexops import targets
 from flexops_tools import with_extra
 from flexops_tools.channel.place import Place
 from flexops_tools.channel.run import child
+from flexops_tools.targets import conda
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +42,7 @@ def world(
 
 
 def _upstream(root: Path) -> Place:
-    variants, place = targets.load().variants, Place(root / "upstream")
+    variants, place = conda.variants(targets.load()), Place(root / "upstream")
     compilers, sysroots = (
         sorted({one.compiler for one in variants}),
         sorted({one.sysroot for one in variants}),

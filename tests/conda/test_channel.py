@@ -16,6 +16,7 @@ from flexops import __version__, targets
 from flexops.errors import ChannelError
 from flexops_tools.channel import check, index, verify
 from flexops_tools.channel.place import Place, distribution
+from flexops_tools.targets import conda
 
 CUDA_RUN = [
     "python >=3.10",
@@ -26,7 +27,7 @@ CUDA_RUN = [
     "tomli >=2",
     "pytorch * cuda*",
 ]
-VARIANTS = targets.load().variants
+VARIANTS = conda.variants(targets.load())
 
 pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
 
@@ -301,8 +302,6 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
         tmp_path / "channel",
         "--from",
         empty.url,
-        "--engine",
-        "rattler-build",
         code=None,
     )
     assert done.returncode == ChannelError.exit_code

@@ -16,12 +16,12 @@ from flexops import targets
 from flexops.build.describe import catalog
 from flexops.build.describe.spec import OpSpec
 from flexops.compute_capability import ComputeCapability
-from flexops.targets import conda
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
 from flexops_tools.channel.place import Place
 from flexops_tools.channel.run import child
+from flexops_tools.targets import conda
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def cuda(world: World, cpu: CpuBuild, require: Callable[..., None]) -> Place:
         one.value.version.major_minor: one.value.path.parent
         for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
     }
-    variant = next((one for one in targets.load().variants if one.cuda in found), None)
+    variant = next((one for one in conda.variants(targets.load()) if one.cuda in found), None)
     require(
         variant,
         "NVRTC of a variant's CUDA",
@@ -84,7 +84,9 @@ def cuda(world: World, cpu: CpuBuild, require: Callable[..., None]) -> Place:
 
 def test_the_package_is_small_and_asks_for_what_the_solver_tests_assume(cuda):
     (package,) = cuda.packages()
-    variant = conda.find(targets.load().variants, package.name.split("-")[2].partition("_")[0])
+    variant = conda.find(
+        conda.variants(targets.load()), package.name.split("-")[2].partition("_")[0]
+    )
     assert package.stat().st_size <= 60e6
     entry = json.loads((package.parent / "repodata.json").read_text())["packages.conda"][
         package.name
@@ -107,7 +109,9 @@ def _loosened(spec: str) -> str:
 
 def test_every_library_holds_every_architecture(cuda, world):
     (package,) = cuda.packages()
-    variant = conda.find(targets.load().variants, package.name.split("-")[2].partition("_")[0])
+    variant = conda.find(
+        conda.variants(targets.load()), package.name.split("-")[2].partition("_")[0]
+    )
     prefix = world.root / "cuda-installed"
     request = {
         "channels": [cuda.url, _without_files(world, package)],

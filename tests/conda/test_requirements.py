@@ -10,9 +10,9 @@ import pytest
 from conda_world import ROOT, World
 
 from flexops import targets
-from flexops.targets.conda import Variant
 from flexops_tools.channel.place import Place
 from flexops_tools.channel.run import child
+from flexops_tools.targets import conda
 
 RUN = ["ninja", "pytorch >=2.11", "rich >=13", "tomli >=2", "typer >=0.12"]
 SCRIPT = """
@@ -21,7 +21,7 @@ for file in __init__.py _aot/x-cpu/manifest.json _csrc/common/x.h; do
   touch "$SP_DIR/flexops/$file"
 done
 """
-VARIANTS = targets.load().variants
+VARIANTS = conda.variants(targets.load())
 
 pytestmark = pytest.mark.extra  # it takes a channel of its own
 
@@ -69,7 +69,7 @@ def test_exports_of_what_compiles_do_not_bind_what_runs(world, upstream, tmp_pat
     assert found == sorted([*RUN, *built, *cuda(variant)])
 
 
-def cuda(variant: Variant) -> list[str]:
+def cuda(variant: conda.Variant) -> list[str]:
     major = int(variant.cuda.partition(".")[0] or 0)
     return (
         [f"__cuda >={major}", f"cuda-version >={major},<{major + 1}.0a0", "pytorch * cuda*"]

@@ -11,7 +11,6 @@ import pytest
 
 from flexops.doctor import children
 from flexops.doctor.checks import machine as machine_checks
-from flexops.doctor.facts import LauncherFact
 from flexops.doctor.probes import build, machine, target
 from flexops.doctor.probes import torch as torch_probe
 from flexops.settings import Settings
@@ -172,21 +171,6 @@ def test_a_gpu_on_the_bus_without_a_driver_is_seen(tmp_path):
     assert fact.unusable == ("NVIDIA GPU at 0000:01:00.0",)
     assert str(fact.driver) == "580.65.06"
     assert fact.gpus == ()
-
-
-def test_ccache_statistics():
-    text = "direct_cache_hit\t7\npreprocessed_cache_hit\t1\ncache_miss\t2\ncleanups_performed\t4\nstats_updated_timestamp\t1700000000\n"
-    assert build.read_ccache(text) == LauncherFact(8, 2, 4)
-    assert build.read_ccache("ccache: error: unknown option").hits is None
-
-
-def test_sccache_statistics():
-    assert build.read_sccache(
-        '{"stats": {"cache_hits": {"counts": {"C/C++": 3, "CUDA": 1}}, "cache_misses": {"counts":'
-        ' {"CUDA": 2}}}}'
-    ) == LauncherFact(4, 2)
-    assert build.read_sccache("not JSON").hits is None
-    assert build.read_sccache('{"stats": {}}').hits is None
 
 
 def test_locks_are_found_and_their_holders_too(tmp_path):

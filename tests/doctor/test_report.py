@@ -123,7 +123,7 @@ def test_a_long_fix_stays_on_one_line(monkeypatch, capsys):
 
 PROBES = [
     *((machine_probes, name) for name in ("platform", "python", "environment", "settings", "gpus")),
-    *((build_probes, name) for name in ("tools", "device_compiler", "resources", "launcher")),
+    *((build_probes, name) for name in ("tools", "device_compiler", "resources")),
     *((build_probes, name) for name in ("cache", "locks", "libraries", "unregistered")),
     (target_probe, "target"),
     (torch_probe, "torch"),

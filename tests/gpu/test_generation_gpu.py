@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+import zoo
 from torch import Tensor
 
 import flexops
 from flexops.generation import decoder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
 NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"]
@@ -76,6 +73,44 @@ def test_captured_steps_give_likely_tokens(name: str, padding: bool) -> None:
     flexops.unpatch(model)
     for tokens in found:
         assert_likely(model, tokens, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt2", ""),
+        ("hunyuan_v1_dense", ""),
+        ("hunyuan_v1_moe", ""),
+        ("laguna", ""),
+        ("diffllama", "changes what it reads from a cache"),
+        ("doge", "changes what it reads from a cache"),
+        ("gemma4_text", "heads of 512 columns"),
+    ],
+)
+def test_what_stands_around_attention(name: str, reason: str) -> None:
+    """Norms of what is rotated, gates, experts; types without captured steps, and why."""
+    model = zoo.tiny(name).eval()
+    model.get_output_embeddings().weight.data.mul_(8)
+    # doge's step does not compute what the whole sequence does: its tokens are the plain model's
+    exact = name == "doge"
+    model, inputs = model.to("cuda", torch.float32 if exact else torch.bfloat16), prompts()
+    expected = generate(model, inputs)
+    report = flexops.patch(model)
+    (row,) = [row for row in report.rows if row.operator.startswith("generation")]
+    assert row.swapped is not bool(reason)
+    assert reason in row.reason
+    found = (
+        generate(model, inputs),
+        flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
+    )
+    assert {key[0] for key in graphs(model)} == (set() if reason else {"step", "tokens"})
+    assert not decoder.decoder_of(model).refused
+    flexops.unpatch(model)
+    for tokens in found:
+        if exact:
+            assert torch.equal(tokens, expected)
+        else:
+            assert_likely(model, tokens, inputs)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)

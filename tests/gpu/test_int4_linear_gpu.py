@@ -71,6 +71,9 @@ FEW_PLANS = [
 ]
 """Rows of x, then a plan's numbers: csrc/int4_few_rows/int4_few_rows_cuda.cpp."""
 PLANS = [
+    (3, 4, 4, 1),
+    (16, 4, 4, 2),
+    (9, 4, 6, 8),
     (3, 2, 4, 1),
     (20, 2, 8, 8),
     (20, 8, 8, 1),
@@ -98,8 +101,8 @@ def test_every_configuration_gives_float64s_result(
 ) -> None:
     rows, first, second, cluster = plan
     capability = torch.cuda.get_device_capability()
-    if first >= 16 and capability != (9, 0):
-        return  # wgmma's
+    if not few and (first >= 16 or first == 4) and capability != (9, 0):
+        return  # Hopper's
     cluster = cluster if capability[0] >= 9 else 1
     chunk = 8 if (9, 0) <= capability < (12, 0) else 4
     number = (chunk << 24 if few else 0) | first << 16 | second << 8 | cluster

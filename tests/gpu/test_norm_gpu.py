@@ -68,7 +68,8 @@ def test_kernels_give_what_the_reference_gives(columns):
         needs = [choose.random() < 0.8 for _ in range(3)]
         some = also if turn % 3 else None
         drawn = Drawn(x, residual, grad, some, weight, bias, needs, bias_dtype)
-        compare_all(drawn, floor=1e-7)
+        # a row of one column has a gradient of zero: all that is left is rounding
+        compare_all(drawn, floor=1e-6 if columns == 1 else 1e-7)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 520, 4096, 8192, 16384, 40000])

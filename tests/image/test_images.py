@@ -29,22 +29,21 @@ from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
 from flexops.doctor.finding import DoctorReport, Finding, Section
-from flexops.doctor.image import inside, judgement
-from flexops.doctor.image.facts import ImageFacts, Library
 from flexops.errors import ImageError, TargetError
 from flexops.settings import Settings
 from flexops_tools.images import (
     building,
     buildkit,
     checking,
+    contents,
     context,
     engine,
     failure,
-    listing,
     naming,
     running,
 )
 from flexops_tools.images import labels as image_labels
+from flexops_tools.images.contents import ImageFacts, Library
 from flexops_tools.images.failure import Step
 from flexops_tools.targets import image_files, locks
 
@@ -95,11 +94,6 @@ def test_one_tag_cannot_name_several():
 )
 def test_the_command_that_makes_an_image(name, command):
     assert naming.build_command("cpu", name) == f"flexops image build {command}"
-
-
-def test_splitting_a_name():
-    assert naming.split("registry:5000/a/b") == ("registry:5000/a/b", "latest")
-    assert naming.split("registry:5000/a/b:c") == ("registry:5000/a/b", "c")
 
 
 def test_an_unknown_stage_names_the_known():
@@ -551,8 +545,8 @@ RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
     (RUN, "ERROR: No matching distribution found for torch==9", "code: 1", "lacks a package",
      "--index-url"),
     (RUN, "", "did not complete successfully: exit code: 137", "memory ran out", "--jobs 1"),
-    (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: mend it\nmore",
-     "code: 6", "step 15 of 60 failed", "mend it"),
+    (RUN, "flexops: quant-cpu: it broke\n  found: a.cpp:1: error: x\n  fix: correct it\nmore",
+     "code: 6", "step 15 of 60 failed", "correct it"),
     (RUN, "note: going on with the default index\nTraceback\nKeyError: 'x'", "code: 1",
      "step 15 of 60 failed", "log"),
     (RUN, "", "failed to receive status: rpc error: code = Unavailable desc = EOF",
@@ -837,7 +831,7 @@ def facts(row: targets.Target, **changes: Any) -> ImageFacts:
 def statuses(row: targets.Target, found: ImageFacts, **options: Any) -> dict[str, str]:
     return {
         one.id: one.status
-        for one in judgement.judge(row, found, **{"strict_base": True, **options})
+        for one in contents.judge(row, found, **{"strict_base": True, **options})
         if one.status != "ok"
     }
 
@@ -915,16 +909,22 @@ def test_kernels_are_no_libraries(tmp_path, monkeypatch):
         )
         (tmp_path / name / "manifest.json").write_text(written.to_json())
     monkeypatch.setattr(layout, "aot_root", lambda: tmp_path)
-    found = inside.facts()
+    found = contents.facts()
     assert [one.name for one in found.libraries] == ["rope-90-torn"]
-    assert list(inside._opened(found)) == []
+    assert list(contents._opened(found)) == []
     assert statuses(CUDA, facts(CUDA, libraries=(*facts(CUDA).libraries, *found.libraries))) == {
         "image-rope-90-torn": "fail"
     }
 
 
-def test_facts_survive_json():
-    assert ImageFacts.from_dict(facts(CUDA).as_dict()) == facts(CUDA)
+def test_an_image_is_asked_by_one_file():
+    """Nothing of flexops-tools is in an image."""
+    build = toolchain.torch_build()
+    python, *command = running.facts_command()
+    assert build
+    assert python == "python"
+    found = ImageFacts.from_dict(json.loads(completed([sys.executable, *command]).stdout))
+    assert found.packages["torch"] == build.version
 
 
 def test_labels_against_the_matrix_and_the_image():
@@ -987,38 +987,6 @@ def test_layers_are_recognized_by_what_made_them():
         (7, "sh x"),
         (5, "COPY dir:1 in /opt"),
     ]
-
-
-LOCAL = {
-    "RepoTags": ["flexops:cpu-dev"],
-    "Size": 3,
-    "Created": "2026-01-01T00:00:00.1Z",
-    "Config": {"Labels": {}},
-}
-LOCAL["Config"] = {"Labels": {naming.TARGET_LABEL: "cpu", naming.STAGE_LABEL: "dev"}}
-
-
-def test_every_row_is_listed_with_its_images():
-    found = listing.listing([LOCAL], MATRIX)
-    assert [one.target for one in found] == list(MATRIX.ids)
-    assert (found[0].reference, found[0].stage, found[0].size) == ("flexops:cpu-dev", "dev", 3)
-
-
-@pytest.mark.parametrize(
-    ("engine", "mounts", "expected"),
-    [
-        ({"MemTotal": 16 << 30}, False, {"shm_size": 8 << 30}),
-        ({"MemTotal": 16 << 30}, True, {"shm_size": 8 << 30, "user": "1000:1001"}),
-        (
-            {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]},
-            True,
-            {"user": "0:0"},
-        ),
-        ({}, False, {}),
-    ],
-)
-def test_what_a_container_gets_unasked(engine, mounts, expected):
-    assert running.comfort(engine, 1000, 1001, mounts=mounts) == expected
 
 
 def test_a_size_that_is_none_is_one_clear_error():

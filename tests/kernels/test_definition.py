@@ -303,6 +303,21 @@ def test_another_modules_operator_is_not_replaced() -> None:
             },
             ["the template's int factor and the argument float factor", "an int or a bool"],
         ),
+        (
+            {
+                "source": SCALE.replace("typename T>", "typename T, int kWidth>"),
+                "template": {"kWidth": 2.5},
+            },
+            ["the template's int kWidth cannot be 2.5", "a whole number that int holds"],
+        ),
+        (
+            {"source": SCALE.replace("float factor", "int factor")},
+            ["the parameter int factor receives the argument float factor", "int in the schema"],
+        ),
+        (
+            {"schema": "scale(Tensor x, str factor) -> Tensor"},
+            ["the parameter float factor receives the argument str factor", "args={...}"],
+        ),
         ({"grid": (1, 70000)}, ["grid (1, 70000, 1)", "grid y from 0 to 65535"]),
         ({"grid": (1, 2, 3, 4)}, ["grid is (1, 2, 3, 4)", "up to three"]),
         ({"block": 2048}, ["block x from 1 to 1024"]),
@@ -359,9 +374,13 @@ def test_a_templates_value_has_its_kind() -> None:
         (torch.float32, True, "int N cannot be torch.float32"),
         (2, 5, "bool causal cannot be 5: True or False"),
     ):
-        add = define(source, "add(Tensor x) -> Tensor", template={"N": n, "causal": causal})
-        with pytest.raises(TypeError, match=rf"add: the template's {said}"):
-            add.expression(torch.empty(3))
+        template = {"N": n, "causal": causal}
+        with pytest.raises(FlexopsError, match=rf"add: the template's {said}"):
+            define(source, "add(Tensor x) -> Tensor", template=template)
+    template["N"] = lambda x: x.shape[0] / 2
+    add = define(source, "add(Tensor x) -> Tensor", template=template | {"causal": True})
+    with pytest.raises(TypeError, match=r"add: the template's int N cannot be 1\.5"):
+        add.expression(torch.empty(3))
 
 
 def test_without_a_reference_other_devices_are_refused() -> None:

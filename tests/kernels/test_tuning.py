@@ -3,8 +3,12 @@ clock is stood in for."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +98,64 @@ def test_the_fastest_is_measured_once_for_a_kind_and_stored_for_the_gpu(machine:
     facts = [json.loads(one.library.read_text()) for one in BuildCache(machine.cache).entries()]
     assert sorted(fact["gpu"] for fact in facts) == ["GPU one"] * 3 + ["GPU two"]
     assert sorted(fact["candidate"] for fact in facts) == [0, 1, 1, 2]
+
+
+ROWS = 4
+
+
+def _blocks(rows: int) -> int:
+    return rows // ROWS
+
+
+def test_an_edited_function_is_another_kernel(machine: Machine) -> None:
+    """Its constants, names, helpers, globals and closure count; where it was defined does not."""
+
+    def of(rows: int) -> Any:
+        return lambda x: next(x.numel() // rows for _ in "1")
+
+    def itself(x: torch.Tensor) -> int:
+        return itself(x[1:]) if x.numel() in (5, 6) else _blocks(x.numel()) + 1
+
+    made: list[Any] = [
+        lambda x: x.numel() // 4,
+        lambda x: x.numel() // 2,
+        lambda x: x.shape[0] // 4,
+        of(4),
+        of(2),
+        functools.partial(lambda rows, x: x.numel() // rows, 4),
+        itself,
+    ]
+    keys = {tuning.content(one) for one in made}
+    assert len(keys) == len(made)
+    assert tuning.content(of(4)) == tuning.content(made[3])
+    assert tuning.content(lambda x: x.numel() // 4) == tuning.content(made[0])
+    for name, value in (("ROWS", 8), ("_blocks", lambda rows: rows)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(globals(), name, value)
+            assert tuning.content(itself) not in keys
+    x = torch.ones(8)
+    assert machine.chosen(machine.kernel(grid=made[0]), x) == 1
+    once = machine.measured
+    assert machine.chosen(machine.kernel(grid=lambda x: x.numel() // 4), x) == 1
+    assert machine.measured == once
+    assert machine.chosen(machine.kernel(grid=made[1]), x) == 1
+    assert machine.measured == 2 * once
+
+
+def test_the_text_of_a_function_is_that_of_every_process() -> None:
+    code = (
+        "from flexops.kernels import tuning; import torch\n"
+        "def f(x, y=object()): return torch.arange(3) if x in {'a', 'b', 'c'} else y\n"
+        "print(tuning.content([f, {'b': f, 'a': object, 'c': object()}]))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(texts) == 1
 
 
 def test_a_key_of_its_own(machine: Machine) -> None:

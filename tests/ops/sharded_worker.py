@@ -124,9 +124,10 @@ def check_steps(mesh: DeviceMesh, device: str, name: str, dtype: torch.dtype) ->
     for param, plain in zip(setting.params, alone, strict=True):
         found = _part(param) if name == "AdamW8bit" else whole(param)
         exact = dtype == torch.float32
-        torch.testing.assert_close(
-            found, plain.detach(), rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2
-        )
+        rtol, atol = (1e-5, 2e-6) if exact else (2e-2, 2e-2)
+        if exact and name == "Muon" and device == "cuda":  # it iterates in float16
+            atol = 1e-3
+        torch.testing.assert_close(found, plain.detach(), rtol=rtol, atol=atol)
         for state in optimizer.state[param].values():
             assert not isinstance(param, DTensor) or isinstance(state, DTensor) or not state.dim()
 

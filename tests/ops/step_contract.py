@@ -1161,30 +1161,3 @@ class TorchStepContract(StepContract):
             param.grad = torch.ones_like(param)
         oracle.step()
         assert_params_close(params, expected)
-
-    @ON_BOTH
-    def test_torch_with_gradients_that_are_not_finite(self, device):
-        for options in self.torch_options:
-            pairs = self.both(device, options, shapes=[(5, 9)])
-            for params, optimizer in pairs:
-                params[0].grad = (
-                    torch.tensor(
-                        [1.0, float("nan"), float("inf"), -float("inf"), 0.0], device=device
-                    )
-                    .repeat(9)
-                    .view(5, 9)
-                )
-                optimizer.step()
-            torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], equal_nan=True)
-
-    @ON_BOTH
-    def test_torch_with_complex_parameters(self, device):
-        pairs = self.both(device, self.torch_options[1], dtype=torch.complex64, shapes=[(9,)])
-        for step in range(4):
-            grad = torch.randn(
-                9, dtype=torch.complex64, generator=torch.Generator().manual_seed(step)
-            ).to(device)
-            for params, optimizer in pairs:
-                params[0].grad = grad.clone()
-                optimizer.step()
-        torch.testing.assert_close(pairs[0][0][0], pairs[1][0][0], rtol=1e-5, atol=1e-6)

@@ -1,5 +1,5 @@
-"""bias_gelu, bias_silu, swiglu and geglu: the shared contract, float64, special values, every way
-to pack, every ISA level."""
+"""bias_gelu, bias_silu, swiglu and geglu: the shared contract, float64, special values, and every
+way to pack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import (
-    ISA_LEVELS,
     ROUNDING,
     Case,
     Contract,
@@ -18,7 +17,6 @@ from contract import (
     Refusal,
     Shape,
     assert_near,
-    isa_limit,
     run,
 )
 from torch import Tensor
@@ -400,20 +398,6 @@ def test_a_vector_has_a_bias_too():
         run(lambda x, b: F.silu(x + b), (x.detach().double(), bias.detach().double()), (0, 1)),
         2.0**-24,
     )
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
-@pytest.mark.usefixtures("native")
-def test_every_isa_level(isa):
-    with isa_limit(isa):
-        for which in ACTIVATIONS:
-            test_every_float32_keeps_its_digits(which)
-            for dtype in DTYPES[1:]:
-                test_every_16_bit_number_is_rounded_right(which, dtype)
-            for dtype in DTYPES:
-                test_special_values_are_as_documented(which, dtype)
-        test_the_bias_gradient_adds_up_all_rows(65, 1025)
 
 
 @pytest.mark.usefixtures("native")

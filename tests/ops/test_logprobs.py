@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from contract import Case, Contract, Make, Refusal, Shape
 from torch import Tensor
 
 import flexops
@@ -168,14 +168,6 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 def test_cpu_gives_what_the_reference_gives(block):
     for seed in range(block * 25, block * 25 + 25):
         check_draw(seed, "cpu")
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("level", ISA_LEVELS[:2])
-@pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level):
-    with isa_limit(level):
-        test_cpu_gives_what_the_reference_gives(1)
 
 
 # ---- special values ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import ISA_LEVELS, Case, Contract, Make, Recorder, Refusal, isa_limit, tensors_of
+from contract import Case, Contract, Make, Recorder, Refusal, tensors_of
 from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -251,14 +251,6 @@ def compare_everything(seeds: range) -> None:
 @pytest.mark.usefixtures("native")
 def test_any_lengths_and_dtypes():
     compare_everything(range(150))
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
-@pytest.mark.usefixtures("native")
-def test_every_instruction_set(isa):
-    with isa_limit(isa):
-        compare_everything(range(150, 220))
 
 
 @pytest.mark.usefixtures("native")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import ISA_LEVELS, ROUNDING, Case, Contract, Make, Refusal, Shape, isa_limit
+from contract import ROUNDING, Case, Contract, Make, Refusal, Shape
 from torch import Tensor
 
 import flexops
@@ -378,16 +378,6 @@ def test_native_gives_what_the_reference_gives(
     dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
 ) -> None:
     compare(dtype, interleaved, layout)
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("isa", ISA_LEVELS[:2])  # the best one is what every other test runs
-@pytest.mark.usefixtures("native")
-def test_every_isa_level(isa: str) -> None:
-    with isa_limit(isa):
-        for dtype in DTYPES:
-            for interleaved in (False, True):
-                compare(dtype, interleaved, length_first)
 
 
 def test_the_layouts_are_each_others_permutation() -> None:

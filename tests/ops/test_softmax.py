@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
+from contract import Case, Contract, Make, Refusal, Shape
 from softmax_cases import DTYPES, assert_near, compare_all, draw_lowest
 from torch import Tensor
 
@@ -136,15 +136,6 @@ def test_cpu_gives_what_the_reference_gives(block):
     """Every length, layout, mask and dtype at random."""
     for seed in range(block * 60, block * 60 + 60):
         compare_all(seed, "cpu")
-
-
-@pytest.mark.extra
-@pytest.mark.parametrize("level", ISA_LEVELS[:2])
-@pytest.mark.usefixtures("native")
-def test_other_instruction_sets(level):
-    """The levels that this machine would not choose on its own."""
-    with isa_limit(level):
-        test_cpu_gives_what_the_reference_gives(1)
 
 
 # ---- masks ---------------------------------------------------------------------------------------

@@ -628,8 +628,19 @@ def test_a_forward_that_somebody_else_replaced_stays() -> None:
 def test_no_model_is_refused() -> None:
     with pytest.raises(flexops.errors.PatchError, match="takes a module"):
         flexops.patch(3)
+    with pytest.raises(flexops.errors.PatchError, match="unpatch takes a module"):
+        flexops.unpatch(3)
     with pytest.raises(flexops.errors.PatchError, match=r"one of .*llama"):
         flexops.patch("lama")
+
+
+def test_a_model_in_float64_runs_its_own_code() -> None:
+    model = tiny.model("llama").eval().double()
+    ids = tiny.batch("llama")["input_ids"]
+    expected = model(ids).logits
+    report = flexops.patch(model)
+    assert any(row.operator == "rotary_embedding" for row in report.swapped)
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_the_report_is_a_table_and_json() -> None:

@@ -374,6 +374,11 @@ def test_a_cache_must_be_empty_and_long_enough() -> None:
 
 
 def test_other_caches_are_named() -> None:
+    config = tiny.config("llama")
+    config.num_hidden_layers = 1
+    cache = flexops.KVCache(config, max_length=64)
+    with pytest.raises(GenerationError, match=r"(?s)layer 1, for a cache of 1.*model\.config"):
+        tiny.model("llama").eval()(**prompts(), past_key_values=cache)
     with pytest.raises(GenerationError, match="bits=3"):
         flexops.KVCache(tiny.config("llama"), max_length=8, bits=3)
     with pytest.raises(GenerationError, match="max_length=0"):

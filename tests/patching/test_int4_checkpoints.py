@@ -28,7 +28,7 @@ import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Linear
 from flexops.ops import few_rows
-from flexops.patching import Int4Config, register_int4
+from flexops.patching import Int4Config, from_config, register_int4
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
@@ -141,11 +141,11 @@ def test_a_group_of_all_inputs_is_cut_into_groups_of_kernels(tmp_path: Path) -> 
             tensors[name] = torch.zeros_like(tensors[name])
     save(folder, tensors)
     model = load(folder)
-    assert {one.group_size for one in layers(model).values()} == {64, 128}
+    assert {one.group_size for one in layers(model).values()} == {32, 128}
     name = "model.layers.0.mlp.down_proj"
     weight = flexops.unpack_int4(layers(model)[name].weight, torch.float32)
     words, scales, zeros = (tensors[f"{name}.{part}"] for part in ("qweight", "scales", "qzeros"))
-    for row, column in ((0, 0), (7, 127), (63, 64)):
+    for row, column in ((0, 0), (7, 127), (31, 64)):
         code = int(words[column // 8, row]) >> 4 * (column % 8) & 15
         zero = (int(zeros[0, row // 8]) >> 4 * (row % 8)) + 1 & 15
         assert weight[row, column] == (code - zero) * scales[0, row].float()
@@ -459,7 +459,11 @@ def test_routers_keep_16_bits() -> None:
 def hosted(module: str, name: str, kind: str) -> Any:
     """The golden model with layers of a class of this name, as the library builds them."""
     tensors = load_file(GOLDEN / kind / "model.safetensors")
-    model = llama(torch.float16, num_hidden_layers=1, attention_bias=True, tie_word_embeddings=True)
+    sizes = json.loads((GOLDEN / kind / "config.json").read_text())
+    model = llama(
+        torch.float16,
+        **{name: sizes[name] for name in (*SIZES, "attention_bias", "tie_word_embeddings")},
+    )
     names = {key.rpartition(".")[0] for key in tensors if key.endswith("qweight")}
     for where in names:
         linear: Any = model.get_submodule(where)
@@ -603,6 +607,7 @@ def test_weights_below_adapters_are_quantized_and_adapters_are_not() -> None:
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 def _cut(name: str, dim: int = 0) -> Change:
@@ -627,7 +632,7 @@ def _put(name: str, make: Callable[[Tensor], Tensor]) -> Change:
 BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales of another shape": ("gptq", {}, _cut(f"{Q}.scales", 1), "q_proj.scales does not fit"),
     "groups that do not divide": (
-        "gptq", {}, _put(f"{Q}.scales", lambda one: torch.cat([one, one[:1]])), "divide 64",
+        "gptq", {}, _put(f"{DOWN}.scales", lambda one: torch.cat([one, one[:1]])), "divide 128",
     ),
     "another group size than declared": (
         "awq", {"group_size": 64}, _drop("nothing"), "2 groups, as the config declares",
@@ -640,7 +645,7 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales that are missing": ("gptq", {}, _drop(f"{Q}.scales"), "required: scales"),
     "zero points that are missing": ("awq", {}, _drop(f"{Q}.qzeros"), "required: qzeros"),
     "inputs that were sorted": (
-        "gptq", {"desc_act": True}, _put(f"{Q}.g_idx", lambda one: one.flip(0)), "desc_act=False",
+        "gptq", {"desc_act": True}, _put(f"{DOWN}.g_idx", lambda one: one.flip(0)), "desc_act=False",
     ),
     "8 bits": ("gptq", {"bits": 8}, _drop("nothing"), "bits=8, where 4 is supported"),
     "the layout of a kernel": (
@@ -657,7 +662,22 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
     "scales of an activation": (
         "awq", {},
         lambda tensors: tensors.update({"model.layers.0.mlp.act.scales": torch.ones(64)}),
-        "it belongs to no layer with codes",
+        "there is no model.layers.0.mlp.act.qweight, its codes",
+    ),
+    "codes that are missing": ("gptq", {}, _drop(f"{Q}.qweight"), "q_proj.qweight, its codes"),
+    "scales in another dtype": (
+        "gptq", {}, _put(f"{Q}.scales", lambda one: one.double()), "torch.float64",
+    ),
+    "a bias of another shape": (
+        "awq", {}, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(3)}), "q_proj.bias",
+    ),
+    "groups of some inputs": ("gptq", {}, _cut(f"{Q}.g_idx"), "q_proj.g_idx does not fit"),
+    "a group size that is no number": (
+        "awq", {"group_size": [32]}, _drop("nothing"), "group_size=[32]",
+    ),
+    "groups that are no mapping": (
+        "gptq", {"quant_method": "compressed-tensors", "config_groups": [1]}, _drop("nothing"),
+        "config_groups=[1]",
     ),
 }  # fmt: skip
 
@@ -674,6 +694,14 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -
         load(folder)
     assert message in str(caught.value)
     assert "fix:" in str(caught.value)
+
+
+def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
+    folder, _ = golden("gptq", tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(PatchError, match=r"is damaged(.|\n)*model\.safetensors(.|\n)*again"):
+        load(folder)
 
 
 def test_another_quantization_method_is_rejected(tmp_path: Path) -> None:
@@ -743,6 +771,20 @@ def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> Non
         flexops.patch(model, weights=weights)
     assert not layers(model)
     assert not any("forward" in vars(one) for one in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_report_from_the_config_of_4_bits_has_its_layers(kind: str) -> None:
+    """And so a model on ``meta`` can be quantized, too."""
+    rows = from_config.report(str(GOLDEN / kind)).swapped
+    assert [row.count for row in rows if row.operator == "int4_linear"] == [7]
+
+
+def test_one_name_of_what_keeps_16_bits() -> None:
+    model = llama()
+    flexops.patch(model, weights=Int4Config(modules_to_not_convert="down_proj"))
+    assert len(layers(model)) == 12
+    assert not any(name.endswith("down_proj") for name in layers(model))
 
 
 def test_settings_survive_a_dict() -> None:

@@ -296,7 +296,7 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
         ('{"model_type": "tomorrow"}', "makes no model", "tomorrow"),
     ],
 )
-def test_a_config_of_which_no_model_can_be_made_is_told_with_a_mend(
+def test_a_config_of_which_no_model_can_be_made_is_reported_with_a_fix(
     content: str | None, what: str, found: str, tmp_path: Path
 ) -> None:
     if content is not None:

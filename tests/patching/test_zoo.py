@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import zoo
 from test_apply import distance
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
 
@@ -149,6 +151,22 @@ def test_attention_that_changes_what_it_reads_from_a_cache_has_no_decode_steps(n
     assert "Attention changes what it reads from a cache, or its mask" in row.reason
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified"])
+def test_the_tokens_of_a_picture_attend_to_each_other(name):
+    model = zoo.tiny(name).eval()
+    model.config.text_config.use_bidirectional_attention = "vision"
+    tokens = zoo.batch(model, False)["input_ids"]
+    kinds = torch.zeros_like(tokens)
+    kinds[:, 2:6] = 1
+    expected, without = (
+        model(tokens, mm_token_type_ids=one).logits for one in (kinds, torch.zeros_like(kinds))
+    )
+    assert (expected - without).norm() > 0.1
+    report = flexops.patch(model)
+    assert any(row.operator == "attention" for row in report.swapped)
+    torch.testing.assert_close(model(tokens, mm_token_type_ids=kinds).logits, expected)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)
@@ -164,22 +182,61 @@ def test_windows_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     check(name)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_in_bfloat16_it_is_no_further_from_the_truth(name: str) -> None:
-    """But for what is exact in the plain model, and rounding that is as large as gradients are."""
-    inputs = zoo.batch(zoo.tiny(name), False)
-    model = zoo.tiny(name)
-    with reference(model):
+class Choices(TorchDispatchMode):
+    """The experts that routers choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            self.found.append(result[1].sort(-1).values)
+        return result
+
+
+def in_bfloat16(name: str, seed: int = 0, device: str = "cpu") -> tuple[float, float, bool]:
+    """How far a model in bfloat16 is from the truth, patched and plain, and whether both choose the
+    experts of the truth."""
+    model = zoo.tiny(name, seed).to(device)
+    inputs = {key: one.to(device) for key, one in zoo.batch(model, False).items()}
+    with reference(model), Choices() as expected:
         truth = results(model, inputs)
-        model = zoo.tiny(name).bfloat16()
-    with reference(model):
+    model = zoo.tiny(name, seed).to(device).bfloat16()
+    with reference(model), Choices() as of_plain:
         plain = distance(results(model, inputs), truth, 0.1)
     report = flexops.patch(model)
     fused = any(row.operator == "linear_cross_entropy" for row in report.swapped)
-    patched = distance(
-        results(model, inputs, **({"skip_logits": False} if fused else {})), truth, 0.1
+    with Choices() as chosen:
+        patched = results(model, inputs, **({"skip_logits": False} if fused else {}))
+    same = all(
+        a.equal(b)
+        for one in (of_plain, chosen)
+        for a, b in zip(one.found, expected.found, strict=True)
     )
-    assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+    return sum(distance(patched, truth, 0.1).values()), sum(plain.values()), same
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_in_bfloat16_it_is_no_further_from_the_truth(name):
+    """But for what is exact in the plain model, and rounding that is as large as gradients are."""
+    patched, plain, _ = in_bfloat16(name)
+    assert patched < 1.2 * plain
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(set(zoo.TYPES) - {*zoo.UNTESTED, "fnet", "mra"}))
+def test_nor_by_a_gpus_kernels(name):
+    """Three models in which no rounding changes the choice of an expert, patched or plain. (The
+    plain code of FNet and MRA does not run in bfloat16.)"""
+    errors = (in_bfloat16(name, seed, "cuda") for seed in range(12))
+    found = list(itertools.islice((one for one in errors if one[2]), 3))
+    assert found
+    assert sum(one[0] for one in found) < 1.3 * sum(one[1] for one in found)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

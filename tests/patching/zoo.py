@@ -176,9 +176,9 @@ def class_of(config: Any) -> Any:
     return transformers.AutoModel._model_mapping[type(config)]
 
 
-def tiny(name: str) -> Any:
+def tiny(name: str, seed: int = 0) -> Any:
     """A small random model of a type."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = tiny_config(transformers.CONFIG_MAPPING[name], name)
     return shaken(class_of(config)(config))
 

@@ -243,9 +243,9 @@ def test_every_call_in_the_migration_guide_is_one():
             more = attention()
             names |= more | {
                 "qkv": torch.randn(2, 16, 3, 4, 64),
-                "keys": more["k"],
-                "values": more["v"],
-                "used": 16,
+                "k_cache": torch.randn(2, 32, 2, 64),
+                "v_cache": torch.randn(2, 32, 2, 64),
+                "lengths": torch.tensor([0, 5], dtype=torch.int32),
                 "bias": torch.randn(128),
             }
         # "..." stands for what the operator takes anyway; the weight of the hidden states is the

@@ -17,7 +17,6 @@ SEVERAL = {
     "csrc/test_stand_in_driver.py",
     "ops/test_narrow_states.py",
     "ops/test_sharded.py",
-    "ops/test_transformer.py",
     "patching/test_libraries.py",
     "patching/test_model_tests.py",
     "patching/test_vision.py",

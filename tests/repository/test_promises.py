@@ -112,7 +112,7 @@ def test_the_design_names_every_part():
 
 
 NOT_OF_TORCH = {
-    "_asdict", "_replace",  # of a NamedTuple
+    "_asdict", "_fields", "_replace",  # of a NamedTuple
     "_getframe", "_exit",  # of sys and os
     "_sock",  # of what the docker package connects by
     "_attn_implementation", "_model_mapping", "_supports_sdpa",  # of transformers

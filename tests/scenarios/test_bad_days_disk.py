@@ -373,26 +373,6 @@ def test_json_of_any_kind_is_no_reason_to_raise(folder, which, text):
     assert_right(build(folder, folder / "cache"))
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_noticed_and_fixed(folder, what):
-    library = Path(build(folder, folder / "cache")["library"])
-    DAMAGE[what](library)
-    assert_right(build(folder, folder / "cache"))
-    assert build(folder, folder / "cache")["cached"]
-
-
-def test_swapped_entries_are_noticed(folder):
-    """Another build's library and manifest under this key, consistent with one another."""
-    first = Path(build(folder, folder / "cache")["library"]).parent
-    tiny_plan(folder / "tiny", header="inline int answer_of_header() { return 13; }\n")
-    second = Path(build(folder, folder / "cache")["library"]).parent
-    assert first != second
-    first.rename(folder / "first")
-    second.rename(first)
-    (folder / "first").rename(second)
-    assert answer(Path(build(folder, folder / "cache")["library"])) == 13
-
-
 # ---- time, home, locks ---------------------------------------------------------------------------
 
 

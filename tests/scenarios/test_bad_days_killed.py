@@ -278,27 +278,6 @@ def test_a_failure_is_taken_over_by_those_who_waited(case, tmp_path):
     assert answer(Path(case.build()["library"])) == 43
 
 
-def test_a_ninja_that_is_killed_while_the_linker_writes(case, tmp_path):
-    """With its children, and without a word: half a library is not published, and the next build is
-    whole."""
-    script = tmp_path / "c++"
-    ninja = "$(cut -d' ' -f6 /proc/$$/stat)"  # the leader of its session
-    script.write_text(f"""#!/bin/sh
-case "$*" in *-shared*) if [ ! -e '{tmp_path}/died' ]; then
-  : > '{tmp_path}/died'; head -c 100 /bin/sh > tiny.so; kill -9 {ninja}; kill -9 $$
-fi;; esac
-exec '{case.compiler}' "$@"
-""")
-    script.chmod(0o755)
-    case.request["compiler"] = str(script)
-    result = case.build()
-    assert result["kind"] == "CompileError"
-    assert "killed" in result["error"]
-    assert "SIGKILL" in result["error"]
-    assert not list(case.cache.glob("*/*/manifest.json"))
-    assert answer(Path(case.build()["library"])) == 42
-
-
 def test_a_failure_of_the_future_does_not_outlive_the_header_that_caused_it(case, tmp_path):
     """Whatever the clock says, a failure counts for those who waited for that very build, and for
     the headers that it read."""

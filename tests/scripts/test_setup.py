@@ -84,7 +84,7 @@ elif words[:3] == ["-m", "pip", "install"] and "--target" in words:
 elif words[:3] == ["-m", "pip", "install"]:
     record(words[1:])
     install(pathlib.Path(os.environ["FAKE_PYTHON"]).parents[1], words)
-elif words[:2] == ["-m", "flexops.demo"]:
+elif words[:1] == ["examples/demo.py"]:
     log.open("a").write("demo\\n")
 elif program != "uv":
     os.execv(sys.executable, [sys.executable, *words])

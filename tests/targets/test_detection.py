@@ -1,13 +1,14 @@
-"""Detection: the decision over explicit machines, and the readers of what the probes say."""
+"""Detection: the decision over explicit machines, and what is taken of this one."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from flexops import targets
-from flexops.targets import Machine, __main__, choose, probe
+from flexops.compute_capability import ComputeCapability
+from flexops.targets import Machine, choose, probe
+from flexops.toolchain import gpus
+from flexops.toolchain.driver import DriverRelease
 
 MATRIX = targets.load()
 
@@ -86,96 +87,18 @@ def test_every_gpu_target_is_best_for_its_own_gpu_with_some_machine():
             assert choose(only, machine).target == target
 
 
-def test_nvidia_smi_is_read_line_by_line():
-    assert probe.read_smi("8.9, 580.65.06\n9.0, 580.65.06\n") == ("580.65.06", ("8.9", "9.0"), ())
-    driver, capabilities, problems = probe.read_smi("[N/A], 580.65.06\n8.0, 580.65.06\n")
-    assert (driver, capabilities) == ("580.65.06", ("8.0",))
-    assert problems == ("nvidia-smi says '[N/A], 580.65.06'",)
+def test_this_machine_is_looked_at_by_the_toolchain(monkeypatch):
+    gpu = gpus.Gpu(0, "GPU-a", "NVIDIA L4", ComputeCapability(8, 9), 0)
+    here = gpus.Machine(gpus.Driver(DriverRelease.parse("550.54.14"), None), (gpu,))
+    monkeypatch.setattr(gpus, "machine", lambda: here)
+    monkeypatch.setattr(gpus, "local_gfx_targets", lambda: ("gfx90a",))
+    seen = probe.machine("3.12")
+    assert (seen.driver, seen.capabilities, seen.rocm) == ("550.54.14", ("8.9",), ("gfx90a",))
+    assert (seen.python, seen.problems) == ("3.12", ())
+    assert targets.detect(python="3.12").target.id == "cu128-sm89"
 
 
-def test_the_kernel_s_view_of_amd_gpus():
-    node = "simd_count {}\ngfx_target_version {}\nvendor_id 4098\n"
-    assert probe.read_kfd(node.format(304, version) for version in (0, 90010, 90402, 110000)) == (
-        "gfx90a",
-        "gfx942",
-        "gfx1100",
-    )
-    assert probe.read_kfd(["", "nonsense"]) == ()
-
-
-@pytest.mark.parametrize(
-    ("script", "driver", "capabilities", "problem"),
-    [
-        ("echo 8.9, 580.65.06", "580.65.06", ("8.9",), ""),
-        ("echo No devices were found; exit 6", "", (), "gives no answer"),
-        ("echo NVIDIA-SMI has failed; exit 9", "", (), "NVIDIA-SMI has failed"),
-    ],
-)
-def test_a_real_nvidia_smi_process(tmp_path, monkeypatch, script, driver, capabilities, problem):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(probe, "_DRIVER_FILE", str(tmp_path / "absent"))
-    found = probe.nvidia()
-    assert found[:2] == (driver, capabilities)
-    assert problem in "".join(found[2])
-
-
-def test_a_driver_without_nvidia_smi_is_said(tmp_path, monkeypatch):
-    version = tmp_path / "version"
-    version.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
-    )
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(probe, "_SMI_PLACES", ())
-    monkeypatch.setattr(probe, "_DRIVER_FILE", str(version))
-    assert probe.nvidia() == (
-        "535.129.03",
-        (),
-        ("an NVIDIA driver is loaded, but nvidia-smi, which names the GPUs, is not found",),
-    )
-
-
-def _fake(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    monkeypatch.setattr(probe, "machine", lambda _python: machine)
-
-
-def test_scripts_get_the_id_first(monkeypatch, capsys):
-    _fake(monkeypatch, Machine(capabilities=("8.9",), driver="550.1", problems=("odd",)))
-    assert __main__.main(["detect"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "cu128-sm89"
-    assert lines[2] == "note: odd"
-    assert __main__.main(["detect", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["id"] == "cu128-sm89"
-
-
-def test_scripts_get_requirements_and_fields(capsys):
-    assert __main__.main(["requirements", "cu130-sm90"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == list(MATRIX.find("cu130-sm90").requirements)
-    assert __main__.main(["show", "cu130-sm90", "--field", "host_compiler"]) == 0
-    assert capsys.readouterr().out == "11.3 15\n"
-    assert __main__.main(["show", "nothing"]) == 3
-    assert "there is no target called 'nothing'" in capsys.readouterr().err
-    assert __main__.main(["show", "cpu", "--field", "colour"]) == 3
-    assert "has no field 'colour'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "python"), [("3.11.7", "3.11"), ("3.12", "3.12"), ("", "")])
-def test_the_python_of_the_environment(monkeypatch, text, python):
-    asked: list[str | None] = []
-
-    def machine(python: str | None) -> Machine:
-        asked.append(python)
-        return Machine()
-
-    monkeypatch.setattr(probe, "machine", machine)
-    assert __main__.main(["detect", "--python", text]) == 0
-    assert asked == [python]
-
-
-def test_a_python_that_is_no_version_is_rejected(capsys):
-    with pytest.raises(SystemExit):
-        __main__.main(["detect", "--python", "new"])
-    assert "'new' is not a version such as 3.12" in capsys.readouterr().err
+def test_a_driver_that_does_not_answer_is_said(monkeypatch):
+    monkeypatch.setattr(gpus, "machine", gpus.Machine)
+    monkeypatch.setattr(probe, "has_device_node", lambda: True)
+    assert "does not answer: nvidia-smi" in targets.detect().notes[0]

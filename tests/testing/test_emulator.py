@@ -100,6 +100,8 @@ def test_what_the_emulator_notices():
 def test_what_cannot_be_emulated_is_named() -> None:
     with pytest.raises(ValueError, match="tensors must be on the CPU, got one on meta"):
         emulate(sums(), torch.empty(3, 4, device="meta"))
+    with pytest.raises(TypeError, match=r"must be what flexops.kernel returned, got function"):
+        emulate(lambda x: x, torch.empty(3))
 
 
 @pytest.mark.extra
@@ -108,6 +110,13 @@ def test_a_cluster_is_rejected_and_a_written_tensor_is_written() -> None:
     with pytest.raises(EmulationError, match="cannot be launched") as caught:
         emulate(sums(cluster=2), torch.randn(2, 4))
     assert "a launch with a cluster" in str(caught.value)
+    bounded = flexops.kernel(
+        "template <int kBlock> __global__ void __launch_bounds__(kBlock) one(float* y) { *y = 1; }",
+        "emulated::one(Tensor(a!) y) -> ()",
+        template={"kBlock": 64},
+    )
+    with pytest.raises(EmulationError, match=r"one cannot be launched(.|\n)*256 threads.*allow 64"):
+        emulate(bounded, torch.zeros(1))
     add = flexops.kernel(
         "__global__ void add(float* y, int n) { if (threadIdx.x < n) y[threadIdx.x] += 1; }",
         "emulated::add(Tensor(a!) y) -> ()",

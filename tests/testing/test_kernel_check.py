@@ -125,6 +125,10 @@ def test_what_a_check_requires() -> None:
         check_kernel(define(reference=None), CASES)
     with pytest.raises(FlexopsError, match="no cases"):
         check_kernel(define(), [])
+    with pytest.raises(TypeError, match=r"tuple of a call's arguments.*got Tensor"):
+        check_kernel(define(), [torch.randn(3), 2.0])
+    with pytest.raises(TypeError, match=r"must be what flexops.kernel returned"):
+        check_kernel(torch.relu, CASES)
 
 
 @pytest.mark.extra

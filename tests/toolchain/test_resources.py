@@ -13,9 +13,9 @@ from flexops.toolchain import gpus
 from flexops.toolchain.resources import Resources, detect
 
 MIB = 1 << 20
-SMI = (
-    "0, GPU-aaa, 9.0, 143771, 580.65.06, NVIDIA H200\n1, GPU-bbb, 8.9, 46068, 580.65.06, NVIDIA"
-    " L40S, 48GB\n"
+HERE = (
+    gpus.Gpu(0, "GPU-aaa", "NVIDIA A100", ComputeCapability(8, 0), 0, ("MIG-111", "MIG-222")),
+    gpus.Gpu(1, "GPU-bbb", "NVIDIA L40S", ComputeCapability(8, 9), 0),
 )
 
 
@@ -136,24 +136,6 @@ def test_resources_here():
     assert here.memory_bytes > 0
 
 
-def test_nvidia_smi():
-    machine = gpus.parse_nvidia_smi(SMI)
-    assert machine.driver
-    assert str(machine.driver.release) == "580.65.06"
-    assert [(gpu.ordinal, gpu.uuid, str(gpu.capability), gpu.name) for gpu in machine.gpus] == [
-        (0, "GPU-aaa", "9.0", "NVIDIA H200"),
-        (1, "GPU-bbb", "8.9", "NVIDIA L40S, 48GB"),
-    ]
-    assert machine.gpus[0].memory_bytes == 143771 * MIB
-    assert (
-        gpus.parse_nvidia_smi(
-            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-        )
-        == gpus.Machine()
-    )
-    assert gpus.parse_nvidia_smi("0, GPU-a, [N/A], 1, 580.1, old\n") == gpus.Machine()
-
-
 @pytest.mark.parametrize(
     ("devices", "order", "shown"),
     [
@@ -171,19 +153,7 @@ def test_nvidia_smi():
     ],
 )
 def test_visible_devices(devices, order, shown):
-    here = gpus.parse_nvidia_smi(SMI).gpus
-    assert [gpu.ordinal for gpu in gpus.visible(here, devices, order)] == shown
-
-
-LISTING = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaa)
-  MIG 3g.20gb     Device  0: (UUID: MIG-111)
-  MIG 1g.5gb      Device  1: (UUID: MIG-222)
-GPU 1: NVIDIA L40S (UUID: GPU-bbb)
-"""
-SLICED = (
-    "0, GPU-aaa, 8.0, 40960, 580.65.06, NVIDIA A100-SXM4-40GB\n1, GPU-bbb, 8.9, 46068, 580.65.06,"
-    " NVIDIA L40S\n"
-)
+    assert [gpu.ordinal for gpu in gpus.visible(HERE, devices, order)] == shown
 
 
 @pytest.mark.parametrize(
@@ -198,9 +168,7 @@ SLICED = (
     ],
 )
 def test_mig_slices_have_their_gpus_capability(devices, shown):
-    here = gpus.parse_nvidia_smi(SLICED, LISTING).gpus
-    assert [gpu.slices for gpu in here] == [("MIG-111", "MIG-222"), None]
-    assert [str(gpu.capability) for gpu in gpus.visible(here, devices, "FASTEST_FIRST")] == shown
+    assert [str(gpu.capability) for gpu in gpus.visible(HERE, devices, "FASTEST_FIRST")] == shown
 
 
 def test_without_a_device_node_nothing_is_asked(tmp_path, monkeypatch):

@@ -212,7 +212,7 @@ def test_architectures_as_far_as_nvcc_can_emit_them(asked, cuda, detected, expec
         ("9.0;13.0", "12.6"),
     ],
 )
-def test_nothing_to_compile_is_an_error_with_its_mend(asked, cuda):
+def test_nothing_to_compile_is_an_error_with_its_fix(asked, cuda):
     with pytest.raises(ArchitectureError) as caught:
         resolve(asked, Version.parse(cuda), detected=[], known=RULES)
     assert caught.value.found
@@ -260,7 +260,7 @@ def test_the_facts_are_in_order():
         supported_capabilities(Version((10, 2)))
 
 
-def test_what_is_missing_comes_with_its_mend():
+def test_what_is_missing_comes_with_its_fix():
     ninja, host = Tool(Path("ninja"), Version((1, 11)), ""), compiler("12.2").value
     whole = Toolchain(torch=torch_for("13.0"), host=host, cuda=toolkit("13.0").value, ninja=ninja)
     assert missing(whole) is None

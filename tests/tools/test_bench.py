@@ -22,11 +22,9 @@ from flexops.build.load import loader
 from flexops.errors import ArchitectureError, FlexopsError, ToolchainError
 from flexops_tools.bench import (
     build_ladder,
-    build_runner,
     build_text,
     cases,
     ops,
-    ops_plot,
     ops_text,
     plot,
 )
@@ -187,16 +185,6 @@ def test_json_holds_everything_a_figure_needs(paper_runner):
 
 
 @pytest.mark.usefixtures("paper_runner")
-def test_table():
-    shown = flexops_command("bench", "build", "--quick", env={"COLUMNS": "160"}).stdout
-    assert "cold, one architecture" in shown
-    assert "left out by --quick" in shown
-    assert "cpp_extension.load / flexops" in shown
-    assert TOOLS.torch is not None
-    assert TOOLS.torch.version in shown
-
-
-@pytest.mark.usefixtures("paper_runner")
 def test_chart(tmp_path, require):
     require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     for name in ("chart.png", "chart.svg"):
@@ -252,11 +240,6 @@ def test_ratios():
     assert [ratio(value) for value in (37.4, 9.96, 2.44)] == ["37x", "10x", "2.4x"]
 
 
-def test_both_sides_are_shipped():
-    assert all(source.is_file() for source in build_runner.SOURCES)
-    assert "torch/extension.h" in build_runner.SOURCES[1].read_text()
-
-
 # ---- bench ops -----------------------------------------------------------------------------------
 
 
@@ -288,10 +271,6 @@ def test_what_is_behind_is_found_worst_first():
     ]
     assert RESULTS.behind()[0].ratio == pytest.approx(1.5)
     assert [group[0].contender for group in RESULTS.groups()] == ["flexops"] * 3
-
-
-def test_results_survive_json():
-    assert Results.from_dict(json.loads(json.dumps(RESULTS.as_dict()))) == RESULTS
 
 
 @pytest.fixture
@@ -409,14 +388,6 @@ def test_what_is_not_bound_by_memory_is_shown_in_operations(tmp_path, saved_run,
             charts.append((tmp_path / name).read_text())
     assert charts[0].count(">TFLOP/s<") == charts[0].count(">fraction of copy bandwidth<") == 2
     assert charts[0] == charts[1]
-
-
-def test_chart_of_operators(tmp_path, saved_run, require):
-    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
-    flexops_command("bench", "ops", "--from", str(saved_run), "--plot", str(tmp_path / "ops.png"))
-    assert (tmp_path / "ops.png").stat().st_size > 5000
-    with pytest.raises(FlexopsError, match="cannot be written"):
-        ops_plot.save(RESULTS, "", "", tmp_path / "no" / "such" / "chart.png")
 
 
 def test_every_family_has_cases():

@@ -12,12 +12,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "channel index": ("flexops channel index --channel channel",),
     "channel check": ("flexops channel check --channel channel",),
     "image build": ("flexops image build cu130-sm90", "flexops image build 'cu130-*' --stage dev"),
-    "image run": (
-        "flexops image run cu130-sm90",
-        'flexops image run cu130-sm90 -v "$PWD:/workspace" -- python train.py',
-    ),
     "image check": ("flexops image check cu130-sm90",),
-    "image list": ("flexops image list",),
     "bench build": ("flexops bench build",),
     "bench ops": ("flexops bench ops --op rms_norm", "flexops bench ops --device cpu --json"),
     "bench model": ("flexops bench model",),

@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         r"^flexops: stopped, because",
-        "a compiler took longer than it may",
+        "a compiler exceeded its time limit",
         "export FLEXOPS_COMPILE_TIMEOUT=<seconds> (0: no limit)",
     ),
     Rule(
@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         r"(Instruction|Feature) '[^']+'.*(\.target|architecture) '?sm_\d+",
-        "an instruction that the architectures asked for have not, or only with the suffix a"
+        "an instruction that the requested architectures lack, or have only with the suffix a"
         " (wgmma: 9.0a, tcgen05: 10.0a)",
         'export TORCH_CUDA_ARCH_LIST="9.0a"   # the architecture list; with the suffix the code'
         " runs on exactly that capability",
@@ -133,8 +133,8 @@ RULES: tuple[Rule, ...] = (
         r"_cpu\.cpp:.*('\w+' is not a member of 'std'|'(a?(sin|cos|tan)h?|atan2|sqrt|cbrt|exp[2m1]*"
         r"|log[12p0]*|pow|f?abs|f?max|f?min|fma|fmod|floor|ceil|trunc|l?l?r(ound|int)|nearbyint"
         r"|hypot|erfc?|isnan|isinf|isfinite)f?' was not declared in this scope)",
-        "a kernel for the CPU names what is not declared: C++'s and C's mathematics are not, since"
-        " each instruction set needs its own",
+        "a kernel for the CPU calls an undeclared function: those of C's and C++'s mathematics are"
+        " not declared, because each instruction set needs its own",
         "take the compiler's own: __builtin_sqrtf, __builtin_expf, __builtin_fabsf ... for floats;"
         " else declare it, or include its C header",
     ),

@@ -86,6 +86,7 @@ _NEVER = frozenset(
         "__HIP_PLATFORM_AMD__",
         "__HIP_PLATFORM_HCC__",
         "__HIP_DEVICE_COMPILE__",
+        "__HIP__",
         "_WIN32",
         "_WIN64",
         "WIN32",
@@ -105,8 +106,11 @@ KNOWN = _NEVER | frozenset(
         "__cplusplus",
         "__cpp_inline_variables",
         "__linux__",
+        "__x86_64__",
         "CUDA_VERSION",
         "CUDART_VERSION",
+        "__CUDACC_VER_MAJOR__",
+        "__CUDACC_VER_MINOR__",
         "TORCH_VERSION_MAJOR",
         "TORCH_VERSION_MINOR",
         "TORCH_VERSION_PATCH",
@@ -174,7 +178,9 @@ FOR_BOTH = re.compile(
 )
 FOR_THE_DEVICE = {
     re.compile(r"(?:cub|cuda|nv)/[\w/.-]+"): "",
-    re.compile(r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh"): "ATen/cuda/Atomic.cuh",
+    re.compile(r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh|THC/THCAtomics\.cuh"): (
+        "ATen/cuda/Atomic.cuh"
+    ),
     re.compile(
         r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh"
     ): "ATen/cuda/detail/TensorInfo.cuh",
@@ -214,11 +220,12 @@ class Item(NamedTuple):
 
 class Macros(NamedTuple):
     """Of all files: what each macro that stands for attributes is (``HD``: host device), every name
-    that is defined, and those that the command defines."""
+    that is defined, those that the command defines, and those that define device code."""
 
     attributes: dict[str, frozenset[str]]
     defined: frozenset[str]
     commands: frozenset[str] = frozenset()
+    of_device_code: frozenset[str] = frozenset()
 
 
 class File(NamedTuple):
@@ -302,7 +309,7 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
     """``defined``: those of the command.
 
     Raises:
-        Unsplittable: one has a name that is known to be something else, or defines device code.
+        Unsplittable: one has a name that is known to be something else.
     """
     bodies: dict[str, set[str]] = {}
     for file in files:
@@ -326,17 +333,22 @@ def macros_of(files: Sequence[File], defined: frozenset[str]) -> Macros:
         if all(attributes.get(name, frozenset()) == value for name, value in found.items()):
             break
         attributes.update(found)
-    for file in files:
-        for token in file.tokens:
-            name, known = token.defines, attributes.get(token.defines, frozenset())
-            if name and "{" in token.text and known & {"global", "device"}:
-                raise Unsplittable(
-                    f"the macro {name}, which defines device code", file.path, token.line
-                )
+    of_device_code: frozenset[str] = frozenset()
+    for _ in range(len(bodies)):
+        more = frozenset(
+            name
+            for name, body in bodies.items()
+            if ("{" in body and attributes.get(name, frozenset()) & {"global", "device"})
+            or body & of_device_code
+        )
+        if more == of_device_code:
+            break
+        of_device_code = more
     return Macros(
         {name: value for name, value in attributes.items() if value},
         defined | bodies.keys(),
         defined,
+        of_device_code,
     )
 
 
@@ -408,7 +420,7 @@ def _item(file: File, first: int, last: int) -> Item:
             number = partner[number]
         elif text == "[":
             number = partner[number]
-        elif text == "=" and tokens[number - 1].text != "operator":
+        elif text == "=" and not _is_of_operator(tokens, number):
             assigned = True
         elif text == ":" and groups and colon < 0:
             colon = number
@@ -438,6 +450,13 @@ def _item(file: File, first: int, last: int) -> Item:
             number = close
         number += 1
     raise Unsplittable("a declaration that is not understood", file.path, tokens[first].line)
+
+
+def _is_of_operator(tokens: Sequence[Token], number: int) -> bool:
+    """Whether a token belongs to an operator's name: ``operator<<=``, in pieces."""
+    while tokens[number].kind == "punctuation" and tokens[number].text not in ("(", ")"):
+        number -= 1
+    return tokens[number].text == "operator"
 
 
 def _braces(
@@ -487,9 +506,10 @@ def name_of(file: File, item: Item) -> Token | None:
             if number >= item.start and file.tokens[number].kind == "word"
             else None
         )
-    words = [
-        file.tokens[one] for one in range(item.start, item.open if item.open >= 0 else item.end)
-    ]
+    start = item.start
+    while item.kind == "class" and file.tokens[start].text == "template":
+        start = after_angles(file.tokens, file.partner, start + 1)
+    words = [file.tokens[one] for one in range(start, item.open if item.open >= 0 else item.end)]
     if words[0].text == "using" or item.kind == "class":
         others = (*_CLASS, *_BEFORE_A_CLASS, "using", "namespace", "template", "typename")
         return next(
@@ -502,6 +522,13 @@ def name_of(file: File, item: Item) -> Token | None:
     )
     stop = next((number for number, word in enumerate(words) if word.text in ends), len(words))
     return next((word for word in reversed(words[:stop]) if word.kind == "word"), None)
+
+
+def is_qualified(file: File, item: Item, name: Token) -> bool:
+    """Whether it defines what a class or namespace has declared: ``A::f() {}`` makes no name."""
+    number = next(one for one in range(item.start, item.end) if file.tokens[one] is name)
+    number -= file.tokens[number - 1].text == "~"
+    return number > item.start and file.tokens[number - 1].text == "::"
 
 
 # ---- launches, parameters, variables -------------------------------------------------------------
@@ -686,6 +713,7 @@ def mentions_host(tokens: Sequence[Token]) -> bool:
             text in HOST_NAMESPACES
             and texts[number + 1] == "::"
             and texts[number + 2] not in DEVICE_NAMES.get(text, frozenset())
+            and texts[number : number + 6] != ["at", "::", "cuda", "::", "detail", "::"]
         ):
             return True
     return False

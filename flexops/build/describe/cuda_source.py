@@ -29,6 +29,7 @@ from .cuda_declarations import (
     Macros,
     Unsplittable,
 )
+from .cuda_macros import expanded
 
 STUB = "flexops_stub"
 NAMESPACE = "::flexops_extension"
@@ -38,11 +39,18 @@ _HOST_NAMES = {
     "__CUDACC__": "FLEXOPS_CUDACC",
     "__NVCC__": "FLEXOPS_CUDACC",
     "CUDA_VERSION": "CUDART_VERSION",
+    "__CUDACC_VER_MAJOR__": "FLEXOPS_CUDACC_VER_MAJOR",
+    "__CUDACC_VER_MINOR__": "FLEXOPS_CUDACC_VER_MINOR",
 }
 _DEVICE_NAMES = {"__NVCC__": "__CUDACC__", "CUDA_VERSION": "CUDART_VERSION"}
-# What is defined only once a header has been read, which NVRTC is not given.
+# What is defined only once a header has been read, which NVRTC is not given. Of torch's headers
+# those that have <cuda.h> for nvcc in every version.
 _OF_HEADERS = (
-    (re.compile(r"CUDA_VERSION"), re.compile(r"cuda\.h"), "#include <cuda.h>"),
+    (
+        re.compile(r"CUDA_VERSION"),
+        re.compile(r"cuda\.h|torch/(?:extension|torch|all)\.h|ATen/(?:ATen|Dispatch)\.h"),
+        "#include <cuda.h>",
+    ),
     (
         re.compile(r"TORCH_VERSION_\w+"),
         re.compile(r"torch/(?:extension|torch|all|version)\.h"),
@@ -86,7 +94,9 @@ def split(
         Unsplittable: something in it is not understood with certainty.
     """
     file = reading.read(path, text, include_dirs)
-    halves = _Halves(number, reading.macros_of(list(reading.files_of(file)), defined))
+    macros = reading.macros_of(list(reading.files_of(file)), defined)
+    file = expanded(file, macros.of_device_code)
+    halves = _Halves(number, macros)
     try:
         host, device = halves.of(file)
     except IndexError:  # a token was wanted after the last one
@@ -107,8 +117,8 @@ class _Halves:
         self.stub = f"{STUB}_{number}"
         self.macros = macros
         self.kept: list[tuple[File, int]] = []
-        # what is declared for the host alone, and whether that is a function
-        self.dropped: dict[str, bool] = {}
+        # what is declared for the host alone; for functions, what follows a use of one
+        self.dropped: dict[str, str] = {}
         self._declared: set[int] = set()
         # headers, and macros that are defined, in the order of the text
         self._included: list[str] = []
@@ -149,7 +159,8 @@ class _Halves:
             ):
                 continue
             if not self.dropped[token.text] or (
-                number + 1 < len(file.tokens) and file.tokens[number + 1].text in ("(", "<")
+                number + 1 < len(file.tokens)
+                and file.tokens[number + 1].text in tuple(self.dropped[token.text])
             ):
                 raise Unsplittable(
                     f"{token.text} in device code, which is declared for the host alone",
@@ -307,7 +318,7 @@ class _Halves:
                 raise Unsplittable("an #include within a declaration", file.path, inner.line)
             if "device" not in where:
                 for variable in reading.variables_of(file, item, member=member):
-                    self.dropped[variable.text] = False
+                    self.dropped[variable.text] = ""
                     self._declared.add(id(variable))
             if item.kind == "class":
                 self._declarations(file, item.open + 1, item.close, host, [], member=True)
@@ -378,11 +389,13 @@ class _Halves:
             if name is not None:
                 self._declared.add(id(name))
             return
-        if (
-            (name is not None and tokens[0].text != "using")
+        if name is not None and (
+            (tokens[0].text != "using" and not reading.is_qualified(file, item, name))
             or (len(tokens) > 2 and tokens[2].text == "=")
-        ) and name is not None:
-            self.dropped[name.text] = callable_ and self.dropped.get(name.text, True)
+        ):
+            follows = ("(<" if tokens[0].text == "template" else "(") if callable_ else ""
+            before = self.dropped.get(name.text, follows)
+            self.dropped[name.text] = max(before, follows) if before and follows else ""
         device.append(_Edit(tokens[0].start, tokens[-1].end, _without(file, item.start, item.end)))
 
     # ---- launches

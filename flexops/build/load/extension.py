@@ -356,7 +356,7 @@ def _by_either(
         return _by_nvrtc(prepared, chosen, cache)
     except (ToolchainError, CompileError) as problem:
         _say_nvcc(request, problem, chosen)
-    return _built(request, tools, chosen, cache, split=False), ()
+    return _built(request, tools, chosen, cache), ()
 
 
 def _require_nvrtc(chosen: Settings) -> None:
@@ -434,14 +434,6 @@ def _without_nvcc(
         ) from None
 
 
-def _splits(request: Request, tools: toolchain.model.Toolchain, chosen: Settings) -> bool:
-    """Whether the request could be built without nvcc."""
-    try:
-        return _without_nvcc(request._replace(device_compiler="nvrtc"), tools, chosen) is not None
-    except ToolchainError:
-        return False
-
-
 def _of_extension(error: CompileError) -> ExtensionBuildError:
     return ExtensionBuildError(
         error.what, found=error.found, required=error.required, fix=error.fix, log=error.log
@@ -460,7 +452,7 @@ def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
         None,
     )
     if known is None:
-        known = Path(tempfile.mkdtemp(prefix="flexops-")) / path.name
+        known = Path(tempfile.mkdtemp(prefix="flexops-loaded-")) / path.name
         atexit.register(shutil.rmtree, known.parent, ignore_errors=True)
         shutil.copy2(path, known)
         _given[str(known)] = programs
@@ -468,15 +460,8 @@ def _copied(path: Path, programs: tuple[Program, ...]) -> Path:
 
 
 def _built(
-    request: Request,
-    tools: toolchain.model.Toolchain,
-    chosen: Settings,
-    cache: BuildCache,
-    *,
-    split: bool = True,
+    request: Request, tools: toolchain.model.Toolchain, chosen: Settings, cache: BuildCache
 ) -> Entry:
-    """``split``: whether the advice after a long build may be to do without nvcc, which then was
-    not tried."""
     plan, notes = _planned(request, tools, chosen)
     if entry := cache.lookup(plan) or cache.fetch(plan):
         return entry
@@ -486,9 +471,7 @@ def _built(
             found=str(cache.root),
             fix="unset FLEXOPS_JIT",
         )
-    from ..compile import progress as progress_lines
     from ..compile.extension_build import build
-    from ..plan import extension_advice
 
     for note in notes if chosen.log != "quiet" else ():
         warnings.warn(f"extension {request.name}: {note}", stacklevel=5)
@@ -497,10 +480,6 @@ def _built(
         if isinstance(result.error, CompileError):
             raise _of_extension(result.error)
         entry = result.require()
-    if line := extension_advice.split_device_code(
-        plan, request, result.seconds, without_nvcc=split and _splits(request, tools, chosen)
-    ):
-        progress_lines.say(line, chosen.log)
     if chosen.log == "debug":
         _show_warnings(entry)
     return entry

@@ -41,7 +41,7 @@ _STUB_NAME = re.compile(rb"[\w.$*]*E\d+" + STUB.encode() + rb"_\d+(?=\0)")
 # it talks
 _NO_MATTER = re.compile(
     r"--?(?:expt-relaxed-constexpr|expt-extended-lambda|extended-lambda|allow-unsupported-compiler|res-usage|resource-usage|verbose|v|time|split-compile|keep|w)"
-    r"|(?:--threads|-t|-arch|--gpu-architecture|-gencode|--generate-code|-code|--gpu-code|-Xcudafe|-diag-suppress|--diag-suppress)=.*"
+    r"|(?:--threads|-t|-arch|--gpu-architecture|-gencode|--generate-code|-code|--gpu-code|-Xcudafe|-Xfatbin|--fatbin-options|-diag-suppress|--diag-suppress)=.*"
 )
 _NO_MATTER_WITH_VALUE = (
     "-gencode",
@@ -53,6 +53,8 @@ _NO_MATTER_WITH_VALUE = (
     "--threads",
     "-t",
     "-Xcudafe",
+    "-Xfatbin",
+    "--fatbin-options",
 )
 _WITH_VALUE = (
     "-Xcompiler",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..facts import LauncherFact, LibraryFact, LoadedLibrary, TorchFact
+from ..facts import LibraryFact, LoadedLibrary, TorchFact
 from ..finding import Finding, fail, ok, warn
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
     from ...toolchain.select import Choice
 
-_LEAST_COMPILES = 50
-_POOR_HIT_RATE = 0.05
 _FAMILY = re.compile(r"(lib[A-Za-z]+(?:[A-Z]\w*)?(?:\+\+)?)[\w.-]*?\.so(?:\.(\d+))?")
 
 
@@ -159,8 +157,8 @@ def ninja(tools: Toolchain, *, needed: bool, jit: bool) -> Finding:
     return (fail if jit else warn)("ninja", "not found", "ninja 1.10 or newer", fix)
 
 
-def launcher(tools: Toolchain, stats: LauncherFact, installer: str, wish: str | None) -> Finding:
-    """ccache or sccache, and how many of its compiles were saved."""
+def launcher(tools: Toolchain, installer: str, wish: str | None) -> Finding:
+    """ccache or sccache."""
     if tools.launcher is None:
         if tools.host is None:
             return ok("launcher", "none; nothing is compiled here")
@@ -178,22 +176,6 @@ def launcher(tools: Toolchain, stats: LauncherFact, installer: str, wish: str | 
             "launcher", f"none; with ccache, repeated builds take a fraction of the time: {fix}"
         )
     text = f"{tools.launcher.path.name} {tools.launcher.version}, {tools.launcher.path}"
-    if stats.hits is None or stats.misses is None:
-        return ok("launcher", f"{text}; {stats.note}" if stats.note else text)
-    compiles = stats.hits + stats.misses
-    if compiles == 0:
-        return ok("launcher", f"{text}, not used yet")
-    rate = stats.hits / compiles
-    text = f"{text}, hit rate {rate:.0%} of {compiles} compiles"
-    # without, what was compiled may be all new, as in a first build
-    if compiles >= _LEAST_COMPILES and rate < _POOR_HIT_RATE and stats.cleanups:
-        fix = f"{tools.launcher.path.name} --max-size 20G"
-        return warn(
-            "launcher",
-            f"{text}, made room {stats.cleanups} times",
-            "a cache that holds what is compiled again",
-            fix,
-        )
     return ok("launcher", text)
 
 

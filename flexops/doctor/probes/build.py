@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..facts import CacheFact, LauncherFact, LibraryFact, LockFile
+from ..facts import CacheFact, LibraryFact, LockFile
 
 if TYPE_CHECKING:
     from ...build.describe.spec import DeviceType
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
     from ...toolchain.resources import Resources
     from ...toolchain.select import Choice
-
-_SCCACHE_PORT = 4226
 
 
 def tools(chosen: Settings, device: DeviceType) -> Toolchain:
@@ -52,61 +48,6 @@ def resources() -> Resources:
     from ...toolchain.resources import detect
 
     return detect()
-
-
-def launcher(found: Toolchain) -> LauncherFact:
-    """The launcher's own statistics, since they were last reset."""
-    if found.launcher is None:
-        return LauncherFact()
-    if found.launcher.path.name == "sccache":
-        return _sccache(str(found.launcher.path))
-    return read_ccache(_stats(found.launcher.path, "--print-stats"))
-
-
-def read_ccache(text: str) -> LauncherFact:
-    """From ``ccache --print-stats``: a name, a tab and a number a line (since ccache 3.7)."""
-    counts = {
-        name: int(number) for name, number in re.findall(r"^(\w+)\t(\d+)$", text, re.MULTILINE)
-    }
-    if not counts:
-        return LauncherFact(note="it gives no statistics")
-    hits = sum(counts.get(name, 0) for name in ("direct_cache_hit", "preprocessed_cache_hit"))
-    return LauncherFact(hits, counts.get("cache_miss", 0), counts.get("cleanups_performed", 0))
-
-
-def _sccache(path: str) -> LauncherFact:
-    """Only of a server that is running: asking would start one."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.settimeout(1)
-        if (
-            probe.connect_ex(
-                ("127.0.0.1", int(os.environ.get("SCCACHE_SERVER_PORT", _SCCACHE_PORT)))
-            )
-            != 0
-        ):
-            return LauncherFact(note="its server is not running now")
-    return read_sccache(_stats(path, "--show-stats", "--stats-format", "json"))
-
-
-def _stats(*command: str | Path) -> str:
-    """What a launcher writes to standard output; raises ``OSError`` where it does not start."""
-    from ...toolchain import proc
-
-    return proc.run(command, seconds=20, apart=True).output
-
-
-def read_sccache(text: str) -> LauncherFact:
-    """From ``sccache --show-stats --stats-format json``."""
-    import json
-
-    try:
-        stats = json.loads(text)["stats"]
-        hits, misses = (
-            sum(stats[name]["counts"].values()) for name in ("cache_hits", "cache_misses")
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return LauncherFact(note="it gives no statistics")
-    return LauncherFact(hits, misses)
 
 
 def cache(chosen: Settings) -> CacheFact:

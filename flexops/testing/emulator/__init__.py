@@ -16,19 +16,16 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flexops import _torch, settings, toolchain
 from flexops.errors import FlexopsError
 from flexops.kernels import launch, limits
-from flexops.kernels.definition import KernelCode
+from flexops.kernels.definition import Kernel, KernelCode
 
 from . import ptx
-
-if TYPE_CHECKING:
-    import flexops
 
 ARCHITECTURE = "compute_80"
 _WORDS = struct.Struct("=" + launch.CONFIG)
@@ -39,7 +36,7 @@ class EmulationError(FlexopsError, RuntimeError):
     """A kernel did what is an error on a GPU, or is undefined there."""
 
 
-def emulate(kernel: flexops.Kernel, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
+def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
     """Run a kernel on the CPU as a GPU of capability 8.0 would run it.
 
     Each combination of dtypes is compiled once, in some seconds. Threads run on one core: use small
@@ -61,6 +58,10 @@ def emulate(kernel: flexops.Kernel, *args: Any, reverse: bool = False, **kwargs:
         CompileError: the source does not compile.
         ToolchainError: there is no NVRTC, or no g++.
     """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(
+            f"emulate: kernel must be what flexops.kernel returned, got {type(kernel).__name__}"
+        )
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if elsewhere := [str(one.device) for one in given if one.device.type != "cpu"]:
         raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
@@ -121,7 +122,9 @@ class _Emulated(KernelCode):
         loaded = self._here[kernel.value - 1]
         memory = [extent(one) for one in _tensors_of_the_call()]
         packed = config.value + _WORDS.size
-        said = run(loaded, config.value, None, packed, memory, self.signature.bounds)
+        said = run(
+            loaded, config.value, None, packed, memory, self.signature.bounds, self.schema.name
+        )
         if said:
             raise fault(self.schema.name, said, loaded)
         return 0
@@ -162,6 +165,7 @@ def run(
     packed: int | None,
     memory: list[tuple[int, int]],
     bounds: str = "",
+    name: str = "",
 ) -> str:
     """Run a launch; what it did wrong, or "".
 
@@ -169,6 +173,8 @@ def run(
         config: address of the driver's CUlaunchConfig.
         arguments, packed: addresses of the parameters' addresses, or of the parameters.
         memory: begin and end of what the kernel may access.
+        bounds: as for :func:`flexops.kernels.limits.launch_error`.
+        name: for errors; the symbol by default.
     """
     words = _WORDS.unpack(ctypes.string_at(config, _WORDS.size))
     grid, block, shared = words[:3], words[3:6], words[6]
@@ -176,7 +182,8 @@ def run(
     if _cluster(words[8], words[9]) > 1:
         found, required = "a launch with a cluster", "one that a GPU of capability 8.0 runs"
     if found:
-        raise EmulationError(f"{loaded.symbol} cannot be launched", found=found, required=required)
+        what = f"{name or loaded.symbol} cannot be launched"
+        raise EmulationError(what, found=found, required=required)
     ranges = (ctypes.c_uint64 * (2 * len(memory)))(*(end for pair in memory for end in pair))
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     failed = loaded.run(
@@ -208,6 +215,8 @@ def _cluster(attributes: int, count: int) -> int:
 def fault(name: str, said: str, loaded: Loaded) -> EmulationError:
     """The error for what a kernel did wrong."""
     what, _, place = said.partition(f", at {loaded.text}:")
+    if not place:  # of the launch
+        return EmulationError(f"{name} cannot be launched", found=what.partition(": ")[2] or said)
     line = int(re.match(r"\d*", place)[0] or 0)  # type: ignore[index]
     return EmulationError(
         f"{name}: {what.partition(': ')[2] or said}",

@@ -746,7 +746,7 @@ inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const
   }
   std::sort(l.ranges.begin(), l.ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
   std::vector<Thread> threads(block.x * block.y * block.z);
-  if (kernel.most_threads && threads.size() > kernel.most_threads) return snprintf(error, error_size, "%s: more threads than its launch bounds", kernel.symbol), false;
+  if (kernel.most_threads && threads.size() > kernel.most_threads) return snprintf(error, error_size, "%s: a block of %zu threads, where its launch bounds allow %u", kernel.symbol, threads.size(), unsigned(kernel.most_threads)), false;
   while (stacks.size() < threads.size()) stacks.push_back((u8*)mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   for (size_t i = 0; i < threads.size(); ++i) threads[i].stack = stacks[i];
   if (_setjmp(l.end)) return false;

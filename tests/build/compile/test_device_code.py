@@ -496,7 +496,7 @@ def test_a_broken_nvrtc_is_one_clear_error(tmp_path):
     assert '--force-reinstall "nvidia-cuda-nvrtc==13.0.*"' in said
 
 
-def test_builtins_of_another_minor_are_said_with_the_mend(tmp_path, compiler, compilers):
+def test_builtins_of_another_minor_are_reported_with_the_fix(tmp_path, compiler, compilers):
     """As half an upgrade leaves them: the library then asks for its own by name, and finds none."""
     (tmp_path / "libnvrtc.so.13").symlink_to(compiler.path)
     (tmp_path / "libnvrtc-builtins.so.13.2").symlink_to(str(compilers[OLDEST].builtins))

@@ -416,6 +416,76 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
     )
 
 
+def test_macros_that_define_device_code_are_expanded(tmp_path):
+    """Kernels and classes, with pasted and quoted arguments; lines stay the source's."""
+    (tmp_path / "make.cuh").write_text(
+        "#pragma once\n#define OP(a, b) (a + b)\n"
+        "#define CLASS(NAME) struct Atomic##NAME { \\\n"
+        "  __device__ void operator()(float* x) { *x = OP(*x, 1); /* { */ } \\\n};\n"
+        "#define KERNEL(NAME, ...) __global__ void NAME##_kernel(float* x) { \\\n"
+        '  Atomic##NAME{}(x); say(#NAME "NAME", __VA_ARGS__); }\n'
+        "#define BOTH(NAME, more) CLASS(NAME) KERNEL(NAME, (1, 2), more)\n"
+    )
+    found = halves(
+        '#include "make.cuh"\nBOTH(Add,\n  3)\n#undef CLASS\n'
+        "#define CLASS(NAME) __device__ int NAME() { return 1; }\nCLASS(one)\n"
+        "void f(float* x) { Add_kernel<<<1, 2>>>(x); }\n",
+        str(tmp_path / "made.cu"),
+    )
+    kernel = '{ AtomicAdd{}(x); say("Add" "NAME", (1, 2), 3); }'
+    lines = found.device.splitlines()
+    after = lines.index(f'#line 2 "{tmp_path}/made.cu"')
+    assert "struct AtomicAdd {" in lines[after + 1]
+    assert "{ *x = OP(*x, 1);" in lines[after + 1]
+    assert f"__global__ void Add_kernel(float* x) {kernel}" in " ".join(lines[after + 1].split())
+    assert lines[after + 5 :][0] == "__device__ int one() { return 1; }"
+    assert "void f(" not in found.device
+    assert "struct flexops_stub_0" in found.host
+    assert "AtomicAdd{}" not in found.host, "a kernel's body is the device's"
+    assert "Configured(1, 2), Add_kernel(x))" in found.host
+
+
+def test_names_of_the_host_that_device_code_may_say():
+    """A class whose members the host defines, a template's parameter, a loop's variable."""
+    found = halves(
+        "struct Matrix { Matrix(int n); ~Matrix(); void fill(); float* data; };\n"
+        "Matrix::Matrix(int n) : data(make(n)) {}\nMatrix::~Matrix() {}\n"
+        "void Matrix::fill() {}\n"
+        "template <typename key> class Table { key* keys; torch::Tensor x; };\n"
+        "void cluster(torch::Tensor x) {}\n"
+        "struct Two { __device__ Two& operator+=(Two o) { return *this; } };\n"
+        "template <typename key> __global__ void k(key* x, Matrix m, int n) {\n"
+        "  for (int cluster = 0; cluster < n; ++cluster) x[cluster] = m.data[cluster];\n}\n"
+    )
+    assert "struct Matrix { Matrix(int n); ~Matrix(); void fill(); float* data; };" in found.device
+    assert "Matrix::" not in found.device
+    assert "Table" not in found.device
+    assert "operator+=(Two o) { return *this; }" in found.device
+    for used in ("cluster(1)", "Matrix::shared(1)", "make<int>()"):
+        with pytest.raises(Unsplittable, match="declared for the host alone"):
+            halves(
+                "void cluster(int n) {}\nint shared(int n) { return n; }\n"
+                "template <typename T> T make() { return T(); }\n"
+                f"__global__ void k(int* x) {{ {used}; }}\n"
+            )
+
+
+def test_versions_and_systems_are_known_to_both_halves():
+    found = halves(
+        "#include <torch/extension.h>\n#include <THC/THCAtomics.cuh>\n"
+        "#if defined(__x86_64__) && CUDA_VERSION >= 9000 && __CUDACC_VER_MAJOR__ >= 11\n#endif\n"
+        "#ifdef __HIP__\n__constant__ int never;\n#endif\n"
+        "__global__ void k(at::cuda::detail::TensorInfo<int, int> x) {}\n"
+        "struct Of { static __host__ __device__ int get(at::cuda::detail::TensorInfo<int, int> x)"
+        " { return 0; } };\n"
+    )
+    assert "#include <ATen/cuda/Atomic.cuh>" in found.device
+    assert "struct Of" in found.device
+    assert "CUDART_VERSION >= 9000 && FLEXOPS_CUDACC_VER_MAJOR >= 11" in found.host
+    assert "CUDART_VERSION >= 9000 && __CUDACC_VER_MAJOR__ >= 11" in found.device
+    assert "never" not in found.host + found.device
+
+
 # ---- what is rejected ----------------------------------------------------------------------------
 
 
@@ -431,7 +501,9 @@ def test_a_macro_that_a_header_defines_as_well_is_found_out_by_the_host_compiler
     ("texture<float> t;", "a texture"),
     ("void f() { g([=] __device__(int i) {}); }", "a lambda for the device"),
     ("__global__ void k() { k<<<1, 1>>>(); }", "launched by device code"),
-    ("#define MAKE(n) __global__ void n() { }", "the macro MAKE, which defines device code"),
+    ("#define MAKE(n) __global__ void n() { }\n#define MAKE(n) __device__ void n() { }",
+     "another definition of the macro MAKE"),
+    ("#define MAKE(n) __global__ void n() { }\nMAKE(a, b)", "2 arguments of the macro MAKE"),
     ("#if __SOMETHING__", "a condition on __SOMETHING__"),
     ("#include <cutlass/cutlass.h>", "the header cutlass/cutlass.h"),
     ("#include HEADER", "a name that is a macro"),
@@ -512,6 +584,8 @@ def test_nvccs_arguments_are_distinguished():
             "-I/x",
             "--ptxas-options=-v",
             "-std=c++20",
+            "-Xfatbin",
+            "-compress-all",
         ]
     )
     assert flags.host == ("-O3", "-DA=1", "-UB", "-Wall", "-g", "-std=c++20")

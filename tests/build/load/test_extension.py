@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from extension_tools import AUDIT, MODULE, environment, run, start, write_module
+from extension_tools import AUDIT, MODULE, environment, run, write_module
 from processes import completed
 
 import flexops
@@ -88,36 +88,6 @@ def test_a_warm_load_starts_nothing_writes_nothing_and_works_read_only(tmp_path,
     finally:
         for path in (cache, *(path for path in cache.rglob("*") if path.is_dir())):
             path.chmod(0o755)
-
-
-@pytest.mark.extra
-def test_processes_at_once_build_once(tmp_path, cache):
-    source = write_module(tmp_path, "8")
-    code = f"import torch, flexops\nprint(flexops.load('together', [{str(source)!r}]).value())"
-    processes = [start(code, environment(cache, FLEXOPS_LOG="info")) for _ in range(3)]
-    said = [process.communicate(timeout=200) for process in processes]
-    assert [out.strip() for out, _ in said] == ["8", "8", "8"], said
-    assert len(entries(cache, "together")) == 1
-    assert not list((cache / ".tmp").iterdir())
-
-
-def test_a_killed_build_harms_nothing(tmp_path, cache):
-    source = tmp_path / "module.cpp"
-    source.write_text(f"#include <regex>\n#define VALUE 9\n{MODULE}\nstd::regex pattern;\n")
-    code = (
-        "import torch, flexops\nprint('go', flush=True)\nprint(flexops.load('killed',"
-        f" [{str(source)!r}]).value())"
-    )
-    process = start(code, environment(cache, CCACHE_DISABLE="1"))
-    assert process.stdout is not None
-    process.stdout.readline()
-    deadline = time.monotonic() + 60
-    while not list(cache.glob(".tmp/*/killed/*")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
-    assert not entries(cache, "killed")
-    assert flexops.load("killed", [source]).value() == 9
 
 
 def test_only_the_edited_source_is_compiled_again(tmp_path, cache, monkeypatch):

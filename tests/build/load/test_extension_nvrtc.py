@@ -347,10 +347,6 @@ def test_it_is_taken_where_there_is_no_nvcc_and_where_it_is_asked_for(
         extension._without_nvcc(request._replace(device_compiler="nvcc"), without_nvcc, chosen)
         is None
     )
-    assert extension._splits(request, with_nvcc, chosen)
-    assert not extension._splits(
-        _request(tmp_path, "__constant__ float table[4];"), with_nvcc, chosen
-    )
     _request(tmp_path, KERNELS.replace('#include "points.cuh"', HEADER))
     with pytest.raises(ValueError, match="device_compiler"):
         extension._without_nvcc(request._replace(device_compiler="gcc"), without_nvcc, chosen)

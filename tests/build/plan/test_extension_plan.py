@@ -14,7 +14,7 @@ import torch
 from flexops.build.compile import ninja as compiler
 from flexops.build.describe.cpp_text import own_headers, reaches_first
 from flexops.build.load.extension_inline import cpp_text
-from flexops.build.plan import cache_key, extension_advice, hipify
+from flexops.build.plan import cache_key, hipify
 from flexops.build.plan.extension_hip import plan_hip_extension
 from flexops.build.plan.extension_plan import (
     PythonBuild,
@@ -149,40 +149,6 @@ def test_cuda_sources_get_torchs_nvcc_flags():
     assert "gencode" not in text
     assert "c++20" not in text
     assert "-ccbin /usr" not in text
-
-
-@pytest.mark.parametrize(
-    ("text", "header"),
-    [
-        ("#include <torch/extension.h>\n", "torch/extension.h"),
-        ('#include "mine.h"\n', "ATen/ATen.h"),
-        ("#include <c10/cuda/CUDAStream.h>\n// #include <torch/extension.h>\n", ""),
-        ("#include <cuda_runtime.h>\n", ""),
-    ],
-)
-def test_a_cuda_source_that_reads_all_of_torch_is_named_if_the_build_was_long(
-    tmp_path, text, header
-):
-    (tmp_path / "b.cu").write_text(text)
-    (tmp_path / "a.cpp").write_text("#include <torch/extension.h>\n")
-    (tmp_path / "mine.h").write_text("#include <ATen/ATen.h>\n")
-    asked = request(sources=(tmp_path / "a.cpp", tmp_path / "b.cu"), with_cuda=True)
-    plan = plan_extension(
-        asked,
-        toolchain(cuda="13.0"),
-        PYTHON,
-        architectures=(Architecture(ComputeCapability(9, 0)),),
-    )
-    line = extension_advice.split_device_code(plan, asked, 44.4, without_nvcc=False)
-    assert bool(line) == bool(header)
-    if header:
-        assert f"extension ext took 44 s to build: nvcc reads {header} 3 times for b.cu." in line
-        assert (Path(__file__).parents[3] / extension_advice.PAGE).is_file()
-        assert "Kernels alone in the .cu" in line
-        assert 'device_compiler="nvrtc"' in extension_advice.split_device_code(
-            plan, asked, 44.4, without_nvcc=True
-        )
-    assert extension_advice.split_device_code(plan, asked, 2.0, without_nvcc=True) == ""
 
 
 def test_without_cuda_in_torch_there_is_one_clear_error():

@@ -1,5 +1,5 @@
-"""The cache: an entry is whole or missing, another user's is not trusted, and it stays within its
-bound."""
+"""The cache: an entry is whole or missing, and the cache stays within its bound. Whose entries are
+read is tested in test_trust.py."""
 
 from __future__ import annotations
 
@@ -191,33 +191,6 @@ def test_many_publish_prune_and_clear_at_once(cache, plan):
     assert not failures
     assert add(cache, plan)
     assert cache.lookup(plan)
-
-
-# ---- whose cache it is ---------------------------------------------------------------------------
-
-
-def test_a_cache_that_everybody_may_write_is_not_read(cache, plan):
-    add(cache, plan)
-    for mode in (0o777, 0o1777):
-        cache.root.chmod(mode)
-        assert "written by everybody" in cache.problem()
-        assert cache.lookup(plan) is None
-        with pytest.raises(CacheError, match="not safe") as caught:
-            cache.require_writable()
-        assert "FLEXOPS_CACHE_DIR" in caught.value.fix
-    assert BuildCache(cache.root, shared=True).lookup(plan)
-    cache.root.chmod(0o755)
-    assert cache.lookup(plan)
-
-
-def test_a_cache_of_another_user_is_not_read(cache, plan, monkeypatch):
-    add(cache, plan)
-    monkeypatch.setattr(os, "geteuid", lambda: cache.root.stat().st_uid + 4711)
-    if cache.root.stat().st_uid == 0:
-        os.chown(cache.root, 12345, 12345)
-    assert "belongs to user id" in cache.problem()
-    assert cache.lookup(plan) is None
-    assert BuildCache(cache.root, shared=True).lookup(plan)
 
 
 def test_a_file_in_the_cache_s_place_is_said(tmp_path, plan):

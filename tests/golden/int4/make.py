@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 HERE = Path(__file__).parent
 GROUP = 32
 SIZES = {
-    "hidden_size": 64,
+    "hidden_size": 32,
     "intermediate_size": 128,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 17,
     "tie_word_embeddings": True,

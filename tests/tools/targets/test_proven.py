@@ -11,9 +11,8 @@ from flexops import targets
 from flexops.build.describe import catalog
 from flexops.compute_capability import parse_arch_list
 from flexops.errors import TargetError
-from flexops.inspection import baseline
 from flexops.inspection.measuring import Measured
-from flexops_tools.proving import hip_proof, torch_proof
+from flexops_tools.proving import baseline_file, hip_proof, torch_proof
 from flexops_tools.proving import kernels as proving
 from flexops_tools.targets import proven, render
 from flexops_tools.targets.proven import KERNELS, OPERATORS, TESTS, Fact
@@ -151,7 +150,7 @@ def test_rendering_fills_the_place_and_again_changes_nothing(tmp_path):
 
 
 def test_the_committed_record_has_the_baselines_compilers_and_architectures():
-    known = {tuple(place.split()[1:]) for place in baseline.read(ROOT / baseline.FILE)}
+    known = {tuple(place.split()[1:]) for place in baseline_file.read(ROOT / baseline_file.FILE)}
     recorded = {
         (one.toolkit.removeprefix("CUDA "), f"sm_{one.subject.replace('.', '')}")
         for one in proven.read(ROOT / proven.RECORD)

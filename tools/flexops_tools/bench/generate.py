@@ -107,6 +107,7 @@ def _transformers(model: Any, prompt: Tensor, _: int, **options: Any) -> Call:
 
 
 def _static(model: Any, prompt: Tensor, most: int) -> Call:
+    vars(model).pop("_previous_max_cache_length", None)  # a cache is as long as that for any prompt
     return _transformers(model, prompt, most, cache_implementation="static")
 
 
@@ -228,7 +229,7 @@ def _prompt(shape: Shape, batch: int, length: int, device: str) -> Tensor:
 
 def _measure(call: Call, tokens: int, device: str, repeats: int) -> tuple[float, float, float]:
     """Milliseconds to the first token, and for each further one; GiB."""
-    for count in (1, FEW, tokens):  # compiles and captures what there is
+    for count in (tokens, FEW):  # compiles and captures what there is, for the longest cache
         call(count)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -4,9 +4,8 @@ code of others that runs.
     python -m flexops_tools.campaign [--rounds N] [--only NAME]... [--json] [--seed N]
 
 With N rounds there are N builds killed, N bits flipped, 1000 N texts read, and so on
-(``campaign/``). It needs a C++ compiler and ninja, neither torch nor a GPU; as root it also mounts
-small file systems and becomes other users. It kills its own processes only. Exits 1 if anything was
-found. docs/reliability.md has figures.
+(``campaign/``). It needs a C++ compiler and ninja, neither torch nor a GPU. It kills its own
+processes only. Exits 1 if anything was found. docs/reliability.md has figures.
 """
 
 # ruff: noqa: E402 - what is imported comes from this checkout, and without torch
@@ -28,11 +27,10 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "tests/support")]
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # builds need torch's files, if anything, and a fork of a small process is quick
 
 from . import builds as building
-from . import poison as poisoning
 from . import texts as reading
-from .frame import KINDS, Tally, Unavailable, World, say
+from .frame import KINDS, Tally, World, say
 
-PARTS = {**building.PARTS, **poisoning.PARTS, **reading.PARTS}
+PARTS = {**building.PARTS, **reading.PARTS}
 
 
 def main() -> int:
@@ -85,8 +83,6 @@ def campaign(name: str, rounds: int, seed: int, quiet: bool = False) -> Tally:
                 _made(folder / "work", tally),
             )
         )
-    except Unavailable as reason:
-        tally.skipped = str(reason)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.environ.pop("FLEXOPS_CACHE_DIR")
@@ -105,9 +101,6 @@ def _made(folder: Path, tally: Tally) -> Tally:
 
 
 def _print(outcome: dict[str, Any], seed: int) -> None:
-    if outcome["skipped"]:
-        say(f"{outcome['name']:<9} not run: {outcome['skipped']}")
-        return
     counts = ", ".join(f"{outcome[kind]} {kind}" for kind in KINDS)
     say(
         f"{outcome['name']:<9} {outcome['rounds']:>8} rounds in {outcome['seconds']:.0f} s:"

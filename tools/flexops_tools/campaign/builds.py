@@ -1,5 +1,4 @@
-"""The parts that build something small over and over: kills, crowds, flips, disks, forged caches,
-forks and clocks.
+"""The parts that build something small over and over: kills, crowds, flips, forks and headers.
 
 A build is one compile and one link of two lines of C++, whose ``answer()`` is a number of the
 round's own: an old library, or a torn one, gives itself away.
@@ -10,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from builds import made_up_entry, tiny_plan
+from builds import tiny_plan
 
 from flexops import _fork, settings, toolchain
 from flexops.build.compile import building
@@ -29,10 +26,8 @@ from flexops.build.store import cache_archive
 from flexops.build.store.cache import BuildCache
 from flexops.errors import CacheError
 
-from .frame import Child, Fault, Unavailable, World, descendants, end, kill, program, run, start
+from .frame import Child, Fault, World, descendants, end, kill, program, run, start
 
-FOREIGN = 666
-VICTIM, ATTACKER = 64711, 64712
 LINKERS = ("ld", "collect2", "ld.bfd", "ld.gold", "ld.lld")
 _KILLS = ("tree", "parent", "one child", "ninja", "linker")
 _WRITTEN_BY_FLEXOPS = (CacheError.__name__, "CompileError")
@@ -57,10 +52,7 @@ def expect(said: dict[str, Any], number: int, *, errors: bool = False, died: boo
         return
     if errors and said.get("kind") in _WRITTEN_BY_FLEXOPS:
         return
-    raise Fault(
-        "foreign code" if said.get("value") == FOREIGN else "wrong result",
-        f"{said} instead of {number}",
-    )
+    raise Fault("wrong result", f"{said} instead of {number}")
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -212,197 +204,7 @@ def _imported(plan: BuildPlan, root: Path, archive: Path) -> int:
     return int(ctypes.CDLL(str(verified.library)).answer()) if verified else -1
 
 
-# ---- disks ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def mounted(place: Path, options: str) -> Iterator[Path]:
-    place.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise Unavailable(f"no file system can be mounted here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def disks(world: World) -> None:
-    """A disk that is full, read-only or mounted noexec, or a directory of another user's: done, or
-    said; and right once that has ended."""
-    with mounted(world.folder / "disk", "size=1m") as disk:
-        for number in world.each():
-            how = ("full", "read-only", "noexec", "foreign")[number % 4]
-            world.guarded(
-                partial(_disk_one, world, disk, number + 1, how),
-                f"round {number}, {how}",
-            )
-
-
-def _disk_one(world: World, disk: Path, number: int, how: str) -> None:
-    plan = plan_of(world.folder / "tiny", number)
-    cache = BuildCache(disk / "cache")
-    filler = disk / "filler"
-    cache.root.mkdir()
-    try:
-        if how == "full":
-            room = os.statvfs(disk)
-            filler.write_bytes(
-                b"x" * (room.f_bavail * room.f_frsize - world.dice.randrange(64 * 1024))
-            )
-        elif how == "foreign":
-            os.chown(cache.root, ATTACKER, ATTACKER)
-        else:
-            _remount(disk, "ro" if how == "read-only" else "noexec")
-        said = run(lambda: _obtain_or_noexec(plan, cache))
-        world.tally.count(f"{how}: {'said' if 'error' in said else 'done'}")
-        expect(said, number, errors=True)
-        if how == "foreign":
-            os.chown(cache.root, 0, 0)
-        elif how != "full":
-            _remount(disk, "rw,exec")
-        filler.unlink(missing_ok=True)
-        expect(run(lambda: obtain(plan, cache)), number)
-    finally:
-        _remount(disk, "rw,exec")
-        filler.unlink(missing_ok=True)
-        shutil.rmtree(cache.root)
-
-
-def _remount(disk: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
-
-
-def _obtain_or_noexec(plan: BuildPlan, cache: BuildCache) -> int:
-    """As the loader, which asks why when a library cannot be opened."""
-    from flexops.build.store.entry import cannot_run
-
-    entry = building.obtain([plan], cache)[0].require()
-    try:
-        return int(ctypes.CDLL(str(entry.library)).answer())
-    except OSError:
-        if refusal := cannot_run(entry.library):
-            raise CacheError("cannot be loaded", found=refusal.reason, fix=refusal.fix) from None
-        raise
-
-
-# ---- other users ---------------------------------------------------------------------------------
-
-
-def forged(world: World) -> None:
-    """Another user puts code into a cache in every way that its modes allow; none of it may run."""
-    if os.geteuid() != 0:
-        raise Unavailable("only root can become two other users")
-    world.folder.chmod(0o755)
-    compiler = shutil.which("g++") or "g++"
-    evil = tiny_plan(
-        world.folder / "evil",
-        header=f"inline int answer_of_header() {{ return {FOREIGN}; }}\n",
-        compiler=compiler,
-    )
-    (library,) = [building.obtain([evil], BuildCache(world.folder / "made"))[0].require().library]
-    for number in world.each():
-        way = _FORGERIES[number % len(_FORGERIES)]
-        world.guarded(
-            partial(_forge_one, world, number + 1, way, library.read_bytes()),
-            f"round {number}, {way}",
-        )
-
-
-_FORGERIES = (
-    "open root",
-    "open root, closed later",
-    "group",
-    "open name",
-    "open entry",
-    "open files",
-    "theirs in its place",
-    "open directory above",
-    "theirs above",
-)
-
-
-def _forge_one(world: World, number: int, way: str, evil: bytes) -> None:
-    home = world.folder / f"home-{number}"
-    root = home / "above" / "cache"
-    root.mkdir(parents=True)
-    for path in (home, root.parent, root):
-        os.chown(path, VICTIM, VICTIM)
-    plan = plan_of(world.folder / "tiny", number)
-    for path in (world.folder / "tiny").iterdir():
-        path.chmod(0o644)
-    if way in ("open name", "open entry", "open files"):
-        run(lambda: obtain(plan, BuildCache(root)), user=VICTIM)
-    entry = next(root.glob("*/*/manifest.json"), root / "none").parent
-    if way in ("open root", "open root, closed later"):
-        root.chmod(world.dice.choice([0o777, 0o1777]))
-    elif way == "group":
-        os.chown(root, VICTIM, ATTACKER)
-        root.chmod(0o775)
-    elif way == "open name":
-        entry.parent.chmod(0o777)
-    elif way == "open entry":
-        entry.chmod(0o777)
-    elif way == "open files":
-        for path in entry.iterdir():
-            path.chmod(0o666)
-    elif way == "theirs in its place":
-        root.rmdir()
-        root.parent.chmod(0o777)
-    elif way == "open directory above":
-        root.parent.chmod(0o777)
-    else:
-        os.chown(root.parent, ATTACKER, ATTACKER)
-    world.tally.count(
-        f"{way}: {run(lambda: _forge(plan, root, evil, way), user=ATTACKER).get('value')}"
-    )
-    if way == "open root, closed later":
-        root.chmod(0o755)
-    if way == "theirs in its place":
-        root.parent.chmod(0o755)
-    expect(run(lambda: obtain(plan, BuildCache(root)), user=VICTIM), number, errors=True)
-    shutil.rmtree(home)
-
-
-def _forge(plan: BuildPlan, root: Path, evil: bytes, way: str) -> str:
-    """As the attacker: the whole of a valid entry for the victim's very plan, wherever that can be
-    put."""
-    os.umask(0)
-    theirs = Path(f"/tmp/flexops-campaign-forged-{os.getpid()}")
-    made = made_up_entry(BuildCache(theirs), plan, evil)
-    try:
-        if way == "theirs in its place":
-            shutil.copytree(theirs, root)
-        elif way in ("open directory above", "theirs above"):
-            os.rename(root, root.with_name("moved"))
-            shutil.copytree(theirs, root)
-        else:
-            target = root / plan.name / made.directory.name
-            with_file = shutil.copyfile if way == "open files" else _replace
-            target.mkdir(parents=True, exist_ok=True)
-            for path in made.directory.iterdir():
-                with_file(path, target / path.name)
-            for path in theirs.glob(f"{plan.name}/*.headers.json"):
-                _replace(path, root / plan.name / path.name)
-        return "planted"
-    except PermissionError:
-        return "partly"
-    finally:
-        shutil.rmtree(theirs, ignore_errors=True)
-
-
-def _replace(source: Path, target: Path) -> None:
-    draft = target.with_name(f".{target.name}.new")
-    shutil.copy(source, draft)
-    os.replace(draft, target)
-
-
-# ---- forks and clocks ----------------------------------------------------------------------------
+# ---- forks ----------------------------------------------------------------------------
 
 
 def forks(world: World) -> None:
@@ -462,54 +264,6 @@ def _fork_one(world: World, cache: BuildCache, number: int) -> None:
     finally:
         if child and not answer.exists():
             end(child)
-
-
-def clocks(world: World) -> None:
-    """Files of the cache and sources carry any date at all, as after a clock was wrong or a copy
-    kept its own."""
-    folder, cache = world.folder / "tiny", BuildCache(world.folder / "cache")
-    for number in world.each():
-        world.guarded(partial(_clock_one, world, folder, cache, number + 1), f"round {number}")
-
-
-def _clock_one(world: World, folder: Path, cache: BuildCache, number: int) -> None:
-    broken = world.dice.random() < 0.2
-    if broken:
-        plan = tiny_plan(folder, source='#include "tiny.h"\nint broken = nothing_of_that_name;\n')
-        if (said := run(lambda: obtain(plan, cache))).get("kind") != "CompileError":
-            raise Fault("wrong result", f"{said} of a source that is broken")
-    _age(world, folder, cache)
-    plan = tiny_plan(
-        folder,
-        header=f"inline int answer_of_header() {{ return {number}; }}\n",
-        source='#include "tiny.h"\nextern "C" int answer() { return answer_of_header(); }\n',
-    )
-    _age(world, folder, cache)
-    said = run(lambda: obtain(plan, cache))
-    # a date within the build: said, and right at the next try
-    if "changed while" in said.get("error", ""):
-        said = run(lambda: obtain(plan, cache))
-    expect(said, number)
-    _age(world, folder, cache)
-    expect(run(lambda: obtain(plan, cache)), number)
-    world.tally.count("after a failure" if broken else "without one")
-
-
-def _age(world: World, folder: Path, cache: BuildCache) -> None:
-    paths = [path for root in (folder, cache.root) for path in root.rglob("*")]
-    for path in world.dice.sample(paths, min(len(paths), 6)):
-        moment = world.dice.choice(
-            [
-                0,
-                1,
-                time.time() - 3600,
-                time.time() - 1,
-                time.time() + 3600,
-                time.time() + 3e8,
-                2**32,
-            ]
-        )
-        os.utime(path, (moment, moment))
 
 
 # ---- headers ---------------------------------------------------------------
@@ -584,10 +338,7 @@ PARTS: dict[str, tuple[Callable[[World], None], float]] = {
     "kills": (kills, 1),
     "crowd": (crowd, 0.02),
     "flips": (flips, 1),
-    "disks": (disks, 0.1),
-    "forged": (forged, 0.1),
     "fork": (forks, 0.2),
-    "clocks": (clocks, 0.2),
     "headers": (headers, 0.2),
 }
 """Each part, and how many of its rounds there are to one kill."""

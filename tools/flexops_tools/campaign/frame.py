@@ -32,10 +32,6 @@ class Fault(Exception):
         self.kind = kind
 
 
-class Unavailable(Exception):
-    """This machine cannot do that; says why."""
-
-
 @dataclass
 class Tally:
     """What came of one part."""
@@ -43,7 +39,6 @@ class Tally:
     name: str
     rounds: int = 0
     seconds: float = 0.0
-    skipped: str = ""
     faults: list[Fault] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
 
@@ -59,7 +54,6 @@ class Tally:
             "rounds": self.rounds,
             **counts,
             "seconds": round(self.seconds, 1),
-            "skipped": self.skipped,
             "seen": self.seen,
             "told": told,
         }
@@ -85,8 +79,6 @@ class World:
             work()
         except Fault as fault:
             self.tally.faults.append(Fault(fault.kind, f"{what}: {fault}"))
-        except Unavailable:
-            raise
         except Exception:  # of the campaign itself: report it and run the other rounds
             self.tally.faults.append(
                 Fault("traceback", f"{what}, in the campaign: {traceback.format_exc()}")
@@ -132,7 +124,7 @@ class Child:
         return said
 
 
-def start(work: Callable[[], Any], *, user: int = 0, memory: int = 0) -> Child:
+def start(work: Callable[[], Any], *, memory: int = 0) -> Child:
     """Run ``work`` in a child of fork, in a session of its own; its answer is what it returns, or
     the error of flexops that it raised."""
     handle, name = tempfile.mkstemp(prefix="flexops-campaign-answer-")
@@ -148,10 +140,6 @@ def start(work: Callable[[], Any], *, user: int = 0, memory: int = 0) -> Child:
             os.dup2(null, stream)
         if memory:
             resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
-        if user:
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
         os.write(answer, json.dumps(_answer(work)).encode())
     finally:
         os._exit(0)

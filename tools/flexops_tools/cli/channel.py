@@ -6,33 +6,24 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from flexops import targets
-from flexops.targets import conda
 
 from .. import channel
 from ..channel.place import DEFAULT
 from ..channel.place import Place as _Place
+from ..targets import conda
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Build conda packages into a channel, index and check it.",
 )
 Channel = Annotated[str, typer.Option("--channel", metavar="DIR", help="The channel: a folder.")]
-Readable = Annotated[
-    str,
-    typer.Option(
-        "--channel",
-        metavar="DIR|URL",
-        help="The channel: a folder, or the address of one on the web.",
-    ),
-]
 _FROM = "Where dependencies come from, best first: names or URLs. [default: conda-forge]"
 Upstream = Annotated[list[str] | None, typer.Option("--from", metavar="CHANNEL", help=_FROM)]
-Engine = Literal["auto", "conda-build", "rattler-build"]
 
 
 @app.command("build")
@@ -55,15 +46,12 @@ def build_packages(
             "--variant-config", metavar="FILE", help="Further variant files, whose values win."
         ),
     ] = None,
-    engine: Annotated[
-        Engine, typer.Option("--engine", help="auto selects conda-build if it is installed.")
-    ] = "auto",
     test: Annotated[
         bool, typer.Option("--test/--no-test", help="Run the recipe's tests on each package.")
     ] = True,
 ) -> None:
     """Build variants of recipe/recipe.yaml into a channel, and index it."""
-    known = targets.load().variants
+    known = conda.variants(targets.load())
     wanted = [conda.find(known, name) for name in variant] if variant else list(known)
     with _shown() as say:
         built = channel.build(
@@ -72,7 +60,6 @@ def build_packages(
             upstream=upstream or ("conda-forge",),
             recipe=recipe,
             overrides=override or (),
-            wish=engine,
             test=test,
             on_phase=lambda one, phase: say(f"{one.id}: {phase}"),
         )
@@ -100,7 +87,7 @@ def index_channel(
 
 @app.command()
 def check(
-    where: Readable = str(DEFAULT),
+    where: Channel = str(DEFAULT),
     upstream: Upstream = None,
     install: Annotated[
         bool,
@@ -121,11 +108,11 @@ def check(
     run doctor there."""
     place = _Place.parse(where)
     sources = upstream or ("conda-forge",)
-    known = targets.load().variants
+    known = conda.variants(targets.load())
     packages, good = channel.audit(place, channel.PACKAGE), True
     typer.echo(f"ok   {len(packages)} packages are what the index of {place.url} says")
     for machine in channel.machines(known):
-        solved = channel.solve(place, machine, known, upstream=sources, packages=packages)
+        solved = channel.solve(place, machine, known, upstream=sources)
         good &= solved.good
         verdict = "ok  " if solved.good else "FAIL"
         typer.echo(

@@ -14,7 +14,7 @@ import typer
 from flexops import targets
 from flexops.errors import FlexopsError
 
-from ..images import building, checking, listing, naming, running
+from ..images import building, checking, naming, running
 from ..images.building import Report, Wish
 from ..images.engine import connect
 from ..images.failure import Step
@@ -83,10 +83,6 @@ def build(
     network: Network = "",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not use cached steps.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers in parallel.")] = None,
-    push: Annotated[
-        bool,
-        typer.Option("--push", help="Push each image after it is built; --tag names the registry."),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build images, from this checkout: toolkit, torch and operators that match, checked."""
@@ -105,12 +101,6 @@ def build(
         try:
             with _progress(wish.target.id, quiet=as_json) as report:
                 built = building.build(client, wish, root, report)
-                if push:
-                    building.push(
-                        client,
-                        wish.reference,
-                        lambda line: report(Step(1, 1, "push"), line) if report else None,
-                    )
             results.append({**_built(built), "error": None})
             _say(
                 f"{built.reference}  {built.size / 1e9:.2f} GB, {built.seconds:.0f} s,"
@@ -142,72 +132,6 @@ def build(
 
 
 @app.command()
-def run(
-    target_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")
-    ],
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- CMD]...", help="What to run; the report of `flexops doctor` by default."
-        ),
-    ] = None,
-    stage: StageOption = "runtime",
-    tag: TagOption = None,
-    volume: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--volume", "-v", metavar="SRC:DST", help="Mount a directory; may be repeated."
-        ),
-    ] = None,
-    user: Annotated[
-        str,
-        typer.Option(
-            metavar="UID:GID",
-            help=(
-                "Run as this user. Default: you, where a directory is mounted; else the image's"
-                " own."
-            ),
-        ),
-    ] = "",
-    shm_size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help=(
-                "Shared memory, which a DataLoader's workers need: 8g. Default: half of the memory."
-            ),
-        ),
-    ] = "",
-    ipc: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE", help="The engine's mode for shared memory: host, private, ..."
-        ),
-    ] = "",
-    network: Network = "",
-) -> None:
-    """Run a command in an image, with this machine's GPUs and shared memory, and a cache volume."""
-    row = targets.load().find(target_id)
-    client = connect()
-    gpus = running.engine_gpus(client, row)
-    if gpus.note:
-        typer.echo(f"flexops: {gpus.note}", err=True)
-    mounts = [_absolute(one) for one in volume or ()]
-    options = {
-        **running.engine_comfort(client, mounts=any(one.startswith("/") for one in mounts)),
-        **gpus.options,
-        "volumes": [f"{running.CACHE_VOLUME}:/cache", *mounts],
-        **_given(user=user, shm_size=shm_size, ipc_mode=ipc, network_mode=network),
-    }
-    raise typer.Exit(
-        running.run(
-            client, row, naming.reference(row.id, naming.stage(stage), tag), command or (), options
-        )
-    )
-
-
-@app.command()
 def check(
     target_id: Annotated[
         str, typer.Argument(metavar="ID", help="As `flexops target list` names it.")
@@ -233,35 +157,8 @@ def check(
     raise typer.Exit(1 if checked.status == "fail" else 0)
 
 
-@app.command("list")
-def list_images(as_json: Json = False) -> None:
-    """The images that the engine has, and the targets without one."""
-    found = listing.listing(listing.inspected(), targets.load())
-    if as_json:
-        typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
-        return
-    width = max(len(one.target) for one in found)
-    for one in found:
-        what = (
-            f"{one.reference}  {one.size / 1e9:.2f} GB  {one.created}  {one.revision[:12]}"
-            if one.reference
-            else f"-  (flexops image build {one.target})"
-        )
-        typer.echo(f"{one.target:<{width}}  {what}")
-
-
 def _given(**options: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if value}
-
-
-def _absolute(volume: str) -> str:
-    """A volume whose source is a path of this machine, made absolute; a named volume as it is."""
-    source, colon, rest = volume.partition(":")
-    return (
-        f"{Path(source).expanduser().absolute()}{colon}{rest}"
-        if source.startswith((".", "~", "/"))
-        else volume
-    )
 
 
 def _built(built: Built) -> dict[str, Any]:

@@ -9,15 +9,17 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flexops import settings, targets, toolchain
+from flexops import _toml, settings, targets, toolchain
 from flexops.build.compile import progress
 from flexops.errors import TargetError
 from flexops.inspection import baseline
 from flexops.inspection.measuring import Measured
+from flexops.targets import loading
+from flexops.toolchain.compat import rules
 
-from ..proving import hip_proof, torch_proof
+from ..proving import baseline_file, hip_proof, torch_proof
 from ..proving import kernels as proving
-from ..targets import locks, proven
+from ..targets import locks, proven, validate
 from ..targets import render as rendering
 
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
@@ -30,6 +32,7 @@ def render(
 ) -> None:
     """Write everything that follows from the matrix: envs/, docker/, the dev containers, the conda
     variants, and the table of targets."""
+    validate.check(_toml.load(loading.PATH), rules())
     matrix, root = targets.load(), rendering.checkout()
     changes = rendering.compare(matrix, root) if check else rendering.write(matrix, root)
     for line in changes.lines():
@@ -114,8 +117,8 @@ def prove(
         _prove_torch(ids or [], tests or [], update, as_json)
         return
     root = rendering.checkout()
-    path = root / baseline.FILE
-    known = baseline.read(path) if path.exists() or not update else {}
+    path = root / baseline_file.FILE
+    known = baseline_file.read(path) if path.exists() or not update else {}
     chosen = settings.current()
     rows = [targets.load().find(one) for one in ids or ()]
     amd = hip_proof.prove([one.id for one in rows if one.accelerator == "rocm"], op or (), chosen)
@@ -200,7 +203,7 @@ def _keep(
     """Write what was measured into the baseline; if it is of all families, into the record of tests
     too."""
     if measured:
-        baseline.write(root / baseline.FILE, known, measured)
+        baseline_file.write(root / baseline_file.FILE, known, measured)
     if whole:
         proven.write(root / proven.RECORD, proving.facts(measured, amd, torch_proof.today()))
 

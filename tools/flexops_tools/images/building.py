@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexops import __version__
-from flexops.doctor.image.facts import ImageFacts
 from flexops.errors import ImageError
 from flexops.redaction import redacted, split_credentials
 from flexops.targets import Target
 
 from ..targets.image_files import BASES, build_args, dockerfile_path
 from . import buildkit, context, naming
+from .contents import ImageFacts
 from .engine import engine_root
 from .failure import Step, explain
 from .labels import contents_labels
 from .naming import Stage, split
-from .running import FACTS_COMMAND, run_quietly
+from .running import facts_command, run_quietly
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -142,7 +142,7 @@ def _labelled(client: DockerClient, wish: Wish, image: str, args: Mapping[str, s
     """The id of that image with labels that say what is in it, which the build can only find out by
     looking into it; the same id for the same contents."""
     code, out, err, _ = run_quietly(
-        client, wish.target, image, FACTS_COMMAND, {"network_mode": "none"}
+        client, wish.target, image, facts_command(), {"network_mode": "none"}
     )
     if code:
         raise ImageError(
@@ -221,18 +221,3 @@ def _free_bytes(client: DockerClient) -> int | None:
         return shutil.disk_usage(engine_root(client)).free
     except Exception:  # it is only said if it is known: the engine may be gone, or elsewhere
         return None
-
-
-def push(client: DockerClient, name: str, say: Callable[[str], None] | None = None) -> None:
-    """Push an image to the registry in its name; raises ``ImageError`` with the registry's own
-    words."""
-    repository, tag = split(name)
-    for event in client.api.push(repository, tag=tag, stream=True, decode=True):
-        if "error" in event:
-            raise ImageError(
-                f"{name} could not be pushed",
-                found=event["error"],
-                fix=f"docker login, and --tag REGISTRY/{repository}",
-            )
-        if say and event.get("status"):
-            say(" ".join(str(event[key]) for key in ("status", "id", "progress") if event.get(key)))

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flexops.doctor.finding import Finding, Status, fail, worst
-from flexops.doctor.image.facts import ImageFacts
-from flexops.doctor.image.judgement import judge
 from flexops.errors import ImageError
 from flexops.targets import Target
 
 from ..targets.image_files import BASES, LABEL_PREFIX, build_args
+from .contents import ImageFacts, judge
 from .labels import judge_labels, judge_report
 from .naming import STAGE_LABEL, build_command
-from .running import FACTS_COMMAND, run_quietly
+from .running import facts_command, run_quietly
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -103,7 +102,7 @@ def _facts(
     client: DockerClient, row: Target, name: str, options: Mapping[str, Any]
 ) -> ImageFacts | str:
     """What the image reports about its contents, or why it reports nothing."""
-    code, out, err, _ = run_quietly(client, row, name, FACTS_COMMAND, options)
+    code, out, err, _ = run_quietly(client, row, name, facts_command(), options)
     try:
         return _last(err) or f"exit code {code}" if code else ImageFacts.from_dict(json.loads(out))
     except (ValueError, TypeError, KeyError):

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexops.doctor.finding import Finding, fail, ok, warn
-from flexops.doctor.image.facts import ImageFacts
-from flexops.doctor.image.judgement import torch_build
 from flexops.targets import Target
 
 from ..targets.image_files import LABEL_PREFIX
 from ..targets.image_files import labels as expected_labels
+from .contents import ImageFacts, torch_build
 
 
 def contents_labels(facts: ImageFacts) -> dict[str, str]:

@@ -1,34 +1,29 @@
-"""Running an image: the GPU options that the host supports, and a container whose output, signals
-and exit code are this process's."""
+"""Running an image: the GPU options that the host supports, and a container that ends by itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexops.errors import ImageError
 from flexops.targets import Target
 
-from .engine import environment, information, no_program
+from . import contents
+from .engine import information
 from .naming import build_command
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
 
-CACHE_VOLUME = "flexops-cache"
-FACTS_COMMAND = ("python", "-m", "flexops.doctor.image.inside", "facts")
 _SECONDS = 600
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -126,55 +121,6 @@ def gpu_options(row: Target, engine: Mapping[str, Any], host: HostGpus) -> GpuOp
     return GpuOptions(note="no NVIDIA GPU on this machine: the operators run on the CPU")
 
 
-def comfort(engine: Mapping[str, Any], uid: int, gid: int, *, mounts: bool) -> dict[str, Any]:
-    """What a container gets unless it is asked for otherwise. Pure.
-
-    Shared memory as Linux itself gives it, half of the memory: the engine's 64 MB end a
-    DataLoader's workers with a bus error. Where a directory of this machine is mounted, the user
-    who calls, to whom it belongs; under an engine without root that user is the container's root.
-    """
-    options: dict[str, Any] = {"shm_size": int(engine.get("MemTotal") or 0) // 2 or None}
-    if mounts:
-        rootless = any("rootless" in str(one) for one in engine.get("SecurityOptions") or ())
-        options["user"] = "0:0" if rootless else f"{uid}:{gid}"
-    return {name: value for name, value in options.items() if value}
-
-
-def run(
-    client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
-) -> int:
-    """Run a command (empty: the image's own) in a new container and return its exit code. The
-    program docker attaches it to this terminal, and passes signals on; the container is removed.
-
-    Raises:
-        ImageError: the image is missing, or the engine rejects or cannot start it.
-    """
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    terminal = {"tty": interactive, "stdin_open": interactive}
-    container = create(client, row, name, command, {**terminal, **options})
-    attach = ["docker", "start", "--attach", *(["--interactive"] if interactive else [])]
-    try:
-        # a terminal sends its signals to the whole group, and docker is to get each once
-        process = subprocess.Popen(
-            [*attach, str(container.id)], env=environment(), start_new_session=not interactive
-        )
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, _: process.send_signal(number))
-        code = process.wait()
-        container.reload()
-        if problem := container.attrs["State"].get("Error"):
-            raise ImageError(
-                "the container cannot be started",
-                found=problem,
-                fix="docker info   # GPUs need the container toolkit",
-            )
-        return code
-    except FileNotFoundError as error:
-        raise no_program(str(error)) from error
-    finally:
-        container.remove(force=True)
-
-
 def create(
     client: DockerClient, row: Target, name: str, command: Sequence[str], options: Mapping[str, Any]
 ) -> Container:
@@ -195,9 +141,7 @@ def create(
             f"{name} cannot be run", found=str(error.explanation), fix="docker info"
         ) from error
     except DockerException as error:  # the SDK itself rejects an option
-        raise ImageError(
-            f"{name} cannot be run", found=str(error), fix="flexops image run --help"
-        ) from error
+        raise ImageError(f"{name} cannot be run", found=str(error), fix="docker info") from error
 
 
 def run_quietly(
@@ -226,11 +170,11 @@ def run_quietly(
         container.remove(force=True)
 
 
+def facts_command() -> tuple[str, ...]:
+    """What an image runs to say what is in it: this ``contents.py``, whatever flexops it has."""
+    return "python", "-c", Path(contents.__file__).read_text(encoding="utf-8"), "facts"
+
+
 def engine_gpus(client: DockerClient, row: Target) -> GpuOptions:
     """``gpu_options`` for this engine and machine."""
     return gpu_options(row, information(client), look())
-
-
-def engine_comfort(client: DockerClient, *, mounts: bool) -> dict[str, Any]:
-    """``comfort`` for this engine and user."""
-    return comfort(information(client), os.getuid(), os.getgid(), mounts=mounts)

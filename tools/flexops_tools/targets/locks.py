@@ -18,7 +18,9 @@ from pathlib import Path
 
 from flexops.errors import TargetError
 from flexops.targets.model import Matrix, Target
-from flexops.targets.requirements import (
+
+from .checkout import checkout
+from .requirements import (
     BUILD_MARK,
     FOLDER,
     direct,
@@ -27,8 +29,6 @@ from flexops.targets.requirements import (
     lockable,
     name_of,
 )
-
-from .checkout import checkout
 
 _BESIDE_TORCH = ("numpy",)
 """No requirement of torch's wheel, but without it torch warns at every start."""

@@ -10,13 +10,12 @@ from pathlib import Path
 from string import Template
 
 from flexops.errors import TargetError
-from flexops.targets import conda
+from flexops.targets.loading import LEAST_PYTHON
 from flexops.targets.model import Matrix, Target
-from flexops.targets.requirements import FOLDER, HEADER, requirements
-from flexops.targets.validate import LEAST_PYTHON
 
-from . import container_files, image_files, locks, proven
+from . import conda, container_files, image_files, locks, proven
 from .checkout import checkout as checkout
+from .requirements import FOLDER, HEADER, requirements
 
 TABLE = "docs/targets.md"
 """The page with the table of all targets."""
@@ -61,7 +60,7 @@ def files(matrix: Matrix) -> dict[str, str]:
         **rendered,
         **locks.inputs(matrix, HEADER),
         **containers,
-        **conda.files(matrix.variants, HEADER, str(LEAST_PYTHON)),
+        **conda.files(conda.variants(matrix), HEADER, LEAST_PYTHON),
     }
 
 

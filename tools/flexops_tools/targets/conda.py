@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compute_capability import ComputeCapability
-from ..errors import TargetError, ToolchainError
-from ..toolchain.compat import Rules
-from ..toolchain.model import HostCompiler
-from ..toolchain.version import Version
+from flexops.compute_capability import ComputeCapability
+from flexops.errors import TargetError, ToolchainError
+from flexops.targets import Matrix
+from flexops.toolchain.compat import Rules
+from flexops.toolchain.model import HostCompiler
+from flexops.toolchain.version import Version
 
 ALL = "recipe/variants.yaml"
 """Every variant; conda-build and rattler-build read it by themselves, for it lies beside the
@@ -94,9 +95,9 @@ def faults(document: Mapping[str, Any], facts: Rules) -> Iterator[tuple[str, str
             yield where, field, what
 
 
-def parse(document: Mapping[str, Any]) -> tuple[Variant, ...]:
-    """The variants of a document without faults, in its order."""
-    return tuple(_variant(name, row) for name, row in document.get("conda", {}).items())
+def variants(matrix: Matrix) -> tuple[Variant, ...]:
+    """The variants of the conda package, in the matrix's order."""
+    return tuple(_variant(name, row) for name, row in matrix.conda.items())
 
 
 def files(variants: Sequence[Variant], header: str, least_python: str) -> dict[str, str]:

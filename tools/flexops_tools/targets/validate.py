@@ -1,20 +1,24 @@
-"""What can be wrong with the matrix. Each fault names the row and the field; nothing here
-raises."""
+"""What can be wrong with the matrix. Each fault names the row and the field. The wheel's matrix has
+been checked: flexops itself reads it without a question."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compute_capability import ComputeCapability
-from ..errors import ToolchainError
-from ..toolchain.compat import Rules
-from ..toolchain.model import HostCompiler
-from ..toolchain.version import Version
-from .model import Target
+from flexops.compute_capability import ComputeCapability
+from flexops.errors import TargetError, ToolchainError
+from flexops.targets.loading import MACHINES, merged, target_of
+from flexops.targets.model import Target
+from flexops.toolchain.compat import Rules
+from flexops.toolchain.model import HostCompiler
+from flexops.toolchain.version import Version
+
+from . import conda
 
 _VERSION = r"\d+(\.\d+)*"
 
@@ -107,11 +111,46 @@ _REQUIRED = (
 )
 _REQUIRED_WITH_GPU = ("version", "toolkit_source", "least_driver")
 _ACCELERATORS = ("cpu", "cuda", "rocm")
-MACHINES = ("x86_64", "aarch64")
 _SOURCES = ("index", "conda", "image", "system")
 _FIRST_CUDA_ON_INDEX = Version((13,))
-LEAST_PYTHON = Version((3, 10))
-"""What flexops itself needs."""
+
+
+def check(document: Mapping[str, Any], facts: Rules) -> None:
+    """Check a matrix against itself and the ``facts`` about toolkits. Raises one ``TargetError``
+    with all that is wrong."""
+    faults = structure(document)
+    targets = []
+    if not faults:  # what a field means can only be judged where it has the right type
+        for row in document["target"]:
+            whole = merged(document, row)
+            absent = missing(whole)
+            faults += absent
+            if not absent:
+                target = target_of(document, whole)
+                faults += meaning(target, row["toolkit"], document["torch"], facts)
+                targets.append(target)
+        faults += _across_rows(targets)
+        faults += [Fault(*fault) for fault in conda.faults(document, facts)]
+    if faults:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise TargetError(
+            f"the matrix of targets has {count}:\n  " + "\n  ".join(map(str, faults)),
+            fix="edit flexops/targets/matrix.toml",
+        )
+
+
+def _across_rows(targets: list[Target]) -> list[Fault]:
+    counts = Counter(target.id for target in targets)
+    faults = [
+        Fault(f"target {name}", "id", f"{count} rows have it")
+        for name, count in counts.items()
+        if count > 1
+    ]
+    if targets and not any(target.accelerator == "cpu" for target in targets):
+        faults.append(
+            Fault("target", "accelerator", "no row is for cpu, which every machine falls back to")
+        )
+    return faults
 
 
 def structure(document: Mapping[str, Any]) -> list[Fault]:

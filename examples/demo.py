@@ -1,4 +1,4 @@
-"""``python -m flexops.demo``: the operators at work in a minute: a model trained next to torch's
+"""``python examples/demo.py``: the operators at work in a minute: a model trained next to torch's
 own optimizer, and a weight matrix in 4 bits.
 
 Exits 1 if the losses part by more than ``TOLERANCE``, or a quantized weight is further off than
@@ -12,9 +12,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from . import optim
-from .build.load.loader import status
-from .ops.quant import dequantize, quantize
+from flexops import dequantize, optim, quantize, status
 
 STEPS = 60
 TOLERANCE = 1e-3

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .. import _toml
-from ..errors import TargetError
-from .model import Target
+from flexops import _toml
+from flexops.errors import TargetError
+from flexops.targets.model import Target
 
 FOLDER = "envs/requirements"
 HEADER = "generated from flexops/targets/matrix.toml by `flexops target render`"

@@ -1,0 +1,261 @@
+// Products of up to 16 rows of x on Hopper, by mma.sync: W is the left operand, x the right one.
+// Codes are multiplied as they are; scales and zero points are applied to the sums of a group: with
+// so few rows that takes half the instructions of dequantizing the codes, as wgmma requires. The
+// sums of x, which zero points are multiplied by, come from a left operand of ones.
+//
+// A stage is eight tiles of columns of four tiles of rows, each for one warp, by three or four
+// copies of the copy engine. Two teams of eight warps take the stages in turn. A block has groups
+// of 64 rows of W one after the other; x, if it has room, stays for all of them.
+#pragma once
+
+#include "common/wgmma.cuh"
+#include "int4_linear/int4_codes.cuh"
+
+namespace flexops::int4 {
+
+struct SixteenParams {
+  Params p;
+  int stages;
+  int passes;  // groups of rows that a block has at most
+  bool kept;   // x stays; otherwise it comes with each stage
+  // Boxes: 64 columns, all rows and eight tiles of columns of x (or one tile); a stage's words,
+  // scales and zero points.
+  int x_tiles;  // tiles of columns of a box of x
+  hopper::TensorMap x, words, scales, zeros;
+};
+
+inline constexpr int kSixteenTiles = 4, kSixteenTeam = 8, kSixteenTeams = 2,
+                     kSixteenWarps = kSixteenTeam * kSixteenTeams,
+                     kSixteenThreads = 32 * kSixteenWarps, kSixteenMostStages = 8;
+// An even number, so that a stage belongs to one team. The other one would come to a stage two
+// phases ahead, which its barrier cannot distinguish from now.
+inline constexpr int kSixteenLeastStages = 4;
+
+/// Shared memory, in bytes. The sums of a single pass take the place of the stages.
+struct SixteenLayout {
+  static constexpr int kStride = 16 * kSixteenTiles + 4;  // of the sums, in floats
+  static constexpr int kWords = kSixteenTiles * kSixteenTeam * 512;
+  int numbers, weights, x, x_at, parts, sums, barriers, bytes;
+  FLEXOPS_DEVICE SixteenLayout(int tokens, int group_shift, int stages, int passes, bool kept,
+                               int chunks) {
+    const int of_tokens = tokens * kStride * 4;
+    numbers = kSixteenTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
+    weights = (kWords + 2 * numbers + 1023) / 1024 * 1024, x = kSixteenTeam * tokens * 128;
+    x_at = stages * weights;
+    const int staged = x_at + (kept ? chunks : stages) * x;
+    parts = passes > 1 ? staged : 0;
+    sums = parts + kSixteenWarps * of_tokens;
+    barriers = sums + 2 * of_tokens;
+    if (barriers < staged) barriers = staged;
+    bytes = barriers + 16 * kSixteenMostStages + 16;
+  }
+};
+
+/// kTokens: eights of rows of x, 1 or 2.
+template <class T, int kTokens, bool kSmall>
+__global__ void __launch_bounds__(kSixteenThreads, 1)
+    sixteen_rows_hopper(const FLEXOPS_GRID_CONSTANT SixteenParams params) {
+  using namespace hopper;
+  using X = Panels<8 * kTokens, 64>;
+  using Layout = SixteenLayout;
+  constexpr int kTiles = kSixteenTiles, kTeam = kSixteenTeam, kTeams = kSixteenTeams,
+                kWarps = kSixteenWarps, kUnits = kSmall ? 2 : 1;
+  __align__(1024) extern __shared__ u8 staged[];
+  const Params& p = params.p;
+  const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
+            lane = thread % 32;
+  const int g = lane / 4, t = lane % 4, member = warp % kTeam, team = warp / kTeam;
+  const int block = static_cast<int>(blockIdx.x) / p.cluster,
+            rank = static_cast<int>(blockIdx.x) - block * p.cluster,
+            blocks = static_cast<int>(gridDim.x) / p.cluster, stages = params.stages;
+  // The block's chunks of columns, as many as a stage has.
+  const int chunks = (p.tiles_k + kTeam - 1) / kTeam, share = (chunks + p.cluster - 1) / p.cluster,
+            begin = share * rank, count = max(min(share, chunks - begin), 0);
+  const int groups = (p.tiles_n + kTiles - 1) / kTiles,
+            passes = (groups - block + blocks - 1) / blocks, total = passes * count;
+  const Layout at(8 * kTokens, p.group_shift, stages, params.passes, params.kept, share);
+  const u32 memory = shared_address(staged), full = memory + at.barriers,
+            empty = full + 8 * kSixteenMostStages;
+  if (thread < stages) {
+    init(full + 8 * thread, 1), init(empty + 8 * thread, kTeam);
+    fence_init(), fence_async();
+  }
+  let_next_start();
+  __syncthreads();
+
+  // Thread 0 fills the stages. Which one is next is in shared memory: registers are scarce. Of rows
+  // and columns past the last one, the copy engine stores zeros.
+  struct Next {
+    int number, slot, pass, chunk;
+  };
+  Next* const next = reinterpret_cast<Next*>(staged + at.barriers + 16 * kSixteenMostStages);
+  const auto fetch_weight = [&](const Next& of) {
+    const u32 to = memory + of.slot * at.weights, bar = full + 8 * of.slot;
+    const int tile = (begin + of.chunk) * kTeam, tile_n = (block + of.pass * blocks) * kTiles,
+              number = (tile * 64 >> p.group_shift) * 8;
+    expect(bar, Layout::kWords + (p.zeros ? 2 : 1) * at.numbers +
+                    (params.kept && of.pass > 0 ? 0 : at.x));
+    load_tile(to, params.words, bar, 0, tile, tile_n, 0);
+    load_tile(to + Layout::kWords, params.scales, bar, number, 0, tile_n, 0);
+    if (p.zeros)
+      load_tile(to + Layout::kWords + at.numbers, params.zeros, bar, number, 0, tile_n, 0);
+  };
+  const auto fetch_x = [&](const Next& of) {
+    if (params.kept && of.pass > 0) return;
+    const u32 to = memory + at.x_at + (params.kept ? of.chunk : of.slot) * at.x,
+              bar = full + 8 * of.slot;
+    const int tile = (begin + of.chunk) * kTeam;
+    if (params.x_tiles > 1) return load_tile(to, params.x, bar, 0, 0, tile, 0);
+#pragma unroll 1
+    for (int i = 0; i < kTeam; ++i)
+      load_tile(to + i * X::kBytes, params.x, bar, (tile + i) * 64, 0, 0, 0);
+  };
+  const auto after = [&](Next of) {
+    ++of.number;
+    if (++of.slot == stages) of.slot = 0;
+    if (++of.chunk == count) of.chunk = 0, ++of.pass;
+    return of;
+  };
+  if (thread == 0) {
+    const int first = min(total, stages);
+#pragma unroll 1
+    for (Next of = {}; of.number < first; of = after(of)) fetch_weight(of);
+    wait_for_previous();
+    Next of = {};
+#pragma unroll 1
+    for (; of.number < first; of = after(of)) fetch_x(of);
+    *next = of;
+  } else {
+    wait_for_previous();
+  }
+  __syncwarp();
+
+  const int of_tile = at.numbers / kTiles;
+  float acc[kTiles][kTokens][4] = {};
+  const auto multiply = [&](const u8* words, const u8* numbers, u32 x) {
+    // Operands of 16 columns each.
+    u32 right[4][kTokens][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 four[4];
+      if constexpr (kTokens == 2) {
+        X::load_right(four, x, 0, 16 * i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) right[i][j / 2][j % 2] = four[j];
+      } else if (i % 2 == 0) {
+        X::template load_matrices<false>(four, X::place(x, lane % 8, 2 * i + lane / 8));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) right[i + j / 2][0][j % 2] = four[j];
+      }
+    }
+    float sums[kUnits][kTokens][4] = {};
+    constexpr u32 kOnes[4] = {Code<T>::kOnes, Code<T>::kOnes, Code<T>::kOnes, Code<T>::kOnes};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n)
+        mma<T>(sums[i * kUnits / 4][n], kOnes, right[i][n][0], right[i][n][1]);
+    }
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      const uint4 all = *reinterpret_cast<const uint4*>(words + r * kTeam * 512);
+      const u32 word[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        float part[kTokens][4] = {};
+#pragma unroll
+        for (int i = u * 4 / kUnits; i < (u + 1) * 4 / kUnits; ++i) {
+          u32 left[4];
+          widen_codes<T>(left, word[i]);
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) mma<T>(part[n], left, right[i][n][0], right[i][n][1]);
+        }
+        const u8* const pair = numbers + r * of_tile + 32 * u;
+        const u32 scales = *reinterpret_cast<const u32*>(pair),
+                  zeros = p.zeros ? *reinterpret_cast<const u32*>(pair + at.numbers) : kEight;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float scale = number_of(scales, half, p.half_scales),
+                      less = -Code<T>::kOffset - half_of<f16>(zeros, half);
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              acc[r][n][2 * half + i] += scale * (part[n][2 * half + i] + less * sums[u][n][i]);
+          }
+        }
+      }
+    }
+  };
+
+  const u8* const words = staged + member * 512 + lane * 16;
+  const u8* const numbers = staged + Layout::kWords + (member * 64 >> p.group_shift) * 32 + g * 4;
+  const u32 own_x = memory + at.x_at + member * X::kBytes;
+  float* const parts = reinterpret_cast<float*>(staged + at.parts);
+  constexpr int kPart = 8 * kTokens * Layout::kStride;  // floats of a warp
+  int slot = 0, chunk = 0;  // of the stage that is next: its number in all passes
+  u32 phase = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (i % kTeams == team) {
+        wait(full + 8 * slot, phase);
+        multiply(words + slot * at.weights, numbers + slot * at.weights,
+                 own_x + (params.kept ? i : slot) * at.x);
+        __syncwarp();
+        if (lane == 0) arrive(empty + 8 * slot);
+        // The stages of the chunks before this one, once all have read them.
+        if (thread == 0) {
+          Next of = *next;
+#pragma unroll 1
+          for (; of.number < min(total, chunk + stages); of = after(of)) {
+            wait(empty + 8 * of.slot, of.slot < slot ? phase : phase ^ 1);
+            fetch_weight(of), fetch_x(of);
+          }
+          *next = of;
+        }
+        __syncwarp();
+      }
+      ++chunk;
+      if (++slot == stages) slot = 0, phase ^= 1;
+    }
+    if (params.passes == 1) __syncthreads();  // all have read the stages
+    // The sums, by rows of x: of each warp, then of the block.
+    float* const to = parts + warp * kPart + 2 * t * Layout::kStride + g;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[(8 * n + i % 2) * Layout::kStride + 16 * r + i / 2 * 8] = acc[r][n][i];
+          acc[r][n][i] = 0.0f;
+        }
+      }
+    }
+    __syncthreads();
+    float* const sums = reinterpret_cast<float*>(staged + at.sums) + pass % 2 * kPart;
+    if (thread < min(p.m, 8 * kTokens) * 4 * kTiles) {
+      const int place = thread / (4 * kTiles) * Layout::kStride + thread % (4 * kTiles) * 4;
+      float4 sum = {};
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 part = *reinterpret_cast<const float4*>(parts + w * kPart + place);
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      *reinterpret_cast<float4*>(sums + place) = sum;
+    }
+    // After this, the other half of the block's sums has been read, too.
+    if (p.cluster > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+    add_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0,
+                (block + pass * blocks) * 16 * kTiles, kSixteenThreads);
+  }
+  if (p.cluster > 1) cluster_leave();
+}
+
+}  // namespace flexops::int4
