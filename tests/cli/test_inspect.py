@@ -21,9 +21,10 @@ from flexops.build.describe import catalog, layout
 from flexops.build.describe.schema import declare
 from flexops.build.describe.spec import OpSpec, Project
 from flexops.errors import TargetError
-from flexops.inspection import baseline, mix
+from flexops.inspection import mix
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import Search
+from flexops_tools.proving import baseline_file
 from flexops_tools.proving import kernels as proving
 from flexops_tools.targets import proven
 
@@ -215,7 +216,7 @@ def test_a_row_without_its_nvrtc_names_the_wheel_that_has_it(row, monkeypatch):
 def test_proving_that_compiles_nothing_fails(arguments, monkeypatch):
     """It printed "0 kernels: 0 worse", and exited 0."""
     written: list[object] = []
-    monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
+    monkeypatch.setattr(baseline_file, "write", lambda *_: written.append("baseline"))
     monkeypatch.setattr(proven, "write", lambda *_: written.append("facts"))
     monkeypatch.setattr(catalog, "select", lambda _: ())
     done = flexops_command("target", "prove", *arguments, catch_exceptions=True)
@@ -223,7 +224,7 @@ def test_proving_that_compiles_nothing_fails(arguments, monkeypatch):
     assert "no kernel was compiled" in str(done.exception)
     monkeypatch.undo()
     monkeypatch.setattr(nvrtc, "find", lambda _: Search((), ()))
-    monkeypatch.setattr(baseline, "write", lambda *_: written.append("baseline"))
+    monkeypatch.setattr(baseline_file, "write", lambda *_: written.append("baseline"))
     done = flexops_command("target", "prove", *arguments[:1], catch_exceptions=True)
     assert "no kernels can be compiled here" in str(done.exception), done.output
     assert "pip install" in getattr(done.exception, "fix", "")
