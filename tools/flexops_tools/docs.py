@@ -55,7 +55,7 @@ def troubleshooting() -> str:
         HEAD,
         (
             "## A build fails\n\nThe message begins with the first real error, its cause and its"
-            " fix. The compilers' output is compared with these patterns, in this order:\n"
+            " fix. The compilers' output is\ncompared with these patterns, in this order:\n"
         ),
         _table(("what the compilers say", "cause", "fix"), builds),
         "\n## A library does not load\n",
