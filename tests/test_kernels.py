@@ -412,7 +412,10 @@ def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> 
 
 @pytest.fixture
 def poison(
-    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Callable[..., None]
+    driver: FakeDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    require: Callable[..., None],
 ) -> Iterator[Path]:
     """A remote cache with an entry of ``SCALE``, whole by every digest, whose code is useless."""
     require(importlib.util.find_spec("obstore"), "obstore", "pip install obstore")

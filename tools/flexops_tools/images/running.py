@@ -1,4 +1,4 @@
-"""Running an image: the GPU options that the host supports, and a container that ends by itself."""
+"""Running an image: the GPU options that the host supports, and a container that ends."""
 
 from __future__ import annotations
 
