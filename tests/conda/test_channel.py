@@ -302,6 +302,8 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
         tmp_path / "channel",
         "--from",
         empty.url,
+        "--engine",
+        "rattler-build",
         code=None,
     )
     assert done.returncode == ChannelError.exit_code

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conda_world import ROOT
@@ -147,6 +148,75 @@ def test_the_cuda_variants_are_conda_forge_s_with_every_architecture():
     assert {one.arch_list for one in found.values() if one.cuda} == {
         "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
     }
+
+
+PINNING = {
+    "c_compiler": ["gcc"],
+    "cxx_compiler": ["gxx"],
+    "cuda_compiler": ["cuda-nvcc"],
+    "c_stdlib": ["sysroot"],
+    "python_min": ["3.10"],
+    "c_compiler_version": ["14", "14", "14"],
+    "cxx_compiler_version": ["14", "14", "14"],
+    "fortran_compiler_version": ["14", "14", "14"],
+    "c_stdlib_version": ["2.17", "2.17", "2.17"],
+    "cuda_compiler_version": ["None", "12.9", "13.0"],
+    "docker_image": ["alma9", "alma9", "alma9"],
+}
+ZIPPED = [key for key, values in PINNING.items() if len(values) > 1]
+
+
+def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render, tmp_path):
+    """As docs/conda.md has it: no variants file beside the recipe, and nothing of what
+    conda-forge's pinning zips, which a rerender would reject."""
+    told = (ROOT / "docs/conda.md").read_text().partition("### A feedstock")[2]
+    own = told.partition("```yaml\n")[2].partition("```")[0]
+    assert re.findall(r"^(\w+):", own, re.MULTILINE) == ["cuda_arch_list"]
+    assert not {"cuda_arch_list"} & PINNING.keys()
+    (tmp_path / "own.yaml").write_text(own)
+    (tmp_path / "pinning.yaml").write_text(json.dumps({**PINNING, "zip_keys": [ZIPPED]}))
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "recipe.yaml").write_text(RECIPE)
+    builds = render(
+        str(tmp_path / "pinning.yaml"),
+        str(tmp_path / "own.yaml"),
+        recipe=tmp_path / "recipe" / "recipe.yaml",
+    )
+    assert sorted(str(one["string"]).split("_")[0] for one in builds) == [
+        "cpu",
+        "cuda129",
+        "cuda130",
+    ]
+    known = {one.id: one for one in targets.load().variants}
+    for one in builds:
+        variant = known[str(one["string"]).split("_")[0]]
+        assert json.dumps({"CUDA_ARCH_LIST": variant.arch_list or "None"})[1:-1] in str(
+            one["recipe"]
+        )
+
+
+def test_the_feedstock_s_linter_can_read_it():
+    """It evaluates every expression by jinja2, with no variant: ``cuda_compiler_version`` is
+    undefined there, and has no methods."""
+    from jinja2 import DebugUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment(
+        variable_start_string="${{", variable_end_string="}}", undefined=DebugUndefined
+    )
+    environment.filters["split"] = lambda text, separator=None: text.split(separator)
+    for name in ("compiler", "stdlib", "pin_compatible"):
+        environment.globals[name] = lambda what, **_: f"{what} of some kind"
+    environment.globals["env"] = SimpleNamespace(get=lambda name, default="": default or name)
+    values: dict[str, str] = {}
+    for name, value in re.findall(
+        r'^  (\w+): "?([^"\n].*?)"?$',
+        RECIPE.partition("context:\n")[2].partition("\npackage:")[0],
+        re.MULTILINE,
+    ):
+        values[name] = environment.from_string(value).render(values)
+    assert values["device"] == "cuda{{ cuda_compiler_version }}"
+    assert "__cuda >=" in environment.from_string(RECIPE).render(values)
 
 
 def test_the_package_says_who_made_it_what_it_is_and_under_which_licence(render):

@@ -1,10 +1,9 @@
 """README's shell blocks, found by parsing and run in order, in a copy of the checkout.
 
 Real: ``scripts/build_wheel.sh`` (for one family, to save time), pip, and the installed ``flexops``.
-Stand-ins, for what a test cannot have: the container engine (a server on a socket); ``docker`` and
-``conda`` (programs that record their arguments; the first one also looks into the context of a
-build); rattler-build (a function that records the recipe and packs a file); torch and other
-packages (links to this environment's).
+Stand-ins, for what a test cannot have: the container engine (a server on a socket); ``docker``,
+``conda`` and ``conda-build`` (programs that record their arguments; the first one also looks into
+the context of a build, the last one packs a file); torch and other packages (links to this environment's).
 Scripts that make an environment, or run all tests, have tests of their own (tests/scripts/test_setup.py);
 here only their presence is checked.
 """
@@ -151,21 +150,19 @@ for one in "$@"; do
 done
 [ "$1" != build ] || (cd "$one" && find csrc -name lion_cpu.cpp >>{calls})
 """
-BUILD_PACKAGE = """
-def build(request: Request) -> Answer:
-    from rattler_build import assemble_package
-
-    open("{calls}", "a").write("package " + request["recipe"] + "\\n")
-    output, variant = Path(request["output"]), Path(request["variants"][0]).stem
-    (output / "files" / "share").mkdir(parents=True), (output / "noarch").mkdir()
-    (output / "files" / "share" / "flexops.txt").write_text(variant)
-    options = {{"files_dir": output / "files", "depends": [], "build_number": 0, "license": "MIT"}}
-    assemble_package(
-        "flexops", "0.2.0", "noarch", variant + "_h0_0", output / "noarch", **options
-    )
-    return {{}}
-
-
+CONDA_BUILD = """#!{python}
+import json, os, pathlib, sys
+from rattler_build import assemble_package
+if "--version" in sys.argv:
+    sys.exit(print("conda-build 26.1"))
+output = sys.argv[sys.argv.index("--output-folder") + 1]
+variant = pathlib.Path(sys.argv[sys.argv.index("-m") + 1]).stem
+pathlib.Path("{calls}").open("a").write("conda-build " + sys.argv[1] + "\\n")
+files, made = pathlib.Path(output, "files"), pathlib.Path(output, "noarch")
+(files / "share").mkdir(parents=True), made.mkdir()
+(files / "share" / "flexops.txt").write_text(variant)
+options = {{"files_dir": files, "depends": [], "build_number": 0, "license": "Apache-2.0"}}
+assemble_package("flexops", "0.2.0", "noarch", variant + "_h0_0", made, **options)
 """
 
 
@@ -185,9 +182,9 @@ class User:
         programs.mkdir()
         _program(programs / "conda", f'#!/bin/sh\necho "conda $*" >>{self.calls}\n')
         _program(programs / "docker", DOCKER.format(calls=self.calls))
-        child = self.clone / "tools/flexops_tools/channel/child.py"
-        before, found, after = child.read_text().partition("ACTIONS: ")
-        child.write_text(before + BUILD_PACKAGE.format(calls=self.calls) + found + after)
+        _program(
+            programs / "conda-build", CONDA_BUILD.format(python=sys.executable, calls=self.calls)
+        )
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         places = [str(programs), str(self.environment / "bin"), os.environ["PATH"]]
         self.variables = {
@@ -249,7 +246,7 @@ def test_readme_s_blocks_run_in_order(tmp_path, require):
     calls = user.calls.read_text()
     assert "docker build" in calls
     assert "csrc/lion/lion_cpu.cpp" in calls.splitlines(), "the context of an image"
-    assert f"package {user.clone}/recipe/recipe.yaml" in calls
+    assert f"conda-build {user.clone}/recipe" in calls
     assert "docker run" in calls
     (made,) = (user.clone / "dist").glob("*.whl")
     with zipfile.ZipFile(made) as archive:

@@ -2,8 +2,8 @@
 installs and works.
 
 A channel is a folder: this writes one, and any web server, bucket or ``file://`` serves it.
-The rattler bindings (the extra ``conda``) read and write the packages, in other processes. Imports
-neither torch nor those.
+conda-build or the rattler bindings (the extra ``conda``) read and write the packages, in other
+processes. Imports neither torch nor those.
 """
 
 from __future__ import annotations

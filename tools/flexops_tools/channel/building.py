@@ -16,6 +16,7 @@ from flexops.errors import ChannelError
 
 from ..targets import render
 from ..targets.conda import Variant
+from .engine import Engine, Job, Wish, choose
 from .indexing import index
 from .place import Place
 from .run import child, last_lines
@@ -64,6 +65,7 @@ def build(
     upstream: Sequence[str] = ("conda-forge",),
     recipe: Path | None = None,
     overrides: Sequence[Path] = (),
+    wish: Wish = "auto",
     test: bool = True,
     on_phase: Callable[[Variant, str], None] = lambda *_: None,
 ) -> list[Built]:
@@ -82,10 +84,12 @@ def build(
     """
     place.require_folder()
     root = recipe.absolute() if recipe else render.checkout() / "recipe"
+    program = choose(wish)
     return [
         _build_one(
             variant,
             place,
+            program,
             root,
             upstream,
             overrides,
@@ -99,6 +103,7 @@ def build(
 def _build_one(
     variant: Variant,
     place: Place,
+    program: Engine,
     recipe: Path,
     upstream: Sequence[str],
     overrides: Sequence[Path],
@@ -110,21 +115,9 @@ def _build_one(
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     files = [recipe.parent / variant.path, *(path.absolute() for path in overrides)]
-    request = {
-        "recipe": str(recipe / "recipe.yaml"),
-        "variants": [str(path) for path in files],
-        "channels": list(upstream),
-        "output": str(output),
-        "test": test,
-    }
+    job = Job(recipe, files, upstream, output, test, _environment(variant))
     try:
-        child(
-            "build",
-            request,
-            log=log,
-            on_line=lambda line: _tell(line, on_phase),
-            environment=_environment(variant),
-        )
+        program.build(job, log, lambda line: _tell(line, on_phase))
         made = _made(output)
         if not made:
             raise ChannelError("the build made no package", log=log)

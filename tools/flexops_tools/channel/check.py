@@ -100,8 +100,12 @@ def solve(
     *,
     upstream: Sequence[str] = ("conda-forge",),
     specs: Sequence[str] = (PACKAGE,),
+    packages: Sequence[Path] | None = None,
 ) -> Solved:
     """What ``machine`` gets from the channel.
+
+    Args:
+        packages: of ours, in the channel; by default those in its folder.
 
     Raises:
         ChannelError: nothing fits it, or a dependency is missing.
@@ -115,7 +119,12 @@ def solve(
     except ChannelError as error:
         raise _failed(error, specs, f"on a machine with {machine.name}", log) from error
     build, torch = _find(records, PACKAGE)[1], " ".join(_find(records, "pytorch"))
-    there = sorted({distribution(path)[2].partition("_")[0] for path in place.packages(PACKAGE)})
+    there = sorted(
+        {
+            distribution(path)[2].partition("_")[0]
+            for path in (place.packages(PACKAGE) if packages is None else packages)
+        }
+    )
     return Solved(
         machine, build.partition("_")[0], expected(machine, variants, there), build, torch
     )

@@ -9,9 +9,11 @@ in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +152,15 @@ def inspect(request: Request) -> Answer:
     return {"damaged": [[path, faults] for path, faults in found if faults]}
 
 
+def audit(request: Request) -> Answer:
+    """What the index of a channel lists under a name, and what is wrong with that. A folder is read
+    as its clients will, from a server."""
+    with tempfile.TemporaryDirectory(dir=request["work"]) as work, contextlib.ExitStack() as stack:
+        url = request["address"] or stack.enter_context(auditing.served(Path(request["folder"])))
+        listed, faults = asyncio.run(auditing.audit(url, request["name"], Path(work)))
+    return {"listed": listed, "faults": faults}
+
+
 def solve(request: Request) -> Answer:
     """Which packages would be installed here; the driver is what ``CONDA_OVERRIDE_CUDA`` says, if
     it is set."""
@@ -183,7 +194,7 @@ async def _solve(request: Request) -> list[Any]:
 
 
 ACTIONS: dict[str, Callable[[Request], Answer]] = {
-    one.__name__: one for one in (build, seal, index, inspect, solve, install)
+    one.__name__: one for one in (build, seal, index, inspect, audit, solve, install)
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexops.errors import ChannelError
 
-from .place import Place, distribution
+from .place import Place
 from .run import child
 from .sealing import sha256
 
@@ -29,7 +29,7 @@ def index(place: Place, *, force: bool = False) -> int:
             index cannot be written.
     """
     packages = place.packages()
-    if not packages:
+    if not packages and not place.address:
         raise ChannelError(
             "there is no package to index",
             found=str(place.channel),
@@ -73,43 +73,62 @@ def index(place: Place, *, force: bool = False) -> int:
 
 
 def audit(place: Place, name: str) -> list[Path]:
-    """Compare the index with every package called ``name``, and read those whole; returns them.
+    """Read the index as clients will, and every package called ``name``, whole; returns those
+    packages, relative to the channel.
 
     Raises:
-        ChannelError: there is no channel, it has no such package, its index and its packages do
-            not agree, or a package is damaged.
+        ChannelError: the channel cannot be read, has no such package, or its index and its packages
+            do not agree: which, and how.
     """
-    packages = place.packages(name)
-    if not packages:
+    if not place.address and not place.channel.is_dir():
         raise ChannelError(
-            f"the channel has no {name}",
+            "there is no channel",
             found=str(place.channel),
             fix=f"flexops channel build --channel {place.channel}",
         )
-    listed = _listed(place)
-    there = {_name(path): path for path in packages}
-    faults = [
-        f"{one} is not listed" if one not in listed else f"{one} is not the file that is listed"
-        for one, path in there.items()
-        if listed.get(one) != sha256(path)
-    ]
-    faults += [
-        f"{one} is listed, but missing"
-        for one in listed
-        if distribution(Path(one))[0] == name and one not in there
-    ]
+    place.work.mkdir(parents=True, exist_ok=True)
+    request = {
+        "folder": str(place.channel.absolute()),
+        "address": place.address,
+        "name": name,
+        "work": str(place.work),
+    }
+    # read from a server on this machine
+    local = {} if place.address else {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    try:
+        audited = child("audit", request, log=place.logs / "audit.log", environment=local)
+    except ChannelError as error:
+        raise ChannelError(
+            f"the index of {place.url} cannot be read",
+            found=error.found,
+            fix=error.fix or "see the log",
+            log=error.log,
+        ) from error
+    unlisted = sorted({_name(path) for path in place.packages(name)} - set(audited["listed"]))
+    faults = [*audited["faults"], *(f"{path} is not listed under {name}" for path in unlisted)]
     if faults:
+        found = "".join(f"\n    {fault}" for fault in faults)
         raise ChannelError(
             "the channel and its index do not agree",
-            found="".join(f"\n    {fault}" for fault in faults),
+            found=found,
             required="an index of just the packages that are there",
-            fix=(
-                f"put back what was published; flexops channel index --channel {place.channel}"
-                " lists what is new, and with --force whatever is there"
-            ),
+            fix=_mend(place),
         )
-    verify(place, packages)
-    return packages
+    if not audited["listed"]:
+        raise ChannelError(
+            f"the channel has no {name}", found=place.url, fix="flexops channel build"
+        )
+    return [Path(path) for path in audited["listed"]]
+
+
+def _mend(place: Place) -> str:
+    if place.address:
+        return "copy the channel to the server again, packages first (docs/conda.md, Publishing)"
+    where = f"--channel {place.channel}"
+    return (
+        f"put back what was published; flexops channel index {where} lists what is new, and with"
+        " --force whatever is there"
+    )
 
 
 def _name(path: Path) -> str:

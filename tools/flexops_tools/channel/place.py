@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,33 +21,43 @@ class Place:
     """A channel, and what is kept beside it and never published.
 
     Attributes:
-        channel: the folder that is published: ``<subdir>/*.conda`` and the index.
+        channel: the folder that is published: ``<subdir>/*.conda`` and the index. Of a channel on
+            the web, only the folders beside it are used.
+        address: of a channel on the web, which can be read only; empty for a folder.
     """
 
     channel: Path
+    address: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """What ``--channel`` names: a folder, or its ``file://`` address.
+        """What ``--channel`` names: a folder, a ``file://`` one too, or the address of a channel on
+        the web.
 
         Raises:
-            ChannelError: it is an address of something else.
+            ChannelError: it is no channel that flexops can read.
         """
-        if "://" not in text:
+        parts = urlsplit(text) if re.match(r"[a-z][a-z0-9+]*://", text, re.IGNORECASE) else None
+        if parts is None:
             return cls(Path(text))
-        parts = urlsplit(text)
         if parts.scheme == "file" and parts.netloc in ("", "localhost"):
             return cls(Path(unquote(parts.path)))
+        if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
+            return cls(
+                DEFAULT.with_name(
+                    re.sub(r"[^\w.-]+", "-", f"{parts.netloc}{parts.path}").strip("-")
+                ),
+                text.rstrip("/"),
+            )
         raise ChannelError(
-            "a channel is built, indexed and checked in a folder",
+            "this is not a channel that can be read",
             found=text,
-            required="a folder",
-            fix="copy it to the server afterwards (docs/conda.md, Publishing)",
+            required="a folder, or an http(s):// address without a user name in it",
         )
 
     @property
     def url(self) -> str:
-        return self.channel.absolute().as_uri()
+        return self.address or self.channel.absolute().as_uri()
 
     @property
     def logs(self) -> Path:
@@ -71,6 +82,14 @@ class Place:
         """Raises ``ChannelError`` unless the channel is a folder, or can become one, that this user
         may write."""
         fix = "name another folder with --channel"
+        if self.address:
+            how = "build into a folder and copy that to the server (docs/conda.md, Publishing)"
+            raise ChannelError(
+                "a channel on the web can only be read",
+                found=self.address,
+                required="a folder",
+                fix=how,
+            )
         for folder in (self.channel, self.logs, self.work):
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,8 +22,17 @@ app = typer.Typer(
     help="Build conda packages into a channel, index and check it.",
 )
 Channel = Annotated[str, typer.Option("--channel", metavar="DIR", help="The channel: a folder.")]
+Readable = Annotated[
+    str,
+    typer.Option(
+        "--channel",
+        metavar="DIR|URL",
+        help="The channel: a folder, or the address of one on the web.",
+    ),
+]
 _FROM = "Where dependencies come from, best first: names or URLs. [default: conda-forge]"
 Upstream = Annotated[list[str] | None, typer.Option("--from", metavar="CHANNEL", help=_FROM)]
+Engine = Literal["auto", "conda-build", "rattler-build"]
 
 
 @app.command("build")
@@ -46,6 +55,9 @@ def build_packages(
             "--variant-config", metavar="FILE", help="Further variant files, whose values win."
         ),
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="auto selects conda-build if it is installed.")
+    ] = "auto",
     test: Annotated[
         bool, typer.Option("--test/--no-test", help="Run the recipe's tests on each package.")
     ] = True,
@@ -60,6 +72,7 @@ def build_packages(
             upstream=upstream or ("conda-forge",),
             recipe=recipe,
             overrides=override or (),
+            wish=engine,
             test=test,
             on_phase=lambda one, phase: say(f"{one.id}: {phase}"),
         )
@@ -87,7 +100,7 @@ def index_channel(
 
 @app.command()
 def check(
-    where: Channel = str(DEFAULT),
+    where: Readable = str(DEFAULT),
     upstream: Upstream = None,
     install: Annotated[
         bool,
@@ -112,7 +125,7 @@ def check(
     packages, good = channel.audit(place, channel.PACKAGE), True
     typer.echo(f"ok   {len(packages)} packages are what the index of {place.url} says")
     for machine in channel.machines(known):
-        solved = channel.solve(place, machine, known, upstream=sources)
+        solved = channel.solve(place, machine, known, upstream=sources, packages=packages)
         good &= solved.good
         verdict = "ok  " if solved.good else "FAIL"
         typer.echo(
