@@ -234,6 +234,7 @@ class Op:
             functools.partial(results_of, signature) if signature else None
         )
         self._check: Callable[..., None] | None = None
+        self._compared = False
         functools.update_wrapper(self, reference)
         try:
             _register.define(
@@ -266,7 +267,8 @@ class Op:
         # who looks for tensors that require a gradient does not look into tuples
         if self._has_lists:
             args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
-        if self._check is not None and not _register.is_tracing():  # a trace asks the fake kernel
+        # a trace asks the fake kernel
+        if not _register.is_tracing() and (self._check is not None or not self._compared):
             self._ask(*args)
         return _register.caller(self.op)(*args)
 
@@ -354,7 +356,9 @@ class Op:
             raise NotImplementedError(
                 f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake"
             )
-        return self._fake(*args)
+        results = self._fake(*args)
+        self._compare(args)
+        return results
 
     def _comparing(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         """The reference, whose results have to be as declared: a library's are."""
@@ -363,12 +367,27 @@ class Op:
         def compared(*args: Any, **kwargs: Any) -> Any:
             results = reference(*args, **kwargs)
             if self._fake is not None:
-                what = f"the reference of {self.label} returns something else than is declared"
-                fix = "correct outputs= of the declaration, or its fake kernel, or the reference"
-                _declared.check_results(what, results, self._fake(*args, **kwargs), args, fix)
+                _declared.check_results(*self._unlike, results, self._fake(*args, **kwargs), args)
             return results
 
         return compared
+
+    @property
+    def _unlike(self) -> tuple[str, str]:
+        what = f"the reference of {self.label} returns something else than is declared"
+        return what, "correct outputs= of the declaration, or its fake kernel, or the reference"
+
+    def _compare(self, args: tuple[Any, ...]) -> None:
+        """In the first call that is right, by native kernels or for fake tensors: verify what the
+        reference would return."""
+        if self._compared or self._fake is None:
+            return
+        try:
+            self._refuse(*args)
+        except Exception:  # the call itself raises it
+            return
+        reference = _by_position(self.reference)
+        self._compared = _declared.check_reference(*self._unlike, reference, self._fake, args)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)
@@ -376,6 +395,7 @@ class Op:
         return tuple(bound.arguments.values())
 
     def _ask(self, *args: Any) -> None:
+        self._compare(args)
         if self._check is None:
             return
         try:
