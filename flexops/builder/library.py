@@ -6,6 +6,7 @@ import functools
 import inspect
 import keyword
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +45,8 @@ class Library:
 
     def __init__(self, name: str, *, root: str | os.PathLike[str]) -> None:
         if (
-            not name.isidentifier()
+            not isinstance(name, str)
+            or not name.isidentifier()
             or not name.isascii()
             or keyword.iskeyword(name)
             or name in (*schema.TAKEN_NAMESPACES, *schema.RESERVED, *dir(type(torch.ops)))
@@ -169,10 +171,12 @@ def _check_words(text: str, family: str, *, own_binding: bool) -> None:
             required="names of ASCII letters, digits and _",
             fix="rename it",
         )
-    if not family.isidentifier() or len(family) > _LONGEST_NAME:
+    if not isinstance(family, str) or not re.fullmatch(
+        rf"[A-Za-z_]\w{{,{_LONGEST_NAME - 1}}}", family, re.ASCII
+    ):
         raise FlexopsError(
             f"no family can be called {family!r}",
-            required=f"an identifier of at most {_LONGEST_NAME} characters: a folder of csrc",
+            required=f"at most {_LONGEST_NAME} letters, digits and _: it is a folder of csrc",
             fix="rename it, and the folder",
         )
     if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
@@ -209,6 +213,12 @@ class Op:
         )
         name = text.partition("(")[0].strip()
         self.label = f"{library.name}.{name}"
+        if not callable(reference):
+            raise FlexopsError(
+                f"the reference of {self.label} is {reference!r}",
+                required="a function in plain PyTorch",
+                fix="@lib.op(...) above its def",
+            )
         parameters = inspect.signature(reference).parameters
         any_number = any(
             parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()
@@ -309,6 +319,12 @@ class Op:
         """
         if function is None:
             return functools.partial(self.backward, saves=saves)
+        if not callable(function) or isinstance(saves, str):
+            raise FlexopsError(
+                f"the gradient of {self.label} cannot be {function!r} with saves={saves!r}",
+                required="a function, and a tuple of names",
+                fix="correct them",
+            )
         declared = schema_of(self.op)
         if declared.is_mutable:
             raise FlexopsError(
@@ -366,6 +382,8 @@ class Op:
         @functools.wraps(reference)
         def compared(*args: Any, **kwargs: Any) -> Any:
             results = reference(*args, **kwargs)
+            if self.signature is not None and not self.signature.schema.results:
+                return None  # what x.mul_(factor) returns, say
             if self._fake is not None:
                 _declared.check_results(*self._unlike, results, self._fake(*args, **kwargs), args)
             return results
@@ -380,7 +398,7 @@ class Op:
     def _compare(self, args: tuple[Any, ...]) -> None:
         """In the first call that is right, by native kernels or for fake tensors: verify what the
         reference would return."""
-        if self._compared or self._fake is None:
+        if self._compared or self._fake is None or not schema_of(self.op).returns:
             return
         try:
             self._refuse(*args)

@@ -145,7 +145,7 @@ def saving(
 
     def gradient(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         made = backward(ctx, *gradients)
-        made = made if isinstance(made, tuple) else (made,)
+        made = made if isinstance(made, (tuple, list)) else (made,)
         return (*made, *(None,) * (len(names) - len(made)))
 
     return keep, gradient
