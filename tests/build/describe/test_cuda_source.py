@@ -591,6 +591,8 @@ def test_nvccs_arguments_are_distinguished():
     assert flags.host == ("-O3", "-DA=1", "-UB", "-Wall", "-g", "-std=c++20")
     assert flags.device == ("--use_fast_math", "-DA=1", "-UB", "--ptxas-options=-v", "--std=c++20")
     assert flags.include_dirs == ("/x",)
+    assert not flags.own
+    assert flags_of(["-arch=sm_90a", "-gencode", "arch=compute_90a,code=sm_90a"]).own == ("90a",)
     assert flags_of(["-Xcompiler", "-Wall,-DA=2"]).device == ("-DA=2",), "as nvcc does"
     for wrong in ("-I/y", "-include", "-isystem"):
         with pytest.raises(ToolchainError, match=wrong):
@@ -601,7 +603,7 @@ def test_nvccs_arguments_are_distinguished():
         "--default-stream=per-thread",
         "-include",
         "--relocatable-device-code=true",
-        "-arch=sm_90a",
+        "-arch=sm_100f",
     )
     for wrong in (*refused, "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):

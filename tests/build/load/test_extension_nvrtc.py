@@ -422,6 +422,31 @@ load("unopened", device_compiler="auto")
     )
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("listed", "flags"), [("9.0a", []), ("9.0", ["-gencode=arch=compute_90a,code=sm_90a"])]
+)
+def test_code_for_one_gpu_alone_stays_so_when_it_is_compiled_again(world, listed, flags):
+    program = f"""
+import shutil
+wanted = '''#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error without its own instructions
+#endif
+__device__ int calls;'''
+edit("__device__ int calls;", wanted)
+module = load(extra_cuda_cflags={flags})
+for path in Path(os.environ["FLEXOPS_CACHE_DIR"]).glob("points.cu-*"):
+    said["was"] = path.name
+    shutil.rmtree(path)
+if module: module.gather(1)
+"""
+    said = world.run(program, TORCH_CUDA_ARCH_LIST=listed)
+    assert "error" not in said, said["error"]
+    assert "points.cu-sm_90a-" in said["was"]
+    assert world.entries("points.cu-sm_90a-*")
+    assert not world.entries("points.cu-sm_90-*")
+
+
 def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(tmp_path, without_nvcc):
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
     with pytest.raises(ToolchainError) as caught:
@@ -1014,6 +1039,15 @@ def test_a_source_with_atens_cuda_headers(tmp_path):
             ["k"],
             "_Z1kPK13__nv_bfloat16Pfl",
             marks=pytest.mark.extra,
+        ),
+        pytest.param(
+            "#include <cuda_pipeline_primitives.h>",
+            "__global__ void k(const uint64_t* x, float* out, int64_t n)",
+            "__shared__ uint64_t copy[1]; __pipeline_memcpy_async(copy, x + n, 8);"
+            " __pipeline_commit(); __pipeline_wait_prior(0); out[0] = copy[0];",
+            ["k"],
+            "_Z1kPKmPfl",
+            id="pipeline",
         ),
     ],
 )
