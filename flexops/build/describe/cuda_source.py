@@ -389,6 +389,13 @@ class _Halves:
             if name is not None:
                 self._declared.add(id(name))
             return
+        if members := self._host_members(file, item):
+            if name is not None:
+                self._declared.add(id(name))
+            for one in members:
+                start, end = file.tokens[one.start].start, file.tokens[one.end - 1].end
+                device.append(_Edit(start, end, _without(file, one.start, one.end)))
+            return
         if name is not None and (
             (tokens[0].text != "using" and not reading.is_qualified(file, item, name))
             or (len(tokens) > 2 and tokens[2].text == "=")
@@ -397,6 +404,28 @@ class _Halves:
             before = self.dropped.get(name.text, follows)
             self.dropped[name.text] = max(before, follows) if before and follows else ""
         device.append(_Edit(tokens[0].start, tokens[-1].end, _without(file, item.start, item.end)))
+
+    def _host_members(self, file: File, item: Item) -> list[Item]:
+        """A class's functions that are the host's and name its types, if nothing else of it does:
+        its data are then what they are without these."""
+        if item.kind != "class":
+            return []
+        members = list(reading.items_of(file, item.open + 1, item.close))
+        gone = [
+            one
+            for one in members
+            if one.kind in ("function", "prototype")
+            and reading.mentions_host(file.tokens[one.start : one.end])
+            and not reading.attributes_of(file, one, self.macros) & {"device", "global"}
+            and all(token.text != "virtual" for token in file.tokens[one.start : one.parameters])
+        ]
+        parts = [
+            (item.start, item.open),
+            (item.close, item.end),
+            *((one.start, one.end) for one in members if one not in gone),
+        ]
+        kept = not any(reading.mentions_host(file.tokens[slice(*part)]) for part in parts)
+        return gone if kept else []
 
     # ---- launches
 

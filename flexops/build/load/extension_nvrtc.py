@@ -72,6 +72,7 @@ _WITH_VALUE = (
 _FOR_DEVICE = re.compile(
     r"--?(?:use_fast_math|ftz=\w+|prec-div=\w+|prec-sqrt=\w+|fmad=\w+|maxrregcount=\d+|lineinfo|generate-line-info|extra-device-vectorization)"
 )
+_NVRTC_NAMES = {"lineinfo": "generate-line-info"}
 _FOR_BOTH = re.compile(r"-[DU]\w.*")
 _FOR_HOST = re.compile(r"-O[0-3]|-g")
 # whose instructions no other GPU has; and no other family of GPUs
@@ -127,7 +128,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             host += pieces
             device += [piece for piece in pieces if _FOR_BOTH.fullmatch(piece)]  # so does nvcc
         elif name in ("-Xptxas", "--ptxas-options"):
-            device.append(f"--ptxas-options={value}")
+            device += [f"--ptxas-options={piece}" for piece in value.split(",") if piece]
         elif name in ("-std", "--std"):
             host.append(f"-std={value}")
             device.append(f"--std={value}")
@@ -137,7 +138,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             host.append(one)
             device.append(one)
         elif _FOR_DEVICE.fullmatch(one):
-            device.append(f"--{one.lstrip('-')}")
+            device.append(f"--{_NVRTC_NAMES.get(option := one.lstrip('-'), option)}")
         elif _FOR_HOST.fullmatch(one):
             host.append(one)
         elif _NO_MATTER.fullmatch(one) and not _FAMILY_ARCHITECTURE.search(one):

@@ -894,8 +894,9 @@ NV_TARGET = """
 int either() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return 0;), (int one = 1; return one;)) }
 int plain() { NV_IF_ELSE_TARGET(NV_IS_HOST, return 1; , int none = 0; return none;) }
 int only() { NV_IF_TARGET(NV_PROVIDES_SM_90, (return 0;)) NV_IF_TARGET(NV_IS_HOST, (return 1;)) return 0; }
+int old() { NV_IF_ELSE_TARGET(NV_PROVIDES_SM_35, return 1; int none = 0; , return 0;) }
 int nested() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, return 0; , NV_IF_ELSE_TARGET(NV_PROVIDES_SM_80, return 0;, return 1;)) }
-int main() { return either() + plain() + only() + nested() == 4 ? 0 : 1; }
+int main() { return either() + plain() + only() + nested() + old() == 4 ? 0 : 1; }
 """
 
 
@@ -927,11 +928,19 @@ WITH_ATEN = """#include <torch/extension.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
+#include <ATen/cuda/detail/IndexUtils.cuh>
+#include <cooperative_groups.h>
+#include <cuda_pipeline_primitives.h>
 
 #define CHECK_CUDA(x) TORCH_CHECK(x.is_cuda(), #x " must be a CUDA tensor")
 constexpr int kThreads = 256;
 
+using namespace cooperative_groups;
+struct Last {
+  static __host__ __device__ int of(const at::cuda::detail::TensorInfo<float, int>& info) { return info.sizes[info.dims - 1]; }
+};
 namespace {
+__device__ float shuffled(float x, int k, int width = warpSize) { return __shfl_xor_sync(0xffffffff, x, k, width); }
 template <typename scalar_t>
 __device__ __noinline__ scalar_t sigmoid(scalar_t z) { return 1.0 / (1.0 + exp(-z)); }
 
@@ -948,7 +957,7 @@ __global__ void row_sum(const scalar_t* __restrict__ x, float* out, int cols) {
   __shared__ float part[32];
   float sum = 0;
   for (int i = threadIdx.x; i < cols; i += blockDim.x) sum += static_cast<float>(x[int64_t(blockIdx.x) * cols + i]);
-  for (int k = 16; k > 0; k >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, k);
+  for (int k = 16; k > 0; k >>= 1) sum += shuffled(sum, k);
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x == 0) { float t = 0; for (int i = 0; i < blockDim.x / 32; ++i) t += part[i]; out[blockIdx.x] = t; }
