@@ -121,7 +121,8 @@ cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
 
 }  // namespace flexops_extension
 
-namespace cooperative_groups {}  // namespace cooperative_groups
+// What nvcc alone fills for host code.
+namespace cooperative_groups {}
 
 // <curand_kernel.h> names it in templates. Nothing defines it: a use on the host does not link.
 template <typename T>

@@ -392,9 +392,7 @@ class _Halves:
         if members := self._host_members(file, item):
             if name is not None:
                 self._declared.add(id(name))
-            for one in members:
-                start, end = file.tokens[one.start].start, file.tokens[one.end - 1].end
-                device.append(_Edit(start, end, _without(file, one.start, one.end)))
+            device += members
             return
         if name is not None and (
             (tokens[0].text != "using" and not reading.is_qualified(file, item, name))
@@ -405,27 +403,30 @@ class _Halves:
             self.dropped[name.text] = max(before, follows) if before and follows else ""
         device.append(_Edit(tokens[0].start, tokens[-1].end, _without(file, item.start, item.end)))
 
-    def _host_members(self, file: File, item: Item) -> list[Item]:
-        """A class's functions that are the host's and name its types, if nothing else of it does:
-        its data are then what they are without these."""
+    def _host_members(self, file: File, item: Item) -> list[_Edit]:
+        """Leaves functions out of a class that are the host's and name its types, and the bodies of
+        its other host functions. Nothing, if its data or bases name such a type."""
         if item.kind != "class":
             return []
-        members = list(reading.items_of(file, item.open + 1, item.close))
-        gone = [
-            one
-            for one in members
-            if one.kind in ("function", "prototype")
-            and reading.mentions_host(file.tokens[one.start : one.end])
-            and not reading.attributes_of(file, one, self.macros) & {"device", "global"}
-            and all(token.text != "virtual" for token in file.tokens[one.start : one.parameters])
-        ]
-        parts = [
-            (item.start, item.open),
-            (item.close, item.end),
-            *((one.start, one.end) for one in members if one not in gone),
-        ]
-        kept = not any(reading.mentions_host(file.tokens[slice(*part)]) for part in parts)
-        return gone if kept else []
+        parts, edits = [(item.start, item.open), (item.close, item.end)], []
+        for one in reading.items_of(file, item.open + 1, item.close):
+            words = {token.text for token in file.tokens[one.start : one.parameters]}
+            if (
+                one.kind not in ("function", "prototype")
+                or "virtual" in words
+                or reading.attributes_of(file, one, self.macros)
+            ):
+                parts.append((one.start, one.end))
+                continue
+            whole = reading.mentions_host(file.tokens[one.start : one.end])
+            if whole or one.kind == "function":
+                first = one.start if whole else one.body
+                text = "" if whole else ";"
+                start, end = file.tokens[first].start, file.tokens[one.end - 1].end
+                edits.append(_Edit(start, end, text + _without(file, first, one.end)))
+        if any(reading.mentions_host(file.tokens[slice(*part)]) for part in parts):
+            return []
+        return edits
 
     # ---- launches
 

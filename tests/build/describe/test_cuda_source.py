@@ -462,12 +462,13 @@ def test_names_of_the_host_that_device_code_may_say():
     assert "Table" not in found.device
     assert "operator+=(Two o) { return *this; }" in found.device
     members = halves(
-        "struct Mask {\n  int n;\n  static Mask of(torch::Tensor x) { return {int(x.size(0))}; }\n"
+        "struct Mask {\n  int n;\n  ~Mask() { cudaFree(x); }\n  static Mask of(torch::Tensor x) { return {int(x.size(0))}; }\n"
         "  __device__ bool at(int i) { return i < n; }\n  torch::Tensor tensor();\n};\n"
         "struct Held { virtual void hold(torch::Tensor x); int n; };\n"
         "template <typename T> __global__ void k(T mask, bool* x) { x[0] = mask.at(1); }\n"
     )
     assert "torch" not in members.device
+    assert "~Mask() ;" in members.device
     assert "__device__ bool at(int i) { return i < n; }" in members.device
     assert "static Mask of(torch::Tensor x)" in members.host
     assert "Held" not in members.device, "without its functions it would be another class"
