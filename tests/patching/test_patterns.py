@@ -289,6 +289,7 @@ def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
         lambda y: -y,
         lambda y: y**2,
         lambda y: 1.0 / y,
+        lambda y: y / 0,
         lambda y: (y > 0).float(),
         lambda y: y.softmax(-1),
         lambda y: torch.stack(list(y)),
