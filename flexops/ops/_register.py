@@ -392,10 +392,10 @@ def _function(
     def differentiate(ctx: Any, *gradients: Any) -> Any:
         for gradient in gradients:
             if gradient is not None:
-                return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
+                return once(ctx, *gradients)
         return (None,) * len(ctx.needs_input_grad)
 
-    once = functools.partial(_once, backward)
+    once = once_differentiable(backward)
     jvp = functools.partial(no_forward_mode, _parts[op.name()].called)
     parts: dict[str, Callable[..., Any]]
     parts = {"forward": run, "backward": differentiate, "jvp": jvp}
@@ -454,10 +454,22 @@ class _Once(torch.autograd.Function):
         )
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd function's ``backward`` whose results raise if they are differentiated. (torch's
+    own decorator notices that only if the gradients that come in require a gradient, and leaves a
+    gradient penalty out without a word.)"""
+
+    @functools.wraps(backward)
+    def entry(ctx: Any, *gradients: Any) -> Any:
+        if is_compiling() or not is_grad_enabled():
+            return backward(ctx, *gradients)
+        return _once(backward, ctx, *gradients)
+
+    return entry
+
+
 def _once(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """``backward`` where its results may be differentiated again. (torch's own
-    ``once_differentiable`` notices that only if the gradients that come in require a gradient, and
-    leaves a gradient penalty out without a word.)"""
+    """``backward`` where its results may be differentiated again."""
     sources = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None]
     with torch.no_grad():
         results = list(backward(ctx, *gradients))
