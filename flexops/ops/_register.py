@@ -383,26 +383,25 @@ def _function(
     shown = 0 if count == 1 else slice(count)
     below = builtin(operator_of(forward)) if forward else _below(op)
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            ctx.set_materialize_grads(False)
-            results = below(*args)
-            setup_context(ctx, args, results)
-            return results[shown] if more else results
+    def run(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        results = below(*args)
+        setup_context(ctx, args, results)
+        return results[shown] if more else results
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            for gradient in gradients:
-                if gradient is not None:
-                    return once(ctx, *gradients)
-            return (None,) * len(ctx.needs_input_grad)
-
-        jvp = staticmethod(functools.partial(no_forward_mode, _parts[op.name()].called))
+    def differentiate(ctx: Any, *gradients: Any) -> Any:
+        for gradient in gradients:
+            if gradient is not None:
+                return once(ctx, *gradients)
+        return (None,) * len(ctx.needs_input_grad)
 
     once = once_differentiable(backward)
-    Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
-    return Differentiable
+    jvp = functools.partial(no_forward_mode, _parts[op.name()].called)
+    parts: dict[str, Callable[..., Any]]
+    parts = {"forward": run, "backward": differentiate, "jvp": jvp}
+    # torch names the backward after the class when it is made: errors and profiles show it
+    members = {label: staticmethod(function) for label, function in parts.items()}
+    return type(_name_of(op), (torch.autograd.Function,), members)
 
 
 def no_forward_mode(function: str, *_: Any) -> NoReturn:

@@ -119,6 +119,18 @@ def test_a_gated_block_is_its_parts(activation: str, recipe: str) -> None:
         assert (a - b).norm() <= 5e-3 * b.norm()  # a code here and there
 
 
+@pytest.mark.parametrize("activation", module.ACTIVATIONS)
+def test_a_gates_gradient_is_its_activations(activation: str) -> None:
+    """Its own test: the difference between the two GELUs is less than the error of a code."""
+    packed, grad = draw(9, 96).requires_grad_(), draw(9, 48, seed=1)
+    gate, up = packed.chunk(2, -1)
+    plain = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=activation)
+    torch.testing.assert_close(module._gated(packed.detach(), activation), (plain * up).detach())
+    (wanted,) = torch.autograd.grad(plain * up, packed, grad)
+    found = module._gated_gradient(grad, packed.detach(), activation)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_norm_gives_codes_of_its_result() -> None:
     tensors = [draw(2, 9, 32), draw(2, 9, 32, seed=1), draw(32)]
     args = [one.requires_grad_() for one in tensors]
