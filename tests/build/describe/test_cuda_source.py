@@ -342,12 +342,12 @@ def test_own_headers_are_part_of_the_source(tmp_path):
         "#pragma once\n#include <torch/extension.h>\n__device__ float deep(float x) { return"
         " __expf(x); }\n"
     )
-    (tmp_path / "mine.cuh").write_text(
-        '#pragma once\n#include <deep.cuh>\n#include "mine.cuh"\nvoid host_only(torch::Tensor x);\n'
+    (tmp_path / "mïne.cuh").write_text(
+        '#pragma once\n#include <deep.cuh>\n#include "mïne.cuh"\nvoid host_only(torch::Tensor x);\n'
     )
     source = tmp_path / "k.cu"
     found = halves(
-        f'#include "mine.cuh"\n#include <deep.cuh>\n{KERNEL}',
+        f'#include "mïne.cuh"\n#include <deep.cuh>\n{KERNEL}',
         str(source),
         (str(tmp_path / "include"),),
     )
@@ -357,6 +357,7 @@ def test_own_headers_are_part_of_the_source(tmp_path):
     assert f'#line 1 "{tmp_path}/include/deep.cuh"' in found.device
     assert f'#line 2 "{source}"' in found.device
     assert found.host.count("#include <torch/extension.h>") == 2, "each within its guard"
+    assert all(mark.isascii() for mark in re.findall(r"FLEXOPS_ONCE_\w+", found.host))
 
 
 def test_conditions_are_kept_where_their_code_is_not():
