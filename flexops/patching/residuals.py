@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import forwards
-from .linears import is_linear
+from .linears import function_of, is_linear
 from .patterns import looks_like_norm, settings, tiny_norm
 from .probe import (
     LENGTH,
@@ -48,8 +48,7 @@ _structures: dict[Any, tuple[Structure, str]] = {}
 
 
 def is_norm(module: Any) -> bool:
-    forward: Any = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    return isinstance(forward, functools.partial) and forward.func in forwards.NORMS
+    return isinstance(module, nn.Module) and function_of(module) in forwards.NORMS
 
 
 class _Part(nn.Module):
