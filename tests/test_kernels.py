@@ -582,9 +582,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         ),
     ],
 )
-def test_an_error_shows_the_users_line_and_a_fix(
-    body: str, line: str, said: str, fix: str
-) -> None:
+def test_an_error_shows_the_users_line_and_a_fix(body: str, line: str, said: str, fix: str) -> None:
     source = f"""
     __global__ void scale(const float* x, float* out, int i) {{
       // here

@@ -239,6 +239,15 @@ def test_the_rest_of_generate_stays_outside(padding: str) -> None:
         assert torch.equal(found, expected), options
 
 
+@pytest.mark.usefixtures("graphs")
+def test_a_cache_implementation_that_was_chosen_stays() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    for chosen, ours in ((None, True), ("dynamic", False)):
+        found = plain(model, inputs, cache_implementation=chosen, return_dict_in_generate=True)
+        assert isinstance(found.past_key_values, flexops.KVCache) == ours
+
+
 def test_the_cache_implementation_has_a_name() -> None:
     model, inputs = tiny.model("llama").eval(), prompts()
     expected = plain(model, inputs, eos_token_id=None)
@@ -420,6 +429,9 @@ def test_a_cache_is_copied_cropped_and_selected_from() -> None:
     cache.batch_repeat_interleave(3)
     assert torch.equal(cache.layers[0].keys, first[[1, 1, 1], :, :2])
     assert cache.batch_size == 3
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+    cache.update(first[[1, 1, 1]], more[[1, 1, 1]], 0)
     cache.reset()
     assert cache.get_seq_length() == 0
 
