@@ -83,6 +83,7 @@ def test_a_cut_brings_tokens_back_from_their_codes() -> None:
 
 def test_bad_numbers_are_errors() -> None:
     config = tiny.model("llama").config
-    for wrong in ({"bits": 3}, {"bits": 4, "group_size": 48}, {"bits": 4, "residual_length": 100}):
+    lengths = ({"bits": 4, "residual_length": length} for length in (100, "128"))
+    for wrong in ({"bits": 3}, {"bits": 4, "group_size": 48}, *lengths):
         with pytest.raises(GenerationError, match=str(next(reversed(wrong.values())))):
             flexops.KVCache(config, 64, **wrong)

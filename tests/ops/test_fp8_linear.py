@@ -237,10 +237,24 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             op()
-    with pytest.raises(ValueError, match="multiples of 16"):
-        flexops.nn.Fp8Linear(30, 16)
+    for sizes in ((30, 16), (32, -16), ("32", 16)):
+        with pytest.raises(ValueError, match="multiples of 16, got"):
+            flexops.nn.Fp8Linear(*sizes)
+    for transformed in (torch.func.grad(lambda x: flexops.fp8_linear(x, weight).sum()),
+                        torch.vmap(lambda x: flexops.fp8_linear(x, weight))):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"transforms of torch\.func"):
+            transformed(x)
     with pytest.raises(ValueError, match="recipe must be"):
         flexops.nn.Fp8Linear(32, 16, recipe="fast")
+
+
+def test_a_gradient_penalty_is_rejected() -> None:
+    """torch's decorator would leave it out of a sum of losses."""
+    x, weight = draw(4, 32).requires_grad_(), draw(16, 32).requires_grad_()
+    loss = flexops.fp8_linear(x, weight).sum()
+    (of_x,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + of_x.square().sum()).backward()
 
 
 def test_the_module_has_torchs_state() -> None:

@@ -675,6 +675,13 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
         "awq", {}, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(3)}), "q_proj.bias",
     ),
     "groups of some inputs": ("gptq", {}, _cut(f"{Q}.g_idx"), "q_proj.g_idx does not fit"),
+    "scales that are no numbers": (
+        "gptq", {}, _put(f"{Q}.scales", lambda one: one.index_fill(0, torch.tensor(0), torch.nan)),
+        "q_proj.scales has numbers that are not finite",
+    ),
+    "infinite scales": (
+        "awq", {}, _put(f"{DOWN}.scales", lambda one: one * torch.inf), "down_proj.scales has",
+    ),
     "a group size that is no number": (
         "awq", {"group_size": [32]}, _drop("nothing"), "group_size=[32]",
     ),

@@ -176,6 +176,14 @@ def test_code_that_the_probe_cannot_run_is_named() -> None:
         "its code did not run on a small input: ValueError: a group of 3 processes is required"
     )
 
+    class Exits(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            raise SystemExit(f"{x.dim()}: not for you")
+
+    assert row_of(Exits()).reason == (
+        "its code did not run on a small input: SystemExit: 3: not for you"
+    )
+
 
 @pytest.mark.parametrize(
     ("package", "reason"),
