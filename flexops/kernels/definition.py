@@ -860,11 +860,7 @@ class KernelCode:
             try:
                 struct.pack("=" + letter.partition("@")[0], value)
             except (struct.error, OverflowError, TypeError) as error:
-                kind = (
-                    TypeError
-                    if isinstance(error, TypeError) or not isinstance(value, (int, float))
-                    else ValueError
-                )
+                kind = ValueError if isinstance(value, (int, float)) else TypeError
                 raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
 
     def _failed(
