@@ -51,6 +51,16 @@ def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source() -> N
     assert "sums.cu, line 13: " in str(caught.value)
 
 
+def test_a_result_on_another_device_is_no_memory():
+    ramp = flexops.kernel(
+        "__global__ void ramp(float* out, int n) { if (threadIdx.x < n) out[threadIdx.x] = 1; }",
+        "emulated::ramp(int n, *, Device device) -> Tensor",
+        out=lambda n: torch.empty(n, device="meta"),
+    )
+    with pytest.raises(ValueError, match="out must be on the device of device, got meta"):
+        emulate(ramp, 3, device="cpu")
+
+
 WRONG = r"""
 __global__ void wrong(float* x, int n, int which) {
   __shared__ volatile float row[64];
