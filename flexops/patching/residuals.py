@@ -302,7 +302,13 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
                 part.__dict__["forward"] = forward
         elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
             continue
-        yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)
+        yield Row(class_of(layer).__name__, 1, _operator(layer), not reason, reason)
+
+
+def _operator(layer: Any) -> str:
+    """What its norms become with the addition before them."""
+    kinds = [part.__dict__["forward"].func for part in layer.children() if is_norm(part)]
+    return " / ".join(f"add_{one.__name__}" for one in forwards.NORMS if one in kinds)
 
 
 def _entry(layer: Any) -> str:
