@@ -187,7 +187,7 @@ def test_a_feedstock_needs_the_one_key_that_the_pinning_does_not_know(render, tm
         "cuda129",
         "cuda130",
     ]
-    known = {one.id: one for one in targets.load().variants}
+    known = {one.id: one for one in conda.variants(targets.load())}
     for one in builds:
         variant = known[str(one["string"]).split("_")[0]]
         assert json.dumps({"CUDA_ARCH_LIST": variant.arch_list or "None"})[1:-1] in str(

@@ -29,6 +29,7 @@ from flexops.errors import PatchError
 from flexops.nn import Int4Linear
 from flexops.ops import few_rows
 from flexops.patching import Int4Config, from_config, register_int4
+from flexops.patching import int4_formats as formats
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
@@ -701,6 +702,35 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -
         load(folder)
     assert message in str(caught.value)
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("kv_cache_scheme", {"num_bits": 8}),
+        ("transform_config", {"rotation": "hadamard"}),
+        ("config_groups", {}),
+        ("format", "nvfp4-pack-quantized"),
+        ("input_activations", {"num_bits": 8}),
+        ("output_activations", {"num_bits": 8}),
+        ("num_bits", 8),
+        ("type", "float"),
+        ("strategy", "tensor_group"),
+    ],
+)
+def test_each_setting_of_compressed_tensors_counts(setting: str, value: Any) -> None:
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group"}
+    group: dict[str, Any] = {"weights": weights}
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+    assert formats.format_of(config) is formats.WRITTEN
+    inner = {"input_activations": group, "output_activations": group}
+    (weights if setting in weights else inner.get(setting, config))[setting] = value
+    with pytest.raises(PatchError, match=setting):
+        formats.format_of(config)
 
 
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
