@@ -85,9 +85,9 @@ const Tiling<Params>& first_fitting(const Tiling<Params> (&tilings)[kCount], con
 
 template <class Params>
 void launch_tiles(const Tiling<Params>& tiling, const Attention& a, int64_t grid, void* stream,
-                  const Params& p, bool early = false) {
+                  const Params& p, bool early = false, int64_t cluster = 1) {
   LaunchConfig config{blocks(grid), {static_cast<unsigned>(tiling.threads)}, stream, tiling.bytes};
-  config.early = early;
+  config.early = early, config.cluster = static_cast<unsigned>(cluster);
   launch(tiling.variants.of(a), config, p);
 }
 

@@ -163,6 +163,30 @@ FLEXOPS_DEVICE void cluster_sync() {
   FLEXOPS_SM90(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :: : "memory");
 }
+/// Until no block of the cluster reads this one's shared memory any more.
+FLEXOPS_DEVICE void cluster_leave() {
+  FLEXOPS_SM90(
+      "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :: : "memory");
+}
+/// Floats at the same place of another block's shared memory.
+FLEXOPS_DEVICE float cluster_load(const float* own, int rank) {
+  float value = *own;
+  FLEXOPS_SM90(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [there];\n}" : "=f"(value) : "r"(shared_address(own)),
+      "r"(rank) : "memory");
+  (void)rank;
+  return value;
+}
+FLEXOPS_DEVICE float4 cluster_load(const float4* own, int rank) {
+  float4 v = *own;
+  FLEXOPS_SM90(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}" : "=f"(v.x),
+      "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(own)), "r"(rank) : "memory");
+  (void)rank;
+  return v;
+}
 /// Arrives at the barrier that lies at this address in block `rank` of the cluster. Without a
 /// fence, which would cost more than a stage's products: it is for stages that wgmma has read.
 FLEXOPS_DEVICE void arrive_at(u32 barrier, u32 rank) {

@@ -129,31 +129,9 @@ struct Dequantizer {
 };
 inline constexpr u32 kEight = 0x48004800u;  // the zero points of a weight without any
 
+using hopper::cluster_leave;
+using hopper::cluster_load;
 using hopper::cluster_sync;
-/// Until no block of the cluster reads this one's shared memory any more.
-FLEXOPS_DEVICE void cluster_leave() {
-  FLEXOPS_SM90(
-      "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :: : "memory");
-}
-/// Floats at the same place of another block's shared memory.
-FLEXOPS_DEVICE float cluster_load(const float* own, int rank) {
-  float value = *own;
-  FLEXOPS_SM90(
-      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [there];\n}" : "=f"(value) : "r"(hopper::shared_address(own)),
-      "r"(rank) : "memory");
-  (void)rank;
-  return value;
-}
-FLEXOPS_DEVICE float4 cluster_load(const float4* own, int rank) {
-  float4 v = *own;
-  FLEXOPS_SM90(
-      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}" : "=f"(v.x),
-      "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(hopper::shared_address(own)), "r"(rank) : "memory");
-  (void)rank;
-  return v;
-}
 
 /// Adds the parts of a sum, `depth` in each block of a cluster, in a fixed order, and writes them
 /// with the bias. `parts`: [depth][tokens][stride], rows of W beside each other. `tokens`, `lines`:

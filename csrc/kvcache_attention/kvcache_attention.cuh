@@ -3,7 +3,8 @@
 // only the device knows.
 //
 // The grid depends on shapes alone. Of a sequence shorter than the cache, blocks of threads that
-// find no keys left return, and cached_combine counts the parts as cached_attend does.
+// find no keys left return, and cached_combine counts the parts as cached_attend does. On sm_90 and
+// newer the few parts of a short cache are a cluster, which needs no cached_combine.
 //
 // Who appends: each block of threads the new keys among those that it reads, so that it waits for
 // no other one. Where tiles of queries share keys, they write the same bytes. If the first tile
@@ -17,6 +18,7 @@
 
 #include "attention/attention_decode.cuh"
 #include "common/divisor.cuh"
+#include "common/hopper.cuh"
 
 namespace flexops::attention {
 
@@ -46,6 +48,7 @@ struct CacheParams {
   int rows;      // of the caches' first dimension
   int least;     // blocks of keys that a part has at least
   int keys;      // of a block
+  bool cluster;  // a tile's parts are a cluster, which puts them together itself
   Rotary rotary;
 };
 
@@ -291,13 +294,16 @@ FLEXOPS_DEVICE void stage_queries(const CacheParams& p, const Cached& s, int fir
   }
 }
 
-/// Where a tile's rows go: to the result if this is all of the tile, else to a part of it.
+/// Where a tile's rows go: to the result if this is all of the tile, else to a part of it, for a
+/// cluster in shared memory.
 template <class T>
 struct Finish {
   const CacheParams& p;
   const Cached& s;
   int first, part;
   bool alone;
+  float *rows, *sums;  // of a cluster
+  int stride;
 
   FLEXOPS_DEVICE const float* operator()(int at) const {
     const ForwardParams& call = p.decode.call;
@@ -313,11 +319,73 @@ struct Finish {
       if (column == 0) store_log_sum(call, of, of_query, total.log2_sum());
       return;
     }
+    if (p.cluster) {
+      store_part(rows + at * stride + column, o);
+      if (column == 0) sums[at] = total.log2_sum();
+      return;
+    }
     const i64 to = part_row(p.decode, part, of, of_query);
     store_part(p.decode.parts + to * call.problem.head_dim_v + column, o);
     if (column == 0) p.decode.parts_sums[to] = total.log2_sum();
   }
 };
+
+/// Where a block of threads keeps its part for its cluster, behind what the warps put together.
+template <class Shape>
+struct Kept {
+  float *rows, *sums;  // [kM, kColumnsV]; [kM], log2 of the sum of 2^score
+  explicit FLEXOPS_DEVICE Kept(u8* memory)
+      : rows(reinterpret_cast<float*>(memory) + Shape::kSums + Shape::kWarps * Shape::kM),
+        sums(rows + Shape::kM * Shape::kColumnsV) {
+    static_assert(
+        4 * (Shape::kSums + Shape::kM * (Shape::kWarps + Shape::kColumnsV + 1)) <= Shape::kBytes,
+        "room for a part");
+  }
+};
+
+/// Puts the parts of a tile together, the only one of its sequence and head. Part i has every
+/// parts-th vector of 8 columns from i on.
+template <class T, class Shape>
+FLEXOPS_DEVICE void combine_cluster(const CacheParams& p, const Cached& s, int part, int parts,
+                                    const Kept<Shape>& kept) {
+  using hopper::cluster_load, hopper::kMostClusterBlocks;
+  const ForwardParams& call = p.decode.call;
+  const int group = call.problem.group, vectors = call.problem.head_dim_v / 8;
+  __syncwarp();
+  hopper::cluster_sync();
+#pragma unroll 1
+  for (int i = part + parts * static_cast<int>(threadIdx.x); i < s.length_q * group * vectors;
+       i += parts * Shape::kThreads) {
+    const int at = i / vectors, column = i % vectors * 8;
+    float exponents[kMostClusterBlocks], most = -infinity(), o[8] = {};
+#pragma unroll
+    for (int j = 0; j < kMostClusterBlocks; ++j) {
+      exponents[j] = j < parts ? cluster_load(kept.sums + at, j) : -infinity();
+      most = fmaxf(most, exponents[j]);
+    }
+    Total total(most, call.sinks ? call.sinks + s.head + at % group : nullptr);
+#pragma unroll
+    for (int j = 0; j < kMostClusterBlocks; ++j) {
+      if (j >= parts) break;
+      const float weight = exp2_approx(exponents[j] - total.shift);
+      total.sum += weight;
+      const float4* const row =
+          reinterpret_cast<const float4*>(kept.rows + at * Shape::kColumnsV + column);
+      const float4 low = cluster_load(row, j), high = cluster_load(row + 1, j);
+      const float parts_of[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) o[k] = fmaf(weight, parts_of[k], o[k]);
+    }
+    const float factor = total.factor();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) o[k] *= factor;
+    const Sequence of(call.problem, s.batch, s.head + at % group);
+    store_columns<T>(call, of, at / group, column, o);
+    if (column == 0) store_log_sum(call, of, at / group, total.log2_sum());
+  }
+  __syncwarp();
+  hopper::cluster_leave();
+}
 
 /// Appends and attends: the keys of blocks [begin, end), as a part of a tile. With `all` also
 /// appends what the tile does not see. kRows: of the tile, which may be fewer than the product's.
@@ -434,7 +502,8 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
   // Combine the warps, and write the result, or the part.
   async_wait(0);
   __syncthreads();
-  const Finish<T> finish = {p, s, first, part, alone};
+  const Kept<Shape> kept(memory);
+  const Finish<T> finish = {p, s, first, part, alone, kept.rows, kept.sums, Shape::kColumnsV};
   combine_warps<Shape>(reinterpret_cast<float*>(memory), rows, out, scale,
                        min(kRows, s.length_q * group - first), problem.head_dim_v, finish, finish);
 }
@@ -459,6 +528,10 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
       tile == 0 && split == 0 && (seen.lowest * kN > s.cached || seen.highest * kN < s.length_k);
   attend_part<T, Shape, Modifier>(p, memory, s, tile * Shape::kM, begin, end, all, split,
                                   seen.parts == 1);
+#if FLEXOPS_HAS_CLUSTERS
+  if (p.cluster && seen.parts > 1)
+    combine_cluster<T, Shape>(p, s, split, seen.parts, Kept<Shape>(memory));
+#endif
 }
 
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.

@@ -10,6 +10,8 @@ namespace flexops::attention {
 namespace {
 
 constexpr int64_t kMostFused = 8;  // tiles of queries that append the same tokens
+// A cluster of 8 parts, without cached_combine, is faster than more parts of so many tokens.
+constexpr int64_t kMostCluster = 8, kClusterTokens = 2048;
 
 template <int D, int DV, int kWarps, int N>
 constexpr Tiling<CacheParams> tiling() {
@@ -37,9 +39,11 @@ constexpr PerType<CacheParams> kAppend = FLEXOPS_PER_TYPE(kernel, append_new),
 
 int64_t splits_of(const CacheAttention& c, const Tiling<CacheParams>& tiling) {
   const Attention& a = c.attend.problem;
-  return c.splits > 0
-             ? least(c.splits, kMostKeyParts)
-             : choose_splits(a, decode_tiles(a, tiling.rows), tiling.threads, tiling.bytes);
+  if (c.splits > 0) return least(c.splits, kMostKeyParts);
+  const int64_t tiles = decode_tiles(a, tiling.rows),
+                splits = choose_splits(a, tiles, tiling.threads, tiling.bytes);
+  const bool clusters = gpu_facts().capability >= 90 && tiles == 1 && a.length_k <= kClusterTokens;
+  return clusters ? least(splits, kMostCluster) : splits;
 }
 
 }  // namespace
@@ -71,8 +75,11 @@ const char* kvcache_attention_cuda(const CacheAttention& c, void* workspace, voi
   if (c.added > 0 && !p.fused)
     launch(kAppend.of(a), {blocks(a.batch * a.heads_k * c.added), {64}, stream}, p);
   if (none) return last_error();
-  launch_tiles(tiling, a, all * p.decode.splits, stream, p, p.overlaps);
-  if (p.decode.splits > 1) launch_combine(kCombine, a, stream, p.overlaps, p);
+  p.cluster = gpu_facts().capability >= 90 && p.decode.call.tiles == 1 && p.decode.splits > 1 &&
+              p.decode.splits <= kMostCluster;
+  launch_tiles(tiling, a, all * p.decode.splits, stream, p, p.overlaps,
+               p.cluster ? p.decode.splits : 1);
+  if (p.decode.splits > 1 && !p.cluster) launch_combine(kCombine, a, stream, p.overlaps, p);
   return last_error();
 }
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Linear
+from flexops.ops import _int4_formats as formats
 from flexops.ops import few_rows
 from flexops.patching import Int4Config, from_config, register_int4
-from flexops.patching import int4_formats as formats
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
