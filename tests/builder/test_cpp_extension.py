@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 from extension_tools import ROOT, environment, run
 from processes import completed
+from setuptools import Distribution
 
+from flexops.builder import BuildExtension
 from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
 
@@ -86,6 +89,16 @@ def libraries(tmp_path: Path, host_compiler: HostCompiler) -> Path:
         command = [str(host_compiler.path), *flags, "-o", str(tmp_path / name), code]
         subprocess.run(command, check=True)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "suffix"),
+    [({}, sysconfig.get_config_var("EXT_SUFFIX")), ({"no_python_abi_suffix": True}, ".so")],
+)
+def test_the_name_of_a_library(options, suffix):
+    command = BuildExtension.with_options(**options)(Distribution())
+    command.ensure_finalized()
+    assert command.get_ext_filename("project._C") == f"project/_C{suffix}"
 
 
 # for the headers of CUDA's runtime, which a torch for CPUs does not bring
