@@ -19,8 +19,8 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128; or 4:
-                // the kernel of up to 16 rows
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128; or 4
+                // or 5: the kernel of up to 16 rows with two teams or one
   int second;   // warps of a block; or consumer warpgroups that share the columns; or stages,
                 // an even number
   int cluster;  // blocks that share the columns
@@ -60,8 +60,8 @@ Plan choose_hopper(const Int4Product& c, int processors) {
 }
 
 /// How blocks share the columns for up to 16 rows of x: a pass costs its chunks, which two teams
-/// take in turn, and as much as three of them besides. With more than 8 rows several passes are
-/// slower than wgmma.
+/// take in turn, and as much as three of them besides. Instead of several passes there are blocks
+/// of one team, two on a multiprocessor: while one adds its sums, the other one computes.
 Plan choose_few(const Int4Product& c, int processors) {
   Plan best = {4, 6, 1};
   int64_t least_cost = INT64_MAX, least_passes = 0;
@@ -69,10 +69,10 @@ Plan choose_few(const Int4Product& c, int processors) {
     const int64_t passes = ceil_div(ceil_div(c.weight.tiles_n, int4::kSixteenTiles),
                                     clusters_of(cluster, processors)),
                   chunks = ceil_div(ceil_div(c.weight.tiles_k, int4::kSixteenTeam), cluster),
-                  cost = passes * (ceil_div(chunks, int4::kSixteenTeams) + 3);
+                  cost = passes * (ceil_div(chunks, 2) + 3);
     if (cost < least_cost) least_cost = cost, least_passes = passes, best.cluster = cluster;
   }
-  return c.m > 8 && least_passes > 1 ? choose_hopper(c, processors) : best;
+  return least_passes > 1 ? Plan{5, 4, 1} : best;
 }
 
 /// Measured on one H200.
@@ -120,23 +120,28 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
          p);
 }
 
-template <class T, int kTokens>
+template <class T, int kTokens, int kTeams>
 void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   const Gpu& gpu = gpu_facts();
-  int4::SixteenParams p = {params, plan.second, 1, false, 1, {}, {}, {}, {}};
+  int4::SixteenParams p = {};
+  p.p = params, p.stages = plan.second, p.x_tiles = 1;
   const int64_t groups = ceil_div(params.tiles_n, int4::kSixteenTiles),
-                clusters = least(groups, clusters_of(plan.cluster, gpu.processors)),
-                chunks = ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), plan.cluster);
+                most_clusters = kTeams == 1 ? 65535 : clusters_of(plan.cluster, gpu.processors),
+                clusters = least(groups, most_clusters);
+  p.chunks = static_cast<int>(
+      ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), int64_t{plan.cluster}));
   p.passes = static_cast<int>(ceil_div(groups, clusters));
+  p.longer = static_cast<int>(groups - (p.passes - 1) * clusters);
+  const int most = kTeams == 2 ? gpu.shared_of_block : gpu.shared_of_processor / 2 - 1024;
   const auto bytes = [&] {
-    return int4::SixteenLayout(8 * kTokens, params.group_shift, p.stages, p.passes, p.kept,
-                               static_cast<int>(chunks))
+    return int4::SixteenLayout(8 * kTokens, kTeams, params.group_shift, p.stages, p.passes, p.kept,
+                               p.chunks)
         .bytes;
   };
   // x stays if that leaves room for as many stages as without it.
-  while (p.stages > int4::kSixteenLeastStages && bytes() > gpu.shared_of_block) p.stages -= 2;
+  while (p.stages > int4::sixteen_least_stages(kTeams) && bytes() > most) p.stages -= kTeams;
   p.kept = p.passes > 1;
-  if (bytes() > gpu.shared_of_block) p.kept = false;
+  if (bytes() > most) p.kept = false;
   const auto numbers = [&](const void* of) {
     return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8,
                      int4::kSixteenTiles, 1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
@@ -150,11 +155,12 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, int4::kSixteenTiles,
                       int4::kSixteenTeam, 128);
   p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
-  const LaunchConfig config =
-      config_of(clusters * plan.cluster, int4::kSixteenThreads, bytes(), plan.cluster, stream);
+  LaunchConfig config =
+      config_of(clusters, 32 * int4::kSixteenTeam * kTeams, bytes(), plan.cluster, stream);
+  config.grid = {static_cast<unsigned>(plan.cluster), static_cast<unsigned>(clusters)};
   if (params.group_shift == 5)
-    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, true>>, config, p);
-  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, false>>, config, p);
+    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, true>>, config, p);
+  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, false>>, config, p);
 }
 
 template <class T, int kN, int kDepth, bool kSmall>
@@ -196,7 +202,11 @@ template <class T>
 void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   Params p = make_params(c, plan);
   if (plan.first == 4)
-    return p.m <= 8 ? launch_sixteen<T, 1>(p, plan, stream) : launch_sixteen<T, 2>(p, plan, stream);
+    return p.m <= 8 ? launch_sixteen<T, 1, 2>(p, plan, stream)
+                    : launch_sixteen<T, 2, 2>(p, plan, stream);
+  if (plan.first == 5)
+    return p.m <= 8 ? launch_sixteen<T, 1, 1>(p, plan, stream)
+                    : launch_sixteen<T, 2, 1>(p, plan, stream);
   if (plan.first == 2) {
     if (p.m <= 16) return launch_many<T, 2, 2>(p, plan, stream);
     if (p.m <= 32) return launch_many<T, 4, 2>(p, plan, stream);

@@ -4,8 +4,10 @@
 // sums of x, which zero points are multiplied by, come from a left operand of ones.
 //
 // A stage is eight tiles of columns of four tiles of rows, each for one warp, by three or four
-// copies of the copy engine. Two teams of eight warps take the stages in turn. A block has groups
-// of 64 rows of W one after the other; x, if it has room, stays for all of them.
+// copies of the copy engine. Two teams of eight warps take the stages in turn, or a block has one
+// team, and a multiprocessor two blocks, one of which computes while the other one adds its sums.
+// A block has a group of 64 rows of W, or several one after the other; x, if it has room, stays for
+// all of them.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -17,6 +19,8 @@ struct SixteenParams {
   Params p;
   int stages;
   int passes;  // groups of rows that a block has at most
+  int longer;  // clusters that have so many; the others have one less
+  int chunks;  // of columns, that a block has at most, as many as a stage has
   bool kept;   // x stays; otherwise it comes with each stage
   // Boxes: 64 columns, all rows and eight tiles of columns of x (or one tile); a stage's words,
   // scales and zero points.
@@ -24,27 +28,25 @@ struct SixteenParams {
   hopper::TensorMap x, words, scales, zeros;
 };
 
-inline constexpr int kSixteenTiles = 4, kSixteenTeam = 8, kSixteenTeams = 2,
-                     kSixteenWarps = kSixteenTeam * kSixteenTeams,
-                     kSixteenThreads = 32 * kSixteenWarps, kSixteenMostStages = 8;
-// An even number, so that a stage belongs to one team. The other one would come to a stage two
-// phases ahead, which its barrier cannot distinguish from now.
-inline constexpr int kSixteenLeastStages = 4;
+inline constexpr int kSixteenTiles = 4, kSixteenTeam = 8, kSixteenMostStages = 8;
+// A multiple of the teams, so that a stage belongs to one of them. Another one would come to a
+// stage two phases ahead, which its barrier cannot distinguish from now.
+FLEXOPS_DEVICE constexpr int sixteen_least_stages(int teams) { return 2 * teams; }
 
 /// Shared memory, in bytes. The sums of a single pass take the place of the stages.
 struct SixteenLayout {
   static constexpr int kStride = 16 * kSixteenTiles + 4;  // of the sums, in floats
   static constexpr int kWords = kSixteenTiles * kSixteenTeam * 512;
   int numbers, weights, x, x_at, parts, sums, barriers, bytes;
-  FLEXOPS_DEVICE SixteenLayout(int tokens, int group_shift, int stages, int passes, bool kept,
-                               int chunks) {
+  FLEXOPS_DEVICE SixteenLayout(int tokens, int teams, int group_shift, int stages, int passes,
+                               bool kept, int chunks) {
     const int of_tokens = tokens * kStride * 4;
     numbers = kSixteenTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
     weights = (kWords + 2 * numbers + 1023) / 1024 * 1024, x = kSixteenTeam * tokens * 128;
     x_at = stages * weights;
     const int staged = x_at + (kept ? chunks : stages) * x;
     parts = passes > 1 ? staged : 0;
-    sums = parts + kSixteenWarps * of_tokens;
+    sums = parts + teams * kSixteenTeam * of_tokens;
     barriers = sums + 2 * of_tokens;
     if (barriers < staged) barriers = staged;
     bytes = barriers + 16 * kSixteenMostStages + 16;
@@ -52,28 +54,27 @@ struct SixteenLayout {
 };
 
 /// kTokens: eights of rows of x, 1 or 2.
-template <class T, int kTokens, bool kSmall>
-__global__ void __launch_bounds__(kSixteenThreads, 1)
+template <class T, int kTokens, int kTeams, bool kSmall>
+__global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
     sixteen_rows_hopper(const FLEXOPS_GRID_CONSTANT SixteenParams params) {
   using namespace hopper;
   using X = Panels<8 * kTokens, 64>;
   using Layout = SixteenLayout;
-  constexpr int kTiles = kSixteenTiles, kTeam = kSixteenTeam, kTeams = kSixteenTeams,
-                kWarps = kSixteenWarps, kUnits = kSmall ? 2 : 1;
+  constexpr int kTiles = kSixteenTiles, kTeam = kSixteenTeam, kWarps = kTeam * kTeams,
+                kThreads = 32 * kWarps, kUnits = kSmall ? 2 : 1;
   __align__(1024) extern __shared__ u8 staged[];
   const Params& p = params.p;
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
             lane = thread % 32;
   const int g = lane / 4, t = lane % 4, member = warp % kTeam, team = warp / kTeam;
-  const int block = static_cast<int>(blockIdx.x) / p.cluster,
-            rank = static_cast<int>(blockIdx.x) - block * p.cluster,
-            blocks = static_cast<int>(gridDim.x) / p.cluster, stages = params.stages;
-  // The block's chunks of columns, as many as a stage has.
-  const int chunks = (p.tiles_k + kTeam - 1) / kTeam, share = (chunks + p.cluster - 1) / p.cluster,
-            begin = share * rank, count = max(min(share, chunks - begin), 0);
-  const int groups = (p.tiles_n + kTiles - 1) / kTiles,
-            passes = (groups - block + blocks - 1) / blocks, total = passes * count;
-  const Layout at(8 * kTokens, p.group_shift, stages, params.passes, params.kept, share);
+  const int rank = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y),
+            blocks = static_cast<int>(gridDim.y), stages = params.stages;
+  // The block's chunks of columns.
+  const int begin = params.chunks * rank,
+            count = max(min(params.chunks, (p.tiles_k + kTeam - 1) / kTeam - begin), 0);
+  const int passes = params.passes - (block < params.longer ? 0 : 1), total = passes * count;
+  const Layout at(8 * kTokens, kTeams, p.group_shift, stages, params.passes, params.kept,
+                  params.chunks);
   const u32 memory = shared_address(staged), full = memory + at.barriers,
             empty = full + 8 * kSixteenMostStages;
   if (thread < stages) {
@@ -236,8 +237,9 @@ __global__ void __launch_bounds__(kSixteenThreads, 1)
     }
     __syncthreads();
     float* const sums = reinterpret_cast<float*>(staged + at.sums) + pass % 2 * kPart;
-    if (thread < min(p.m, 8 * kTokens) * 4 * kTiles) {
-      const int place = thread / (4 * kTiles) * Layout::kStride + thread % (4 * kTiles) * 4;
+#pragma unroll 1
+    for (int i = thread; i < min(p.m, 8 * kTokens) * 4 * kTiles; i += kThreads) {
+      const int place = i / (4 * kTiles) * Layout::kStride + i % (4 * kTiles) * 4;
       float4 sum = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(kSixteenThreads, 1)
       __syncthreads();
     }
     add_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0,
-                (block + pass * blocks) * 16 * kTiles, kSixteenThreads);
+                (block + pass * blocks) * 16 * kTiles, kThreads);
   }
   if (p.cluster > 1) cluster_leave();
 }

@@ -56,7 +56,7 @@ BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4}
 def test_products_are_float64s(
     dtype: torch.dtype, group_size: int, symmetric: bool, rows: int
 ) -> None:
-    for n, k in ((1000, 4096), (40, 224 if group_size == 32 else 256), (333, 1024)):
+    for n, k in ((1000, 4096), (40, 224 if group_size == 32 else 256), (333, 1024), (17001, 256)):
         weight = weight_of(n, k, group_size, symmetric)
         x = random_x(rows, k, dtype)
         assert distance(flexops.int4_linear(x, weight), x, weight) < BOUNDS[dtype]
@@ -74,6 +74,9 @@ PLANS = [
     (3, 4, 4, 1),
     (16, 4, 4, 2),
     (9, 4, 6, 8),
+    (8, 5, 4, 1),
+    (16, 5, 2, 2),
+    (11, 5, 3, 1),
     (3, 2, 4, 1),
     (20, 2, 8, 8),
     (20, 8, 8, 1),
@@ -101,7 +104,7 @@ def test_every_configuration_gives_float64s_result(
 ) -> None:
     rows, first, second, cluster = plan
     capability = torch.cuda.get_device_capability()
-    if not few and (first >= 16 or first == 4) and capability != (9, 0):
+    if not few and (first >= 16 or first in (4, 5)) and capability != (9, 0):
         return  # Hopper's
     cluster = cluster if capability[0] >= 9 else 1
     chunk = 8 if (9, 0) <= capability < (12, 0) else 4
