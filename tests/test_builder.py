@@ -621,7 +621,7 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
         ("builder.Library('a' * 250, root='/elsewhere')", "it has 250 characters"),
         (
             "mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)",
-            "of at most 80 characters",
+            "at most 80 letters",
         ),
         (
             (
