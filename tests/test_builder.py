@@ -1293,7 +1293,7 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
 # what the operator is, wherever it is said
 
 
-@pytest.mark.parametrize("name", ["torch", "json", "class", "my-lib"])
+@pytest.mark.parametrize("name", ["torch", "json", "class", "lambda", "my-lib", "a" * 81])
 def test_a_package_has_a_name_of_its_own(name: str, tmp_path: Path) -> None:
     with pytest.raises(FlexopsError, match=f"cannot be called '{name}'"):
         new.write(name, "scale", tmp_path)

@@ -548,6 +548,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
     source = """
     #include "mine.cuh"
     #include "common/reduce.cuh"
+    static_assert(TRUTH == 1);
     namespace mine {
     template <typename T, int kTile> __global__ void first(const T* x, T* out, int n) { if (threadIdx.x < kTile) out[0] += twice(x[0]) * TILE; }
     __global__ void second(const float16* x, bfloat16* out, int n) { out[0] = n ? x[0] * 2 : 0; }
@@ -556,7 +557,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         source,
         "first(Tensor x) -> Tensor",
         include=[tmp_path],
-        defines={"TILE": 8},
+        defines={"TILE": 8, "TRUTH": True},
         template={"kTile": 16},
     )
     second = flexops.kernel(
@@ -564,7 +565,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         "second_of_them(Tensor x) -> Tensor",
         name="second",
         include=[tmp_path],
-        defines={"TILE": 8},
+        defines={"TILE": 8, "TRUTH": True},
         out=lambda x: x.bfloat16(),
     )
     launched(first)(torch.ones(3).bfloat16())

@@ -31,6 +31,8 @@ struct Rule : multi::RuleDefaults {
   // Tuned on one H200.
   static constexpr int kApart = 2;
   static constexpr int kUnroll = mode == Mode::bf16 ? 3 : 2;  // half as many bytes a vector
+  // What a block does first is a third of its instructions if it has one turn.
+  static constexpr int kIterations = mode == Mode::bf16 ? 2 : 1;
   static constexpr int kMinBlocks = mode == Mode::f32 || mode == Mode::bf16_copy ? 8
                                     : mode == Mode::bf16                         ? 7
                                     : mixed                                      ? 5
@@ -73,7 +75,12 @@ struct Rule : multi::RuleDefaults {
         largest = seen = largest <= seen ? seen : largest;  // NaN wins
       }
     }
-    param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
+    if constexpr (mode == Mode::bf16) {  // rounded to 8 bits; exact ones branch for each element
+      param -= f.step_size * exp_avg *
+               approximate_inverse(approximate_sqrt(largest) * f.inverse_bias2 + s.eps);
+    } else {
+      param -= f.step_size * exp_avg / (sqrtf(largest) * f.inverse_bias2 + s.eps);
+    }
     if constexpr (copies) e.at[kCopy] = param;
     if constexpr (random) {
       if (s.stochastic) {

@@ -17,6 +17,26 @@ struct Numbers : multi::AverageNumbers {
 /// 1 - beta^step: what an average that began with 0 is too small by.
 FLEXOPS_DEVICE float bias(float log_beta, float step) { return -expm1f(step * log_beta); }
 
+// One instruction each; subnormal numbers are taken for 0.
+FLEXOPS_DEVICE float approximate_sqrt(float x) {
+#if FLEXOPS_HIP
+  return sqrtf(x);
+#else
+  float out;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#endif
+}
+FLEXOPS_DEVICE float approximate_inverse(float x) {
+#if FLEXOPS_HIP
+  return 1.0f / x;
+#else
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#endif
+}
+
 /// What all elements of one tensor share.
 struct Factors {
   float step_size, inverse_bias2;

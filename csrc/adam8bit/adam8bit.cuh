@@ -12,6 +12,8 @@
 
 namespace flexops::adam8bit {
 
+using adam::approximate_inverse;
+using adam::approximate_sqrt;
 using multi::Data;
 
 // Tuned on one H200.
@@ -37,26 +39,6 @@ struct Rule {
 
   using Shared = adam::Numbers;
 };
-
-// One instruction each; subnormal numbers are taken for 0.
-FLEXOPS_DEVICE float approximate_sqrt(float x) {
-#if FLEXOPS_HIP
-  return sqrtf(x);
-#else
-  float out;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#endif
-}
-FLEXOPS_DEVICE float approximate_inverse(float x) {
-#if FLEXOPS_HIP
-  return 1.0f / x;
-#else
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#endif
-}
 
 /// A well-mixed word (Wellons, "Prospecting for Hash Functions", lowbias32).
 FLEXOPS_DEVICE u32 hash(u32 x) {

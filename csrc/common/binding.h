@@ -238,12 +238,6 @@ inline Tensor contiguous_copy(const Tensor& tensor) {
   return view;
 }
 
-/// Elements from one row to the next; makes the tensor contiguous where rows are not evenly spaced.
-inline int64_t take_rows(Tensor& tensor) {
-  if (!tensor.is_contiguous() && !view_of(tensor).has_even_rows()) tensor = contiguous(tensor);
-  return view_of(tensor).row_stride();
-}
-
 /// "[2, 3]", for error messages.
 [[gnu::noinline, gnu::cold]] inline Text sizes_text(const int64_t* sizes, int64_t dim) {
   Text out{"["};

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "activation/activation.cuh"
+#include "common/async.cuh"
 #include "fp8/fp8_quantize.cuh"
 #include "norm/norm.cuh"
 
@@ -47,6 +48,7 @@ struct RowParams {
   float *scales, *grad_scales;
   Packed* partial;    // the largest magnitudes that each block finds in columns of its results
   int rows, columns;  // columns: of codes, a multiple of 16
+  bool staged;        // the next rows are copied to shared memory while these are computed
   activation::Function function;
 };
 
@@ -100,19 +102,18 @@ FLEXOPS_DEVICE void write_row_codes(u8* to, int at, const Packed& in,
   store<Cache::normal>(reinterpret_cast<Vec<u32, N / 4>*>(to + at), words);
 }
 
-// What a thread keeps of a row, a vector each: `at` has what is loaded, then results, of which the
-// first kResults are encoded. Results 1 and 2 have a scale of their own: those of a gradient.
+// What a thread keeps of a row, a vector each: `at` has what is loaded from the kLoads places
+// `from`, then results, of which the first kResults are encoded. Results 1 and 2 have a scale of
+// their own: those of a gradient.
 
 template <typename T>
 struct Plain {
   using Element = T;
-  static constexpr int kResults = 1, kScales = 1;
+  static constexpr int kLoads = 1, kResults = 1, kScales = 1;
   static constexpr bool kNorm = false;
-  Packed at[1];
+  Packed at[kLoads];
 
-  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
-    at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
-  }
+  static FLEXOPS_DEVICE const T* from(const RowParams& p, int row, int) { return p.x.row<T>(row); }
   FLEXOPS_DEVICE void compute(const RowParams&) {}
 };
 
@@ -120,14 +121,12 @@ struct Plain {
 template <typename T>
 struct Norm {
   using Element = T;
-  static constexpr int kResults = 1, kScales = 1, N = kPerVector<T>;
+  static constexpr int kLoads = 2, kResults = 1, kScales = 1, N = kPerVector<T>;
   static constexpr bool kNorm = true;
-  Packed at[2];
+  Packed at[kLoads];
 
-  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
-    at[0] = rows::load_vector<T, Cache::normal>(p.x.row<T>(row), column);
-    at[1] = rows::load_vector<T, Cache::normal>(
-        static_cast<const T*>(p.residual) + row * p.residual_stride, column);
+  static FLEXOPS_DEVICE const T* from(const RowParams& p, int row, int i) {
+    return i ? static_cast<const T*>(p.residual) + row * p.residual_stride : p.x.row<T>(row);
   }
   /// Writes the rounded sum and gives the sum of its squares.
   FLEXOPS_DEVICE float add(const RowParams& p, int row, int column) {
@@ -165,18 +164,14 @@ struct Norm {
 template <typename T, bool kBackward>
 struct Gated {
   using Element = T;
-  static constexpr int kResults = kBackward ? 3 : 1, kScales = kBackward ? 2 : 1, N = kPerVector<T>;
+  static constexpr int kLoads = kBackward ? 3 : 2, kResults = kBackward ? 3 : 1,
+                       kScales = kBackward ? 2 : 1, N = kPerVector<T>;
   static constexpr bool kNorm = false;
-  Packed at[kBackward ? 3 : 2];
+  Packed at[kLoads];
 
-  FLEXOPS_DEVICE void load(const RowParams& p, int row, int column) {
-    constexpr int kGate = kBackward ? 1 : 0;
-    const T* packed = p.x.row<T>(row) + column;
-    at[kGate] = rows::load_vector<T, Cache::normal>(packed, 0);
-    at[kGate + 1] = rows::load_vector<T, Cache::normal>(packed, p.columns);
-    if constexpr (kBackward)
-      at[0] = rows::load_vector<T, Cache::normal>(
-          static_cast<const T*>(p.grad) + row * p.grad_stride, column);
+  static FLEXOPS_DEVICE const T* from(const RowParams& p, int row, int i) {
+    if (kBackward && i == 0) return static_cast<const T*>(p.grad) + row * p.grad_stride;
+    return p.x.row<T>(row) + (i == kLoads - 1 ? p.columns : 0);
   }
   FLEXOPS_DEVICE void compute(const RowParams& p) {
     constexpr bool kAccurate = activation::kIsAccurate<T>;
@@ -204,12 +199,19 @@ struct Gated {
   }
 };
 
+template <class S>
+FLEXOPS_DEVICE void load(S& own, const RowParams& p, int row, int column) {
+#pragma unroll
+  for (int i = 0; i < S::kLoads; ++i)
+    own.at[i] = rows::load_vector<typename S::Element, Cache::normal>(S::from(p, row, i), column);
+}
+
 template <class S, int kRows>
 FLEXOPS_DEVICE void load_and_compute(const RowParams& p, S (&own)[kRows], int first, int column) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     own[r] = {};
-    if (first + r < p.rows) own[r].load(p, first + r, column);
+    if (first + r < p.rows) load(own[r], p, first + r, column);
     own[r].compute(p);
   }
 }
@@ -298,7 +300,8 @@ FLEXOPS_DEVICE void for_kept(S (&own)[kVectors][kRows], const RowParams& p, int 
 
 /// Codes and scales of rows, and the largest magnitudes of their columns. A block takes kRows rows
 /// at once, and every gridDim.x'th such tile. A thread has the same columns of all of them, and of
-/// all results. What it finds in columns is in shared memory until the end, if kGathers.
+/// all results. What it finds in columns is in shared memory until the end, if kGathers; behind it
+/// the next rows, if they are staged: each thread copies what itself will read.
 template <class S, int kThreads, int kBlocks, int kVectors, int kRows, bool kGathers>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     quantize_rows(const FLEXOPS_GRID_CONSTANT RowParams p) {
@@ -313,14 +316,37 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int i = 0; i < S::kResults; ++i) gathered[i * vectors + vector] = {};
   }
+  const int next = gridDim.x * kRows;
+  S own[kVectors][kRows];
+  const auto staged = [&](int r, int i, int column) {
+    return reinterpret_cast<Packed*>(memory) +
+           ((kGathers ? S::kResults : 0) + r * S::kLoads + i) * vectors + column / N;
+  };
+  const auto stage = [&](int first) {
+    for_kept(own, p, first, [&](S&, int r, int column) {
+#pragma unroll
+      for (int i = 0; i < S::kLoads; ++i)
+        async_copy16(staged(r, i, column), S::from(p, first + r, i) + column, true);
+    });
+    async_commit();
+  };
+  if (p.staged) stage(blockIdx.x * kRows);
   u32 turn = 0;
 #pragma unroll 1
-  for (int first = blockIdx.x * kRows; first < p.rows; first += gridDim.x * kRows) {
-    S own[kVectors][kRows];
+  for (int first = blockIdx.x * kRows; first < p.rows; first += next) {
     // Load what is kept.
 #pragma unroll
     for (int i = 0; i < kVectors * kRows; ++i) own[i / kRows][i % kRows] = {};
-    for_kept(own, p, first, [&](S& its, int r, int column) { its.load(p, first + r, column); });
+    if (p.staged) {
+      async_wait(0);
+      for_kept(own, p, first, [&](S& its, int r, int column) {
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i) its.at[i] = *staged(r, i, column);
+      });
+      stage(first + next);
+    } else {
+      for_kept(own, p, first, [&](S& its, int r, int column) { load(its, p, first + r, column); });
+    }
     // Add and normalize; the launcher lets no row be longer than what is kept.
     if constexpr (S::kNorm) {
       float sum[kRows] = {};
@@ -378,6 +404,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       write_results(p, one, first, vector * N, scaling);
     }
   }
+  let_next_start();
   // Hand over what was found in columns.
   if (!kGathers) return;
   for (int vector = threadIdx.x; vector < vectors; vector += step) {
@@ -387,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-/// A block for each kLargestVectors neighbours.
+/// A block for each kLargestVectors neighbours. It starts while quantize_rows ends.
 template <typename T>
 __global__ void __launch_bounds__(kLargestThreads)
     reduce_largest(const FLEXOPS_GRID_CONSTANT LargestParams p) {
@@ -395,6 +422,7 @@ __global__ void __launch_bounds__(kLargestThreads)
   __shared__ Packed shared[kGroups][kLargestVectors];
   const int own = threadIdx.x % kLargestVectors, group = threadIdx.x / kLargestVectors;
   const int vector = blockIdx.x * kLargestVectors + own;
+  wait_for_previous();
   // Each group takes every so many-th block's, several at once.
   Packed most = {};
   const auto add = [&](const Packed& more) {

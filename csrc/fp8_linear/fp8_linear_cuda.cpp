@@ -17,7 +17,7 @@ constexpr KernelOf<ColumnParams> kTranspose[] = FLEXOPS_EACH_COMMON_TYPE(fp8_lin
 /// A kernel for each type, and what its blocks are.
 struct RowKernels {
   KernelOf<RowParams> kernels[3];
-  int threads, blocks, vectors, rows, results;
+  int threads, blocks, vectors, rows, loads, results;
   bool gathers;
 };
 template <template <typename> class S, int kThreads, int kBlocks, int kVectors, int kRows>
@@ -29,6 +29,7 @@ constexpr RowKernels kRowKernels = {
     kBlocks,
     kVectors,
     kRows,
+    S<bf16>::kLoads,
     S<bf16>::kResults,
     true};
 /// Of rows whose columns find no room in shared memory.
@@ -41,6 +42,7 @@ constexpr RowKernels kWideKernels = {
     1,
     2,
     1,
+    S<bf16>::kLoads,
     S<bf16>::kResults,
     false};
 constexpr int64_t kReserved = 2048;  // a block's own shared memory, and the driver's
@@ -94,9 +96,18 @@ void launch_rows(const RowKernels& chosen, Dtype type, RowParams& p, Columns& co
                 threads = least(ceil_div(vectors, 32 * chosen.vectors) * 32, chosen.threads);
   p.partial =
       reinterpret_cast<fp8_linear::Packed*>(columns.room.as<u8>() + columns.blocks * columns.bytes);
-  const int64_t shared = chosen.gathers ? columns.bytes : 0, tiles = ceil_div(p.rows, chosen.rows);
-  int64_t most = least(chosen.threads * chosen.blocks / threads,
-                       gpu.shared_of_processor / (shared + kReserved));
+  const int64_t gathered = chosen.gathers ? columns.bytes : 0,
+                staged = chosen.rows * chosen.loads * vectors * 16,
+                tiles = ceil_div(p.rows, chosen.rows);
+  const auto of_processor = [&](int64_t shared) {
+    return least(chosen.threads * chosen.blocks / threads,
+                 gpu.shared_of_processor / (shared + kReserved));
+  };
+  // The next rows have a place in shared memory if as many blocks do then.
+  int64_t most = of_processor(gathered);
+  p.staged = chosen.gathers && vectors <= threads * chosen.vectors && most > 0 &&
+             of_processor(gathered + staged) == most;
+  const int64_t shared = gathered + (p.staged ? staged : 0);
   most = least((most < 1 ? 1 : most) * gpu.processors, columns.left());
   const int64_t count = ceil_div(tiles, ceil_div(tiles, most));
   launch(chosen.kernels[static_cast<int>(type)], {blocks(count), blocks(threads), stream, shared},
@@ -113,12 +124,12 @@ void reduce_largest(const Columns& columns, Dtype type, int64_t width, const Ten
   p.first = static_cast<int>(width * dtype_size(type) / 16);
   p.largest = largest.as<float>(),
   p.grad_largest = grad_largest ? grad_largest.as<float>() : nullptr;
-  if (p.vectors > 0)
-    launch(kReduceLargest[static_cast<int>(type)],
-           {blocks(ceil_div(p.vectors, fp8_linear::kLargestVectors)),
-            {fp8_linear::kLargestThreads},
-            stream},
-           p);
+  if (p.vectors == 0) return;
+  LaunchConfig config = {blocks(ceil_div(p.vectors, fp8_linear::kLargestVectors)),
+                         {fp8_linear::kLargestThreads},
+                         stream};
+  config.early = gpu_facts().capability >= 90;
+  launch(kReduceLargest[static_cast<int>(type)], config, p);
 }
 
 /// The matrices from number `from` on that a launch takes, and their rows.

@@ -35,11 +35,12 @@ struct FewParams {
   int m, width, k, count;
   int units;  // tiles of 16 rows of the weights, or pairs of a gate's and its product's
   int tiles_k, groups;
-  int group_shift;  // log2 of the group size
-  int cluster;      // blocks that share the columns of a row tile
-  int chunks;       // of a row tile, of a block of the cluster
-  int pass_rows;    // row tiles whose sums have room
-  int stages;       // of a warp's ring
+  int group_shift;   // log2 of the group size
+  int cluster;       // blocks that share the columns of a row tile: the grid's x
+  int each, longer;  // units that a cluster has at least, and how many clusters have one more
+  int chunks;        // of a row tile, of a block of the cluster
+  int pass_rows;     // row tiles whose sums have room
+  int stages;        // of a warp's ring
   int activation;
   float eps, offset;
   bool half_scales;  // float16
@@ -102,11 +103,11 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   const FewLayout at(kChunk, p.m, kPad, p.chunks, p.pass_rows, p.stages, kSmall, p.norm);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int g = lane / 4, t = lane % 4;
-  const int blocks = static_cast<int>(gridDim.x) / p.cluster,
-            block = static_cast<int>(blockIdx.x) / p.cluster,
-            rank = static_cast<int>(blockIdx.x) - block * p.cluster;
+  // The launcher divides: the first copies would wait for it.
+  const int blocks = static_cast<int>(gridDim.y), block = static_cast<int>(blockIdx.y),
+            rank = static_cast<int>(blockIdx.x);
   const int in_unit = p.activation ? 2 : 1,
-            rows = (p.units - block + blocks - 1) / blocks * in_unit;  // row tiles
+            rows = (p.each + (block < p.longer ? 1 : 0)) * in_unit;  // row tiles
   const int count = rows * p.chunks;
 
   // The ring: the chunk to fetch next is `ahead`, in the row tile and columns that belong to it.
@@ -118,7 +119,9 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
 #endif
   const int group_shift = p.group_shift - 6;  // log2 of tiles to a group
   const auto groups_of = [&](int tiles) { return kSmall ? 2 * tiles : tiles >> group_shift; };
-  int ahead = warp, ahead_row = warp / p.chunks, ahead_chunk = warp - ahead_row * p.chunks;
+  int begin_row = 0, begin_chunk = warp;
+  while (begin_chunk >= p.chunks) begin_chunk -= p.chunks, ++begin_row;
+  int ahead = warp, ahead_row = begin_row, ahead_chunk = begin_chunk;
   // A bulk copy for the words only: the copy engine takes some 70 cycles for each copy.
   const auto fetch = [&](int stage) {
     if (ahead < count) {
@@ -281,7 +284,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   // Passes over as many row tiles as there is room for sums of.
   float* const parts = reinterpret_cast<float*>(shared + at.parts);
   constexpr int kPart = 16 * kPad;  // floats of a warp and a row tile
-  int f = warp, stage = 0, row = warp / p.chunks, chunk = warp - row * p.chunks;
+  int stage = 0, row = begin_row, chunk = begin_chunk;
   u32 phase = 0;
   for (int first_row = 0; first_row < rows; first_row += p.pass_rows) {
     const int end_row = min(first_row + p.pass_rows, rows);

@@ -23,7 +23,8 @@ struct FewPlan {
 /// What follows from it.
 struct FewGrid {
   int chunks, pass_rows;
-  int64_t blocks, bytes;
+  int64_t groups;  // of blocks that share columns
+  int64_t bytes;
 };
 
 FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
@@ -42,7 +43,7 @@ FewGrid grid_of(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
         .bytes;
   };
   while (pass_rows > 2 && bytes() > gpu.shared_of_block) pass_rows = pass_rows / 4 * 2;
-  return {chunks, pass_rows, used * plan.cluster, bytes()};
+  return {chunks, pass_rows, used, bytes()};
 }
 
 bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
@@ -53,13 +54,14 @@ bool fits(const FewParams& p, const Gpu& gpu, const FewPlan& plan) {
 FewPlan choose(const FewParams& p, const Gpu& gpu) {
   const int64_t rows = ceil_div(p.units, gpu.processors);  // of a block, if it is alone
   const bool few = p.m <= 2, clusters = gpu.capability >= 90;
+  const bool wide = p.m > 1 || p.tiles_k >= 128;  // rows of x
   FewPlan plan = {gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
   // In a decode step of 8 B, two blocks for gate and up took 20 us per layer, one 32.
   const bool three = few && clusters && rows == 3 && !p.activation && p.tiles_k < 192;
   const int64_t tiles = rows * (p.activation ? 2 : 1);
   if (three || (few && tiles >= 10 && p.tiles_k < 192)) plan.resident = 2;
   // Rows of x take memory and time; a cluster's blocks share them.
-  if (three || (clusters && (few ? rows == 1 && p.tiles_k >= 128 : rows <= 3))) plan.cluster = 2;
+  if (three || (clusters && wide && rows <= (few ? 2 : 3))) plan.cluster = 2;
   if (grid_of(p, gpu, plan).bytes > gpu.shared_of_processor / plan.resident - 1024)
     plan.resident = 1;
   while (clusters && plan.cluster < 8 && !fits(p, gpu, plan)) plan.cluster *= 2;
@@ -119,12 +121,15 @@ const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
   const FewGrid grid = grid_of(p, gpu, plan);
   p.cluster = plan.cluster, p.stages = plan.stages;
   p.chunks = grid.chunks, p.pass_rows = grid.pass_rows;
-  const LaunchConfig config = {blocks(grid.blocks),
-                               {32 * int4::kFewWarps},
-                               stream,
-                               grid.bytes,
-                               static_cast<unsigned>(plan.cluster),
-                               gpu.capability >= 90};
+  p.each = static_cast<int>(p.units / grid.groups);
+  p.longer = static_cast<int>(p.units % grid.groups);
+  const LaunchConfig config = {
+      {static_cast<unsigned>(plan.cluster), static_cast<unsigned>(grid.groups)},
+      {32 * int4::kFewWarps},
+      stream,
+      grid.bytes,
+      static_cast<unsigned>(plan.cluster),
+      gpu.capability >= 90};
   call.x.dtype == Dtype::bf16 ? launch_few<bf16>(p, plan.chunk, config)
                               : launch_few<f16>(p, plan.chunk, config);
   return last_error();

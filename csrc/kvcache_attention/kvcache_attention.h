@@ -25,8 +25,9 @@ struct CacheAttention {
 };
 
 /// As attention_workspace() and attention_cuda().
-int64_t kvcache_attention_workspace(const CacheAttention& call);
-const char* kvcache_attention_cuda(const CacheAttention& call, void* workspace, void* stream);
+FLEXOPS_CUDA_DECLARE(int64_t kvcache_attention_workspace(const CacheAttention& call))
+FLEXOPS_CUDA_DECLARE(const char* kvcache_attention_cuda(const CacheAttention& call, void* workspace,
+                                                        void* stream))
 
 /// The same over codes (kvcache_codes.cuh). attend's caches: k and v are rings, of `residual` +
 /// `group` tokens; problem.length_k: the tokens that codes have room for.
@@ -35,9 +36,11 @@ struct CodesAttention {
   void *k_codes, *v_codes, *k_steps, *v_steps;
   int64_t bits, group, value_group, residual;
 };
-int64_t kvcache_codes_workspace(const CodesAttention& call);
-const char* kvcache_codes_cuda(const CodesAttention& call, void* workspace, void* stream);
+FLEXOPS_CUDA_DECLARE(int64_t kvcache_codes_workspace(const CodesAttention& call))
+FLEXOPS_CUDA_DECLARE(const char* kvcache_codes_cuda(const CodesAttention& call, void* workspace,
+                                                    void* stream))
 /// Quantizes groups: cache.new_k and new_v, whose first token is token `first`.
-const char* kvcache_compress_cuda(const CodesAttention& call, int64_t first, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* kvcache_compress_cuda(const CodesAttention& call, int64_t first,
+                                                       void* stream))
 
 }  // namespace flexops

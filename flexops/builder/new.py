@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import sys
 from pathlib import Path
@@ -23,8 +24,9 @@ def write(name: str, family: str, where: Path) -> list[Path]:
         FlexopsError: a name is none, or there is something already.
     """
     for what, given in (("a package", name), ("a family", family)):
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", given) or given in RESERVED:
-            required = "lower-case letters, digits and underscores, no word of C++"
+        fits = re.fullmatch(r"[a-z][a-z0-9_]{,79}", given)
+        if not fits or given in RESERVED or keyword.iskeyword(given):
+            required = "lower-case letters, digits and _, at most 80, no word of C++ or Python"
             raise SettingsError(
                 f"{what} cannot be called {given!r}", required=required, fix="give it another name"
             )

@@ -214,7 +214,8 @@ def bind_steps(
     names = [one.name for one in step_schema(schema, options).arguments]
     inputs = [one.name for one in schema.arguments]
     room = [
-        f"{name} = {_evaluated(f'_workspace_{name}', given, schema, bound.functions, inputs)}"
+        f"{name} = _room({name!r},"
+        f" {_evaluated(f'_workspace_{name}', given, schema, bound.functions, inputs)})"
         for name, given in options.workspace.items()
     ]
     steps = [f"_step{number}({', '.join(names)})" for number in range(len(signatures))]
@@ -734,11 +735,9 @@ def _like(schema: KernelSchema, options: KernelOptions) -> str:
     given = options.out or schema.first
     names = [tensor.name for tensor in schema.tensors if not tensor.optional]
     if len(schema.results) != 1 or given not in names:
+        like = f"one of {', '.join(names)}, which the one result is like, or " if names else ""
         raise _wrong(
-            schema,
-            f"out is {options.out!r}",
-            f"one of {', '.join(names)}, which the one result is like, or a function that returns"
-            " the result(s)",
+            schema, f"out is {options.out!r}", f"{like}a function that returns the result(s)"
         )
     return str(given)
 

@@ -278,6 +278,9 @@ def _code(
         raise _odd(schema, f"{given} without candidates", f"candidates, or no {given}")
     if options.workspace and not options.steps:
         raise _odd(schema, "a workspace without steps", "steps: the kernels that share it")
+    taken = {*schema.results, *(one.name for one in schema.arguments)}
+    if twice := sorted(taken.intersection(options.workspace)):
+        raise _odd(schema, f"a workspace called {twice[0]}", "a name that nothing else has")
     made_flags = (*(f"-D{name}={_define(one)}" for name, one in options.defines.items()), *flags)
     if options.steps:
         inner = binding.step_schema(schema, options)
@@ -307,6 +310,8 @@ def _steps(source: str, schema: KernelSchema, options: KernelOptions) -> Iterato
     used: set[str] = set()
     for given in options.steps:
         step = _varied(schema, options, given, _OF_A_STEP)
+        if not step.name:
+            raise _odd(schema, f"a step with {', '.join(given) or 'nothing'}", "its kernel's name")
         signature = _chosen(source, step.name or "", schema.text)
         own = {one.name for one in signature.parameters} | {one.name for one in signature.template}
         used |= own
@@ -480,6 +485,7 @@ class KernelCode:
             "_broadcast": self._broadcast,
             "_three": self._three,
             "_results": self._results,
+            "_room": self._room,
             "_refuse_none": self._refuse_none,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
@@ -619,6 +625,12 @@ class KernelCode:
     def _refuse_none(self, name: str) -> NoReturn:
         raise TypeError(f"{self.schema.name}: {name} must be a tensor, got None")
 
+    def _room(self, name: str, made: Any) -> torch.Tensor:
+        if not isinstance(made, torch.Tensor):
+            what = f"the workspace {name} must be a tensor, or a function that returns one"
+            raise TypeError(f"{self.schema.name}: {what}, got {type(made).__name__}")
+        return made
+
     def _results(self, made: Any) -> Any:
         """What the function given for ``out`` returned."""
         names, several = self.schema.results, isinstance(made, (tuple, list))
@@ -743,7 +755,7 @@ class KernelCode:
         first = self.schema.first or self.schema.device
         self._compare(tuple(arguments[one.name] for one in self.schema.arguments))
         for name, value in arguments.items():
-            if isinstance(value, torch.Tensor) and value.get_device() != device:
+            if isinstance(value, torch.Tensor) and (value.get_device() != device or value.is_meta):
                 raise ValueError(
                     f"{self.schema.name}: {name} must be on the device of {first}, got"
                     f" {value.device}"
@@ -860,11 +872,7 @@ class KernelCode:
             try:
                 struct.pack("=" + letter.partition("@")[0], value)
             except (struct.error, OverflowError, TypeError) as error:
-                kind = (
-                    TypeError
-                    if isinstance(error, TypeError) or not isinstance(value, (int, float))
-                    else ValueError
-                )
+                kind = ValueError if isinstance(value, (int, float)) else TypeError
                 raise kind(f"{self.schema.name}: {name} cannot be {value!r}: {error}") from None
 
     def _failed(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..build.describe.cpp_text import blanked, closing, parts
+from ..build.describe.schema import RESERVED
 from ..errors import FlexopsError
 from .signature import CPP_TYPES, SCALARS
 
@@ -60,6 +61,9 @@ class StructType(NamedTuple):
         memory = bytearray(self.size)
         for field, given in zip(self.fields, self._members(value), strict=True):
             array = given if field.length else (given,)
+            if not hasattr(array, "__len__"):
+                found = f"got {given!r}"
+                raise TypeError(f"{self.name}::{field.name} has {field.length} elements, {found}")
             if field.length and len(array) != field.length:
                 found = f"got {len(array)}"
                 raise ValueError(f"{self.name}::{field.name} has {field.length} elements, {found}")
@@ -141,13 +145,17 @@ def constant_arrays(given: Mapping[str, Any]) -> str:
         size += array.numel() * array.element_size()
         if ("float" in kind and kind not in SCALARS) or not kind or not array.numel():
             raise _no_constant(name, f"{array.dtype} {list(array.shape)}")
-        if not array.isfinite().all() or not array.dim() or not name.isidentifier():
+        if not array.isfinite().all() or not array.dim() or not _is_name(name):
             raise _no_constant(name, str(value))
         lengths = "".join(f"[{length}]" for length in array.shape)
         text += f"__constant__ {kind} {name}{lengths} = {_braced(array.tolist(), kind)};\n"
     if size > _MOST_CONSTANT:
         raise _no_constant(", ".join(given), f"{size} bytes")
     return text
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and text.isascii() and text not in RESERVED
 
 
 def _braced(values: Any, kind: str) -> str:

@@ -50,6 +50,9 @@ def tensor_map(tensor: torch.Tensor, box: Sequence[int], *, swizzle: int = 0) ->
     Raises:
         FlexopsError: the copy engine cannot copy such a tensor; the error names the reason.
     """
+    if not isinstance(tensor, torch.Tensor) or not isinstance(box, (tuple, list, torch.Size)):
+        found = f"{type(tensor).__name__} and {box!r}"
+        raise TypeError(f"flexops.tensor_map: a tensor and a box such as (64, 64), got {found}")
     wrong = _unfit(tensor, box, swizzle)
     if wrong:
         raise FlexopsError(
@@ -90,6 +93,8 @@ def _unfit(tensor: torch.Tensor, box: Sequence[int], swizzle: int) -> tuple[str,
         return f"strides {list(tensor.stride())}", "1 for the last, multiples of 16 bytes before it"
     if tensor.data_ptr() % 16 or not math.prod(tensor.shape):
         return f"address {tensor.data_ptr():#x}", "elements, from a multiple of 16 bytes on"
+    if not tensor.is_cuda:
+        return f"a tensor on {tensor.device}", "one on a GPU"
     return None
 
 

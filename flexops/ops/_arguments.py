@@ -61,5 +61,6 @@ def check_device(op: str, name: str, tensor: Tensor, of: str, other: Tensor) -> 
     """Raise unless both are on one device."""
     if tensor.device != other.device:
         raise ValueError(
-            f"{op}: {name} must be on {of}'s device, {other.device}, got {tensor.device}"
+            f"{op}: {name} must be on {of}'{'s' * (of[-1] != 's')} device, {other.device}, got"
+            f" {tensor.device}"
         )

@@ -42,7 +42,8 @@ def define(
             ``fake``, its fake kernel are what is declared there. Or the schema of one that is
             declared nowhere else: then no library has it.
         reference: plain PyTorch, called with the schema's arguments.
-        fake: results' shapes, dtypes and devices, for operators whose binding is hand-written.
+        fake: results' shapes, dtypes and devices, for operators with a result that the
+            host function allocates.
         check: raises for what the declaration cannot say; asked after what it says.
         saves: for ``backward``: tensors among arguments and results that ``ctx.saved_tensors`` has;
             arguments that are no tensors are attributes of ``ctx``. In its place ``setup_context``.
@@ -53,7 +54,7 @@ def define(
     text = declared.schema if declared else name
     if saves is not None and backward is not None:
         setup_context, backward = _saving(text, saves, backward)
-    if declared and declared.said is not None:
+    if declared:
         signature = functools.partial(_signature, declared)
         fake = fake or _nothing if text.endswith("-> ()") else fake or _fake(signature)
         check = _checking(f"flexops.{function or name}", signature, check)

@@ -30,11 +30,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
 from ._difference import difference
-from ._register import check_places, is_dense
 
-_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 _LEAST_SCALE = 2.0**-126
@@ -76,29 +75,19 @@ def quantize_fp8(
 
     Not differentiable: results do not require gradients.
     """
-    if (
-        not isinstance(x, Tensor)
-        or x.dtype not in _FLOAT_DTYPES
-        or dtype not in _FP8_DTYPES
-        or scale is not None
-    ):
-        _check_fp8(x, dtype, scaling, scale)
-    if not is_dense(x):
-        check_places("flexops.quantize_fp8", {"x": x})
+    _check_input("flexops.quantize_fp8", x)
+    if dtype not in _FP8_DTYPES:
+        raise TypeError(
+            "flexops.quantize_fp8: dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got"
+            f" {dtype}"
+        )
     if x.requires_grad:
         x = x.detach()
     if scale is not None:
+        _check_scale(x, scaling, scale)
         values: Tensor = torch.ops.flexops.quantize_fp8_scaled.default(x, scale.detach(), dtype)
         return values, scale
-    segment = (
-        _PER_ROW
-        if scaling == "row"
-        else _PER_TENSOR
-        if scaling == "tensor"
-        else _group(scaling, group_size)
-    )
-    if x.dim() == 0:
-        raise ValueError("flexops.quantize_fp8: x must have at least one dimension, got a scalar")
+    segment = _segment_of(scaling, group_size)
     result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_fp8.default(x, dtype, segment)
     return result
 
@@ -123,13 +112,8 @@ def dequantize_fp8(
         TypeError: one of the dtypes is not as above.
         ValueError: shapes and devices of the arguments do not fit each other.
     """
-    if not isinstance(values, Tensor) or values.dtype not in _FP8_DTYPES:
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(
-            "flexops.dequantize_fp8: values must be a float8_e4m3fn or float8_e5m2 tensor, got"
-            f" {found}"
-        )
-    segment = _check_dequantize("flexops.dequantize_fp8:", values, scales, dtype, group_size)
+    check_tensor("flexops.dequantize_fp8", "values", values, _FP8_DTYPES)
+    segment = _check_dequantize("flexops.dequantize_fp8", values, scales, dtype, group_size)
     result: Tensor = torch.ops.flexops.dequantize_fp8.default(
         values, scales.detach() if scales.requires_grad else scales, segment, dtype
     )
@@ -154,12 +138,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Not differentiable: results do not require gradients.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
-        raise _wrong_input("flexops.quantize_int8:", x)
-    if not is_dense(x):
-        check_places("flexops.quantize_int8", {"x": x})
-    if x.dim() == 0:
-        raise ValueError("flexops.quantize_int8: x must have at least one dimension, got a scalar")
+    _check_input("flexops.quantize_int8", x)
     result: tuple[Tensor, Tensor] = torch.ops.flexops.quantize_int8.default(
         x.detach() if x.requires_grad else x
     )
@@ -182,10 +161,8 @@ def dequantize_int8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
         TypeError: one of the dtypes is not as above.
         ValueError: shapes and devices of the arguments do not fit each other.
     """
-    if not isinstance(values, Tensor) or values.dtype != torch.int8:
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"flexops.dequantize_int8: values must be an int8 tensor, got {found}")
-    if _check_dequantize("flexops.dequantize_int8:", values, scales, dtype, 1) != _PER_ROW:
+    check_tensor("flexops.dequantize_int8", "values", values, (torch.int8,))
+    if _check_dequantize("flexops.dequantize_int8", values, scales, dtype, 1) != _PER_ROW:
         raise ValueError(
             f"flexops.dequantize_int8: scales must have shape {[*values.shape[:-1], 1]}, got"
             f" {list(scales.shape)}"
@@ -196,40 +173,27 @@ def dequantize_int8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
     return result
 
 
-def _wrong_input(where: str, x: object) -> TypeError:
-    found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-    return TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
+def _check_input(where: str, x: Tensor) -> None:
+    check_tensor(where, "x", x)
+    if x.dim() == 0:
+        raise ValueError(f"{where}: x must have at least one dimension, got a scalar")
 
 
-def _check_fp8(x: Tensor, dtype: torch.dtype, scaling: str, scale: Tensor | None) -> None:
-    where = "flexops.quantize_fp8:"
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
-        raise _wrong_input(where, x)
-    if dtype not in _FP8_DTYPES:
-        raise TypeError(
-            f"{where} dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}"
-        )
-    if scale is None:
-        return
+def _check_scale(x: Tensor, scaling: str, scale: Tensor) -> None:
+    where = "flexops.quantize_fp8"
     if scaling != "tensor":
         raise ValueError(
-            f"{where} scale must be None unless scaling is 'tensor', got scaling={scaling!r}"
+            f"{where}: scale must be None unless scaling is 'tensor', got scaling={scaling!r}"
         )
-    if x.dim() == 0:
-        raise ValueError(f"{where} x must have at least one dimension, got a scalar")
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(
-            f"{where} scale must be a float32 tensor, got"
-            f" {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}"
-        )
-    check_places(where[:-1], {"x": x, "scale": scale})
+    check_tensor(where, "scale", scale, (torch.float32,))
     if scale.numel() != 1:
-        raise ValueError(f"{where} scale must be one number, got shape {list(scale.shape)}")
-    if scale.device != x.device:
-        raise ValueError(f"{where} scale must be on x's device, {x.device}, got {scale.device}")
+        raise ValueError(f"{where}: scale must be one number, got shape {list(scale.shape)}")
+    check_device(where, "scale", scale, "x", x)
 
 
-def _group(scaling: str, group_size: int) -> int:
+def _segment_of(scaling: str, group_size: int) -> int:
+    if scaling in ("row", "tensor"):
+        return _PER_ROW if scaling == "row" else _PER_TENSOR
     if scaling != "group":
         raise ValueError(
             f"flexops.quantize_fp8: scaling must be 'row', 'group' or 'tensor', got {scaling!r}"
@@ -243,29 +207,20 @@ def _check_dequantize(
     where: str, values: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int
 ) -> int:
     """What the scales are for: a group size, _PER_ROW or _PER_TENSOR."""
-    if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
-        raise TypeError(
-            f"{where} scales must be a float32 tensor, got"
-            f" {scales.dtype if isinstance(scales, Tensor) else type(scales).__name__}"
-        )
-    if not is_dense(values) or not is_dense(scales):
-        check_places(where[:-1], {"values": values, "scales": scales})
-    if dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype}")
-    if scales.device != values.device:
-        raise ValueError(
-            f"{where} scales must be on values' device, {values.device}, got {scales.device}"
-        )
+    check_tensor(where, "scales", scales, (torch.float32,))
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{where}: dtype must be float32, float16 or bfloat16, got {dtype}")
+    check_device(where, "scales", scales, "values", values)
     dims = values.dim()
     if dims == 0:
-        raise ValueError(f"{where} values must have at least one dimension, got a scalar")
+        raise ValueError(f"{where}: values must have at least one dimension, got a scalar")
     if scales.dim() == 0:
         return _PER_TENSOR
     if scales.dim() == dims and scales.shape[:-1] == values.shape[:-1]:
         if scales.shape[-1] == 1:
             return _PER_ROW
         if group_size < 1:
-            raise ValueError(f"{where} group_size must be at least 1, got {group_size}")
+            raise ValueError(f"{where}: group_size must be at least 1, got {group_size}")
         if scales.shape[-1] == (values.shape[-1] + group_size - 1) // group_size:
             return group_size
     expected = (
@@ -273,7 +228,7 @@ def _check_dequantize(
         f" {[*values.shape[:-1], f'ceil({values.shape[-1]} / {group_size})']} (groups) or []"
         " (tensor)"
     )
-    raise ValueError(f"{where} scales must have shape {expected}, got {list(scales.shape)}")
+    raise ValueError(f"{where}: scales must have shape {expected}, got {list(scales.shape)}")
 
 
 def _segments(length: int, segment: int) -> int:

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..build.describe.families import KVCACHE_ATTENTION
-from ._attention_checks import FLOATS, Options, declined, kind_of, scale_of, window_of
+from ._arguments import check_shape, check_tensor
+from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
 from ._difference import difference
-from ._register import caller, check_places
+from ._register import caller
 from .attention import by_kernels
 from .rope import rotated_reference
 
@@ -157,8 +158,11 @@ def _window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _fail(message: str, error: type[Exception] = ValueError) -> None:
-    raise error(f"flexops.attention_with_kvcache: {message}")
+_NAME = "flexops.attention_with_kvcache"
+
+
+def _fail(message: str) -> None:
+    raise ValueError(f"{_NAME}: {message}")
 
 
 def _check(
@@ -167,31 +171,24 @@ def _check(
     *numbers: Any,
 ) -> None:  # fmt: skip
     *_, alibi_slopes, num_splits, sinks, _, _ = numbers
-    tensors = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
-        "block_table": block_table, "alibi_slopes": alibi_slopes, "sinks": sinks,
-    }  # fmt: skip
-    if not isinstance(q, Tensor) or q.dtype not in FLOATS:
-        _fail(f"q must be a float32, bfloat16 or float16 tensor, got {kind_of(q)}", TypeError)
-    check_places("flexops.attention_with_kvcache", tensors)
-    for name in ("k_cache", "v_cache", "k", "v"):
-        x = tensors[name]
-        if x is None and name in ("k", "v"):
-            continue
-        if not isinstance(x, Tensor) or x.dtype != q.dtype:
-            _fail(f"{name} must be a {q.dtype} tensor, as q, got {kind_of(x)}", TypeError)
-        if x.dim() != 4:
-            _fail(f"{name} must have 4 dimensions, got shape {list(x.shape)}")
-    if q.dim() != 4:
-        _fail(f"q must have shape [batch, queries, heads, head_dim], got {list(q.shape)}")
-    _check_cache(q, k_cache, v_cache, block_table)
+    check_tensor(_NAME, "q", q, FLOATS)
+    check_shape(_NAME, "q", q, ("batch", "queries", "heads", "head_dim"))
+    batch, _, heads, _ = q.shape
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        if x is not None or "cache" in name:
+            check_tensor(_NAME, name, x, (q.dtype,), dims=4)
+    _check_cache(q, k_cache, v_cache)
     _check_new(q, k_cache, v_cache, k, v)
     _check_rotary(q, k, rotary_cos, rotary_sin)
-    batch, heads = q.shape[0], q.shape[2]
-    for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
-        _check_integers(name, tensors[name], (batch,))
+    for name, x, *shape in (
+        ("cache_seqlens", cache_seqlens, batch),
+        ("cache_batch_idx", cache_batch_idx, batch),
+        ("cache_leftpad", cache_leftpad, batch),
+        ("block_table", block_table, batch, "pages"),
+    ):
+        if x is not None:
+            check_tensor(_NAME, name, x, (torch.int32,))
+            check_shape(_NAME, name, x, shape)
     if not isinstance(length, int) or length < -1:
         _fail(
             f"cache_seqlens must be a number of tokens, 0 or more, or int32 [batch], got {length!r}"
@@ -200,20 +197,18 @@ def _check(
         _fail("cache_seqlens must be given with k: it says where k is appended")
     if block_table is not None and cache_batch_idx is not None:
         _fail("cache_batch_idx must be None with block_table, which names the pages itself")
-    for name, shapes in (("alibi_slopes", ((heads,), (batch, heads))), ("sinks", ((heads,),))):
-        x = tensors[name]
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            _fail(f"{name} must be a float32 tensor, got {kind_of(x)}", TypeError)
-        if tuple(x.shape) not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            _fail(f"{name} must have shape {wanted}, got {list(x.shape)}")
+    if block_table is not None and k_cache.shape[1] == 0:
+        _fail(f"k_cache must have pages of at least one token, got shape {list(k_cache.shape)}")
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            check_tensor(_NAME, name, x, (torch.float32,))
+            of_batch = name == "alibi_slopes" and x.dim() == 2
+            check_shape(_NAME, name, x, (batch, heads) if of_batch else (heads,))
     if num_splits < 0:
         _fail(f"num_splits must be 0 (choose) or more, got {num_splits}")
 
 
-def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Any) -> None:
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if k_cache.shape[-1] != q.shape[-1]:
         _fail(f"k_cache must have q's head_dim {q.shape[-1]}, got shape {list(k_cache.shape)}")
     if v_cache.shape[:-1] != k_cache.shape[:-1]:
@@ -227,22 +222,15 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Any) 
             f"k_cache must have a number of heads that divides q's {heads}, got shape"
             f" {list(k_cache.shape)}"
         )
-    if block_table is None:
-        return
-    _check_integers("block_table", block_table, (q.shape[0], -1))
-    if k_cache.shape[1] == 0:
-        _fail(f"k_cache must have pages of at least one token, got shape {list(k_cache.shape)}")
 
 
 def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> None:
     if (k is None) != (v is None):
         _fail("k and v must both be given, or neither")
-    if k is None:
-        return
-    wanted = [q.shape[0], k.shape[1], k_cache.shape[2]]
-    for name, x, columns in (("k", k, k_cache.shape[3]), ("v", v, v_cache.shape[3])):
-        if list(x.shape) != [*wanted, columns]:
-            _fail(f"{name} must have shape {[*wanted, columns]}, got {list(x.shape)}")
+    if k is not None:
+        wanted = [q.shape[0], k.shape[1], k_cache.shape[2]]
+        check_shape(_NAME, "k", k, [*wanted, k_cache.shape[3]])
+        check_shape(_NAME, "v", v, [*wanted, v_cache.shape[3]])
 
 
 def _check_rotary(q: Tensor, k: Any, cos: Any, sin: Any) -> None:
@@ -252,28 +240,14 @@ def _check_rotary(q: Tensor, k: Any, cos: Any, sin: Any) -> None:
         return
     if k is None:
         _fail("rotary_cos must be None without k, which it rotates on its way into the cache")
+    check_tensor(_NAME, "rotary_cos", cos, FLOATS)
+    check_tensor(_NAME, "rotary_sin", sin, (cos.dtype,))
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dtype != cos.dtype:
-            _fail(
-                f"{name} must be a float32, bfloat16 or float16 tensor, both of one dtype, got"
-                f" {kind_of(x)}",
-                TypeError,
-            )
         if x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1]:
             _fail(
                 f"{name} must have shape [positions, rotary_dim / 2], with rotary_dim at most"
                 f" {q.shape[-1]}, got {list(x.shape)}"
             )
-
-
-def _check_integers(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    if x is None:
-        return
-    if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        _fail(f"{name} must be an int32 tensor, got {kind_of(x)}", TypeError)
-    if x.dim() != len(shape) or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
-        wanted = str(list(shape)).replace("-1", "any")
-        _fail(f"{name} must have shape {wanted}, got {list(x.shape)}")
 
 
 # ---- the reference: plain PyTorch ----------------------------------------------------------------

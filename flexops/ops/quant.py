@@ -30,11 +30,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
 from ._difference import difference
-from ._register import check_places, is_dense
 
-_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -180,13 +179,8 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype | None = None) -> 
 
 
 def _check_input(x: Tensor, bits: int, dim: int) -> None:
-    where = "flexops.quantize:"
-    if not isinstance(x, Tensor) or x.dtype not in _FLOAT_DTYPES:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{where} x must be a float32, float16 or bfloat16 tensor, got {found}")
-    if not is_dense(x):
-        check_places(where[:-1], {"x": x})
-    _check_numbers(where, "x", x.dim(), bits, dim)
+    check_tensor("flexops.quantize", "x", x)
+    _check_numbers("flexops.quantize:", "x", x.dim(), bits, dim)
 
 
 def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> None:
@@ -224,25 +218,15 @@ def _check_dequantize(
     dtype: torch.dtype,
 ) -> None:
     where = "flexops.dequantize:"
-    for name, tensor in (("packed", packed), ("scales", scales)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where} {name} must be a tensor, got {type(tensor).__name__}")
-        if not is_dense(tensor):
-            check_places(where[:-1], {name: tensor})
-    if packed.dtype != torch.uint8:
-        raise TypeError(f"{where} packed must be uint8, got {packed.dtype}")
-    if scales.dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{where} scales must be float32, float16 or bfloat16, got {scales.dtype}")
-    if dtype not in _FLOAT_DTYPES:
+    check_tensor(where[:-1], "packed", packed, (torch.uint8,))
+    check_tensor(where[:-1], "scales", scales)
+    if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype}")
     _check_numbers(where, "packed", packed.dim(), bits, dim)
     _check_group_size(where, group_size)
     if length < 0:
         raise ValueError(f"{where} length must not be negative, got {length}")
-    if packed.device != scales.device:
-        raise ValueError(
-            f"{where} scales must be on packed's device, {packed.device}, got {scales.device}"
-        )
+    check_device(where[:-1], "scales", scales, "packed", packed)
     _check_packed_shapes(where, packed, scales, length, bits, group_size, dim % packed.dim())
 
 

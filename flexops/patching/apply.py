@@ -21,6 +21,7 @@ from . import generation as generating
 from . import residuals as adding
 from . import rope as rope_part
 from .forwards import is_ours, plain
+from .linears import REPLACED
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 from .report import Report, Row, rows_of
@@ -215,7 +216,7 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
         operator, swap, reason = judge(module, pattern)
         present = module.__dict__.get("forward")
         if present is not None and not is_ours(present):
-            reason = "its forward was replaced before, by something else"
+            reason = REPLACED
         reason = reason if wanted[pattern.part] else f"{pattern.part}=False"
         if not reason:
             put(swap(module), in_graphs)

@@ -88,19 +88,11 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return {_WHOLE: whole(original[_WHOLE]), _STEP: step(original[_STEP])}
 
 
-_made: dict[type, Callable[..., Any]] = {}
-"""The code of each class, seeing our functions. No cache of functools', which torch.compile would
-look into."""
-
-
 @replacement
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a layer with a causal convolution."""
-    cls = type(module)
-    if cls not in _made:
-        code = _code_of(cls)
-        _made[cls] = rebound(code, _functions(code.__globals__))
-    return _made[cls](module, *args, **kwargs)
+    code = rebound(type(module), _WHOLE, lambda code: _functions(code.__globals__))
+    return code(module, *args, **kwargs)
 
 
 class Convolution(nn.Module):

@@ -4,7 +4,6 @@ rows, with the norm before and the residual's addition behind them."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from .._torch import is_unheard
 from ..generation.state import state
 from ..ops import few_rows
 from ..ops.int4_linear import TILE_N, streams
-from .linears import is_bare, is_int4
+from .linears import function_of, is_bare, is_int4
 
 _ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -58,8 +57,7 @@ def ends_a_block(linear: Any) -> bool:
 
 def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
     """``norm(x)``; or, if wanted and it can be, x itself for products that normalize it."""
-    ours = norm.__dict__.get("forward")
-    known = isinstance(ours, functools.partial) and ours.func.__name__ == "rms_norm"
+    known = getattr(function_of(norm), "__name__", "") == "rms_norm"
     # a product of float16 numbers and a norm's weights might overflow
     weight = getattr(norm, "weight", None)
     right = x.dtype != torch.float16 and weight is not None and weight.dtype == x.dtype
@@ -67,9 +65,8 @@ def without_norm(x: Tensor, norm: Any, wanted: bool) -> Tensor:
     if not (wanted and known and right):
         normed: Tensor = norm(x)
         return normed
-    assert isinstance(ours, functools.partial)
-    alias = x.view_as(x)
-    state.normed = (alias, norm.weight, ours.keywords["eps"], ours.keywords.get("offset", 0.0))
+    alias, options = x.view_as(x), norm.__dict__["forward"].keywords
+    state.normed = (alias, norm.weight, options["eps"], options.get("offset", 0.0))
     return alias
 
 

@@ -4,9 +4,7 @@ products, and nothing of tokens x k x hidden written twice."""
 from __future__ import annotations
 
 import copy
-import functools
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from ..ops.experts import (
     spread_rows,
 )
 from ..ops.grouped_linear import grouped_linear
-from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
+from .probe import INNER, LENGTH, WIDTH, Miniature, bare, linear, parameter, unheard
 
 NAME = "flexops"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -142,15 +140,11 @@ def variant(module: Any) -> Any:
     return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
 
 
-def candidates(module: Any) -> Iterator[tuple[str, Callable[[Any], Swap]]]:
-    yield "gated_experts" if _standard_activation(module) else "grouped_linear", swap
+def operator(module: Any) -> str:
+    return "gated_experts" if _standard_activation(module) else "grouped_linear"
 
 
-def swap(module: Any) -> Swap:
-    return [(module, functools.partial(experts, module))]
-
-
-def miniature(module: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def miniature(module: Any) -> Miniature:
     """Of three experts, of which one is not chosen, with the class's own (eager) code."""
     count, packed = 3, 2 * INNER if module.has_gate else INNER
     shapes = {
@@ -212,10 +206,6 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
     )  # fmt: skip
     out = _by_steps(view, x * weights, choices, torch.ones_like(weights))
     return module.shared_expert(x) + out, logits
-
-
-def swap_dense(module: Any) -> Swap:
-    return [(module, functools.partial(dense, module))]
 
 
 def dense_miniature(module: Any) -> Miniature:

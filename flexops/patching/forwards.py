@@ -10,6 +10,7 @@ not take (float64, DTensors) goes to the class's own code.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
 from . import decoding, fp8
 from .linears import DTYPES as _DTYPES
-from .linears import LINEARS, is_bare, is_plain, pair
+from .linears import LINEARS, function_of, is_bare, is_plain, pair
 
 _AHEAD = "_flexops_normalized"
 
@@ -88,8 +89,21 @@ def is_ours(forward: Any) -> bool:
     ).startswith(__package__ or "")
 
 
-def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
-    """A function with the same code, which sees other functions under these names."""
+_rebound: dict[Any, Callable[..., Any]] = {}
+"""No cache of functools', which torch.compile would look into."""
+
+
+def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
+    """The code of a class's ``forward``, which sees other functions under the names that ``make``
+    gives for it."""
+    key = cls, kind
+    if key not in _rebound:  # once for each
+        forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+        _rebound[key] = _with_names(forward, make(forward))
+    return _rebound[key]
+
+
+def _with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
     seen = {**forward.__globals__, **names}
     del seen["__name__"]  # by which torch.compile would look the names up in the module
     made = types.FunctionType(
@@ -97,6 +111,23 @@ def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+class OfModel(functools.partial[Any]):
+    """The ``forward`` of a whole model, with the signature of what it replaces, ``inner`` or the
+    class's: ``generate`` and trainers read it."""
+
+    more: tuple[str, ...] = ()  # keywords that it has, too
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(self.keywords.get("inner") or type(self.args[0]).forward)
+        names = list(own.parameters.values())[self.keywords.get("inner") is None :]
+        rest = [one for one in names if one.kind is one.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in self.more
+        ]
+        return own.replace(parameters=[*names[: len(names) - len(rest)], *added, *rest])
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -158,11 +189,9 @@ def gated_rms_norm(
 def fuses(norm: Any, x: Tensor) -> bool:
     """Whether a sum can be normalized as the norm would, but without calling it: it is one of the
     above, and it has no hooks."""
-    ours = norm.__dict__.get("forward")
-    known = isinstance(ours, functools.partial) and ours.func in NORMS
     parameters = norm._parameters.values()
     return (
-        known
+        function_of(norm) in NORMS
         and x.dtype in _DTYPES
         and is_unheard(norm)
         and all(is_plain(one) and (one is None or one.device == x.device) for one in parameters)

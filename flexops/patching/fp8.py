@@ -29,7 +29,7 @@ from ..ops.fp8_linear import (
     fp8_linears,
     fp8_refusal,
 )
-from .linears import DTYPES, NAMES, is_plain, shared
+from .linears import DTYPES, NAMES, REPLACED, function_of, is_plain, shared
 from .report import Row
 
 LEAST_SIZE = 850
@@ -96,9 +96,8 @@ def add_rms_norm(
 
 def recipe_of(linear: Any) -> str:
     """The recipe that a layer was patched with; "" if it was not."""
-    own = linear.__dict__.get("forward")
-    ours = isinstance(own, functools.partial) and own.func is fp8_forward
-    return own.keywords["recipe"] if ours else ""
+    ours = function_of(linear) is fp8_forward
+    return linear.__dict__["forward"].keywords["recipe"] if ours else ""
 
 
 def takes(x: Any, linears: tuple[Any, ...]) -> bool:
@@ -181,9 +180,8 @@ def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:
 def _have_codes_written(norms: list[nn.Module]) -> None:
     """Beside blocks whose layers were patched, norms are read by these."""
     for norm in norms:
-        own = norm.__dict__.get("forward")
-        if isinstance(own, functools.partial) and own.func.__name__ == "rms_norm":
-            norm.__dict__["forward"] = functools.partial(own, codes=True)
+        if getattr(function_of(norm), "__name__", "") == "rms_norm":
+            norm.__dict__["forward"] = functools.partial(norm.__dict__["forward"], codes=True)
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Any, ...]:
@@ -200,8 +198,8 @@ def why_kept(name: str, module: Any, keep: tuple[str, ...], beside: tuple[Any, .
         return f"it was replaced before, with fp8={before!r}: flexops.unpatch undoes that"
     if any(name == one or name.endswith(f".{one}") for one in keep):
         return "an output layer or a shared weight: its products stay 16-bit"
-    if own is not None and getattr(getattr(own, "func", None), "__name__", "") not in NAMES:
-        return "its forward was replaced before, by something else"
+    if own is not None and getattr(function_of(module), "__name__", "") not in NAMES:
+        return REPLACED
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return (
             f"its size, {module.out_features} x {module.in_features}, is not a multiple of"

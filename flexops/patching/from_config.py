@@ -73,7 +73,7 @@ def _weights(stored: Any) -> Any:
     """What a checkpoint of 4 bits has instead of 16-bit weights, None for other checkpoints."""
     if stored is None:
         return None
-    from .int4_formats import Declared, format_of, usable_group_size
+    from ..ops._int4_formats import Declared, format_of, usable_group_size
     from .int4_loading import Int4Config
 
     try:

@@ -4,7 +4,6 @@ step of it."""
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -14,24 +13,13 @@ from .._torch import is_unheard
 from ..generation import step
 from ..ops._attention_checks import MOST_COLUMNS
 from . import attention as attending
+from .forwards import OfModel
+from .linears import function_of
 from .report import Row
 
 NAME = "flexops"
 _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "past_key_values"))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
-
-
-class _Forward(functools.partial[Any]):
-    """With the signature of what it replaces: by it ``generate`` decides whether positions are
-    passed, and trainers which columns of their data are."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        inner = self.keywords.get("inner")
-        if inner is not None:
-            return inspect.signature(inner)
-        own = inspect.signature(type(self.args[0]).forward)
-        return own.replace(parameters=list(own.parameters.values())[1:])
 
 
 def switch(model: Any, reason: str) -> Row | None:
@@ -45,7 +33,7 @@ def switch(model: Any, reason: str) -> Row | None:
     if not reason:
         inner = model.__dict__.get("forward")
         if not is_switched(model):
-            model.__dict__["forward"] = _Forward(forward, model, inner=inner)
+            model.__dict__["forward"] = OfModel(forward, model, inner=inner)
         model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refusal_now)
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
 
@@ -94,8 +82,7 @@ def refusal_now(model: Any) -> str:
 
 
 def is_switched(model: Any) -> bool:
-    present = model.__dict__.get("forward")
-    return isinstance(present, functools.partial) and present.func is forward
+    return function_of(model) is forward
 
 
 def switch_back(model: Any) -> None:

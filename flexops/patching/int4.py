@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import PatchError
 from ..nn import Int4Linear
+from ..ops._int4_formats import FORMATS, OWN, WRITTEN, Format, Words, weight_of
 from ..ops.int4_linear import GROUP_SIZES, Int4Weight, int4_codes, pack_int4, quantize_int4
-from .int4_formats import FORMATS, OWN, WRITTEN, Format, Words, weight_of
 from .linears import DTYPES, is_bare
 from .report import Row
 

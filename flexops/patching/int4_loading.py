@@ -35,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import PatchError
 from ..nn import Int4Linear
+from ..ops._int4_formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
 from ..ops.int4_linear import Int4Weight
 from .int4 import (
     EXPERTS,
@@ -52,7 +53,6 @@ from .int4 import (
     untie,
     why_kept,
 )
-from .int4_formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

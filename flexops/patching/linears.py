@@ -9,7 +9,6 @@ adds to the first's.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +32,11 @@ def is_plain(parameter: Tensor | None) -> bool:
     return parameter is None or (type(parameter) in _PLAIN and parameter.dtype in DTYPES)
 
 
+def function_of(module: Any) -> Any:
+    """What a module's replaced ``forward``, a ``functools.partial``, calls; None if it has none."""
+    return getattr(module.__dict__.get("forward"), "func", None)
+
+
 LINEARS = ("Linear", "Conv1D")
 """Names of classes: torch's linear layer, and GPT-2's, whose weight is transposed."""
 
@@ -43,6 +47,8 @@ def is_linear(module: Any, names: tuple[str, ...] = LINEARS) -> bool:
     return known and cls.__name__ in names
 
 
+REPLACED = "its forward was replaced before, by something else"
+"""Why a module is skipped."""
 NAMES = ("projection", "output")
 """Of the functions that a plain linear layer's forward is replaced by (``projections.py``)."""
 FP8 = "fp8_forward"
@@ -85,11 +91,8 @@ def is_int4(linear: Any) -> bool:
 
 
 def _computes_its_own(linear: Any, fp8: bool = False) -> bool:
-    forward = linear.__dict__.get("forward")
-    names = (*NAMES, FP8) if fp8 else NAMES
-    own = forward is None or (
-        isinstance(forward, functools.partial) and getattr(forward.func, "__name__", "") in names
-    )
+    name = getattr(function_of(linear), "__name__", "")
+    own = "forward" not in linear.__dict__ or name in (*NAMES, *(FP8,) * fp8)
     return own and is_unheard(linear)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from .._torch import hears_of_parameters_only, is_unheard, product_dtype, tree_map
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from .forwards import plain
-from .linears import DTYPES
+from .forwards import OfModel, plain
+from .linears import DTYPES, function_of
 
 _DEFERS = "_flexops_defers"
 _CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -240,26 +240,14 @@ def _defers(
         return False  # a loss function of a user's own requires logits
     if "forward" not in found.__dict__:
         found.__dict__["forward"] = functools.partial(head, found)
-    present = found.__dict__["forward"]
-    if not isinstance(present, functools.partial) or present.func is not head:
+    if function_of(found) is not head:
         return False
     # hooks that read logits would get something else
     return hears_of_parameters_only(found) and all(map(is_unheard, holders))
 
 
-class _Model(functools.partial[Any]):
-    """With the signature of the class's ``forward``, which trainers and ``generate`` read."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(type(self.args[0]).forward)
-        names = list(own.parameters.values())[1:]
-        option = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
-        at = next(
-            (i for i, one in enumerate(names) if one.kind is inspect.Parameter.VAR_KEYWORD),
-            len(names),
-        )
-        return own.replace(parameters=[*names[:at], option, *names[at:]])
+class _Model(OfModel):
+    more = ("skip_logits",)
 
 
 def model(

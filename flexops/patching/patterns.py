@@ -114,6 +114,13 @@ def _one(module: Any, forward: Callable[..., Any], **options: Any) -> Swap:
     return [(module, functools.partial(forward, module, **options))]
 
 
+def _only(
+    operator: str, swap: Callable[[Any], Swap] | None = None, **named: Any
+) -> Callable[[Any], Iterator[Candidate]]:
+    """One candidate, whatever the module: ``swap``, or a ``forward`` of its own."""
+    return lambda _: iter([(operator, swap or functools.partial(_one, **named))])
+
+
 # ---- norms ---------------------------------------------------------------------------------------
 
 
@@ -346,10 +353,6 @@ def _tiny_block(module: Any) -> Miniature:
     return bare(module, **parts), (_input(2, LENGTH, small[first]),), {}
 
 
-def _sequential_candidates(_: Any) -> Iterator[Candidate]:
-    yield "bias_gelu / bias_silu", functools.partial(_one, forward=torch_modules.sequential)
-
-
 def _tiny_sequential(module: Any) -> Miniature:
     pairs = ((linear(WIDTH, WIDTH), unheard(act)) for act in torch_modules.fused(module))
     return nn.Sequential(*itertools.chain.from_iterable(pairs)), (_input(),), {}
@@ -366,10 +369,6 @@ def _other_attention(module: Any) -> str:
         if module.bias_k is not None or module.add_zero_attn
         else ""
     )
-
-
-def _attention_candidates(_: Any) -> Iterator[Candidate]:
-    yield "attention", functools.partial(_one, forward=torch_modules.multihead_attention)
 
 
 def _tiny_attention(module: Any) -> Miniature:
@@ -417,10 +416,6 @@ def _no_loss(module: Any) -> str:
     if "_loss_function" in module.__dict__:
         return "it has a loss function of its own"
     return loss.refusal(module.get_output_embeddings())
-
-
-def _loss_candidates(_: Any) -> Iterator[Candidate]:
-    yield "linear_cross_entropy", loss.swap
 
 
 def _small_config(config: Any, classes: int) -> Any:
@@ -490,7 +485,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "activations",
         "bias_gelu / bias_silu",
         lambda module: own_class(module) is nn.Sequential and bool(torch_modules.fused(module)),
-        _sequential_candidates,
+        _only("bias_gelu / bias_silu", forward=torch_modules.sequential),
         _tiny_sequential,
         differs=lambda module: tuple(
             (type(one), getattr(one, "approximate", "")) for one in torch_modules.fused(module)
@@ -509,7 +504,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "activations",
         "causal_conv1d",
         convolution.is_called,
-        lambda _: iter([("causal_conv1d", convolution.swap)]),
+        _only("causal_conv1d", convolution.swap),
         convolution.miniature,
         differs=lambda module: tuple(convolution.original(module).values()),
     ),
@@ -517,7 +512,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "projections",
         "projections of q, k, v as one product",
         projections.concerns,
-        lambda _: iter([("projections of q, k, v as one product", projections.swap)]),
+        _only("projections of q, k, v as one product", projections.swap),
         None,
         projections.refuse,
     ),
@@ -525,7 +520,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "attention",
         "attention",
         lambda module: own_class(module) is nn.MultiheadAttention,
-        _attention_candidates,
+        _only("attention", forward=torch_modules.multihead_attention),
         _tiny_attention,
         _other_attention,
     ),
@@ -533,7 +528,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "experts",
         "gated_experts / grouped_linear",
         experts.concerns,
-        experts.candidates,
+        lambda module: _only(experts.operator(module), forward=experts.experts)(module),
         experts.miniature,
         experts.refuse,
         experts.variant,
@@ -542,7 +537,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "experts",
         "experts by grouped_linear",
         experts.concerns_dense,
-        lambda _: iter([("experts by grouped_linear", experts.swap_dense)]),
+        _only("experts by grouped_linear", forward=experts.dense),
         experts.dense_miniature,
         experts.refuse_dense,
     ),
@@ -558,7 +553,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "loss",
         "linear_cross_entropy",
         _has_loss,
-        _loss_candidates,
+        _only("linear_cross_entropy", loss.swap),
         _tiny_model,
         _no_loss,
         lambda module: _values(module.config),  # soft caps and scales

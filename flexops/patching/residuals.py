@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import forwards
-from .linears import is_linear
+from .linears import function_of, is_linear
 from .patterns import looks_like_norm, settings, tiny_norm
 from .probe import (
     LENGTH,
@@ -48,8 +48,7 @@ _structures: dict[Any, tuple[Structure, str]] = {}
 
 
 def is_norm(module: Any) -> bool:
-    forward: Any = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
-    return isinstance(forward, functools.partial) and forward.func in forwards.NORMS
+    return isinstance(module, nn.Module) and function_of(module) in forwards.NORMS
 
 
 class _Part(nn.Module):
@@ -303,7 +302,13 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
                 part.__dict__["forward"] = forward
         elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
             continue
-        yield Row(class_of(layer).__name__, 1, _OPERATOR, not reason, reason)
+        yield Row(class_of(layer).__name__, 1, _operator(layer), not reason, reason)
+
+
+def _operator(layer: Any) -> str:
+    """What its norms become with the addition before them."""
+    kinds = [part.__dict__["forward"].func for part in layer.children() if is_norm(part)]
+    return " / ".join(f"add_{one.__name__}" for one in forwards.NORMS if one in kinds)
 
 
 def _entry(layer: Any) -> str:

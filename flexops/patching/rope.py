@@ -255,26 +255,20 @@ def kind_of(function: Any) -> str | None:
     return None
 
 
-_made: dict[tuple[type, str], Callable[..., Any]] = {}
-"""The code of each class, seeing our function. No cache of functools', which torch.compile would
-look into."""
+def _names(kind: str, forward: Any) -> dict[str, Any]:
+    name, function = _original(forward) or ("", None)
+    return {name: replaced(function, kind)}
 
 
-def prepare(cls: Any, kind: str) -> None:
-    """Make the code of a class."""
-    forward = cls.__dict__["forward"]
-    found = _original(forward)
-    assert found is not None
-    _made[cls, kind] = rebound(forward, {found[0]: replaced(found[1], kind)})
+def prepare(cls: Any, kind: str) -> Callable[..., Any]:
+    """The code of a class, with our function."""
+    return rebound(cls, kind, functools.partial(_names, kind))
 
 
 @replacement
 def attention(module: nn.Module, *args: Any, kind: str, **kwargs: Any) -> Any:
     """The forward pass of an attention module."""
-    cls = own_class(module)
-    if (cls, kind) not in _made:  # in a process that has unpickled the module
-        prepare(cls, kind)
-    return _made[cls, kind](module, *args, **kwargs)
+    return prepare(own_class(module), kind)(module, *args, **kwargs)
 
 
 # ---- the angles of a decode step -----------------------------------------------------------------

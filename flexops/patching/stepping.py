@@ -12,7 +12,7 @@ from .._torch import is_unheard
 from ..generation.state import state
 from . import decoding, forwards, residuals
 from .forwards import plain
-from .linears import FP8
+from .linears import FP8, function_of
 from .probe import Swap, disagreement
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -68,9 +68,8 @@ def _in_words(module: Any, x: Any, *_: Any, **kwargs: Any) -> Any:
 
 
 def _site(part: Any) -> Any:
-    forward = part.__dict__.get("forward")
-    added = isinstance(forward, functools.partial) and forward.func is forwards.added
-    return forward.keywords["site"] if added else None
+    added = function_of(part) is forwards.added
+    return part.__dict__["forward"].keywords["site"] if added else None
 
 
 def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

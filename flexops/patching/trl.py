@@ -10,7 +10,6 @@ are not changed.
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear_logprobs import with_statistics
+from .linears import function_of
 from .loss import head
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
@@ -86,8 +86,7 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _has_our_head(model: Any) -> bool:
     """Whether :func:`flexops.patch` has replaced the loss of a model with its head."""
     found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    forward = None if found is None else found.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.func is head
+    return found is not None and function_of(found) is head
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ from flexops.errors import ToolchainError
 from .case import Args, Case, Make, Result, only, tensors_of
 from .comparing import ROUNDING, assert_near, assert_same
 from .emulator import order_of_threads
-from .running import cast, copies, output_gradients, run, run_in_place
+from .running import cast, copies, output_gradients, result_of, run, run_in_place
 
 HUGE_MEMORY = 60 * 2**30
 
@@ -120,17 +120,8 @@ class Cuda:
 
 def _with_ones_for_gradients(case: Case, args: Args) -> Result:
     outputs = tensors_of(case.call(*args))
-    gradients: tuple[Tensor | None, ...] = ()
-    if case.differentiable:
-        with_gradient = [output for output in outputs if output.requires_grad]
-        ones = [
-            torch.ones((), dtype=output.dtype, device=output.device).expand_as(output)
-            for output in with_gradient
-        ]
-        gradients = torch.autograd.grad(
-            with_gradient, [args[i] for i in case.differentiable], ones, allow_unused=True
-        )
-    return Result(tuple(output.detach() for output in outputs), gradients)
+    ones = [torch.ones((), dtype=one.dtype, device=one.device).expand_as(one) for one in outputs]
+    return result_of(outputs, args, case.differentiable, ones)
 
 
 def _has_rows(value: object, rows: int) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,7 +25,7 @@ Call = Callable[..., Any]
 
 def check_kernel(
     kernel: flexops.Kernel,
-    cases: Sequence[Args],
+    cases: Iterable[Args],
     *,
     dtypes: Sequence[torch.dtype] = FLOATS,
     rounding: float = 0.0,
@@ -56,6 +57,7 @@ def check_kernel(
         raise TypeError(
             f"check_kernel: kernel must be what flexops.kernel returned, got {kernel!r}"
         )
+    cases = list(cases or ())
     if odd := [one for one in cases if not isinstance(one, (tuple, list))]:
         raise TypeError(
             "check_kernel: each case must be the tuple of a call's arguments, such as [(x, 2.0)],"
@@ -68,6 +70,14 @@ def check_kernel(
             required="a reference in plain PyTorch, and the arguments of one call or more",
             fix="flexops.kernel(..., reference=...), check_kernel(kernel, [(x, 2.0)])",
         )
+    parameters = list(inspect.signature(kernel).parameters.values())
+    least = sum(one.default is one.empty for one in parameters)
+    for number, args in enumerate(cases):
+        if not least <= len(args) <= len(parameters) or any(t.is_meta for t in tensors_of(args)):
+            raise TypeError(
+                f"check_kernel: case {number} must have {', '.join(map(str, parameters))}, tensors"
+                f" of the CPU among them, got {len(args)} arguments"
+            )
     subject = _Subject(kernel, rounding)
     own = tuple({arg.dtype: None for args in cases for arg in args if is_float(arg)})
     subject.expression(cases[0])  # the first case's own dtypes have to be accepted

@@ -14,7 +14,7 @@ from flexops.bench.reference import OnReference
 from flexops.ops import _register
 
 from .accuracy import compared, write
-from .case import Case, Make, Result, argument_name, is_float, only, tensors_of
+from .case import Args, Case, Make, Result, argument_name, is_float, only, tensors_of
 from .comparing import ROUNDING, assert_near, assert_same, numbers_of
 from .isa import at_each_isa, every_level
 from .layouts import LAYOUTS, laid_out, layouts_of, smaller
@@ -35,13 +35,8 @@ class Results:
                     if case.same_bits:
                         assert_same(actual, expected)
                     assert_near(actual, expected, case.rounding, what=f"{shape}")
-                assert [output.dtype for output in actual.outputs] == [
-                    output.dtype for output in expected.outputs
-                ]
-                assert all(
-                    g is None or g.dtype == args[i].dtype
-                    for i, g in zip(case.differentiable, actual.gradients, strict=True)
-                )
+                assert _dtypes(actual) == _dtypes(expected)
+                assert _gradients_have_dtypes(case, args, actual)
 
     @only(lambda case: "." in case.family)
     def test_broadcasts_what_the_reference_does(self, case: Case, device: str) -> None:
@@ -159,9 +154,7 @@ class Results:
                     with isa:
                         actual = run(case.call, args, case.differentiable)
                         assert_near(actual, expected, what=f"{shape}")
-                        assert [output.dtype for output in actual.outputs] == [
-                            output.dtype for output in expected.outputs
-                        ]
+                        assert _dtypes(actual) == _dtypes(expected)
 
     @only(lambda case: case.not_finite)
     def test_not_finite(self, case: Case, device: str) -> None:
@@ -208,13 +201,20 @@ class Results:
                 with isa, torch.autocast(device, dtype=torch.bfloat16):
                     actual = run(case.call, args, case.differentiable)
                     assert_near(actual, exact, ROUNDING[torch.bfloat16])
-                assert [output.dtype for output in actual.outputs] == [
-                    output.dtype for output in planned
-                ], "not the dtype that the compiler assumes"
-                assert all(
-                    g is None or g.dtype == args[i].dtype
-                    for i, g in zip(case.differentiable, actual.gradients, strict=True)
-                )
+                planned_dtypes = _dtypes(Result(planned, ()))
+                assert _dtypes(actual) == planned_dtypes, "not the dtype that the compiler assumes"
+                assert _gradients_have_dtypes(case, args, actual)
+
+
+def _dtypes(result: Result) -> list[torch.dtype]:
+    return [output.dtype for output in result.outputs]
+
+
+def _gradients_have_dtypes(case: Case, args: Args, result: Result) -> bool:
+    return all(
+        one is None or one.dtype == args[position].dtype
+        for position, one in zip(case.differentiable, result.gradients, strict=True)
+    )
 
 
 def _infinite_is_nan(result: Result) -> Result:

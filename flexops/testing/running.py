@@ -64,34 +64,29 @@ def run(function: Callable[..., Any], args: Args, differentiable: Sequence[int] 
     ``differentiable``."""
     args = copies(args, differentiable)
     outputs = tensors_of(function(*args))
-    if not differentiable:
-        return Result(tuple(output.detach() for output in outputs), ())
-    with_gradient = [output for output in outputs if output.requires_grad]
-    given = [
-        gradient
-        for output, gradient in zip(outputs, output_gradients(outputs), strict=True)
-        if output.requires_grad
-    ]
-    gradients = torch.autograd.grad(
-        with_gradient, [args[position] for position in differentiable], given, allow_unused=True
-    )
-    return Result(tuple(output.detach() for output in outputs), tuple(gradients))
+    return result_of(outputs, args, differentiable, output_gradients(outputs))
 
 
-def run_in_place(case: Case, args: Args, given: list[Tensor]) -> Result:
+def run_in_place(case: Case, args: Args, given: Sequence[Tensor]) -> Result:
     """Like ``run``, on these very tensors and with output gradients that are there: no copy from
     the host, which stream capture would reject."""
-    outputs = tensors_of(case.call(*args))
+    return result_of(tensors_of(case.call(*args)), args, case.differentiable, given)
+
+
+def result_of(
+    outputs: Sequence[Tensor], args: Args, differentiable: Sequence[int], given: Sequence[Tensor]
+) -> Result:
+    """Outputs, and with ``given`` as their gradients those of the arguments at
+    ``differentiable``."""
     gradients: tuple[Tensor | None, ...] = ()
-    if case.differentiable:
-        with_gradient = [output for output in outputs if output.requires_grad]
-        wanted = [
-            gradient
-            for output, gradient in zip(outputs, given, strict=True)
-            if output.requires_grad
-        ]
+    if differentiable:
+        both = zip(outputs, given, strict=True)
+        pairs = [(output, gradient) for output, gradient in both if output.requires_grad]
         gradients = torch.autograd.grad(
-            with_gradient, [args[i] for i in case.differentiable], wanted, allow_unused=True
+            [output for output, _ in pairs],
+            [args[position] for position in differentiable],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
         )
     return Result(tuple(output.detach() for output in outputs), gradients)
 

@@ -91,6 +91,7 @@ def test_what_is_documented_passes_its_checks(name: str, cases: Any) -> None:
         ({"workspace": {"part": lambda z: z}}, "for workspace of part asks for z"),
         ({"constants": {"kWeights": [float("nan")]}}, "constants cannot hold kWeights"),
         ({"constants": {"kWeights": torch.ones(3, dtype=torch.bfloat16)}}, "cannot hold kWeights"),
+        ({"constants": {"kWeights": torch.ones(3) * 1j}}, "cannot hold kWeights"),
         ({"constants": {"kWeights": ["a"]}}, "constants cannot hold kWeights"),
         ({"constants": {"kWeights": torch.ones(2**15)}}, "131072 bytes"),
         ({"constants": {"kWeights": 3}}, "constants cannot hold kWeights"),

@@ -336,6 +336,7 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ({"setup_context": print}, ["setup_context without backward"]),
         ({"args": ["factor"]}, ["args is ['factor']", "a mapping of names"]),
         ({"constants": [1.0]}, ["constants is [1.0]", "a mapping of names"]),
+        ({"constants": {"float": [1.0]}}, ["constants cannot hold float"]),
         ({"candidates": 5}, ["candidates is 5", "a list of mappings"]),
         ({"candidates": [{"args": 5}]}, ["args is 5", "a mapping of names"]),
         ({"candidates": [{}], "candidate": "0"}, ["candidate is '0'", "a number"]),
@@ -424,6 +425,24 @@ def test_what_out_returns_is_verified():
     one = define(out=lambda x: (x,))
     with pytest.raises(TypeError, match=r"scale: out must return out, got Tensor"):
         one(torch.ones(3, device="meta"), 2.0)
+
+
+def test_a_factory_and_several_steps_that_do_not_fit():
+    ramp = "__global__ void ramp(float* out, int n) {}"
+    with pytest.raises(FlexopsError, match="required: a function that returns the result"):
+        define(ramp, "ramp(int n, *, Device device) -> Tensor")
+    source = "__global__ void first(float* room) {}"
+    for workspace, steps, said in (
+        ({"x": torch.empty_like}, [{"name": "first"}], "a workspace called x"),
+        ({"room": torch.empty_like}, [{"grid": 1}], "a step with grid"),
+    ):
+        with pytest.raises(FlexopsError, match=said):
+            define(source, "both(Tensor x) -> Tensor", workspace=workspace, steps=steps)
+    both = define(
+        source, "both(Tensor x) -> Tensor", workspace={"room": 3}, steps=[{"name": "first"}]
+    )
+    with pytest.raises(TypeError, match=r"both: the workspace room must be a tensor.*got int"):
+        both.expression(torch.ones(3))
 
 
 def test_without_a_reference_other_devices_are_refused() -> None:
@@ -551,10 +570,10 @@ def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -
     fill(saved.detach(), 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    said = refusal(
-        FILL, "no_gradient::fill(Tensor(a!) y, float value) -> ()", backward=lambda *_: None
-    )
-    assert "writes its arguments, which has no gradient here" in said
+    for results in ("()", "Tensor"):
+        schema = f"no_gradient::fill(Tensor(a!) y, float value) -> {results}"
+        said = refusal(FILL, schema, backward=lambda *_: None)
+        assert "writes its arguments, which has no gradient here" in said
 
 
 def test_a_gradient_may_be_given_later_and_taken_back() -> None:

@@ -57,6 +57,7 @@ def test_a_struct_lies_in_memory_as_cpp_has_it() -> None:
         ({"last": True}, "Options has last, scale, strides, mark, got last"),
         ((1, 2.0), "got 2 values"),
         ((True, 2.0, [1, 2], 3), "Options::strides has 3 elements, got 2"),
+        ((True, 2.0, 5, 3), "Options::strides has 3 elements, got 5"),
         ((True, "a", [1, 2, 3], 3), "Options::scale cannot be 'a'"),
         ((True, 1.0, [1, 2, 3], 300), "Options::mark cannot be 300"),
         (b"abc", "Options has 40 bytes, got 3"),
@@ -118,6 +119,7 @@ def test_cooperative_and_cluster_are_attributes_of_the_launch() -> None:
         (torch.zeros(64, 8).t(), (8, 32), 0, "strides"),
         (torch.zeros(8, 65), (8, 32), 0, "strides"),
         (torch.zeros(0, 64), (8, 32), 0, "elements"),
+        (torch.empty_strided((8, 64), (64, 1)), (8, 32), 0, "a tensor on cpu"),
     ],
 )
 def test_a_tensor_without_a_map_is_rejected_with_the_reason(
@@ -125,3 +127,5 @@ def test_a_tensor_without_a_map_is_rejected_with_the_reason(
 ) -> None:
     with pytest.raises(FlexopsError, match=words):
         flexops.tensor_map(tensor, box, swizzle=swizzle)
+    with pytest.raises(TypeError, match="a tensor and a box such as"):
+        flexops.tensor_map(tensor, 8)  # type: ignore[arg-type]

@@ -228,16 +228,6 @@ def test_bindings_register_what_is_defined():
     assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
 
 
-def test_hand_written_bindings_register_what_is_declared():
-    by_hand = [spec for spec in catalog.CATALOG if spec.binding]
-    assert by_hand
-    for spec in by_hand:
-        text = (spec.project.csrc / spec.binding).read_text()
-        plain = {f"{one.name}_plain" for one in spec.declared if one.plain}
-        declared = {one.name for one in spec.declared} | plain
-        assert set(re.findall(r'FLEXOPS_IMPL\(\s*\w+,\s*"([\w.]+)"', text)) == declared, spec.name
-
-
 def test_an_operator_is_declared_in_one_place():
     """Its schema and its family; whatever else needs them asks for them by the operator's name."""
     schema = re.compile(rf"\b({'|'.join(map(re.escape, families.OPERATORS))})\(Tensor\b")

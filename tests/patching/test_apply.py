@@ -455,7 +455,9 @@ def test_the_next_norm_is_computed_with_the_sum() -> None:
     from flexops.patching import forwards
 
     model, inputs = tiny.model("llama"), tiny.batch("llama")
-    flexops.patch(model)
+    report = flexops.patch(model)
+    layers = [row.operator for row in report.swapped if row.module == "LlamaDecoderLayer"]
+    assert layers == ["add_rms_norm"]
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         for name in ("_rms_norm", "add_rms_norm"):

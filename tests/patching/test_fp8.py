@@ -156,6 +156,14 @@ def test_norms_behind_sums_quantize_their_results(
 
 
 @pytest.mark.extra
+def test_codes_of_a_result_that_was_written_over_are_not_used() -> None:
+    y = torch.ones(2)
+    setattr(y, fp8._CODES, ("codes", y._version))
+    assert fp8._codes_of(y) == "codes"
+    y.add_(1)
+    assert fp8._codes_of(y) is None
+
+
 def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("fp8_worker.py")
     run_ranks(2, "cpu", tmp_path / "store", timeout=300, worker=worker)

@@ -159,6 +159,18 @@ def test_a_changed_model_is_captured_again(graphs: type[Eager], change: Any) -> 
     assert graphs.made == 1
 
 
+def test_a_users_cache_serves_a_changed_model(graphs: type[Eager]) -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    cache = flexops.KVCache(model.config, max_length=9 + NEW)
+    for made in (1, 2):
+        flexops.patch(model, activations=made == 1)
+        found = plain(model, inputs, past_key_values=cache, eos_token_id=None)
+        assert graphs.made == made
+        cache.reset()
+        flexops.unpatch(model)
+        assert torch.equal(found, plain(model, inputs, eos_token_id=None))
+
+
 def test_hooks_are_called(graphs: type[Eager]) -> None:
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
@@ -169,15 +181,19 @@ def test_hooks_are_called(graphs: type[Eager]) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_what_cannot_be_captured_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", [["operation not permitted when stream is capturing"], []])
+def test_what_cannot_be_captured_runs_as_before(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise RuntimeError(*said)
 
     model, inputs = tiny.model("llama").eval(), prompts()
     expected = plain(model, inputs, eos_token_id=None)
     flexops.patch(model)
     monkeypatch.setattr(step, "Graph", fail)
-    with pytest.warns(flexops.FallbackWarning, match="capture failed: RuntimeError: operation"):
+    reason = said[0] if said else "no message"
+    with pytest.warns(flexops.FallbackWarning, match=f"capture failed: RuntimeError: {reason}"):
         assert torch.equal(plain(model, inputs, eos_token_id=None), expected)
     found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
     assert torch.equal(found, expected)
@@ -221,6 +237,15 @@ def test_the_rest_of_generate_stays_outside(padding: str) -> None:
             assert len(found.hidden_states) == NEW
             expected, found = expected.sequences, found.sequences
         assert torch.equal(found, expected), options
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_cache_implementation_that_was_chosen_stays() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model)
+    for chosen, ours in ((None, True), ("dynamic", False)):
+        found = plain(model, inputs, cache_implementation=chosen, return_dict_in_generate=True)
+        assert isinstance(found.past_key_values, flexops.KVCache) == ours
 
 
 def test_the_cache_implementation_has_a_name() -> None:
@@ -410,6 +435,9 @@ def test_a_cache_is_copied_cropped_and_selected_from() -> None:
     cache.batch_repeat_interleave(3)
     assert torch.equal(cache.layers[0].keys, first[[1, 1, 1], :, :2])
     assert cache.batch_size == 3
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+    cache.update(first[[1, 1, 1]], more[[1, 1, 1]], 0)
     cache.reset()
     assert cache.get_seq_length() == 0
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Linear
+from flexops.ops import _int4_formats as formats
 from flexops.ops import few_rows
 from flexops.patching import Int4Config, from_config, register_int4
-from flexops.patching import int4_formats as formats
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
@@ -311,7 +311,7 @@ def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
 def test_quantized_while_loading_and_in_memory_are_the_same(
     settings: dict[str, Any], tied: bool, tmp_path: Path
 ) -> None:
-    llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "16")
+    llama(tie_word_embeddings=tied, attention_bias=tied).save_pretrained(tmp_path / "16")
     loaded = load(tmp_path / "16", **settings)
     memory = AutoModelForCausalLM.from_pretrained(tmp_path / "16")
     weights = Int4Config(**settings) if settings else "int4"
@@ -339,6 +339,8 @@ def test_zero_points_between_codes_are_saved_in_flexops_own_format(tmp_path: Pat
     model.save_pretrained(tmp_path / "own")
     config = json.loads((tmp_path / "own/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "flexops_int4"
+    stored = load_file(tmp_path / "own/model.safetensors")
+    assert "model.layers.1.mlp.down_proj.weight_zero_point" in stored
     for again in (load(tmp_path / "own"), AutoModelForCausalLM.from_pretrained(tmp_path / "own")):
         flexops.patch(again)
         assert torch.equal(logits(again), logits(model))

@@ -4,6 +4,7 @@ reason in the report."""
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 
 import flexops
-from flexops.patching import classes
+from flexops.patching import classes, rope
 
 OTHER = "on a small input it computes something else than the replacement"
 
@@ -278,7 +279,7 @@ def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
     from flexops.patching.loss import Logits, head
 
     torch.manual_seed(0)
-    layer, x = nn.Linear(8, 5), torch.randn(2, 3, 8)
+    layer, x, bias = nn.Linear(8, 5), torch.randn(2, 3, 8), torch.randn(5)
     layer.__dict__["forward"] = functools.partial(head, layer)
     logits, plain = Logits(layer, x, torch.float32), layer(x)
     assert len(logits) == 2
@@ -296,8 +297,37 @@ def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
         lambda y: y.to(torch.float64),
         lambda y: y[..., :3],
         lambda y: y.reshape(-1),
+        lambda y: y + bias + bias - 0,
+        lambda y: y * 2.0 + bias - 0,
+        lambda y: (y + bias) * 2.0 - 0,
+        lambda y: (y / 3.0).tanh() * 3.0 + bias - 0,
     ):
         torch.testing.assert_close(call(logits), call(plain))
+    assert logits.shape == plain.shape
+    target = torch.tensor([0, 4, 1, -100, 2, 3])
+    expected = nn.functional.cross_entropy((plain + bias).view(-1, 5), target)
+    found = nn.functional.cross_entropy((logits + bias).view(-1, 5), target)
+    torch.testing.assert_close(found, expected)
     for cast in (lambda y: y.bfloat16(), lambda y: y.to(torch.bfloat16), lambda y: y.half()):
         assert cast(logits).dtype == cast(plain).dtype
         torch.testing.assert_close(cast(logits) - 0, cast(plain))
+
+
+ROTARY = {
+    "half": ("llama", ""),
+    "neighbours": ("cohere", ""),
+    "neighbours of halves": ("glm", ""),
+    "sorted": ("deepseek_v3", "_interleave"),
+    "short": ("gpt_oss", ""),
+    "backward": ("nanochat", ""),
+    "trailing": ("deepseek_v4", ""),
+    "flat": ("qwen2_vl", "_vision"),
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_each_kind_of_rotary_embedding_is_recognized(kind: str) -> None:
+    """One that ours does not compute keeps its code: no model's results would show it."""
+    folder, suffix = ROTARY[kind]
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    assert rope.kind_of(getattr(modeling, f"apply_rotary_pos_emb{suffix}")) == kind

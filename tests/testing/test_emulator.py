@@ -51,6 +51,33 @@ def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source() -> N
     assert "sums.cu, line 13: " in str(caught.value)
 
 
+@pytest.mark.usefixtures("host_compiler")
+def test_an_assertion_and_a_print_have_fixes():
+    for number, (line, fix) in enumerate(
+        (("assert(x[0] > 1);", "-DNDEBUG"), ('printf("%d", n);', "remove printf"))
+    ):
+        source = f"__global__ void said(float* x, int n) {{ {line} x[0] = 2; }}"
+        schema = f"emulated::said{number}(Tensor(a!) x) -> ()"
+        with pytest.raises(EmulationError, match=f"cannot be emulated(.|\\n)*fix: .*{fix}"):
+            emulate(flexops.kernel(source, schema, name="said", grid=1, block=1), torch.zeros(3))
+    x = torch.zeros(3)
+    source = "__global__ void said(float* x) { assert(x[0] > 1); x[0] = 2; }"
+    quiet = flexops.kernel(source, "emulated::quiet(Tensor(a!) x) -> ()", name="said", grid=1,
+                           block=1, options=["-DNDEBUG"])  # fmt: skip
+    emulate(quiet, x)
+    assert x[0] == 2
+
+
+def test_a_result_on_another_device_is_no_memory():
+    ramp = flexops.kernel(
+        "__global__ void ramp(float* out, int n) { if (threadIdx.x < n) out[threadIdx.x] = 1; }",
+        "emulated::ramp(int n, *, Device device) -> Tensor",
+        out=lambda n: torch.empty(n, device="meta"),
+    )
+    with pytest.raises(ValueError, match="out must be on the device of device, got meta"):
+        emulate(ramp, 3, device="cpu")
+
+
 WRONG = r"""
 __global__ void wrong(float* x, int n, int which) {
   __shared__ volatile float row[64];

@@ -127,6 +127,10 @@ def test_what_a_check_requires() -> None:
         check_kernel(define(), [])
     with pytest.raises(TypeError, match=r"tuple of a call's arguments.*got Tensor"):
         check_kernel(define(), [torch.randn(3), 2.0])
+    with pytest.raises(TypeError, match=r"case 0 must have .*got 1 arguments"):
+        check_kernel(define(), iter([CASES[0][:1]]))
+    with pytest.raises(TypeError, match=r"case 0 must have .*tensors of the CPU"):
+        check_kernel(define(), [tuple(torch.empty(3, device="meta") for _ in CASES[0])])
     with pytest.raises(TypeError, match=r"must be what flexops.kernel returned"):
         check_kernel(torch.relu, CASES)
 

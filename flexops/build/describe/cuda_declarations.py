@@ -195,7 +195,7 @@ FOR_NEITHER = re.compile(r"thrust/[\w/.-]+|ATen/[\w/.-]+\.cuh")
 FOR_THE_HOST = re.compile(
     r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h|ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh|Python\.h|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
     r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"
-    r"|(?:sys/)?[a-z0-9_]+(?:\.h)?"  # C's, C++'s and the system's
+    r"|(?:sys/)?(?!cuda_(?:awbarrier|pipeline))[a-z0-9_]+(?:\.h)?"  # C's, C++'s and the system's
 )
 
 

@@ -81,13 +81,11 @@ class Declared(NamedTuple):
 
     Attributes:
         schema: as torch gets it.
-        said: further arguments of ``schema.declare``; None if the binding is hand-written.
-        by_hand_plain: ``plain``, of an operator whose binding is hand-written.
+        said: further arguments of ``schema.declare``.
     """
 
     schema: str
-    said: Mapping[str, Any] | None
-    by_hand_plain: bool = False
+    said: Mapping[str, Any]
 
     def __hash__(self) -> int:
         return hash(self.schema)
@@ -100,7 +98,7 @@ class Declared(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether it is registered as ``<name>_plain``, too (``ops/_register.py``)."""
-        return self.by_hand_plain if self.said is None else bool(self.said.get("plain"))
+        return bool(self.said.get("plain"))
 
 
 def in_words(names: Sequence[str]) -> str:

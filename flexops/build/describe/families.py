@@ -30,11 +30,6 @@ def _family(name: str, *declared: Declared, **fields: Any) -> OpSpec:
     return OpSpec(name, declared=declared, **fields)
 
 
-def _by_hand(*schemas: str, plain: bool = False) -> tuple[Declared, ...]:
-    """Operators of a family with a hand-written binding."""
-    return tuple(Declared(schema, None, plain) for schema in schemas)
-
-
 _FLOATS = ("float32", "float16", "bfloat16")
 _ROOM = Output("16777216", "uint8")  # for what blocks of fp8_linear's kernels find in columns
 
@@ -231,7 +226,7 @@ _OF_INPUT = {"grad": "x", "grad_residual": "x", "weight": "x[-1]"}
 _INPUT_GRADIENT = Output("x", "x", when="need_x")
 _WEIGHT_GRADIENT = Output("x[-1]", "weight", when="need_weight and weight")
 
-# ---- families with a binding of their own --------------------------------------------------------
+# ---- attention over a cache ----------------------------------------------------------------------
 
 KVCACHE_ATTENTION = (
     "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
@@ -251,6 +246,26 @@ KVCACHE_CODES = (
     f"kvcache_compress_(Tensor k, Tensor v, {_CODES.format(*'abcd')}, int first, int bits, int"
     " group_size) -> ()",
 )
+_CODES_DTYPES = {
+    "k_codes": "uint8",
+    "k_steps": "float16",
+    "v_codes": "uint8",
+    "v_steps": "float16",
+}
+_CACHED: dict[str, Any] = {
+    "q": ("float16", "bfloat16"),
+    "rotary_cos": _FLOATS,
+    "rotary_sin": _FLOATS,
+    "cache_seqlens": "int32",
+    "cache_leftpad": "int32",
+    "alibi_slopes": "float32",
+    "sinks": "float32",
+}
+_OF_CACHED = {"cache_seqlens": "q[0]", "cache_leftpad": "q[0]", "sinks": "q[2]"}
+_CACHED_STRIDES = dict.fromkeys("qkv", "aligned columns") | dict.fromkeys(
+    ("rotary_cos", "rotary_sin"), "columns"
+)
+_CACHED_LSE = Output("q[0], q[2], q[1]", "float32")
 
 CATALOG: tuple[OpSpec, ...] = (
     _family(
@@ -698,7 +713,46 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "kvcache_attention",
-        *_by_hand(KVCACHE_ATTENTION, *KVCACHE_CODES),
+        _op(
+            KVCACHE_ATTENTION,
+            dtypes=_CACHED
+            | dict.fromkeys(("k_cache", "v_cache", "k", "v"), "q")
+            | dict.fromkeys(("cache_batch_idx", "block_table"), "int32"),
+            shapes=_OF_CACHED
+            | {
+                "k_cache": "k_cache[0], k_cache[1], k_cache[2], q[3]",
+                "v_cache": "k_cache[0], k_cache[1], k_cache[2], v_cache[3]",
+                "cache_batch_idx": "q[0]",
+            },
+            strided=_CACHED_STRIDES
+            | dict.fromkeys(("k_cache", "v_cache"), "any")
+            | {"block_table": "columns"},
+            outputs=(Output("q[0], q[1], q[2], v_cache[3]", "q"), _CACHED_LSE),
+        ),
+        _op(
+            KVCACHE_CODES[0],
+            dtypes=_CACHED | _CODES_DTYPES | dict.fromkeys(("recent_k", "recent_v"), "q"),
+            shapes=_OF_CACHED
+            | {
+                "k": "q[0], 1, recent_k[2], q[3]",
+                "v": "q[0], 1, recent_k[2], recent_v[3]",
+                "recent_k": "q[0], recent_k[1], recent_k[2], q[3]",
+                "recent_v": "q[0], recent_k[1], recent_k[2], recent_v[3]",
+                "k_codes": "q[0], recent_k[2], k_codes[2], k_codes[3]",
+            },
+            strided=_CACHED_STRIDES
+            | dict.fromkeys((*_CODES_DTYPES, "recent_k", "recent_v"), "any"),
+            outputs=(Output("q"), _CACHED_LSE),
+        ),
+        _op(
+            KVCACHE_CODES[1],
+            dtypes=_CODES_DTYPES | {"k": ("float16", "bfloat16")},
+            shapes={
+                "v": "k[0], k[1], k[2], v[3]",
+                "k_codes": "k[0], k[2], k_codes[2], k_codes[3]",
+            },
+            strided=dict.fromkeys("kv", "aligned columns") | dict.fromkeys(_CODES_DTYPES, "any"),
+        ),
         hip=False,
         least_capability=(8, 0),
     ),

@@ -341,10 +341,10 @@ def declare(
 
 @functools.cache
 def signature_of(one: Declared) -> Signature:
-    """Of an operator of flexops' own that is not ``by hand``."""
+    """Of an operator of flexops' own."""
     name, _, overload = one.name.partition(".")
     text = without_defaults(one.schema).replace(f"{name}.", f"{name}_", 1)
-    return declare(text, overload=overload, **{"split": "host", **(one.said or {})})
+    return declare(text, overload=overload, **{"split": "host", **one.said})
 
 
 def without_defaults(schema: str) -> str:

@@ -116,7 +116,7 @@ class OpSpec(_Fields):
     def binding(self) -> str:
         """Relative to ``csrc``; "" if it is written by the builder."""
         name = f"{self.family}_binding.cpp"
-        made = self.signatures or any(one.said is not None for one in self.declared)
+        made = self.signatures or self.declared
         return "" if made and name not in self._files else f"{self.family}/{name}"
 
     @property

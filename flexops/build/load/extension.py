@@ -574,6 +574,8 @@ def _planned(
 def check_request(name: str, is_python_module: bool, is_standalone: bool, sycl: bool) -> None:
     if is_python_module and is_standalone:
         raise ValueError("is_python_module and is_standalone exclude each other")
+    if not isinstance(name, str):
+        raise TypeError(f"an extension's name must be text, got {name!r}")
     if len(name.encode(errors="replace")) > _LONGEST_NAME:
         what = f"{name[:20]!r}... cannot name an extension: it has {len(name)} characters"
         raise ValueError(

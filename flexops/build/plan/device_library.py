@@ -60,7 +60,7 @@ STANDARD = frozenset(
     )
 )
 """Headers that have nothing in them for device code, in whose place ``DEVICE_HEADER`` stands."""
-_LIBRARY = re.compile(r"(?:cub|cuda|nv)/.+|cooperative_groups(?:\.h|/.+)")
+_LIBRARY = re.compile(r"(?:cub|cuda|nv)/.+|cooperative_groups(?:\.h|/.+)|curand_\w+\.h")
 """Headers of CCCL, and those that include some. They are read before ``DEVICE_HEADER``, whose
 macros replace functions of theirs."""
 # long is what 64 bits are to the host's compiler, which mangles a kernel's name too

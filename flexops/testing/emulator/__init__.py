@@ -80,6 +80,14 @@ def order_of_threads(*, reverse: bool) -> Iterator[None]:
         os.environ["STAND_IN_ORDER"] = before
 
 
+_ON_A_GPU = "test this kernel on a GPU"
+_CALLS = {
+    "__assertfail": 'leave assert() out of this compilation: options=["-DNDEBUG"]',
+    "vprintf": "remove printf, or test this kernel on a GPU",
+}
+"""The fix for a function of the device's that kernels call."""
+
+
 class Loaded(NamedTuple):
     """A translated kernel: the function that runs it, its symbol, and the PTX."""
 
@@ -153,7 +161,7 @@ def translated(code: Path, symbol: str) -> Loaded:
             f"{symbol} cannot be emulated",
             found=str(error),
             required="instructions of compute_80 that flexops.testing.emulator translates",
-            fix="test this kernel on a GPU",
+            fix=next((fix for call, fix in _CALLS.items() if call in str(error)), _ON_A_GPU),
         ) from None
     return Loaded(ctypes.CDLL(str(library)).emulate, symbol, library.with_suffix(".ptx"))
 

@@ -630,6 +630,7 @@ def test_what_other_systems_and_the_host_read_is_left_out():
     text = """
 #include <ATen/cuda/detail/IndexUtils.cuh>
 #include <cuda_bf16.h>
+#include <cuda_pipeline_primitives.h>
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -660,6 +661,8 @@ __global__ void k(const __nv_bfloat16* x, float* out) {
     for half in (halves.host, halves.device):
         assert "hipcub" not in half
         assert "__constant__" not in half
+    assert "#include <cuda_pipeline_primitives.h>" in halves.device
+    assert "pipeline" not in halves.host
     assert "cub" not in halves.host
     assert "#include <ATen/cuda/detail/IndexUtils.cuh>" in halves.host
     assert "#ifdef PROJECT_EXPORTS\n#error" in halves.host or "elif" in halves.host

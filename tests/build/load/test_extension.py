@@ -258,6 +258,8 @@ def test_awkward_names_work_or_are_rejected_in_words(tmp_path):
 
 def test_names_and_arguments_that_no_file_can_have(tmp_path):
     source = write_module(tmp_path, "1")
+    with pytest.raises(TypeError, match="must be text, got None"):
+        flexops.load(None, [source])
     for module in (True, False):
         with pytest.raises(ValueError, match="it has 250 characters"):
             flexops.load("a" * 250, [source], is_python_module=module)

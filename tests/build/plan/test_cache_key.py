@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,28 @@ def test_sources_and_headers_enter_the_key(tmp_path):
     assert key(plan) != before
     full = [
         cache_key.full_key(before, headers)
-        for headers in ({}, {"<tiny>/a.h": "1"}, {"<tiny>/a.h": "2"}, {"<tiny>/b.h": "1"})
+        for headers in (
+            {},
+            {"<tiny>/a.h": "1"},
+            {"<tiny>/a.h": "2"},
+            {"<tiny>/b.h": "1"},
+            {"<tiny>/a.h": cache_key.ABSENT},
+        )
     ]
-    assert len(set(full)) == 4
+    assert len(set(full)) == 5
+
+
+def test_a_large_library_is_known_by_size_and_date(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_key, "_LARGE_LIBRARY", 4)
+    library = tmp_path / "a.so"
+    states = []
+    for text, date in (("1234", 1), ("1234", 2), ("12345", 2), ("12345", 3), ("54321", 3)):
+        library.write_text(text)
+        os.utime(library, (date, date))
+        states.append(cache_key.library_state(library))
+    assert states[0] == states[1], "its contents"
+    assert states[3] == states[4], "nothing is read"
+    assert len(set(states)) == 3
 
 
 def test_what_decides_on_commands_enters_the_key(tmp_path):

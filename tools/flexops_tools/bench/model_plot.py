@@ -52,9 +52,7 @@ def draw(data: dict[str, Any], file: Path) -> None:
             positions, values, color=[OURS if one.get("flexops") else OTHERS for one in results]
         )
         axes.bar_label(bars, labels=[format(value, form) for value in values], padding=4)
-        axes.set_yticks(
-            positions, [one["name"] for one in results] if number == 0 else [""] * len(results)
-        )
+        axes.set_yticks(*((positions, [one["name"] for one in results]) if number == 0 else ([],)))
         axes.invert_yaxis()
         axes.set_xlim(0, max(max(values) * 1.15, 1e-9))
         axes.set_xticks([])
