@@ -109,7 +109,6 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
   const int in_unit = p.activation ? 2 : 1,
             rows = (p.each + (block < p.longer ? 1 : 0)) * in_unit;  // row tiles
   const int count = rows * p.chunks;
-  let_next_start();
 
   // The ring: the chunk to fetch next is `ahead`, in the row tile and columns that belong to it.
   u8* const ring = shared + at.ring + warp * p.stages * kStage;
@@ -185,6 +184,7 @@ __global__ void __launch_bounds__(32 * kFewWarps, 2)
     if (i % kPad >= p.m) sums[i] = 0.0f;
   }
   wait_for_previous();
+  let_next_start();  // not before: a third kernel's blocks would crowd on some multiprocessors
 #pragma unroll 1
   for (int row = 0; row < p.m; ++row)
     copy_row(row, static_cast<const T*>(p.x) + static_cast<i64>(row) * p.k);

@@ -56,9 +56,12 @@ FewPlan choose(const FewParams& p, const Gpu& gpu) {
   const bool few = p.m <= 2, clusters = gpu.capability >= 90;
   const bool wide = p.m > 1 || p.tiles_k >= 128;  // rows of x
   FewPlan plan = {gpu.shared_of_block >= 160 << 10 ? 8 : 4, 1, 2, 1};
-  if (few && rows >= 10 && p.tiles_k < 192) plan.resident = 2;
+  // In a decode step of 8 B, two blocks for gate and up took 20 us per layer, one 32.
+  const bool three = few && clusters && rows == 3 && !p.activation && p.tiles_k < 192;
+  const int64_t tiles = rows * (p.activation ? 2 : 1);
+  if (three || (few && tiles >= 10 && p.tiles_k < 192)) plan.resident = 2;
   // Rows of x take memory and time; a cluster's blocks share them.
-  if (clusters && wide && rows <= (few ? 2 : 3)) plan.cluster = 2;
+  if (three || (clusters && wide && rows <= (few ? 2 : 3))) plan.cluster = 2;
   if (grid_of(p, gpu, plan).bytes > gpu.shared_of_processor / plan.resident - 1024)
     plan.resident = 1;
   while (clusters && plan.cluster < 8 && !fits(p, gpu, plan)) plan.cluster *= 2;

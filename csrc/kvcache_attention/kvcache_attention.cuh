@@ -13,7 +13,9 @@
 //
 // On sm_90 and newer the kernels of a small call (`overlaps`) start while the one before them in
 // the stream ends. They wait for that one before they read anything; with `early`, before they read
-// more than the cache and where tokens are, which only kernels before that one have written.
+// more than the cache and where tokens are, which only kernels before that one have written. Then
+// only does the next one start: blocks of a third kernel would leave too few places on some
+// multiprocessors, and those of a product that has one block for each would be two on others.
 #pragma once
 
 #include "attention/attention_decode.cuh"
@@ -432,6 +434,7 @@ FLEXOPS_DEVICE void attend_part(const CacheParams& p, u8* memory, const Cached& 
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i, fresh);
   wait_for_previous();
+  if (p.overlaps) let_next_start();
 
   // Rotate Q, and put it where this block's last stage will be.
   const u32 q = whole + (kStages - 1) * kStage;
@@ -514,7 +517,6 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
     cached_attend(const FLEXOPS_GRID_CONSTANT CacheParams p) {
   using Shape = Decode<T, kDim, kDimV, kWarps, kN>;
   __align__(1024) extern __shared__ u8 memory[];
-  if (p.overlaps) let_next_start();
   if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int tile = static_cast<int>(blockIdx.x) % p.decode.call.tiles,
@@ -537,7 +539,6 @@ __global__ void __launch_bounds__(32 * kWarps, 2)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTANT CacheParams p) {
-  if (p.overlaps) let_next_start();
   if (!p.early) wait_for_previous();
   const Problem& problem = p.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
@@ -546,6 +547,7 @@ __global__ void __launch_bounds__(128) cached_combine(const FLEXOPS_GRID_CONSTAN
   const Cached s(p, both / problem.heads_q, head);
   const TileKeys seen(p, s, (query * problem.group + head % problem.group) / kM, kM, p.keys);
   wait_for_previous();
+  if (p.overlaps) let_next_start();
   if (seen.parts > 1) combine_splits<T>(p.decode, s, query, seen.parts);
 }
 

@@ -396,6 +396,7 @@ FLEXOPS_DEVICE void attend_coded_part(const CodesParams& c, u8* memory, const Ca
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) load(begin + warp + i * kWarps, i);
   wait_for_previous();
+  if (p.overlaps) let_next_start();
 
   const u32 staged = whole + Shape::kRing;
   stage_queries<T, Q, Shape::kThreads>(p, s, first, staged);
@@ -553,7 +554,6 @@ __global__ void __launch_bounds__(32 * kWarps, 3)
   using Shape = Coded<kDim, kBits, kValueGroup, kWarps, kKeys>;
   using Ring = Decode<T, kDim, kDim, kWarps, kN, Shape::kMost>;
   __align__(1024) extern __shared__ u8 memory[];
-  if (c.cache.overlaps) let_next_start();
   if (!c.cache.early) wait_for_previous();
   const CacheParams& p = c.cache;
   const Problem& problem = p.decode.call.problem;
@@ -589,7 +589,6 @@ __global__ void __launch_bounds__(32 * kWarps, 3)
 /// Grid: batch * heads_q * length_q blocks of 128, one for each query and head.
 template <class T>
 __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT CodesParams c) {
-  if (c.cache.overlaps) let_next_start();
   if (!c.cache.early) wait_for_previous();
   const Problem& problem = c.cache.decode.call.problem;
   const int query = static_cast<int>(blockIdx.x) % problem.length_q,
@@ -597,6 +596,7 @@ __global__ void __launch_bounds__(128) codes_combine(const FLEXOPS_GRID_CONSTANT
   const Cached s(c.cache, both / problem.heads_q, head);
   const CodedKeys seen(c, s, (query * problem.group + head % problem.group) / kCodedRows);
   wait_for_previous();
+  if (c.cache.overlaps) let_next_start();
   if (seen.parts > 0) combine_splits<T>(c.cache.decode, s, query, seen.parts + 1);
 }
 

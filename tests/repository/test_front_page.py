@@ -38,6 +38,16 @@ def test_a_chart_of_operators_is_of_its_data(name, tmp_path, require):
     assert (tmp_path / "chart.svg").read_text() == (RESULTS / f"{name}.svg").read_text()
 
 
+def test_chart_and_table_of_generation_are_of_their_data(tmp_path, require):
+    require(importlib.util.find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
+    data, chart = RESULTS / "generation.json", tmp_path / "chart.svg"
+    run = ["bench", "generate", "--from", str(data), "--markdown", "--plot", str(chart)]
+    table = flexops_command(*run).stdout.splitlines()
+    assert chart.read_text() == data.with_suffix(".svg").read_text()
+    report = (RESULTS / "README.md").read_text().splitlines()
+    assert set(filter(None, table[1:])) <= set(report)
+
+
 def test_the_picture_shown_is_the_newest_measurement():
     shown = re.findall(r"!\[[^]]*\]\((docs/benchmarks/[^)]*\.svg)\)", README)
     assert shown == [str(DATA.with_suffix(".svg").relative_to(ROOT))]

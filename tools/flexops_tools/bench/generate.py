@@ -352,6 +352,7 @@ def draw(data: dict[str, Any], file: Path) -> None:
         axes.set_xlim(0, max(*values, data["limits"][key]) * 1.15)
         axes.set_xticks([])
         axes.tick_params(length=0)
-        axes.set_title(f"{key}: ms a token; dashed: memory limit of 16 bits", loc="left", fontsize=10)
+        title = f"{key}: ms a token; dashed: memory limit of 16 bits"
+        axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     save(figure, data, file)
