@@ -262,7 +262,7 @@ def _grouped_swap(module: Any, transposed: bool) -> Swap:
 
 def grouped(module: Any, x: Tensor, sizes: Any, *, transposed: bool) -> Any:
     """Rows of each expert one behind the other; ``sizes`` is how many each has."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in DTYPES or (isinstance(sizes, list) and sum(sizes) != len(x)):
         return plain(module, x, sizes)
     weight = module.weight.transpose(1, 2) if transposed else module.weight
     ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()

@@ -227,5 +227,8 @@ def test_one_product_of_each_expert(name):
     (row,) = flexops.patch(module).rows
     assert (row.operator, row.swapped) == ("grouped_linear", True)
     torch.testing.assert_close(results(), expected)
+    if name == "jetmoe":
+        with pytest.raises(RuntimeError, match="sum exactly to 9"):
+            module(x, [3, 0, 5])
     module.double()
     assert module(x.double(), sizes).equal(type(module).forward(module, x.double(), sizes))
