@@ -154,6 +154,14 @@ count_of_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lam
 """How many dispatch modes are active; where that cannot be asked, calls go by the dispatcher, which
 knows."""
 
+
+def only_fake_mode() -> bool:
+    """Whether no dispatch mode is active that sees what is called, but fake tensors' own."""
+    top = getattr(_C, "_get_dispatch_stack_at", lambda _: None)
+    active = count_of_modes()
+    return not active or (active == 1 and isinstance(top(0), FakeTensorMode))
+
+
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", lambda: torch.cuda.current_device())
 """The number of torch's current GPU."""
 

@@ -253,10 +253,11 @@ class Fp8Linear(nn.Linear):
         dtype: Any = None,
         recipe: str = "rowwise",
     ) -> None:
-        if in_features % MULTIPLE or out_features % MULTIPLE:
+        sizes = in_features, out_features
+        if any(type(size) is not int or size < 0 or size % MULTIPLE for size in sizes):
             raise ValueError(
                 "flexops.nn.Fp8Linear: in_features and out_features must be multiples of"
-                f" {MULTIPLE}, got {in_features} and {out_features}; fix: torch.nn.Linear"
+                f" {MULTIPLE}, got {in_features!r} and {out_features!r}; fix: torch.nn.Linear"
             )
         if recipe not in RECIPES:
             raise ValueError(

@@ -805,6 +805,33 @@ def test_a_check_is_called_in_each_call(
     assert backend in run(code, package, FLEXOPS_JIT=jit, FLEXOPS_CACHE_DIR=cache)
 
 
+UNLIKE = """
+import torch, mylib, flexops
+x = torch.ones(4)
+ways = [
+    ("call", mylib.scale, x),
+    ("with a gradient", mylib.scale, x.clone().requires_grad_()),
+    ("meta", mylib.scale, x.to("meta")),
+    ("torch.ops", torch.ops.mylib.scale, x),
+    ("compiled", torch.compile(lambda x, factor: mylib.scale(x, factor), backend="eager"), x),
+]
+for how, call, given in ways:
+    try:
+        call(given, 2.0)
+    except Exception as error:
+        said = str(error)
+    assert "the reference of mylib.scale returns something else" in said, (how, said)
+    said = ""
+"""
+
+
+@pytest.mark.parametrize("jit", ["1", "0"])
+def test_a_reference_of_another_shape_is_an_error_in_each_call(package: Path, jit: str):
+    edit(package / "mylib/__init__.py", "return x * factor", "return (x * factor).sum()")
+    code = "import warnings; warnings.simplefilter('ignore')\n" + UNLIKE
+    run(code, package, FLEXOPS_JIT=jit)
+
+
 @pytest.mark.extra
 def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
     text = (package / "mylib/__init__.py").read_text()

@@ -189,7 +189,7 @@ def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver: FakeDriv
     asked: list[str] = []
 
     def reference(x: Tensor, factor: float) -> Tensor:
-        asked.append("dispatcher")
+        asked.extend(["dispatcher"] * (not x.is_meta))
         return x * factor
 
     scale = flexops.kernel(SCALE, SCHEMA, reference=reference)
@@ -372,7 +372,8 @@ def test_shapes_and_checks_are_asked_in_every_call(driver: FakeDriver, grid: Any
     torch.testing.assert_close(compiled(x, good, 3), x)
 
 
-def test_a_reference_that_returns_something_else_is_an_error() -> None:
+@pytest.mark.usefixtures("driver")
+def test_a_reference_that_returns_something_else_is_an_error():
     for number, reference in enumerate(
         (lambda x: x.sum(), lambda x: x.double(), lambda factor: factor)
     ):
@@ -381,6 +382,22 @@ def test_a_reference_that_returns_something_else_is_an_error() -> None:
         with pytest.raises(FlexopsError, match="something else than the kernel") as caught:
             odd(torch.ones(3), 1.0)
         assert "required: float32 [3]" in str(caught.value)
+        compiled = torch.compile(lambda x, odd=odd: odd(x, 1.0), backend="aot_eager")
+        for call, device in ((odd, "meta"), (compiled, "cpu"), (launched(odd), "cpu")):
+            with pytest.raises(Exception, match="something else than the kernel"):
+                call(torch.ones(3, device=device), *(() if call is compiled else (1.0,)))
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_reference_that_needs_values_or_many_steps_is_not_verified():
+    for number, reference in enumerate(
+        (lambda x: x[: int(x.sum())], lambda x: sum(x[i % 3] for i in range(1100)))
+    ):
+        schema = f"build_kernels::long{number}(Tensor x, float factor) -> Tensor"
+        long = flexops.kernel(SCALE, schema, name="scale", reference=reference)
+        assert launched(long)(torch.ones(3), 1.0).shape == (3,)
+        with pytest.raises(FlexopsError, match="something else than the kernel"):
+            long(torch.zeros(3), 1.0)
 
 
 def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
@@ -581,9 +598,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         ),
     ],
 )
-def test_an_error_shows_the_users_line_and_a_fix(
-    body: str, line: str, said: str, fix: str
-) -> None:
+def test_an_error_shows_the_users_line_and_a_fix(body: str, line: str, said: str, fix: str) -> None:
     source = f"""
     __global__ void scale(const float* x, float* out, int i) {{
       // here

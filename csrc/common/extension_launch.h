@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <device_launch_parameters.h>  // warpSize, in default arguments of device functions
 #include <dlfcn.h>
 #include <math.h>  // C++'s, which has exp(float) outside of std, too, as nvcc has
 #include <stdint.h>
@@ -119,6 +120,9 @@ cudaError_t set_attribute(F*, cudaFuncAttribute attribute, int value) {
 }
 
 }  // namespace flexops_extension
+
+// What nvcc alone fills for host code.
+namespace cooperative_groups {}
 
 // <curand_kernel.h> names it in templates. Nothing defines it: a use on the host does not link.
 template <typename T>

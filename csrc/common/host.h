@@ -48,6 +48,13 @@ class Host {
     return flexops::empty_strided(sizes, strides, dim, dtype, where_);
   }
 
+  /// A contiguous copy of the first tensor, until the operator returns: for a function that decides
+  /// itself which strides it takes.
+  TensorView copied() {
+    kept_.push_back(contiguous_copy(where_));
+    return view_of(kept_.back());
+  }
+
   /// torch's current one on the tensors' GPU.
   void* stream() const { return current_stream(where_); }
   /// Throws if a launcher for CUDA returned an error text.

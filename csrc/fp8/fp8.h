@@ -23,14 +23,16 @@ struct ScaledLayout {
 /// Queued on `stream`; the pointers are the device's. Return nullptr, or CUDA's error text.
 
 /// Finds scales and makes codes. `workspace`: 4 bytes, for a single segment only.
-const char* quantize_scaled_cuda(const void* x, uint8_t* codes, float* scales, uint32_t* workspace,
-                                 const ScaledLayout& layout, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* quantize_scaled_cuda(const void* x, uint8_t* codes, float* scales,
+                                                      uint32_t* workspace,
+                                                      const ScaledLayout& layout, void* stream))
 /// Makes the codes of a single segment, by a scale that is given.
-const char* cast_scaled_cuda(const void* x, const float* scale, uint8_t* codes,
-                             const ScaledLayout& layout, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* cast_scaled_cuda(const void* x, const float* scale, uint8_t* codes,
+                                                  const ScaledLayout& layout, void* stream))
 /// What `type` and `row_stride` (which must be `length`) tell is the output here.
-const char* dequantize_scaled_cuda(const uint8_t* codes, const float* scales, void* out,
-                                   const ScaledLayout& layout, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* dequantize_scaled_cuda(const uint8_t* codes, const float* scales,
+                                                        void* out, const ScaledLayout& layout,
+                                                        void* stream))
 
 /// The CPU's work on segments [begin, end) of [0, rows * segments).
 FLEXOPS_ISA_DECLARE(void quantize_scaled_cpu(const void* x, uint8_t* codes, float* scales,

@@ -29,10 +29,11 @@ struct QuantLayout {
 };
 
 /// Queued on `stream`; the pointers are the device's. Returns nullptr, or CUDA's error text.
-const char* quantize_cuda(const void* x, uint8_t* packed, void* scales, const QuantLayout& layout,
-                          void* stream);
-const char* dequantize_cuda(const uint8_t* packed, const void* scales, void* out,
-                            const QuantLayout& layout, void* stream);
+FLEXOPS_CUDA_DECLARE(const char* quantize_cuda(const void* x, uint8_t* packed, void* scales,
+                                               const QuantLayout& layout, void* stream))
+FLEXOPS_CUDA_DECLARE(const char* dequantize_cuda(const uint8_t* packed, const void* scales,
+                                                 void* out, const QuantLayout& layout,
+                                                 void* stream))
 
 /// The CPU's work is cut into [0, outer * groups * quant_tiles(layout, columns)): a tile is one
 /// group if inner is 1, else the groups of so many neighbouring columns. Rows must be long enough

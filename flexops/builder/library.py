@@ -6,6 +6,7 @@ import functools
 import inspect
 import keyword
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +45,8 @@ class Library:
 
     def __init__(self, name: str, *, root: str | os.PathLike[str]) -> None:
         if (
-            not name.isidentifier()
+            not isinstance(name, str)
+            or not name.isidentifier()
             or not name.isascii()
             or keyword.iskeyword(name)
             or name in (*schema.TAKEN_NAMESPACES, *schema.RESERVED, *dir(type(torch.ops)))
@@ -169,10 +171,12 @@ def _check_words(text: str, family: str, *, own_binding: bool) -> None:
             required="names of ASCII letters, digits and _",
             fix="rename it",
         )
-    if not family.isidentifier() or len(family) > _LONGEST_NAME:
+    if not isinstance(family, str) or not re.fullmatch(
+        rf"[A-Za-z_]\w{{,{_LONGEST_NAME - 1}}}", family, re.ASCII
+    ):
         raise FlexopsError(
             f"no family can be called {family!r}",
-            required=f"an identifier of at most {_LONGEST_NAME} characters: a folder of csrc",
+            required=f"at most {_LONGEST_NAME} letters, digits and _: it is a folder of csrc",
             fix="rename it, and the folder",
         )
     if own_binding and "*" in map(str.strip, text.partition("(")[2].split(",")):
@@ -209,6 +213,12 @@ class Op:
         )
         name = text.partition("(")[0].strip()
         self.label = f"{library.name}.{name}"
+        if not callable(reference):
+            raise FlexopsError(
+                f"the reference of {self.label} is {reference!r}",
+                required="a function in plain PyTorch",
+                fix="@lib.op(...) above its def",
+            )
         parameters = inspect.signature(reference).parameters
         any_number = any(
             parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()
@@ -234,6 +244,7 @@ class Op:
             functools.partial(results_of, signature) if signature else None
         )
         self._check: Callable[..., None] | None = None
+        self._compared = False
         functools.update_wrapper(self, reference)
         try:
             _register.define(
@@ -266,7 +277,8 @@ class Op:
         # who looks for tensors that require a gradient does not look into tuples
         if self._has_lists:
             args = tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
-        if self._check is not None and not _register.is_tracing():  # a trace asks the fake kernel
+        # a trace asks the fake kernel
+        if not _register.is_tracing() and (self._check is not None or not self._compared):
             self._ask(*args)
         return _register.caller(self.op)(*args)
 
@@ -307,6 +319,12 @@ class Op:
         """
         if function is None:
             return functools.partial(self.backward, saves=saves)
+        if not callable(function) or isinstance(saves, str):
+            raise FlexopsError(
+                f"the gradient of {self.label} cannot be {function!r} with saves={saves!r}",
+                required="a function, and a tuple of names",
+                fix="correct them",
+            )
         declared = schema_of(self.op)
         if declared.is_mutable:
             raise FlexopsError(
@@ -354,7 +372,9 @@ class Op:
             raise NotImplementedError(
                 f"{self.label} needs a fake kernel: @{self.label.partition('.')[2]}.fake"
             )
-        return self._fake(*args)
+        results = self._fake(*args)
+        self._compare(args)
+        return results
 
     def _comparing(self, reference: Callable[..., Any]) -> Callable[..., Any]:
         """The reference, whose results have to be as declared: a library's are."""
@@ -362,13 +382,30 @@ class Op:
         @functools.wraps(reference)
         def compared(*args: Any, **kwargs: Any) -> Any:
             results = reference(*args, **kwargs)
+            if self.signature is not None and not self.signature.schema.results:
+                return None  # what x.mul_(factor) returns, say
             if self._fake is not None:
-                what = f"the reference of {self.label} returns something else than is declared"
-                fix = "correct outputs= of the declaration, or its fake kernel, or the reference"
-                _declared.check_results(what, results, self._fake(*args, **kwargs), args, fix)
+                _declared.check_results(*self._unlike, results, self._fake(*args, **kwargs), args)
             return results
 
         return compared
+
+    @property
+    def _unlike(self) -> tuple[str, str]:
+        what = f"the reference of {self.label} returns something else than is declared"
+        return what, "correct outputs= of the declaration, or its fake kernel, or the reference"
+
+    def _compare(self, args: tuple[Any, ...]) -> None:
+        """In the first call that is right, by native kernels or for fake tensors: verify what the
+        reference would return."""
+        if self._compared or self._fake is None or not schema_of(self.op).returns:
+            return
+        try:
+            self._refuse(*args)
+        except Exception:  # the call itself raises it
+            return
+        reference = _by_position(self.reference)
+        self._compared = _declared.check_reference(*self._unlike, reference, self._fake, args)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         bound = inspect.signature(self.reference).bind(*args, **kwargs)
@@ -376,6 +413,7 @@ class Op:
         return tuple(bound.arguments.values())
 
     def _ask(self, *args: Any) -> None:
+        self._compare(args)
         if self._check is None:
             return
         try:

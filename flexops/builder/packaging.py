@@ -165,7 +165,7 @@ def declared(name: str, families: list[str], where: Path) -> list[OpSpec]:
         importlib.import_module(name)
     except FlexopsError:
         raise
-    except Exception as error:  # whatever its modules raise
+    except (Exception, SystemExit) as error:  # whatever its modules raise
         found = f"{type(error).__name__}: {error}"
         fix = (
             "add what it imports to [build-system] requires, or build without isolation: pip wheel"

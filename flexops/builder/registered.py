@@ -24,7 +24,7 @@ def load() -> dict[str, str]:
     for one in entry_points(group=GROUP):
         try:
             one.load()
-        except Exception as error:  # whatever a package raises is its own
+        except (Exception, SystemExit) as error:  # whatever a package raises
             failed[one.name] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
     return failed
 
@@ -76,16 +76,32 @@ def load_for(names: tuple[str, ...]) -> None:
             if point:
                 point.load()
             elif name.isidentifier():
-                with contextlib.suppress(ModuleNotFoundError), here():
-                    importlib.import_module(name)
+                with here():
+                    module = importlib.import_module(name)
+                _require_operators(name, getattr(module, "__file__", None) or "built in")
         except FlexopsError:
             raise
-        except Exception as error:
-            raise FlexopsError(
-                f"{name} cannot be imported",
-                found=f"{type(error).__name__}: {error}",
-                fix=f'python -c "import {name}"',
-            ) from error
+        except ModuleNotFoundError as error:
+            if error.name != name:  # of what it imports
+                raise _not_imported(name, error) from error
+        except (Exception, SystemExit) as error:
+            raise _not_imported(name, error) from error
+
+
+def _not_imported(name: str, error: BaseException) -> FlexopsError:
+    found = f"{type(error).__name__}: {error}"
+    what, fix = f"{name} cannot be imported", f'python -c "import {name}"'
+    return FlexopsError(what, found=found, fix=fix)
+
+
+def _require_operators(name: str, place: str) -> None:
+    if not any(spec.project.name == name for spec in catalog.specs()):
+        raise FlexopsError(
+            f"there is no op called {name!r}",
+            found=f"the module {place}, which declares no operators of that name",
+            required=f'builder.Library("{name}", root=__file__), and operators of it',
+            fix="correct the name, or declare them where the module is imported",
+        )
 
 
 @contextlib.contextmanager

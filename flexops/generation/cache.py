@@ -55,7 +55,8 @@ class KVCache(Cache):
                 found=f"bits={bits}",
                 required="one of them",
             )
-        if group_size not in (32, 64, 128) or residual_length < 32 or residual_length % 32:
+        whole = isinstance(residual_length, int) and residual_length >= 32
+        if group_size not in (32, 64, 128) or not whole or residual_length % 32:
             raise GenerationError(
                 "no such groups of a KV cache",
                 found=f"group_size={group_size}, residual_length={residual_length}",
@@ -168,6 +169,13 @@ def layers_of(config: Any) -> int:
     Raises:
         GenerationError: one of them keeps something else.
     """
+    if not hasattr(config, "get_text_config"):
+        raise GenerationError(
+            "flexops.KVCache is made for a model's config",
+            found=type(config).__name__,
+            required="a config of transformers",
+            fix="flexops.KVCache(model.config, max_length=...)",
+        )
     config = config.get_text_config(decoder=True)
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
     other = next((kind for kind in kinds if kind not in KINDS), None)

@@ -75,12 +75,6 @@ class CompressedStore(Store):
         self.codes[layer] = codes
         self.keys[layer], self.values[layer] = codes.recent_k, codes.recent_v
 
-    def clear(self) -> None:
-        super().clear()
-        for codes in self.codes:
-            if codes is not None:
-                codes.k_steps.zero_(), codes.v_steps.zero_()
-
 
 class CompressedLayer(KVCacheLayer):
     """One layer."""

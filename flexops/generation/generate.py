@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from . import decoder, step
+from .cache import KVCache
 from .sampling import Sampling
 
 _AHEAD = 8
@@ -66,14 +67,15 @@ def generate(
     sampling = Sampling(do_sample, temperature, top_k if do_sample else 0, top_p)
     _check(model, input_ids, attention_mask, max_new_tokens, generator, seed)
     config = model.generation_config
-    ends = config.eos_token_id if eos_token_id is None else eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = _ends(config.eos_token_id if eos_token_id is None else eos_token_id)
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
     pad = pad if pad is not None else ends[0] if ends else 0
     batch, length = input_ids.shape
     mine = decoder.decoder_of(model)
     if cache is None:
         cache = mine.borrow(model, batch, length + max_new_tokens)
+    elif not isinstance(cache, KVCache):
+        _fail("no such cache", type(cache).__name__, "a flexops.KVCache")
     elif cache.length or cache.max_length < length + max_new_tokens - 1:
         raise GenerationError(
             "flexops.generate starts with an empty cache, with room for all tokens",
@@ -91,6 +93,17 @@ def generate(
         )
 
 
+def _fail(what: str, found: str, required: str) -> None:
+    raise GenerationError(f"flexops.generate: {what}", found=found, required=required)
+
+
+def _ends(tokens: Any) -> list[int]:
+    found = [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+    if not all(isinstance(one, int | Tensor) for one in found):
+        _fail("no such eos_token_id", repr(tokens), "a token, or several")
+    return [int(one) for one in found]
+
+
 def _check(
     model: Any,
     input_ids: Any,
@@ -99,38 +112,39 @@ def _check(
     generator: Any,
     seed: Any,
 ) -> None:
-    def fail(what: str, found: str, required: str) -> None:
-        raise GenerationError(f"flexops.generate: {what}", found=found, required=required)
-
     if not hasattr(model, "generation_config"):
-        fail(
+        _fail(
             "model does not generate",
             type(model).__name__,
             "a model of transformers with a head for words, as AutoModelForCausalLM makes it",
         )
     shape = getattr(input_ids, "shape", None)
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
-        fail("no such input_ids", f"{type(input_ids).__name__} {shape}", "[batch, length], not 0")
+        _fail("no such input_ids", f"{type(input_ids).__name__} {shape}", "[batch, length], not 0")
     if input_ids.dtype not in (torch.int64, torch.int32):
-        fail("no such input_ids", str(input_ids.dtype), "int64 or int32")
+        _fail("no such input_ids", str(input_ids.dtype), "int64 or int32")
     if input_ids.device != model.device:
-        fail("input_ids and the model are apart", f"{input_ids.device}, {model.device}", "one")
+        _fail("input_ids and the model are apart", f"{input_ids.device}, {model.device}", "one")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        fail("no such max_new_tokens", repr(max_new_tokens), "at least 1")
+        _fail("no such max_new_tokens", repr(max_new_tokens), "at least 1")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        _fail("no such generator", repr(generator), "a torch.Generator")
+    if seed is not None and not isinstance(seed, int):
+        _fail("no such seed", repr(seed), "a whole number")
     if generator is not None and seed is not None:
-        fail("generator and seed exclude each other", "both", "one of them")
+        _fail("generator and seed exclude each other", "both", "one of them")
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.shape != shape:
-        fail("no such attention_mask", str(getattr(mask, "shape", mask)), f"{list(shape or ())}")
+        _fail("no such attention_mask", str(getattr(mask, "shape", mask)), f"{list(shape or ())}")
     if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()) or not bool(mask[:, -1].all()):
-        fail(
+        _fail(
             "attention_mask hides tokens behind others",
             "a 0 behind a 1, or at the end",
             "padding at the left: tokenizer.padding_side = 'left'",
         )
     if "position_ids" not in inspect.signature(model.forward).parameters and not bool(mask.all()):
-        fail(
+        _fail(
             "left padding changes the positions of this model",
             f"{type(model).__name__}, whose forward takes no position_ids",
             "prompts of one length, or model.generate",

@@ -275,8 +275,6 @@ def _written(
     inputs = [argument.name for argument in schema.arguments]
     refer: list[str] = []
     if reference is not None:
-        if not callable(reference):
-            raise _wrong(schema, f"reference is {reference!r}", "a function of the arguments")
         said = _evaluated("_reference", reference, schema, bound.functions, inputs)
         refer = [
             *_checked(schema, options, bound.functions, inputs),
@@ -655,10 +653,8 @@ def _made(
     if not options.strided:
         yield from _contiguous(schema, pointers)
     if callable(options.out):
-        yield (
-            f"{', '.join(schema.results)} ="
-            f" {_evaluated('_out', options.out, schema, functions, inputs)}"
-        )
+        made = _evaluated("_out", options.out, schema, functions, inputs)
+        yield f"{', '.join(schema.results)} = _results({made})"
     elif schema.results:
         yield f"{schema.results[0]} = _empty_like({_like(schema, options)})"
 
@@ -694,8 +690,6 @@ def _checked(
         wanted = f"({''.join(f'{size}, ' for size in sizes)})"
         yield f"if {there}{name}.shape != {wanted}: _refuse_shape({name!r}, {wanted}, {name}.shape)"
     if options.check is not None:
-        if not callable(options.check):
-            raise _wrong(schema, f"check is {options.check!r}", "a function of the arguments")
         yield _evaluated("_check", options.check, schema, functions, inputs)
 
 
@@ -800,6 +794,11 @@ def _call(schema: KernelSchema, launch: Iterable[str]) -> str:
         return f"def __call__({declared}):\n{default}    return _op({forwarded})\n"
     names = ", ".join(argument.name for argument in schema.arguments)
     conditions = []
+    nones = "".join(
+        f"        if {one.name} is None: _refuse_none({one.name!r})\n"
+        for one in schema.tensors
+        if not one.optional
+    )
     for tensor in schema.tensors:
         plain = f"type({tensor.name}) in _PLAIN and {tensor.name}.is_cuda"
         conditions.append(
@@ -821,6 +820,7 @@ def _call(schema: KernelSchema, launch: Iterable[str]) -> str:
         "    if _is_transforming() or _forward_mode._current_level >= 0:\n"
         f"        return _transformed({names})\n"
         f"    if {' or '.join(conditions)}:\n"
+        f"{nones}"
         f"        return _op({forwarded})\n"
         "    try:\n"
         f"{''.join(f'        {line}' + chr(10) for line in launch)}"

@@ -26,8 +26,8 @@ from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
 from ..build.load import loader, provider
 from ..build.plan import kernel_names, kernel_plan
 from ..errors import CompileError, FlexopsError, NativeUnavailableError, ToolchainError
-from ..ops._declared import check_results
-from ..ops._register import no_forward_mode, transformable
+from ..ops._declared import check_reference, check_results
+from ..ops._register import check_places, no_forward_mode, transformable
 from ..toolchain import libcuda
 from . import binding, launch, limits
 from .binding import KernelArgument, KernelOptions, KernelSchema
@@ -170,6 +170,17 @@ def kernel(
             compiled yet.
     """
     parsed = _parsed(schema)
+    _check_kinds(
+        parsed,
+        {
+            "args": args or {}, "template": template or {}, "shapes": shapes or {},
+            "workspace": workspace or {}, "constants": constants or {}, "defines": defines or {},
+            "steps": steps, "candidates": candidates, "include": include, "options": options,
+            "check": check, "reference": reference, "backward": backward,
+            "setup_context": setup_context, "jvp": jvp, "key": key, "candidate": candidate,
+            "cluster": cluster, "shared": shared,
+        },
+    )  # fmt: skip
     if backward and not parsed.functional:
         what = f"flexops.kernel: {parsed.qualname} writes its arguments, which has no gradient here"
         raise FlexopsError(what, fix="a kernel that returns what it makes, or no backward=")
@@ -191,6 +202,43 @@ def kernel(
         registered = _register(parsed, (backward, setup_context, jvp), caller)
         registered.current = made
     return made.public(registered)
+
+
+_MAPPINGS = ("args", "template", "shapes", "workspace", "constants", "defines")
+_FUNCTIONS = ("check", "reference", "backward", "setup_context", "jvp", "key")
+_MOST_OF_A_CLUSTER = 16
+
+
+def _check_kinds(schema: KernelSchema, given: Mapping[str, Any]) -> None:
+    """Raise for an option that is of another kind than it must be, by its name."""
+    for name, value in given.items():
+        a_list = isinstance(value, (list, tuple))
+        if name in _MAPPINGS and not isinstance(value, Mapping):
+            required = "a mapping of names"
+        elif name in ("steps", "candidates") and not a_list:
+            required = "a list of mappings"
+        elif name in ("include", "options") and not a_list:
+            required = f"a list: [{value!r}]" if isinstance(value, (str, Path)) else "a list"
+        elif name in _FUNCTIONS and value is not None and not callable(value):
+            required = "a function"
+        elif name == "candidate" and value is not None and type(value) is not int:
+            required = "a number"
+        elif name == "shared" and type(value) is not int and not callable(value):
+            required = "a number of bytes, or a function that returns one"
+        elif name == "cluster" and value is not None and not _is_cluster(value):
+            required = f"one to three numbers, whose product is at most {_MOST_OF_A_CLUSTER}"
+        else:
+            continue
+        raise _odd(schema, f"{name} is {value!r}", required)
+    for path in given.get("include", ()):
+        if not Path(path).is_dir():
+            raise _odd(schema, f"include names {path}", "directories that exist")
+
+
+def _is_cluster(given: Any) -> bool:
+    sizes = given if isinstance(given, (tuple, list)) else (given,)
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    return whole and 1 <= len(sizes) <= 3 and math.prod(sizes) <= _MOST_OF_A_CLUSTER
 
 
 _OF_A_STEP = ("name", "grid", "block", "shared", "cluster", "cooperative", "args", "template")
@@ -284,6 +332,7 @@ def _varied(
         raise _odd(
             schema, f"a step or candidate with {found}", f"a mapping of {', '.join(allowed)}"
         )
+    _check_kinds(schema, changes)
     merged = ("args", "template", "defines")
     given: dict[str, Any] = {
         name: {**getattr(options, name), **value} if name in merged else value
@@ -407,6 +456,7 @@ class KernelCode:
         self._loaded: dict[tuple[str, Any], int] = {}
         self._allowed: dict[tuple[int, int], int] = {}
         self._told = False
+        self._compared = reference is None
         format_ = launch.layout(bound.letters)
         cluster = (
             options.cluster
@@ -429,6 +479,8 @@ class KernelCode:
             "_refuse_dims": self._refuse_dims,
             "_broadcast": self._broadcast,
             "_three": self._three,
+            "_results": self._results,
+            "_refuse_none": self._refuse_none,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
             "_NOT_PACKED": (struct.error, OverflowError, TypeError),
@@ -525,6 +577,7 @@ class KernelCode:
         place = not self.schema.tensors and self.names["complete"](*args, **kwargs)
         if place and _device(place[self.schema.device]).type == "cuda":
             return self.native(*args, **kwargs)
+        self._check_tensors(self.names["complete"](*args, **kwargs))
         if self.reference is None:
             raise NativeUnavailableError(
                 f"{self.schema.qualname} has a kernel for GPUs only",
@@ -534,13 +587,47 @@ class KernelCode:
             )
         return self._refer(*args, **kwargs)
 
+    def faked(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch calls for fake tensors and those on ``meta``."""
+        given = self.names["complete"](*args, **kwargs)
+        self._check_tensors(given)
+        results = self.fake(*args, **kwargs)
+        self._compare(tuple(given.values()))
+        return results
+
     def _refer(self, *args: Any, **kwargs: Any) -> Any:
         """What the reference returns: what a call returns, for ``torch.compile``."""
         expected, made = self.fake(*args, **kwargs), self.names["refer"](*args, **kwargs)
-        what = f"the reference of {self.schema.qualname} returns something else than the kernel"
-        fix = "correct the reference, or out=<a function that returns the result(s)>"
-        check_results(what, made, expected, args, fix)
+        check_results(*self._unlike(), made, expected, args)
         return made
+
+    def _compare(self, args: tuple[Any, ...]) -> None:
+        """In the first call, which need not run the reference: verify what that would return."""
+        if not self._compared:
+            self._compared = check_reference(*self._unlike(), self.names["refer"], self.fake, args)
+
+    def _unlike(self) -> tuple[str, str]:
+        what = f"the reference of {self.schema.qualname} returns something else than the kernel"
+        return what, "correct the reference, or out=<a function that returns the result(s)>"
+
+    def _check_tensors(self, given: Mapping[str, Any]) -> None:
+        for one in self.schema.tensors:
+            if given[one.name] is None and not one.optional:
+                self._refuse_none(one.name)
+        check_places(self.schema.name, dict(given))
+
+    def _refuse_none(self, name: str) -> NoReturn:
+        raise TypeError(f"{self.schema.name}: {name} must be a tensor, got None")
+
+    def _results(self, made: Any) -> Any:
+        """What the function given for ``out`` returned."""
+        names, several = self.schema.results, isinstance(made, (tuple, list))
+        results = made if several else (made,)
+        tensors = all(isinstance(one, torch.Tensor) for one in results)
+        if several == (len(names) > 1) and len(results) == len(names) and tensors:
+            return made
+        found = ", ".join(type(one).__name__ for one in results)
+        raise TypeError(f"{self.schema.name}: out must return {', '.join(names)}, got {found}")
 
     # ---- compiling -------------------------------------------------------------------------------
 
@@ -654,6 +741,7 @@ class KernelCode:
         """The kernel for a combination of dtypes that is new: everything that can be wrong with
         tensors is looked at here, and only here."""
         first = self.schema.first or self.schema.device
+        self._compare(tuple(arguments[one.name] for one in self.schema.arguments))
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and value.get_device() != device:
                 raise ValueError(
@@ -921,7 +1009,7 @@ def _new(schema: KernelSchema, caller: str) -> _Registered:
         "CompositeExplicitAutograd",
     )
     torch.library.register_fake(
-        schema.qualname, lambda *args, **kwargs: made.current.fake(*args, **kwargs), lib=library
+        schema.qualname, lambda *args, **kwargs: made.current.faked(*args, **kwargs), lib=library
     )
     if not schema.tensors:
         return made
@@ -973,12 +1061,10 @@ def _parsed(text: str) -> KernelSchema:
             raise RuntimeError(f"{odd!a} in {text!a}: names are of ASCII letters, digits and _")
         parsed = _torch.parse_schema(text)
     except (RuntimeError, IndexError) as error:
-        # of a number, torch says an IndexError of C++'s: "stod"
-        said = (
-            str(error).strip()
-            if isinstance(error, RuntimeError)
-            else f"in {text}: a number that no double holds"
-        )
+        said = str(error).strip()
+        if isinstance(error, IndexError):  # of a number, that of C++: "stod"
+            kind = "double" if said == "stod" else "int64_t"
+            said = f"in {text}: a number that no {kind} holds"
         raise FlexopsError(
             "flexops.kernel: the schema cannot be read",
             found=said,

@@ -5,6 +5,7 @@ defined through it; flexops' own by :func:`define`, from ``build/describe/famili
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._torch import TorchDispatchMode, only_fake_mode
 from ..build.describe import families
 from ..build.describe.declaration import Declared, Rows, in_words
 from ..errors import FlexopsError
@@ -143,7 +145,7 @@ def saving(
 
     def gradient(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         made = backward(ctx, *gradients)
-        made = made if isinstance(made, tuple) else (made,)
+        made = made if isinstance(made, (tuple, list)) else (made,)
         return (*made, *(None,) * (len(names) - len(made)))
 
     return keep, gradient
@@ -297,7 +299,60 @@ def empty_in_order(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return made.permute([order.index(d) for d in range(like.dim())])
 
 
-def check_results(what: str, found: Any, declared: Any, args: Sequence[Any], fix: str) -> None:
+_FEW = 1000
+"""Calls of torch's operators that a reference may take to be verified without being needed."""
+
+
+class _Few(TorchDispatchMode):
+    """Raises where there are more."""
+
+    left = _FEW
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("more than a few")
+        return func(*args, **(kwargs or {}))
+
+
+def check_reference(
+    what: str,
+    fix: str,
+    reference: Callable[..., Any],
+    declared: Callable[..., Any],
+    args: Sequence[Any],
+) -> bool:
+    """Verify the results of a reference that is not needed, as ``check_results`` does: on tensors
+    of ``meta``, which compute nothing. One that cannot run there, or has many steps, is not
+    verified.
+
+    Returns whether that need not be done again: a trace's sizes may have no numbers, and a mode of
+    the caller's would see it.
+    """
+    tensors = [one for arg in args for one in _listed(arg) if isinstance(one, Tensor)]
+    if not only_fake_mode() or not all(
+        type(size) is int for one in tensors for size in (*one.shape, *one.stride())
+    ):
+        return False
+    pairs = []
+    with torch.no_grad(), contextlib.suppress(Exception), _Few():
+        pairs = [(reference(*map(_on_meta, args)), declared(*map(_on_meta, args)))]
+    for made, expected in pairs:
+        check_results(what, fix, made, expected, args)
+    return True
+
+
+def _on_meta(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_on_meta(one) for one in arg]
+    if isinstance(arg, torch.device):
+        return torch.device("meta")
+    if not isinstance(arg, Tensor):
+        return arg
+    return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+
+
+def check_results(what: str, fix: str, found: Any, declared: Any, args: Sequence[Any]) -> None:
     """Raise if a reference's results have other shapes or dtypes than a kernel's. float64, which
     references compute for tests, has any."""
     shapes_only = any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args)

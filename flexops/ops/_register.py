@@ -383,26 +383,25 @@ def _function(
     shown = 0 if count == 1 else slice(count)
     below = builtin(operator_of(forward)) if forward else _below(op)
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            ctx.set_materialize_grads(False)
-            results = below(*args)
-            setup_context(ctx, args, results)
-            return results[shown] if more else results
+    def run(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        results = below(*args)
+        setup_context(ctx, args, results)
+        return results[shown] if more else results
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            for gradient in gradients:
-                if gradient is not None:
-                    return once(ctx, *gradients) if is_grad_enabled() else backward(ctx, *gradients)
-            return (None,) * len(ctx.needs_input_grad)
+    def differentiate(ctx: Any, *gradients: Any) -> Any:
+        for gradient in gradients:
+            if gradient is not None:
+                return once(ctx, *gradients)
+        return (None,) * len(ctx.needs_input_grad)
 
-        jvp = staticmethod(functools.partial(no_forward_mode, _parts[op.name()].called))
-
-    once = functools.partial(_once, backward)
-    Differentiable.__name__ = Differentiable.__qualname__ = _name_of(op)
-    return Differentiable
+    once = once_differentiable(backward)
+    jvp = functools.partial(no_forward_mode, _parts[op.name()].called)
+    parts: dict[str, Callable[..., Any]]
+    parts = {"forward": run, "backward": differentiate, "jvp": jvp}
+    # torch names the backward after the class when it is made: errors and profiles show it
+    members = {label: staticmethod(function) for label, function in parts.items()}
+    return type(_name_of(op), (torch.autograd.Function,), members)
 
 
 def no_forward_mode(function: str, *_: Any) -> NoReturn:
@@ -455,10 +454,22 @@ class _Once(torch.autograd.Function):
         )
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd function's ``backward`` whose results raise if they are differentiated. (torch's
+    own decorator notices that only if the gradients that come in require a gradient, and leaves a
+    gradient penalty out without a word.)"""
+
+    @functools.wraps(backward)
+    def entry(ctx: Any, *gradients: Any) -> Any:
+        if is_compiling() or not is_grad_enabled():
+            return backward(ctx, *gradients)
+        return _once(backward, ctx, *gradients)
+
+    return entry
+
+
 def _once(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """``backward`` where its results may be differentiated again. (torch's own
-    ``once_differentiable`` notices that only if the gradients that come in require a gradient, and
-    leaves a gradient penalty out without a word.)"""
+    """``backward`` where its results may be differentiated again."""
     sources = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None]
     with torch.no_grad():
         results = list(backward(ctx, *gradients))

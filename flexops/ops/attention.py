@@ -56,7 +56,7 @@ from ._attention_reference import (
 )
 from ._declared import define
 from ._difference import difference
-from ._register import caller
+from ._register import caller, once_differentiable
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -254,7 +254,7 @@ class _OfTables(torch.autograd.Function):
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
         options = _with_tensors(ctx.options, *rest[:5])

@@ -361,35 +361,11 @@ def _quantize_fake(x: Tensor, dtype: torch.dtype, segment: int) -> tuple[Tensor,
     )
 
 
-def _dequantize_fake(values: Tensor, _scales: Tensor, _segment: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(values.shape, dtype=dtype, device=values.device)
-
-
-define(
-    "quantize_fp8",
-    _quantize_reference,
-    _quantize_fake,
-)
-define(
-    "quantize_fp8_scaled",
-    _quantize_scaled_reference,
-    lambda x, _scale, dtype: torch.empty(x.shape, dtype=dtype, device=x.device),
-)
-define(
-    "dequantize_fp8",
-    _dequantize_reference,
-    _dequantize_fake,
-)
-define(
-    "quantize_int8",
-    _quantize_int8_reference,
-    lambda x: _quantize_fake(x, torch.int8, _PER_ROW),
-)
-define(
-    "dequantize_int8",
-    _dequantize_int8_reference,
-    lambda values, scales, dtype: _dequantize_fake(values, scales, _PER_ROW, dtype),
-)
+define("quantize_fp8", _quantize_reference, _quantize_fake)
+define("quantize_fp8_scaled", _quantize_scaled_reference)
+define("dequantize_fp8", _dequantize_reference)
+define("quantize_int8", _quantize_int8_reference)
+define("dequantize_int8", _dequantize_int8_reference)
 
 
 def self_check(device: str) -> float:

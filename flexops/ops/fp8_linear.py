@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import product_dtype, scaled_product, scaled_product_refusal
+from .._torch import is_transforming, product_dtype, scaled_product, scaled_product_refusal
 from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._difference import difference
-from ._register import check_places
+from ._register import check_places, once_differentiable
 from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
@@ -71,12 +71,18 @@ def fp8_linear(
     Raises:
         TypeError: a tensor is not of these dtypes.
         ValueError: ``recipe`` or a shape is not as above.
+        RuntimeError: under transforms of ``torch.func``.
 
     On a GPU the products are ``torch._scaled_mm``'s, which requires compute capability 8.9 and row
     scales in that torch; elsewhere on a GPU this is ``torch.nn.functional.linear``
     (:func:`fp8_refusal` gives the reason). On the CPU the same codes are multiplied in float32.
     """
     _check(x, weight, bias, recipe)
+    if is_transforming():
+        raise RuntimeError(
+            "flexops.fp8_linear: transforms of torch.func (grad, vmap, jvp) are not supported;"
+            " fix: torch.nn.functional.linear"
+        )
     if x.numel() == 0 or weight.numel() == 0 or fp8_refusal(x.device):
         return F.linear(x, weight, bias)
     return fp8_linears(x, (weight,), () if bias is None else (bias,), recipe)
@@ -305,7 +311,7 @@ class _NormRows(torch.autograd.Function):
         return y, total, *codes
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None, *_: Any) -> Any:
         return add_rms_norm_gradient[1](ctx, grad, of_total)
 
@@ -332,7 +338,7 @@ class _Linears(torch.autograd.Function):
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         of_input, scales, of_columns, largest, *weights = ctx.saved_tensors
         x = of_input, scales, of_columns
@@ -415,7 +421,7 @@ class _GatedMlp(torch.autograd.Function):
         return result.view(*x.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         *x, packed, of_first, of_second, gate, up, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad

@@ -25,7 +25,7 @@ version in this file.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,6 +201,11 @@ def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> Non
         )
 
 
+def _check_quantize(x: Tensor, bits: int, group_size: int, dim: int, _symmetric: bool) -> None:
+    _check_input(x, bits, dim)
+    _check_group_size("flexops.quantize:", group_size)
+
+
 def _check_group_size(where: str, group_size: int) -> None:
     if group_size < 1:
         raise ValueError(
@@ -275,8 +280,6 @@ def _largest_code(bits: int, symmetric: bool) -> int:
 def _quantize_reference(
     x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_input(x, bits, dim)
-    _check_group_size("flexops.quantize:", group_size)
     dim = dim % x.dim()
     length = x.shape[dim]
     data = _split_into_groups(x.detach().float(), group_size, dim)
@@ -352,7 +355,6 @@ def _dequantize_reference(
     dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    _check_dequantize(packed, scales, length, bits, group_size, dim, dtype)
     dim = dim % packed.dim()
     codes = packed.unflatten(
         dim, (_group_count(length, group_size), _group_bytes(bits, group_size))
@@ -375,8 +377,6 @@ def _dequantize_reference(
 def _quantize_fake(
     x: Tensor, bits: int, group_size: int, dim: int, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_input(x, bits, dim)
-    _check_group_size("flexops.quantize:", group_size)
     dim = dim % x.dim()
     before, after = list(x.shape[:dim]), list(x.shape[dim + 1 :])
     groups = _group_count(x.shape[dim], group_size)
@@ -387,30 +387,14 @@ def _quantize_fake(
 
 
 def _dequantize_fake(
-    packed: Tensor,
-    scales: Tensor,
-    length: int,
-    bits: int,
-    group_size: int,
-    dim: int,
-    dtype: torch.dtype,
+    packed: Tensor, _scales: Tensor, length: int, _bits: int, _size: int, dim: int, dtype: Any
 ) -> Tensor:
-    _check_dequantize(packed, scales, length, bits, group_size, dim, dtype)
     dim = dim % packed.dim()
-    shape = [*packed.shape[:dim], length, *packed.shape[dim + 1 :]]
-    return torch.empty(shape, dtype=dtype, device=packed.device)
+    return packed.new_empty([*packed.shape[:dim], length, *packed.shape[dim + 1 :]], dtype=dtype)
 
 
-define(
-    "quantize",
-    _quantize_reference,
-    _quantize_fake,
-)
-define(
-    "dequantize",
-    _dequantize_reference,
-    _dequantize_fake,
-)
+define("quantize", _quantize_reference, _quantize_fake, check=_check_quantize)
+define("dequantize", _dequantize_reference, _dequantize_fake, check=_check_dequantize)
 
 
 def self_check(device: str) -> float:

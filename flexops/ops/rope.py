@@ -24,7 +24,7 @@ from torch import Tensor
 from .._torch import below_autograd, is_transforming
 from ._declared import checks_of, define, empty_in_order
 from ._difference import difference
-from ._register import caller, is_dense
+from ._register import caller, is_dense, once_differentiable
 
 
 @overload
@@ -151,7 +151,7 @@ class _InPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, positions = ctx.saved_tensors
         return (

@@ -196,6 +196,8 @@ def why_kept(name: str, module: Any, keep: tuple[str, ...], beside: tuple[Any, .
     """Why a layer's products stay 16-bit; "" if they need not. ``beside``: the layers that are
     computed with it, and itself."""
     own = module.__dict__.get("forward")
+    if before := recipe_of(module):
+        return f"it was replaced before, with fp8={before!r}: flexops.unpatch undoes that"
     if any(name == one or name.endswith(f".{one}") for one in keep):
         return "an output layer or a shared weight: its products stay 16-bit"
     if own is not None and getattr(getattr(own, "func", None), "__name__", "") not in NAMES:

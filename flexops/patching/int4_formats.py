@@ -274,8 +274,9 @@ def weight_of(
         declared: what its config says.
 
     Raises:
-        PatchError: a tensor is missing or has another shape or dtype, the group size is not
-            supported or is not the declared one, or the inputs are not in the order of groups.
+        PatchError: a tensor is missing, has another shape or dtype or numbers that are not finite,
+            the group size is not supported or is not the declared one, or the inputs are not in the
+            order of groups.
     """
     check_shapes(where, form, {name: _meta(one) for name, one in tensors.items()},
                  in_features, out_features, declared)  # fmt: skip
@@ -286,6 +287,7 @@ def weight_of(
     group_size = in_features // groups
     _check_order(where, tensors.get(form.index), group_size)
     zeros = tensors.get(form.zeros_name)
+    _check_finite(where, {form.scales[0]: scales, form.zeros_name: zeros})
     if zeros is not None and isinstance(form.zeros, Words):
         zeros = ((form.zeros.unpack(zeros, sizes) + form.zero_offset) & 15).half()
     used = usable_group_size(group_size)
@@ -388,3 +390,18 @@ def _check_order(where: str, index: Tensor | None, group_size: int) -> None:
             required=f"inputs in order, {group_size} to a group",
             fix='quantize the model with desc_act=False, or actorder="weight"',
         )
+
+
+def _check_finite(where: str, numbers: Mapping[str, Tensor | None]) -> None:
+    """Scales and zero points, whose NaN would reach every output of the model."""
+    for name, one in numbers.items():
+        if one is None or one.is_meta or not one.is_floating_point():
+            continue
+        odd = int(one.isfinite().logical_not_().sum())
+        if odd:
+            raise PatchError(
+                f"{where}.{name} has numbers that are not finite",
+                found=f"{odd} of {one.numel()} are NaN or infinite",
+                required="finite scales and zero points",
+                fix="download the checkpoint again, or quantize the model again",
+            )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, product_dtype
 from ..nn import Int4Linear
+from ..ops._register import once_differentiable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)
@@ -115,7 +116,7 @@ class _Products(torch.autograd.Function):
             return made[0] if joined else tuple(made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         rows, of_x = [grad.reshape(-1, grad.shape[-1]) for grad in grads], None

@@ -220,7 +220,7 @@ def _kind(act: Any) -> str:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             y = unheard(act)(x)
-    except Exception:  # it may require anything
+    except (Exception, SystemExit):  # it may require anything
         return ""
     known = {
         "silu": F.silu(x),
@@ -414,7 +414,7 @@ def _has_loss(module: Any) -> bool:
         return False
     try:
         return module.get_output_embeddings() is not None
-    except Exception:  # a wrapper's may look into what it has not
+    except (Exception, SystemExit):  # a wrapper's may look into what it has not
         return False
 
 

@@ -181,7 +181,7 @@ def disagreement(
                 module.eval()
                 expected += _run(module.bfloat16(), _to_half(args), kwargs)[:1]
                 actual += _run(other.bfloat16(), _to_half(args), kwargs)[:1]
-    except Exception as error:  # whatever another release's code may raise
+    except (Exception, SystemExit) as error:  # whatever code of another may raise
         return failure(error)
     if len(expected) != len(actual):
         return "on a small input it gives other tensors than the replacement"
@@ -194,7 +194,7 @@ def disagreement(
     return ""
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
     return f"its code did not run on a small input: {type(error).__name__}: {text}"
 

@@ -249,7 +249,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
                 with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
                     tiny, args, kwargs = make()
                     found = _watched(tiny, args, kwargs, list(norms))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not reason or "unpack" in reason:  # a tensor in place of a tuple
                     reason = failure(error)
                 continue

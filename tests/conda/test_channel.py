@@ -317,7 +317,7 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
 
 def test_a_compile_that_fails_is_diagnosed(cpu, world, tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout", only="quant")
-    (checkout / "csrc" / "quant" / "quant_binding.cpp").write_text("#error this does not compile\n")
+    (checkout / "csrc" / "quant" / "quant_host.h").write_text("#error this does not compile\n")
     done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe", code=None)
     assert done.returncode == ChannelError.exit_code
     assert "this does not compile" in done.stderr

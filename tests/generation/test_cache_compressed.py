@@ -58,6 +58,12 @@ def test_beams_and_copies() -> None:
         for one, two in zip(cache.layers, other.layers, strict=True):
             assert torch.equal(one.keys, two.keys)
             assert torch.equal(one.values, two.values)
+        assert torch.equal(other.store.padding, cache.store.padding)
+    keys, values = cache.layers[1].keys, cache.layers[1].values
+    cache.batch_select_indices(torch.tensor([4, 0]))
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[1].keys, keys[[4, 4, 0, 0]])
+    assert torch.equal(cache.layers[1].values, values[[4, 4, 0, 0]])
 
 
 def test_a_cut_brings_tokens_back_from_their_codes() -> None:
@@ -65,17 +71,19 @@ def test_a_cut_brings_tokens_back_from_their_codes() -> None:
     cache = cache_of(model, 8, 200)
     with torch.no_grad():
         model(torch.randint(3, 97, (1, 150)), past_key_values=cache)
-        before = [layer.keys for layer in cache.layers]
+        before = [(layer.keys, layer.values) for layer in cache.layers]
         cache.crop(90)
         assert cache.length == 90
-        for layer, keys in zip(cache.layers, before, strict=True):
-            torch.testing.assert_close(layer.keys, keys[:, :, :90], rtol=0, atol=0)
+        for layer, (keys, values) in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.keys, keys[:, :, :90])
+            assert torch.equal(layer.values, values[:, :, :90])
         model(torch.randint(3, 97, (1, 60)), past_key_values=cache)
     assert cache.length == 150
 
 
 def test_bad_numbers_are_errors() -> None:
     config = tiny.model("llama").config
-    for wrong in ({"bits": 3}, {"bits": 4, "group_size": 48}, {"bits": 4, "residual_length": 100}):
+    lengths = ({"bits": 4, "residual_length": length} for length in (100, "128"))
+    for wrong in ({"bits": 3}, {"bits": 4, "group_size": 48}, *lengths):
         with pytest.raises(GenerationError, match=str(next(reversed(wrong.values())))):
             flexops.KVCache(config, 64, **wrong)

@@ -270,6 +270,10 @@ def test_another_modules_operator_is_not_replaced() -> None:
             ["the schema cannot be read", "a number that no double holds"],
         ),
         (
+            {"schema": "scale(Tensor x, int factor=99999999999999999999) -> Tensor"},
+            ["a number that no int64_t holds"],
+        ),
+        (
             {"schema": "scale.out(Tensor x, float factor, Tensor(a!) out) -> ()"},
             ["an overload: flexops_kernels::scale.out", "without a dot"],
         ),
@@ -328,7 +332,19 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ),
         ({"shared": -1}, ["shared -1"]),
         ({"reference": 3}, ["reference is 3", "a function"]),
+        ({"backward": 3}, ["backward is 3", "a function"]),
         ({"setup_context": print}, ["setup_context without backward"]),
+        ({"args": ["factor"]}, ["args is ['factor']", "a mapping of names"]),
+        ({"constants": [1.0]}, ["constants is [1.0]", "a mapping of names"]),
+        ({"candidates": 5}, ["candidates is 5", "a list of mappings"]),
+        ({"candidates": [{"args": 5}]}, ["args is 5", "a mapping of names"]),
+        ({"candidates": [{}], "candidate": "0"}, ["candidate is '0'", "a number"]),
+        ({"steps": "scale"}, ["steps is 'scale'", "a list of mappings"]),
+        ({"options": "-G"}, ["options is '-G'", "a list: ['-G']"]),
+        ({"include": "."}, ["include is '.'", "a list: ['.']"]),
+        ({"include": ["nowhere"]}, ["include names nowhere", "directories that exist"]),
+        ({"shared": "48K"}, ["shared is '48K'", "a number of bytes"]),
+        ({"cluster": (4, 8)}, ["cluster is (4, 8)", "at most 16"]),
         ({"schema": f"{'a' * 250}(Tensor x, float factor) -> Tensor"}, ["at most 150"]),
     ],
 )
@@ -381,6 +397,33 @@ def test_a_templates_value_has_its_kind() -> None:
     add = define(source, "add(Tensor x) -> Tensor", template=template | {"causal": True})
     with pytest.raises(TypeError, match=r"add: the template's int N cannot be 1\.5"):
         add.expression(torch.empty(3))
+
+
+def test_tensors_that_are_missing_or_elsewhere():
+    source = "__global__ void add(const float* x, const float* y, float* out, int n) {}"
+    add = define(source, "add(Tensor x, Tensor y) -> Tensor", reference=lambda x, y: x + y)
+    x = torch.ones(3)
+    for call in (add, add.op):
+        with pytest.raises(TypeError, match=r"add: x must be a tensor, got None"):
+            call(None, x)
+        with pytest.raises(ValueError, match=r"add: y must be on the device of x, cpu, got meta"):
+            call(x, x.to("meta"))
+
+
+def test_what_out_returns_is_verified():
+    source = "__global__ void pair(const float* x, float* one, float* two) {}"
+    schema = "pair(Tensor x) -> (Tensor one, Tensor two)"
+    for out, found in (
+        (lambda: None, "NoneType"),
+        (lambda x: x.new_empty(2, 3), "Tensor"),
+        (lambda x: (x, 1), "Tensor, int"),
+    ):
+        pair = define(source, schema, out=out)
+        with pytest.raises(TypeError, match=f"pair: out must return one, two, got {found}"):
+            pair(torch.ones(3, device="meta"))
+    one = define(out=lambda x: (x,))
+    with pytest.raises(TypeError, match=r"scale: out must return out, got Tensor"):
+        one(torch.ones(3, device="meta"), 2.0)
 
 
 def test_without_a_reference_other_devices_are_refused() -> None:

@@ -119,6 +119,18 @@ def test_a_gated_block_is_its_parts(activation: str, recipe: str) -> None:
         assert (a - b).norm() <= 5e-3 * b.norm()  # a code here and there
 
 
+@pytest.mark.parametrize("activation", module.ACTIVATIONS)
+def test_a_gates_gradient_is_its_activations(activation: str) -> None:
+    """Its own test: the difference between the two GELUs is less than the error of a code."""
+    packed, grad = draw(9, 96).requires_grad_(), draw(9, 48, seed=1)
+    gate, up = packed.chunk(2, -1)
+    plain = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=activation)
+    torch.testing.assert_close(module._gated(packed.detach(), activation), (plain * up).detach())
+    (wanted,) = torch.autograd.grad(plain * up, packed, grad)
+    found = module._gated_gradient(grad, packed.detach(), activation)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_norm_gives_codes_of_its_result() -> None:
     tensors = [draw(2, 9, 32), draw(2, 9, 32, seed=1), draw(32)]
     args = [one.requires_grad_() for one in tensors]
@@ -225,10 +237,24 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             op()
-    with pytest.raises(ValueError, match="multiples of 16"):
-        flexops.nn.Fp8Linear(30, 16)
+    for sizes in ((30, 16), (32, -16), ("32", 16)):
+        with pytest.raises(ValueError, match="multiples of 16, got"):
+            flexops.nn.Fp8Linear(*sizes)
+    for transformed in (torch.func.grad(lambda x: flexops.fp8_linear(x, weight).sum()),
+                        torch.vmap(lambda x: flexops.fp8_linear(x, weight))):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"transforms of torch\.func"):
+            transformed(x)
     with pytest.raises(ValueError, match="recipe must be"):
         flexops.nn.Fp8Linear(32, 16, recipe="fast")
+
+
+def test_a_gradient_penalty_is_rejected() -> None:
+    """torch's decorator would leave it out of a sum of losses."""
+    x, weight = draw(4, 32).requires_grad_(), draw(16, 32).requires_grad_()
+    loss = flexops.fp8_linear(x, weight).sum()
+    (of_x,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + of_x.square().sum()).backward()
 
 
 def test_the_module_has_torchs_state() -> None:

@@ -253,6 +253,7 @@ def _weight() -> Any:
     ("call", "error", "text"),
     [
         (lambda: flexops.int4_linear(torch.ones(2, 64), _weight()), ValueError, "x must have"),
+        (lambda: flexops.int4_linear(torch.ones(()), _weight()), ValueError, r"x must .* got \[\]"),
         (lambda: flexops.int4_linear(torch.ones(2, 128).int(), _weight()), TypeError, "x must be"),
         (
             lambda: flexops.int4_linear(torch.ones(2, 128), torch.ones(16, 128)),
@@ -300,6 +301,7 @@ def _weight() -> Any:
             ValueError,
             "group_size must divide K, .*100 is no multiple of 64",
         ),
+        (lambda: flexops.quantize_int4(torch.ones(4, 64).int()), TypeError, "int4: weight must be"),
         (
             lambda: flexops.quantize_int4(torch.ones(4, 128), 48),
             ValueError,

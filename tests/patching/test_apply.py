@@ -808,6 +808,20 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
     assert len(products) == (4 if case == "checkpoints" else 2)
 
 
+def test_a_gradient_penalty_behind_projections_is_rejected(monkeypatch) -> None:
+    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    products = products_of(monkeypatch)
+    model = tiny.model("llama")
+    flexops.patch(model)
+    attention = model.model.layers[0].self_attn
+    x = torch.randn(1, 8, attention.q_proj.in_features, requires_grad=True)
+    loss = sum(one(x).sum() for one in (attention.q_proj, attention.k_proj, attention.v_proj))
+    (of_x,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert products == [3]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + of_x.square().sum()).backward()
+
+
 def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation, where one has a hook, where they are called with different tensors, and for
     what are no linear layers."""

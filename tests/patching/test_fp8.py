@@ -205,6 +205,10 @@ def test_sizes_and_recipes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 72, bias=False)
     report = flexops.patch(model, fp8="rowwise")
     assert any("72 x 32, is not a multiple of 16" in row.reason for row in report.not_swapped)
+    again = flexops.patch(model, fp8="rowwise_with_gw_hp").not_swapped
+    assert any(
+        "replaced before, with fp8='rowwise': flexops.unpatch" in row.reason for row in again
+    )
     monkeypatch.setattr(fp8, "LEAST_SIZE", 18)  # 64 x 32 alone pays, k's 16 x 32 with q and v
     flexops.unpatch(model)
     reasons = {row.reason: row.count for row in flexops.patch(model, fp8="rowwise").rows}

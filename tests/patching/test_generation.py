@@ -352,8 +352,12 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
         ({"attention_mask": torch.ones(3, 8)}, r"attention_mask.*\[3, 9\]"),
         ({"attention_mask": torch.eye(9)[:3]}, "hides tokens behind others"),
         ({"seed": 1, "generator": torch.Generator()}, "exclude"),
+        ({"seed": "1"}, "no such seed.*'1'"),
+        ({"generator": 1}, "no such generator"),
+        ({"eos_token_id": ["</s>"]}, "no such eos_token_id.*</s>"),
+        ({"cache": "static"}, "no such cache.*str.*flexops.KVCache"),
     ],
-    ids=["tokens", "top_p", "temperature", "top_k", "flat", "dtype", "mask", "inside", "seed"],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     model = tiny.model("llama").eval()
@@ -381,6 +385,8 @@ def test_other_caches_are_named() -> None:
         tiny.model("llama").eval()(**prompts(), past_key_values=cache)
     with pytest.raises(GenerationError, match="bits=3"):
         flexops.KVCache(tiny.config("llama"), max_length=8, bits=3)
+    with pytest.raises(GenerationError, match=r"(?s)LlamaForCausalLM.*model\.config"):
+        flexops.KVCache(tiny.model("llama"), max_length=8)
     with pytest.raises(GenerationError, match="max_length=0"):
         flexops.KVCache(tiny.config("llama"), max_length=0)
     config = tiny.config("llama")

@@ -29,6 +29,7 @@ from flexops.errors import PatchError
 from flexops.nn import Int4Linear
 from flexops.ops import few_rows
 from flexops.patching import Int4Config, from_config, register_int4
+from flexops.patching import int4_formats as formats
 
 GOLDEN = Path(__file__).parents[1] / "golden/int4"
 X = torch.arange(12)[None] * 7 % 17
@@ -672,6 +673,13 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
         "awq", {}, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(3)}), "q_proj.bias",
     ),
     "groups of some inputs": ("gptq", {}, _cut(f"{Q}.g_idx"), "q_proj.g_idx does not fit"),
+    "scales that are no numbers": (
+        "gptq", {}, _put(f"{Q}.scales", lambda one: one.index_fill(0, torch.tensor(0), torch.nan)),
+        "q_proj.scales has numbers that are not finite",
+    ),
+    "infinite scales": (
+        "awq", {}, _put(f"{DOWN}.scales", lambda one: one * torch.inf), "down_proj.scales has",
+    ),
     "a group size that is no number": (
         "awq", {"group_size": [32]}, _drop("nothing"), "group_size=[32]",
     ),
@@ -694,6 +702,35 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -
         load(folder)
     assert message in str(caught.value)
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("kv_cache_scheme", {"num_bits": 8}),
+        ("transform_config", {"rotation": "hadamard"}),
+        ("config_groups", {}),
+        ("format", "nvfp4-pack-quantized"),
+        ("input_activations", {"num_bits": 8}),
+        ("output_activations", {"num_bits": 8}),
+        ("num_bits", 8),
+        ("type", "float"),
+        ("strategy", "tensor_group"),
+    ],
+)
+def test_each_setting_of_compressed_tensors_counts(setting: str, value: Any) -> None:
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group"}
+    group: dict[str, Any] = {"weights": weights}
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+    assert formats.format_of(config) is formats.WRITTEN
+    inner = {"input_activations": group, "output_activations": group}
+    (weights if setting in weights else inner.get(setting, config))[setting] = value
+    with pytest.raises(PatchError, match=setting):
+        formats.format_of(config)
 
 
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:

@@ -227,6 +227,14 @@ def test_code_that_the_probe_cannot_run_is_named() -> None:
         "its code did not run on a small input: ValueError: a group of 3 processes is required"
     )
 
+    class Exits(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            raise SystemExit(f"{x.dim()}: not for you")
+
+    assert row_of(Exits()).reason == (
+        "its code did not run on a small input: SystemExit: 3: not for you"
+    )
+
 
 @pytest.mark.parametrize(
     ("package", "reason"),
@@ -333,6 +341,7 @@ def test_a_loss_that_does_arithmetic_of_its_own_gets_logits() -> None:
         lambda y: -y,
         lambda y: y**2,
         lambda y: 1.0 / y,
+        lambda y: y / 0,
         lambda y: (y > 0).float(),
         lambda y: y.softmax(-1),
         lambda y: torch.stack(list(y)),

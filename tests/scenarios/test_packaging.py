@@ -94,7 +94,7 @@ def test_a_plain_wheel_holds_no_compiled_code(source, tmp_path):
         "flexops/py.typed",
         "flexops/_csrc/common/binding.h",
         "flexops/_csrc/adam/adam.cuh",
-        "flexops/_csrc/quant/quant_binding.cpp",
+        "flexops/_csrc/quant/quant_host.h",
     }
     assert expected <= names
     packaged = {
@@ -204,7 +204,7 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
     broken = tmp_path / "source"
     shutil.copytree(source, broken, ignore=shutil.ignore_patterns("*.egg-info"))
     shutil.rmtree(broken / "build", ignore_errors=True)
-    with open(broken / "csrc" / "quant" / "quant_binding.cpp", "a") as file:
+    with open(broken / "csrc" / "quant" / "quant_host.h", "a") as file:
         file.write("\nint wrong = nothing_of_that_name;\n")
     done = wheel(
         broken,
@@ -219,7 +219,7 @@ def test_an_op_that_cannot_be_built_fails_the_install_with_the_diagnosis(
     for words in (
         "quant-cpu could not be built",
         "nothing_of_that_name",
-        "quant_binding.cpp",
+        "quant_host.h",
         "fix:",
         "log:",
     ):

@@ -142,9 +142,12 @@ class _Pool:
     def run(self, jobs: int) -> None:
         if jobs == 1:
             self._one_thread()
-            if self.failure:  # of a thread that is not the main one
-                raise self.failure
-            return
+        else:
+            self._in_threads(jobs)
+        if self.failure:
+            raise self.failure
+
+    def _in_threads(self, jobs: int) -> None:
         threads = [threading.Thread(target=self._one_thread, daemon=True) for _ in range(jobs)]
         for thread in threads:
             thread.start()
@@ -157,8 +160,6 @@ class _Pool:
             for worker in self.workers:
                 worker.stop()
             raise
-        if self.failure:
-            raise self.failure
 
     def _one_thread(self) -> None:
         worker: Worker | None = None
@@ -184,8 +185,6 @@ class _Pool:
                     self.progress(self.done, self.total, plan.expression)
         except BaseException as error:
             self.failure, self.stopped = error, True
-            if threading.current_thread() is threading.main_thread():
-                raise
         finally:
             if worker:
                 worker.stop()

@@ -103,6 +103,9 @@ KNOWN = _NEVER | frozenset(
         "__CUDACC__",
         "__NVCC__",
         "__CUDA_ARCH__",
+        "__CUDA_ARCH_FEAT_SM90_ALL",
+        "__CUDA_ARCH_FEAT_SM100_ALL",
+        "__CUDA_ARCH_SPECIFIC__",
         "__cplusplus",
         "__cpp_inline_variables",
         "__linux__",
@@ -174,10 +177,10 @@ _FOLLOWED_BY = {"thrust": "::", "texture": "<", "surface": "<"}
 # ---- headers -------------------------------------------------------------------------------------
 
 FOR_BOTH = re.compile(
-    r"cuda_(?:fp16|bf16|fp8|fp6|fp4|pipeline\w*)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
+    r"cuda_(?:fp16|bf16|fp8|fp6|fp4)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
 )
 FOR_THE_DEVICE = {
-    re.compile(r"(?:cub|cuda|nv)/[\w/.-]+"): "",
+    re.compile(r"(?:cub|cuda|nv)/[\w/.-]+|cuda_(?:awbarrier|pipeline)\w*\.h"): "",
     re.compile(r"ATen/cuda/(?:Atomic|CUDAApplyUtils)\.cuh|THC/THCAtomics\.cuh"): (
         "ATen/cuda/Atomic.cuh"
     ),
@@ -185,12 +188,12 @@ FOR_THE_DEVICE = {
         r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh"
     ): "ATen/cuda/detail/TensorInfo.cuh",
 }
-"""Headers that the host compiler is not given; and what the device's half includes in their place,
-if not they themselves."""
+"""Headers of which the device's half includes what stands behind them, or else they themselves. The
+host compiler is given those of torch's that it can read."""
 FOR_NEITHER = re.compile(r"thrust/[\w/.-]+|ATen/[\w/.-]+\.cuh")
 """Headers of which neither half is given anything: what uses them does not compile."""
 FOR_THE_HOST = re.compile(
-    r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h|Python\.h|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
+    r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h|ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh|Python\.h|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
     r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"
     r"|(?:sys/)?[a-z0-9_]+(?:\.h)?"  # C's, C++'s and the system's
 )

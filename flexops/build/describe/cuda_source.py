@@ -389,6 +389,11 @@ class _Halves:
             if name is not None:
                 self._declared.add(id(name))
             return
+        if members := self._host_members(file, item):
+            if name is not None:
+                self._declared.add(id(name))
+            device += members
+            return
         if name is not None and (
             (tokens[0].text != "using" and not reading.is_qualified(file, item, name))
             or (len(tokens) > 2 and tokens[2].text == "=")
@@ -397,6 +402,31 @@ class _Halves:
             before = self.dropped.get(name.text, follows)
             self.dropped[name.text] = max(before, follows) if before and follows else ""
         device.append(_Edit(tokens[0].start, tokens[-1].end, _without(file, item.start, item.end)))
+
+    def _host_members(self, file: File, item: Item) -> list[_Edit]:
+        """Leaves functions out of a class that are the host's and name its types, and the bodies of
+        its other host functions. Nothing, if its data or bases name such a type."""
+        if item.kind != "class":
+            return []
+        parts, edits = [(item.start, item.open), (item.close, item.end)], []
+        for one in reading.items_of(file, item.open + 1, item.close):
+            words = {token.text for token in file.tokens[one.start : one.parameters]}
+            if (
+                one.kind not in ("function", "prototype")
+                or "virtual" in words
+                or reading.attributes_of(file, one, self.macros)
+            ):
+                parts.append((one.start, one.end))
+                continue
+            whole = reading.mentions_host(file.tokens[one.start : one.end])
+            if whole or one.kind == "function":
+                first = one.start if whole else one.body
+                text = "" if whole else ";"
+                start, end = file.tokens[first].start, file.tokens[one.end - 1].end
+                edits.append(_Edit(start, end, text + _without(file, first, one.end)))
+        if any(reading.mentions_host(file.tokens[slice(*part)]) for part in parts):
+            return []
+        return edits
 
     # ---- launches
 

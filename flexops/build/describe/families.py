@@ -362,13 +362,32 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "fp8",
-        *_by_hand(
+        _op(
             f"quantize_fp8(Tensor x, ScalarType dtype, SymInt group_size) {_PAIR}",
+            strided={"x": "any"},
+            outputs=(Output("x", "dtype"), Output(by_host=True)),
+        ),
+        _op(
             "quantize_fp8_scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+            numbers=("scale",),
+            outputs=(Output("x", "dtype"),),
+        ),
+        _op(
             "dequantize_fp8(Tensor values, Tensor scales, SymInt group_size, ScalarType dtype) ->"
             " Tensor",
+            dtypes={"values": ("float8_e4m3fn", "float8_e5m2"), "scales": "float32"},
+            outputs=(Output("values", "dtype"),),
+        ),
+        _op(
             f"quantize_int8(Tensor x) {_PAIR}",
+            strided={"x": "any"},
+            outputs=(Output("x", "int8"), Output("x[:-1], 1", "float32")),
+        ),
+        _op(
             "dequantize_int8(Tensor values, Tensor scales, ScalarType dtype) -> Tensor",
+            dtypes={"values": "int8", "scales": "float32"},
+            shapes={"scales": "values[:-1], 1"},
+            outputs=(Output("values", "dtype"),),
         ),
     ),
     _family(
@@ -685,10 +704,16 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "quant",
-        *_by_hand(
+        _op(
             f"quantize(Tensor x, int bits, SymInt group_size, int dim, bool symmetric) {_PAIR}",
+            strided={"x": "any"},
+            outputs=(Output(by_host=True),) * 2,
+        ),
+        _op(
             "dequantize(Tensor packed, Tensor scales, SymInt length, int bits, SymInt group_size,"
             " int dim, ScalarType dtype) -> Tensor",
+            dtypes={"packed": "uint8", "scales": _FLOATS},
+            outputs=(Output(by_host=True),),
         ),
     ),
     _family(

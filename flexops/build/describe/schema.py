@@ -4,6 +4,7 @@ binding is written, and its checks and fake kernel are made."""
 from __future__ import annotations
 
 import functools
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,10 @@ def parse(text: str) -> Schema:
     if reserved := sorted(RESERVED.intersection(every)):
         raise _unread(
             text, f"{', '.join(reserved)} is a word of C++, in which the launcher is written"
+        )
+    if words := [one.name for one in arguments if keyword.iskeyword(one.name)]:
+        raise _unread(
+            text, f"{', '.join(words)} is a word of Python, in which the reference is written"
         )
     if used := sorted(
         _BINDINGS.union(
@@ -272,6 +277,7 @@ def declare(
         FlexopsError: the schema cannot be read, or a constraint names what the schema has not.
     """
     read = parse(schema)
+    _check_kinds(read, rows, dtypes=dtypes, shapes=shapes, strided=strided, numbers=numbers)
     tensors = [argument.name for argument in read.arguments if argument.type == "Tensor"]
     first = next(
         (
@@ -307,7 +313,10 @@ def declare(
             required="builder.Output, one for each result",
             fix=fix,
         )
-    made = tuple(outputs) or (Output(),) * len(read.results)
+    made = tuple(
+        one._replace(dtype=str(one.dtype).removeprefix("torch."))  # a torch.dtype, too
+        for one in outputs or (Output(),) * len(read.results)
+    )
     # no copy replaces them
     lists = {
         argument.name: "any" for argument in read.arguments if argument.many and argument.written
@@ -389,6 +398,25 @@ def _refused(schema: Schema, what: str, found: str, required: str) -> FlexopsErr
     )
 
 
+def _check_kinds(schema: Schema, rows: object, **given: object) -> None:
+    """Raise for what is no mapping, and for a text where several names are meant."""
+    for what, value in given.items():
+        mapping = isinstance(value, Mapping)
+        if what in ("dtypes", "shapes") and value is not None and not mapping:
+            raise _refused(schema, what, repr(value), "a mapping: tensor argument -> what it is")
+        if what in ("strided", "numbers") and not mapping and not isinstance(value, (list, tuple)):
+            raise _refused(schema, what, repr(value), f"several names: ({value!r},)")
+        if what == "dtypes" and mapping and () in value.values():  # type: ignore[attr-defined]
+            raise _refused(schema, what, repr(value), "one dtype or more for each")
+        if what == "shapes" and mapping:
+            for name, text in value.items():  # type: ignore[attr-defined]
+                if not isinstance(text, str):
+                    required = "text, such as 'x[:-1], 4'"
+                    raise _refused(schema, what, f"{text!r} for {name}", required)
+    if rows is not None and not isinstance(rows, Rows):
+        raise _refused(schema, "rows", repr(rows), "builder.Rows(lists, steps)")
+
+
 def _check_rows(schema: Schema, rows: Rows) -> None:
     lists = [argument.name for argument in schema.arguments if argument.many]
     for name in rows.every:
@@ -467,7 +495,9 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
             )
     for name, allowed in signature.dtypes:
         for one in allowed:
-            if one not in DTYPES and (one not in always or len(allowed) > 1):
+            if one not in DTYPES and (
+                one not in always or len(allowed) > 1 or _is_own(one, dict(signature.dtypes))
+            ):
                 raise refuse(
                     f"dtypes[{name!r}]",
                     one,
@@ -483,6 +513,14 @@ def _check(signature: Signature, asked: Mapping[str, tuple[str, ...]]) -> None:
         raise refuse(
             "split", signature.split, "elements (of each row), whole or host, since rows= is given"
         )
+
+
+def _is_own(name: str, dtypes: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether a tensor's dtype is, by way of others, its own."""
+    seen = [name]
+    while (following := dtypes.get(seen[-1], ("",))[0]) and following not in seen:
+        seen.append(following)
+    return bool(following)
 
 
 def _scalars(schema: Schema) -> dict[str, str]:

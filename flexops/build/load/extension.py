@@ -362,9 +362,9 @@ def _by_either(
 def _require_nvrtc(chosen: Settings) -> None:
     """Raises ``ToolchainError`` where NVRTC is missing, or not for the architectures that are
     asked for."""
-    if re.search(r"\d[af]\b", chosen.arch_list or ""):
+    if re.search(r"\df\b", chosen.arch_list or ""):
         raise ToolchainError(
-            f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions that no other GPU has"
+            f"TORCH_CUDA_ARCH_LIST={chosen.arch_list} has instructions of one family of GPUs"
         )
     if toolchain.device_compiler(chosen).value is None:
         raise ToolchainError("there is no NVRTC")
@@ -424,7 +424,7 @@ def _without_nvcc(
     if cuda is None:
         return None
     try:
-        return extension_nvrtc.prepare(request, tools, torch, cuda)
+        return extension_nvrtc.prepare(request, tools, torch, cuda, chosen.arch_list or "")
     except ToolchainError as problem:
         if lacking is None:
             raise

@@ -72,10 +72,12 @@ _WITH_VALUE = (
 _FOR_DEVICE = re.compile(
     r"--?(?:use_fast_math|ftz=\w+|prec-div=\w+|prec-sqrt=\w+|fmad=\w+|maxrregcount=\d+|lineinfo|generate-line-info|extra-device-vectorization)"
 )
+_NVRTC_NAMES = {"lineinfo": "generate-line-info"}
 _FOR_BOTH = re.compile(r"-[DU]\w.*")
 _FOR_HOST = re.compile(r"-O[0-3]|-g")
-# whose instructions no other GPU has
-_OWN_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_\d+[af]\b")
+# whose instructions no other GPU has; and no other family of GPUs
+_OWN_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_(\d+a)\b")
+_FAMILY_ARCHITECTURE = re.compile(r"(?:sm|compute|lto)_\d+f\b")
 # which nvcc's launches heed
 _LAUNCHES_ELSEWHERE = re.compile(r"-DCUDA_API_PER_THREAD_DEFAULT_STREAM\b")
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -90,6 +92,7 @@ class Flags(NamedTuple):
     host: tuple[str, ...]
     device: tuple[str, ...]
     include_dirs: tuple[str, ...]
+    own: tuple[str, ...]  # architectures that are asked for with the suffix: 90a
 
 
 def flags_of(arguments: Sequence[str]) -> Flags:
@@ -101,6 +104,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
     host: list[str] = []
     device: list[str] = []
     include: list[str] = []
+    own: list[str] = []
     rest = iter(arguments)
     for one in rest:
         if one in (*_WITH_VALUE, *_NO_MATTER_WITH_VALUE):
@@ -124,7 +128,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             host += pieces
             device += [piece for piece in pieces if _FOR_BOTH.fullmatch(piece)]  # so does nvcc
         elif name in ("-Xptxas", "--ptxas-options"):
-            device.append(f"--ptxas-options={value}")
+            device += [f"--ptxas-options={piece}" for piece in value.split(",") if piece]
         elif name in ("-std", "--std"):
             host.append(f"-std={value}")
             device.append(f"--std={value}")
@@ -134,15 +138,17 @@ def flags_of(arguments: Sequence[str]) -> Flags:
             host.append(one)
             device.append(one)
         elif _FOR_DEVICE.fullmatch(one):
-            device.append(f"--{one.lstrip('-')}")
+            device.append(f"--{_NVRTC_NAMES.get(option := one.lstrip('-'), option)}")
         elif _FOR_HOST.fullmatch(one):
             host.append(one)
-        elif _OWN_ARCHITECTURE.search(one) or not _NO_MATTER.fullmatch(one):
+        elif _NO_MATTER.fullmatch(one) and not _FAMILY_ARCHITECTURE.search(one):
+            own += _OWN_ARCHITECTURE.findall(one)
+        else:
             raise ToolchainError(
                 f"the argument {one} is nvcc's, and NVRTC has no equivalent",
                 required="nvcc, or to do without it",
             )
-    return Flags(tuple(host), tuple(device), tuple(include))
+    return Flags(tuple(host), tuple(device), tuple(include), tuple(dict.fromkeys(own)))
 
 
 # ---- the request, split --------------------------------------------------------------------------
@@ -157,8 +163,10 @@ class Prepared(NamedTuple):
     programs: tuple[Program, ...]
 
 
-def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToolkit) -> Prepared:
-    """Everything that is known before the host code is built.
+def prepare(
+    request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToolkit, asked: str = ""
+) -> Prepared:
+    """Everything that is known before the host code is built. ``asked``: the list of architectures.
 
     Raises:
         ToolchainError: a source or an argument is nvcc's.
@@ -176,6 +184,8 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
             " provide",
             required="nvcc",
         )
+    listed = [major + minor for major, minor in re.findall(r"(\d+)\.(\d+a)\b", asked)]
+    own = (*flags.own, *listed, *_OWN_ARCHITECTURE.findall(asked))
     texts, programs, files = [], [], []
     roots = roots_of(torch, cuda)
     version = _version_macros(torch)
@@ -227,6 +237,7 @@ def prepare(request: Request, tools: Toolchain, torch: TorchBuild, cuda: CudaToo
                 roots,
                 halves.words,
                 f"{torch.version} {torch.git_version}",
+                own=own,
             )
         )
         files.append(label)
@@ -381,7 +392,8 @@ def kernel_plans(programs: Sequence[Program], chosen: Settings) -> list[KernelPl
     architectures = list(single(choice.architectures))
     if not detected and not chosen.arch_list:
         architectures = [one for one in architectures if one.sass][-1:]
-    return [program.plan(one, choice.compiler) for program in programs for one in architectures]
+    plans = [program.plan(one, choice.compiler) for program in programs for one in architectures]
+    return list({plan.name: plan for plan in plans}.values())
 
 
 def _line(plans: Sequence[KernelPlan]) -> str:

@@ -68,6 +68,7 @@ _WIDE = (("unsigned long long", "unsigned long"), ("signed long long", "long"), 
 
 
 _CSTDINT = "cuda/std/cstdint"
+_OF_RUNTIME = ("cuda_awbarrier_helpers.h", "cuda_pipeline_helpers.h")
 Roots = tuple[tuple[str, Path], ...]
 
 
@@ -124,8 +125,8 @@ def of_program(
     # those of CCCL may be found there, and include what is not
     found = _with({*missing, *first(own)} - STANDARD, compiler)
     library = _library(found, sorted(STANDARD), "", compiler)
-    more = (*texts.items(), *(() if found else _rewritten(roots)))
-    return library._replace(texts=(*library.texts, *more))
+    more = {**dict(library.texts), **texts, **dict(_rewritten((*found, *roots)))}
+    return library._replace(texts=tuple(more.items()))
 
 
 def searched(own: Roots, library: Library) -> Roots:
@@ -173,17 +174,21 @@ def _found(name: str, roots: Roots) -> bool:
 
 @functools.cache
 def _rewritten(roots: Roots) -> tuple[tuple[str, str], ...]:
-    """Headers of CCCL that NVRTC gets otherwise than they are: libcu++'s <cstdint> with the host
+    """Headers that NVRTC gets otherwise than they are: those that define integers, with the host
     compiler's types of 64 bits, and all of CUB without what the host launches."""
+    texts = []
+    for name in (_CSTDINT, *_OF_RUNTIME):
+        if found := next((root / name for _, root in roots if (root / name).is_file()), None):
+            text = found.read_text(encoding="utf-8")
+            for theirs, ours in _WIDE:
+                text = text.replace(theirs, ours)
+            texts.append((name, text))
     root = next((root for _, root in roots if (root / _CSTDINT).is_file()), None)
     if root is None:
-        return ()
-    integers = (root / _CSTDINT).read_text(encoding="utf-8")
-    for theirs, ours in _WIDE:
-        integers = integers.replace(theirs, ours)
+        return tuple(texts)
     parts = [
         f"#include <{path.relative_to(root)}>\n"
         for folder in ("block", "iterator", "thread", "warp")
         for path in sorted((root / "cub" / folder).glob("*.cuh"))
     ]
-    return (_CSTDINT, integers), ("cub/cub.cuh", "".join(parts))
+    return (*texts, ("cub/cub.cuh", "".join(parts)))

@@ -60,6 +60,8 @@ class Program(NamedTuple):
         torch: which one it is compiled for.
         expressions, symbols: the kernels that are wanted of it, as C++ names them and as the host
             compiler mangles them.
+        own: architectures that are compiled with their suffix (90a), whose instructions no other
+            GPU has.
     """
 
     extension: str
@@ -72,6 +74,7 @@ class Program(NamedTuple):
     torch: str
     expressions: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
     @property
     def expression(self) -> str:
@@ -85,6 +88,9 @@ class Program(NamedTuple):
         return artifact_name(self.spec.family, architecture, self.digest)
 
     def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
+        if f"{architecture.capability.number}a" in self.own:
+            own = architecture.capability._replace(suffix="a")
+            architecture = architecture._replace(capability=own)
         digest, files = self.digest, self._files()
         library = device_library.of_program(self.text, self.roots, _TORCH, compiler)
         key = cache_key.digest_fields(

@@ -309,6 +309,17 @@ def test_what_decides_about_the_code_is_in_its_key(compiler):
     assert plan(ROTATE, elsewhere).key == plans[0].key
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_fails_in_a_thread_is_raised(tmp_path, compiler, monkeypatch, jobs):
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(device_code, "_single_flight", fail)
+    plans = [plan(ROTATE, compiler), plan(ROTATE, compiler, "8.0")]
+    with pytest.raises(OSError, match="No space"):
+        device_code.obtain(plans, BuildCache(tmp_path), jobs=jobs)
+
+
 def test_ptx_for_a_gpu_that_the_compiler_does_not_know(tmp_path, compiler):
     """The driver compiles it there; the note says so."""
     choice = toolchain.architectures.resolve(

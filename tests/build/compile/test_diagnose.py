@@ -93,6 +93,7 @@ def test_the_first_error_of_each_source_that_failed():
         *(f"    {name}.cpp:1:1: error: in {name}" for name in "bcde"),
         "    and 2 more",
     ]
+    assert len(diagnose("".join(steps[:5])).error.splitlines()) == 5
     full = diagnose(
         steps[0]
         + "FAILED: x/full.o\ncc1plus: fatal error: error writing to /tmp/c.s: No space left on"

@@ -171,15 +171,20 @@ def test_a_users_own_kernel(tmp_path, cache_dir, monkeypatch):
     ]
 
 
-def test_extensions_are_taken_from_the_cache(tmp_path, cache_dir):
+def test_extensions_are_taken_from_the_caches(tmp_path, cache_dir, monkeypatch):
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(BuildCache, "fetch_key", lambda _, *names: asked.append(names))
     entry = made_up_entry(BuildCache(cache_dir), tiny_plan(tmp_path / "tiny"))
     name, key = entry.manifest.name, entry.manifest.key
     (tmp_path / "record.jsonl").write_text(
-        "".join(json.dumps({"extension": name, "key": one}) + "\n" for one in (key, "0123"))
+        "".join(
+            json.dumps({"extension": name, "key": one}) + "\n" for one in (key, "0123", "../0123")
+        )
     )
     made = warm.make(record.read([tmp_path / "record.jsonl"]), settings.current())
-    assert [one.entry for one in made] == [None, entry]
-    assert isinstance(made[0].error, CacheError)
+    assert [one.entry for one in made if one.entry] == [entry]
+    assert [type(one.error) for one in made if not one.entry] == [CacheError, CacheError]
+    assert asked == [(name, "0123")], "of the remote cache, by a name without a path"
 
 
 @pytest.mark.parametrize(

@@ -342,12 +342,12 @@ def test_own_headers_are_part_of_the_source(tmp_path):
         "#pragma once\n#include <torch/extension.h>\n__device__ float deep(float x) { return"
         " __expf(x); }\n"
     )
-    (tmp_path / "mine.cuh").write_text(
-        '#pragma once\n#include <deep.cuh>\n#include "mine.cuh"\nvoid host_only(torch::Tensor x);\n'
+    (tmp_path / "mïne.cuh").write_text(
+        '#pragma once\n#include <deep.cuh>\n#include "mïne.cuh"\nvoid host_only(torch::Tensor x);\n'
     )
     source = tmp_path / "k.cu"
     found = halves(
-        f'#include "mine.cuh"\n#include <deep.cuh>\n{KERNEL}',
+        f'#include "mïne.cuh"\n#include <deep.cuh>\n{KERNEL}',
         str(source),
         (str(tmp_path / "include"),),
     )
@@ -357,6 +357,7 @@ def test_own_headers_are_part_of_the_source(tmp_path):
     assert f'#line 1 "{tmp_path}/include/deep.cuh"' in found.device
     assert f'#line 2 "{source}"' in found.device
     assert found.host.count("#include <torch/extension.h>") == 2, "each within its guard"
+    assert all(mark.isascii() for mark in re.findall(r"FLEXOPS_ONCE_\w+", found.host))
 
 
 def test_conditions_are_kept_where_their_code_is_not():
@@ -461,6 +462,17 @@ def test_names_of_the_host_that_device_code_may_say():
     assert "Matrix::" not in found.device
     assert "Table" not in found.device
     assert "operator+=(Two o) { return *this; }" in found.device
+    members = halves(
+        "struct Mask {\n  int n;\n  ~Mask() { cudaFree(x); }\n  static Mask of(torch::Tensor x) { return {int(x.size(0))}; }\n"
+        "  __device__ bool at(int i) { return i < n; }\n  torch::Tensor tensor();\n};\n"
+        "struct Held { virtual void hold(torch::Tensor x); int n; };\n"
+        "template <typename T> __global__ void k(T mask, bool* x) { x[0] = mask.at(1); }\n"
+    )
+    assert "torch" not in members.device
+    assert "~Mask() ;" in members.device
+    assert "__device__ bool at(int i) { return i < n; }" in members.device
+    assert "static Mask of(torch::Tensor x)" in members.host
+    assert "Held" not in members.device, "without its functions it would be another class"
     for used in ("cluster(1)", "Matrix::shared(1)", "make<int>()"):
         with pytest.raises(Unsplittable, match="declared for the host alone"):
             halves(
@@ -586,11 +598,17 @@ def test_nvccs_arguments_are_distinguished():
             "-std=c++20",
             "-Xfatbin",
             "-compress-all",
+            "-lineinfo",
+            "-Xptxas=-O2,-dlcm=ca",
         ]
     )
     assert flags.host == ("-O3", "-DA=1", "-UB", "-Wall", "-g", "-std=c++20")
-    assert flags.device == ("--use_fast_math", "-DA=1", "-UB", "--ptxas-options=-v", "--std=c++20")
+    ptxas = [f"--ptxas-options={one}" for one in ("-v", "-O2", "-dlcm=ca")]
+    expected = ("--use_fast_math", "-DA=1", "-UB", ptxas[0], "--std=c++20", "--generate-line-info")
+    assert flags.device == (*expected, *ptxas[1:])
     assert flags.include_dirs == ("/x",)
+    assert not flags.own
+    assert flags_of(["-arch=sm_90a", "-gencode", "arch=compute_90a,code=sm_90a"]).own == ("90a",)
     assert flags_of(["-Xcompiler", "-Wall,-DA=2"]).device == ("-DA=2",), "as nvcc does"
     for wrong in ("-I/y", "-include", "-isystem"):
         with pytest.raises(ToolchainError, match=wrong):
@@ -601,7 +619,7 @@ def test_nvccs_arguments_are_distinguished():
         "--default-stream=per-thread",
         "-include",
         "--relocatable-device-code=true",
-        "-arch=sm_90a",
+        "-arch=sm_100f",
     )
     for wrong in (*refused, "-DCUDA_API_PER_THREAD_DEFAULT_STREAM"):
         with pytest.raises(ToolchainError, match=re.escape(wrong)):
@@ -643,6 +661,7 @@ __global__ void k(const __nv_bfloat16* x, float* out) {
         assert "hipcub" not in half
         assert "__constant__" not in half
     assert "cub" not in halves.host
+    assert "#include <ATen/cuda/detail/IndexUtils.cuh>" in halves.host
     assert "#ifdef PROJECT_EXPORTS\n#error" in halves.host or "elif" in halves.host
     # a macro that nothing here defines must not come from a header that the host alone reads
     assert "#ifdef PROJECT_EXPORTS\n#error" in halves.host

@@ -47,6 +47,7 @@ def test_every_kind_of_argument_is_read():
         ("scale(Tensor x) -> Tensor(a!)", "Tensor(a!)"),
         ("scale(Tensor x, float x) -> Tensor", "twice"),
         ("scale(Tensor x, int default) -> Tensor", "word of C++"),
+        ("scale(Tensor x, float lambda) -> Tensor", "word of Python"),
         ("scale(float x) -> Tensor", "no argument of type Tensor"),
         ("scale(Tensor x, float nullptr) -> Tensor", "word of C++"),
         ("scale(Tensor x, int begin) -> Tensor", "begin is what the binding calls"),
@@ -103,6 +104,14 @@ def test_shapes():
         ({"outputs": (Output(otherwise="4"),)}, "which says when"),
         ({"outputs": (Output("4", order="x"),)}, "order='x'"),
         ({"outputs": (Output("x * 2"),)}, "one dimension, or an int"),
+        ({"dtypes": ["float32"]}, "a mapping"),
+        ({"dtypes": {"x": ()}}, "one dtype or more"),
+        ({"dtypes": {"x": "x"}}, "dtypes['x']"),
+        ({"shapes": "x"}, "a mapping"),
+        ({"shapes": {"x": 4}}, "text, such as"),
+        ({"strided": "x"}, "several names: ('x',)"),
+        ({"numbers": "x"}, "several names: ('x',)"),
+        ({"rows": ("x",)}, "builder.Rows"),
     ],
 )
 def test_a_constraint_on_what_is_not_there_is_rejected(constraint, said):

@@ -422,6 +422,31 @@ load("unopened", device_compiler="auto")
     )
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("listed", "flags"), [("9.0a", []), ("9.0", ["-gencode=arch=compute_90a,code=sm_90a"])]
+)
+def test_code_for_one_gpu_alone_stays_so_when_it_is_compiled_again(world, listed, flags):
+    program = f"""
+import shutil
+wanted = '''#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error without its own instructions
+#endif
+__device__ int calls;'''
+edit("__device__ int calls;", wanted)
+module = load(extra_cuda_cflags={flags})
+for path in Path(os.environ["FLEXOPS_CACHE_DIR"]).glob("points.cu-*"):
+    said["was"] = path.name
+    shutil.rmtree(path)
+if module: module.gather(1)
+"""
+    said = world.run(program, TORCH_CUDA_ARCH_LIST=listed)
+    assert "error" not in said, said["error"]
+    assert "points.cu-sm_90a-" in said["was"]
+    assert world.entries("points.cu-sm_90a-*")
+    assert not world.entries("points.cu-sm_90-*")
+
+
 def test_what_only_nvcc_compiles_is_named_with_its_line_and_the_fix(tmp_path, without_nvcc):
     request = _request(tmp_path, "\n__constant__ float table[4];\n")
     with pytest.raises(ToolchainError) as caught:
@@ -869,8 +894,9 @@ NV_TARGET = """
 int either() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, (return 0;), (int one = 1; return one;)) }
 int plain() { NV_IF_ELSE_TARGET(NV_IS_HOST, return 1; , int none = 0; return none;) }
 int only() { NV_IF_TARGET(NV_PROVIDES_SM_90, (return 0;)) NV_IF_TARGET(NV_IS_HOST, (return 1;)) return 0; }
+int old() { NV_IF_ELSE_TARGET(NV_PROVIDES_SM_35, return 1; int none = 0; , return 0;) }
 int nested() { NV_IF_ELSE_TARGET(NV_IS_DEVICE, return 0; , NV_IF_ELSE_TARGET(NV_PROVIDES_SM_80, return 0;, return 1;)) }
-int main() { return either() + plain() + only() + nested() == 4 ? 0 : 1; }
+int main() { return either() + plain() + only() + nested() + old() == 4 ? 0 : 1; }
 """
 
 
@@ -902,11 +928,19 @@ WITH_ATEN = """#include <torch/extension.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
+#include <ATen/cuda/detail/IndexUtils.cuh>
+#include <cooperative_groups.h>
+#include <cuda_pipeline_primitives.h>
 
 #define CHECK_CUDA(x) TORCH_CHECK(x.is_cuda(), #x " must be a CUDA tensor")
 constexpr int kThreads = 256;
 
+using namespace cooperative_groups;
+struct Last {
+  static __host__ __device__ int of(const at::cuda::detail::TensorInfo<float, int>& info) { return info.sizes[info.dims - 1]; }
+};
 namespace {
+__device__ float shuffled(float x, int k, int width = warpSize) { return __shfl_xor_sync(0xffffffff, x, k, width); }
 template <typename scalar_t>
 __device__ __noinline__ scalar_t sigmoid(scalar_t z) { return 1.0 / (1.0 + exp(-z)); }
 
@@ -923,7 +957,7 @@ __global__ void row_sum(const scalar_t* __restrict__ x, float* out, int cols) {
   __shared__ float part[32];
   float sum = 0;
   for (int i = threadIdx.x; i < cols; i += blockDim.x) sum += static_cast<float>(x[int64_t(blockIdx.x) * cols + i]);
-  for (int k = 16; k > 0; k >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, k);
+  for (int k = 16; k > 0; k >>= 1) sum += shuffled(sum, k);
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x == 0) { float t = 0; for (int i = 0; i < blockDim.x / 32; ++i) t += part[i]; out[blockIdx.x] = t; }
@@ -1014,6 +1048,15 @@ def test_a_source_with_atens_cuda_headers(tmp_path):
             ["k"],
             "_Z1kPK13__nv_bfloat16Pfl",
             marks=pytest.mark.extra,
+        ),
+        pytest.param(
+            "#include <cuda_pipeline_primitives.h>",
+            "__global__ void k(const uint64_t* x, float* out, int64_t n)",
+            "__shared__ uint64_t copy[1]; __pipeline_memcpy_async(copy, x + n, 8);"
+            " __pipeline_commit(); __pipeline_wait_prior(0); out[0] = copy[0];",
+            ["k"],
+            "_Z1kPKmPfl",
+            id="pipeline",
         ),
     ],
 )

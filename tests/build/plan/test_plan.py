@@ -60,7 +60,7 @@ def test_a_written_binding_is_one_object_for_both_device_types_and_the_link_says
             paper_plan(ADAM, "cpu", TOOLS._replace(host=zig, launcher=None)), "binding.o"
         ).command
     )
-    by_hand = catalog.find("quant")
+    by_hand = catalog.find("kvcache_attention")
     assert "-DFLEXOPS_DEVICE_CUDA=1" in step(paper_plan(by_hand, "cuda"), "binding.o").command
 
 

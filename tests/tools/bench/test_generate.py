@@ -18,6 +18,7 @@ def test_contenders_and_the_limit(tmp_path):
     chosen = [part for name in names for part in ("--contender", name)]
     done = flexops_command("bench", "generate", *options, *chosen, catch_exceptions=True)
     assert done.exit_code == 0, done.output
+    assert "2 x 5  flexops.generate ...\n2 x 5  flexops.generate: " in done.stderr
     found = json.loads(done.stdout)
     assert [one["name"] for one in found["results"]] == names
     assert [one["flexops"] for one in found["results"]] == [False, True, True]
@@ -37,6 +38,20 @@ def test_contenders_and_the_limit(tmp_path):
         == 0
     )
     assert "memory limit" in (tmp_path / "run.svg").read_text()
+
+
+@pytest.mark.parametrize(("options", "tokens"), [((), 50), (("--tokens", "9"), 9)])
+def test_a_quick_run_is_one_batch_and_prompt(monkeypatch, options, tokens):
+    asked = []
+
+    def run(*_, **options):
+        asked.append((options["batches"], options["prompts"], options["tokens"]))
+        return run_of("a GPU", 1, 1.0, "flexops.patch")
+
+    monkeypatch.setattr(generate, "run", run)
+    done = flexops_command("bench", "generate", "--quick", "--device", "cpu", *options)
+    assert done.exit_code == 0
+    assert asked == [((1,), (512,), tokens)]
 
 
 def run_of(machine: str, batch: int, token: float, *names: str) -> generate.Run:

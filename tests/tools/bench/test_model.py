@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import pytest
 import torch
@@ -99,9 +100,26 @@ def test_names_that_are_changed_for_a_while():
     assert names == {"one": 1, "two": 2}
 
 
-def test_joules_are_those_of_the_steps_after_the_first(monkeypatch):
-    steps = []
+def test_joules_are_those_between_ticks_of_the_counter(monkeypatch):
+    now, reads = [0.0], threading.Semaphore(0)
+
+    def read():  # 700 watts, counted ten times a second
+        now[0] += 0.01
+        reads.release()
+        return 70.0 * int(10 * now[0])
+
+    def step():  # twenty reads, a fifth of a second, before the watch and 8 to 12 steps in it
+        for _ in range(20 if watched() else 0):
+            assert reads.acquire(timeout=30)
+
+    def watched():
+        return threading.active_count() > threads
+
+    threads = threading.active_count()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(model, "_used_joules", lambda: 80.0 * len(steps))
-    assert model._joules(lambda: steps.append(1), 0.1) == 80.0
-    assert len(steps) == 12
+    monkeypatch.setattr(model, "_energy_counter", lambda: read)
+    monkeypatch.setattr(model.time, "perf_counter", lambda: now[0])
+    assert model._joules(step, 0.2) == pytest.approx(140, rel=0.02)
+    monkeypatch.setattr(model, "_energy_counter", lambda: lambda: 5.0)
+    threads = 99
+    assert model._joules(step, 0.2) == 0.0

@@ -151,6 +151,7 @@ CONTENDERS: dict[str, Contender] = {
 }
 """In this order: 4-bit weights stay 4-bit."""
 QUICK = tuple(name for name in CONTENDERS if "compile" not in name)
+QUICK_TOKENS = 50
 
 
 def run(
@@ -169,7 +170,7 @@ def run(
     Args:
         tokens: new tokens of the longer call, more than eight.
         repeats: the fastest of so many calls counts.
-        report: receives a line for each result, when it is there.
+        report: receives a line before and behind each measurement.
 
     Raises:
         FlexopsError: transformers is not installed, or a name is no contender's.
@@ -183,6 +184,14 @@ def run(
         )
     if tokens <= FEW:
         raise SettingsError("too few tokens", found=str(tokens), required=f"more than {FEW}")
+    chosen = [one for one in CONTENDERS if not names or one in names]
+    machine = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    size = str(shape).partition(", batch")[0]  # a prompt has another one
+    report(f"{size}; {machine}: {len(chosen)} contenders, up to {tokens} new tokens a call")
     model = make_model(replace(shape, length=max(prompts) + tokens), device, 0).eval()
     limits = {
         f"{batch} x {prompt}": _limit(shape, model, device, batch, prompt + tokens // 2)
@@ -191,13 +200,14 @@ def run(
     }
     results: list[Result] = []
     absent: dict[str, str] = {}
-    for name in [one for one in CONTENDERS if not names or one in names]:
+    for name in chosen:
         contender = CONTENDERS[name]
         if contender.patch is not None:
             flexops.patch(model, **contender.patch)
         for batch in batches:
             for prompt in prompts:
                 key = f"{batch} x {prompt}"
+                report(f"{key}  {name} ...")
                 call = contender.make(model, _prompt(shape, batch, prompt, device), tokens)
                 try:
                     found = _measure(call, tokens, device, repeats)
@@ -211,13 +221,7 @@ def run(
                 _release()
         if contender.patch is not None:
             flexops.unpatch(model)
-    size = str(shape).partition(", batch")[0]  # a prompt has another one
     what = f"{size}, {str(model.dtype)[6:]}, torch {torch.__version__}"
-    machine = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return Run(date, machine, what, tuple(results), limits, absent)
 

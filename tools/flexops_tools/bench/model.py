@@ -17,6 +17,7 @@ import itertools
 import math
 import re
 import sysconfig
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -433,29 +434,56 @@ def _times(
 
 
 def _joules(step: Callable[[], object], seconds: float) -> float:
-    """What a step uses, over a second of them: NVML's counter moves every tenth of a second."""
-    count = max(8, round(1 / seconds))
-    used = []
-    for steps in (count // 4, count):
-        for _ in range(steps):
+    """What a step uses: the power between the first and the last tick of NVML's counter, about ten
+    a second, while steps run for more than a second."""
+    read = _energy_counter()
+    if read is None:
+        return 0.0
+    ticks: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        last = read()
+        while not done.wait(0.001):
+            if (now := read()) != last:
+                ticks.append((time.perf_counter(), now))
+                last = now
+
+    count = max(8, round(1.25 / seconds))
+    for _ in range(count // 4):
+        step()
+    torch.cuda.synchronize()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(count):
             step()
         torch.cuda.synchronize()
-        used.append(_used_joules())
-    return (used[1] - used[0]) / count
+    finally:
+        done.set()
+        watcher.join()
+    if len(ticks) < 2:
+        return 0.0
+    (begin, before), (end, after) = ticks[0], ticks[-1]
+    return (after - before) / (end - begin) * seconds
 
 
-def _used_joules() -> float:
-    """By the current GPU since its driver was loaded; 0 if it has no counter."""
+def _energy_counter() -> Callable[[], float] | None:
+    """Reads the joules that the current GPU used since its driver was loaded; None without NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0.0
+        return None
     uuid = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
     gpu, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     nvml.nvmlInit_v2()
     nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu))
-    nvml.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(millijoules))
-    return millijoules.value / 1000
+
+    def read() -> float:
+        nvml.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(millijoules))
+        return millijoules.value / 1000
+
+    return read
 
 
 def _turn(contender: Contender, data: list[Tensor]) -> Callable[[], object]:

@@ -414,7 +414,13 @@ def generate(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a prompt (repeatable); default: 512 and 4096."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="New tokens of the longer of two calls.")] = 200,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="New tokens of the longer of two calls; default: 200, with --quick 50.",
+            show_default=False,
+        ),
+    ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="One sequence and prompt of 512, without torch.compile."),
@@ -449,7 +455,7 @@ def generate(
             contender or (bench_generate.QUICK if quick else ()),
             batch or (bench_generate.BATCHES[:1] if quick else bench_generate.BATCHES),
             prompt or (bench_generate.PROMPTS[:1] if quick else bench_generate.PROMPTS),
-            tokens,
+            tokens if tokens is not None else bench_generate.QUICK_TOKENS if quick else 200,
         )
     if chart:
         bench_generate.draw(found.as_dict(), chart)
