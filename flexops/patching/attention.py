@@ -19,13 +19,26 @@ from ..errors import PatchError
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
-from ..ops._attention_checks import FLOATS
+from ..ops._attention_checks import FLOATS, declined
 from .eager import eager_of, keywords_read
 from .paged import register_paged
-from .probe import LENGTH, WIDTH, Miniature, bare, code_of, disagreement, foreign, parameter
+from .probe import (
+    LENGTH,
+    WIDTH,
+    Miniature,
+    bare,
+    code_of,
+    disagreement,
+    foreign,
+    own_class,
+    parameter,
+)
 from .report import Row
 
 NAME = "flexops"
+PACKED = "flexops_flash"
+"""For towers whose attention passes the starts of packed pictures to what has "flash" in its name,
+and calls anything else once for each."""
 
 
 def register_attention() -> None:
@@ -33,12 +46,13 @@ def register_attention() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    for name, function in ((NAME, attention), (PACKED, packed_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask)
     register_paged()
 
 
-def _windows_are_cheap(device: torch.device) -> bool:
+def _has_kernels(device: torch.device) -> bool:
     """Whether there are kernels of ours, which pass over what lies outside of a window; torch's
     need a mask for it."""
     return device.type == "cuda" and loader.ensure("attention", "cuda")
@@ -102,7 +116,7 @@ def hide_nothing(
     if inputs is None or module.config._attn_implementation != NAME:
         return None
     window = _window(module.config)
-    if window is not None and inputs.shape[1] > window and not _windows_are_cheap(inputs.device):
+    if window is not None and inputs.shape[1] > window and not _has_kernels(inputs.device):
         return None
     return args, {**kwargs, "attention_mask": nothing_hidden(inputs)}
 
@@ -125,7 +139,7 @@ def mask(
         and q_length == kv_length
     )
     passed = whole and local_size is not None and _passes_window(config, local_size)
-    if passed and _windows_are_cheap(torch.device(kwargs.get("device", "cpu"))):
+    if passed and _has_kernels(torch.device(kwargs.get("device", "cpu"))):
         return None
     make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask
     made: Tensor | None = make(
@@ -228,6 +242,45 @@ def attention(
     return result, None
 
 
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`attention` of sequences one behind the other, without padding: a batch of one.
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are where each begins, and the end."""
+    options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        return attention(module, query, key, value, attention_mask, **options)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    usual = not dropout and query.dtype in FLOATS and not declined(query, value)
+    if usual and not _needs_transformers(module, others) and _has_kernels(query.device):
+        result = _ops.attention(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            causal=causal,
+            scale=scaling,
+            cu_seqlens_q=cu_seq_lens_q.int(),
+            cu_seqlens_k=cu_seq_lens_k.int(),
+            max_seqlen_q=max_length_q,
+            max_seqlen_k=max_length_k,
+        )
+        assert isinstance(result, Tensor)
+        return result[None], None
+    of_q, of_k = (starts.diff().tolist() for starts in (cu_seq_lens_q, cu_seq_lens_k))
+    parts = zip(query.split(of_q, 2), key.split(of_k, 2), value.split(of_k, 2), strict=True)
+    return torch.cat([attention(module, *one, None, **options)[0] for one in parts], 1), None
+
+
 def _needs_transformers(module: Any, others: dict[str, Any]) -> str:
     """Why transformers' code has to compute; "" if it need not, "meant" if it was asked for."""
     name = type(module).__name__
@@ -292,7 +345,7 @@ def _as_numbers(
 # ---- switching a model over ----------------------------------------------------------------------
 
 _BEFORE = "_flexops_attention_before"
-_REPLACEABLE = ("sdpa", "eager", NAME)
+_REPLACEABLE = ("sdpa", "eager", NAME, PACKED)
 _verdicts: dict[type, str] = {}
 
 
@@ -319,7 +372,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
                 )
             ):
                 model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
-        model.config._attn_implementation_internal = NAME
+        model.config._attn_implementation_internal = PACKED if _packs(model) else NAME
     return Row(
         cls.__name__,
         sum(type(one) is cls for one in module.modules()),
@@ -388,7 +441,10 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    if before != NAME:  # which the config of an outer model had by then, or always had
+    if before not in (
+        NAME,
+        PACKED,
+    ):  # which the config of an outer model had by then, or always had
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
@@ -407,6 +463,13 @@ def _attention_of(model: Any) -> Any:
 def _is_attention_of(part: Any, model: Any) -> bool:
     """Whether it looks its function up in the model's config: a wrapper's models have their own."""
     return eager_of(type(part)) is not None and getattr(part, "config", None) is model.config
+
+
+def _packs(model: Any) -> bool:
+    """Whether all of a model's attention passes the starts of packed sequences."""
+    parts = {own_class(one) for one in model.modules() if _is_attention_of(one, model)}
+    given = (x.arg for cls in parts for x in ast.walk(code_of(cls)) if isinstance(x, ast.keyword))
+    return [*given].count("cu_seq_lens_q") == len(parts)
 
 
 def changes_cache(model: Any) -> str:

@@ -4,7 +4,10 @@ products, and nothing of tokens x k x hidden written twice."""
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +22,9 @@ from ..ops.experts import (
     spread_rows,
 )
 from ..ops.grouped_linear import grouped_linear
-from .probe import INNER, LENGTH, WIDTH, Miniature, bare, linear, parameter, unheard
+from .forwards import plain
+from .linears import DTYPES
+from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
 
 NAME = "flexops"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -225,3 +230,42 @@ def dense_miniature(module: Any) -> Miniature:
             elif type(value) is int and name.startswith("hidden_"):
                 setattr(one, name, WIDTH)
     return made, (torch.randn(2, LENGTH, WIDTH),), {}
+
+
+# ---- one product of each expert ------------------------------------------------------------------
+
+
+def concerns_grouped(module: Any) -> bool:
+    """Whether a module has the weights of several linear layers and no more: Aria's, JetMoE's."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules
+    return weight is not None and weight.dim() == 3 and alone
+
+
+def grouped_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
+    for transposed, listed in itertools.product((False, True), repeat=2):
+        make = functools.partial(grouped_miniature, module, transposed, listed)
+        yield "grouped_linear", functools.partial(_grouped_swap, transposed=transposed), make
+
+
+def _grouped_swap(module: Any, transposed: bool) -> Swap:
+    return [(module, functools.partial(grouped, module, transposed=transposed))]
+
+
+def grouped(module: Any, x: Tensor, sizes: Any, *, transposed: bool) -> Any:
+    """Rows of each expert one behind the other; ``sizes`` is how many each has."""
+    if x.dtype not in DTYPES or (isinstance(sizes, list) and sum(sizes) != len(x)):
+        return plain(module, x, sizes)
+    weight = module.weight.transpose(1, 2) if transposed else module.weight
+    ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
+    return grouped_linear(x, weight, ends)
+
+
+def grouped_miniature(module: Any, transposed: bool, listed: bool) -> Miniature:
+    shape = (WIDTH, INNER) if transposed else (INNER, WIDTH)
+    made = bare(module, weight=parameter(3, *shape))
+    for name, value in vars(made).items():
+        if type(value) is int and value == module.weight.shape[0]:
+            setattr(made, name, 3)
+    sizes = [LENGTH - 2, 0, 2]
+    return made, (torch.randn(LENGTH, WIDTH), sizes if listed else torch.tensor(sizes)), {}

@@ -134,8 +134,9 @@ class OfModel(functools.partial[Any]):
 
 
 def _gain(module: Any, offset: float) -> Any:
-    """The weight, to which Gemma adds 1; None where the module has none."""
-    weight = getattr(module, "weight", None)
+    """The weight, to which Gemma adds 1; None where the module has none, or a buffer of ones that
+    its code does not read."""
+    weight = None if "weight" in module._buffers else getattr(module, "weight", None)
     if weight is None or weight.dim() == 0:
         return None
     return weight.float() + offset if offset else weight

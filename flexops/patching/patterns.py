@@ -144,7 +144,7 @@ def looks_like_norm(module: Any) -> bool:
         and (names or "norm" in type(module).__name__.lower())
         and ("norm" in type(module).__name__.lower() or any("eps" in one for one in vars(module)))
         and type(module).forward is not nn.Module.forward
-        and "running_mean" not in _buffers(module)  # normalizes over a batch
+        and {*_buffers(module)} <= {"weight", "eps", "variance_epsilon"}  # no batch's statistics
         and "num_groups" not in vars(module)
         and len(_arguments(module)) <= 2
     )
@@ -196,11 +196,14 @@ def tiny_norm(module: Any) -> Any:
     for name, one in module._parameters.items():
         setattr(made, name, None if one is None else parameter(WIDTH))
     for name, one in _buffers(module).items():
-        made.register_buffer(name, None if one is None else torch.ones(one.shape, device="cpu"))
+        wide = one is not None and one.dim() == 1
+        ones = None if one is None or wide else torch.ones(one.shape, device="cpu")
+        made.register_buffer(name, parameter(WIDTH).detach() if wide else ones)
     if "normalized_shape" in vars(made):
         made.normalized_shape = (WIDTH,)
-    if isinstance(getattr(made, "hidden_size", None), int):
-        made.hidden_size = WIDTH
+    for name, value in vars(module).items():
+        if type(value) is int and ("hidden" in name or "dim" in name):
+            setattr(made, name, WIDTH)
     return made
 
 
@@ -254,7 +257,7 @@ def _activation(module: Any) -> tuple[str, Any]:
         if callable(one)
         and not name.startswith("_")
         and name != "forward"
-        and not isinstance(one, (nn.Dropout, nn.Unfold, type))
+        and not isinstance(one, (nn.Dropout, nn.Identity, nn.Unfold, type))
         and not (isinstance(one, nn.Module) and (one._parameters or one._modules))
     ]
     return found[0] if len(found) == 1 else ("", None)
@@ -287,18 +290,20 @@ def _is_block(module: Any) -> bool:
     ]
     if not linears or rest or len(linears) > 3 or module._parameters or _buffers(module):
         return False
+    if any("heads" in one or one == "groups" for one in vars(module)):  # attention
+        return False
     takes = inspect.signature(own_class(module).__dict__["forward"]).parameters
     return len(_arguments(module)) == 1 and (bool(act) or (len(linears) > 1 and len(takes) == 2))
 
 
 def _no_block(module: Any) -> str:
-    name, act = _activation(module)
-    if name and not _kind(act):
-        return f"its activation, {type(act).__name__}, is not one of silu, gelu and relu2"
-    if not list(_block_candidates(module)):
-        first = next(iter(_linears(module).values()))
-        if first.bias is None:
+    (name, act), linears = _activation(module), _linears(module)
+    known = not name or _kind(act)
+    if not (known and list(_block_candidates(module))):
+        if len(linears) < 3 and next(iter(linears.values())).bias is None:
             return "its first layer has no bias, so that there is nothing to fuse"
+        if not known:
+            return f"its activation, {type(act).__name__}, is not one of silu, gelu and relu2"
         return "its parts are not those of a feed-forward block"
     return ""
 
@@ -311,9 +316,9 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
         glu = kind not in ("quick", "relu2")
         for names in itertools.permutations(linears):
             shapes = [_sizes(linears[one]) for one in names]
-            inner, (last, outputs) = shapes[0][1], shapes[-1]
+            inner, last = shapes[0][1], shapes[-1][0]
             found: list[tuple[str, Any, dict[str, Any]]] = []
-            if glu and len(names) == 3 and shapes[:2] == [(outputs, last)] * 2:
+            if glu and len(names) == 3 and shapes[0] == shapes[1] and inner == last:
                 found.append((gated, forwards.gated_mlp, {}))
             if glu and len(names) == 2 and inner == 2 * last:
                 found += [(gated, forwards.packed_mlp, {"gate_first": x}) for x in (True, False)]
@@ -332,7 +337,7 @@ def _tiny_block(module: Any) -> Miniature:
     small = {hidden: WIDTH}
     for size in sorted({size for pair in sizes for size in pair} - {hidden}):
         small[size] = 2 * small[size // 2] if size % 2 == 0 and size // 2 in small else INNER
-    if hidden % 2 == 0 and hidden // 2 in small:
+    if hidden % 2 == 0 and small.get(hidden // 2) == INNER:
         small[hidden // 2] = WIDTH // 2
     parts: dict[str, Any] = {}
     for name, one in linears.items():
@@ -532,6 +537,13 @@ PATTERNS: tuple[Pattern, ...] = (
         experts.miniature,
         experts.refuse,
         experts.variant,
+    ),
+    Pattern(
+        "experts",
+        "grouped_linear",
+        lambda module: experts.concerns_grouped(module) and len(_arguments(module)) == 2,
+        experts.grouped_candidates,
+        None,
     ),
     Pattern(
         "experts",

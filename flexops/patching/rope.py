@@ -76,6 +76,12 @@ def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return apply_rotary_pos_emb(q, k, cos, sin, dim)
 
 
+def _neighbours_short(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
+    """The same for neighbours, and heads come behind positions: GPT-J."""
+    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    return _neighbours(q, k, cos, sin, 2, None)
+
+
 def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     """By the negative angle: nanochat."""
     return apply_rotary_pos_emb(q, k, cos, -sin, dim)
@@ -112,6 +118,7 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "neighbours of halves": (_neighbours_of_halves, "halves", 3),
     "sorted": (_sorted, "halves", 3),
     "short": (_short, "once", 3),
+    "neighbours short": (_neighbours_short, "once", 3),
     "backward": (_backward, "halves", 3),
     "trailing": (_trailing, "few", 3),
     "sections": (_sections, "halves", 4),
@@ -167,6 +174,7 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
     slots = _slots(function) or {}
     order, alone = list(signature.parameters), "k" not in slots
     dim = signature.parameters[slots["unsqueeze_dim"]].default if "unsqueeze_dim" in slots else 1
+    dim = 2 if kind == "neighbours short" else dim
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | kwargs
@@ -229,7 +237,9 @@ def miniature(function: Any, kind: str) -> Miniature:
     q, k = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (4, 2))
     if dims == 2:
         q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
-    elif "unsqueeze_dim" in slots and signature.parameters["unsqueeze_dim"].default == 2:
+    elif kind == "neighbours short" or (
+        "unsqueeze_dim" in slots and signature.parameters["unsqueeze_dim"].default == 2
+    ):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     options = {"sections": (1, 1, 2)} if dims == 4 else {}
     args, made = (q, k, angles.cos(), angles.sin()), Rotation(function)

@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_apply
+import test_vision
 import tiny
 import torch
+import zoo
 from torch import Tensor
 
+import flexops
 from flexops.patching import attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
@@ -114,3 +118,35 @@ def test_kernels_compute_sinks_and_their_gradient(dtype: torch.dtype, window: in
     for actual, expected in zip(run(attention.attention, dtype, None), truth, strict=True):
         error = (actual.double() - expected).norm() / expected.norm()
         assert error < 0.02, error
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_packed_pictures_are_no_further_from_the_truth(name, monkeypatch):
+    """In bfloat16, where a tower's layer attends to all pictures, or windows, in one call."""
+    calls = []
+    ours = attention._ops.attention
+    monkeypatch.setattr(
+        attention._ops,
+        "attention",
+        lambda *args, **named: calls.append(named) or ours(*args, **named),
+    )
+    inputs = {key: x.to(DEVICE) for key, x in test_vision.patches().items()}
+
+    def found(dtype, patched=False):
+        torch.manual_seed(0)
+        model = zoo.shaken(test_vision.MODELS[name][0]()).to(DEVICE, dtype)
+        given = inputs | {"pixel_values": inputs["pixel_values"].to(dtype)}
+        options = {"skip_logits": False} if patched else {}
+        if patched:
+            flexops.patch(model)
+        out = test_vision.results(model, given, **options)
+        return {key: x.float() for key, x in out.items()}
+
+    truth = found(torch.float32)
+    errors = [
+        sum(test_apply.distance(found(torch.bfloat16, patched), truth, 0.1).values())
+        for patched in (False, True)
+    ]
+    assert errors[1] < 1.3 * errors[0]
+    assert len(calls) == 2  # one for each layer of the tower
+    assert all(one["cu_seqlens_q"] is not None for one in calls)

@@ -128,7 +128,7 @@ PATTERNS = [*tiny.SINKS, *tiny.CHUNKS, "mistral", "gemma2", "gemma3"]
 @pytest.fixture(params=[False, True], ids=["masks for windows", "windows without masks"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU makes no mask for a window. Here the CPU makes none either."""
-    monkeypatch.setattr(attention, "_windows_are_cheap", lambda _: request.param)
+    monkeypatch.setattr(attention, "_has_kernels", lambda _: request.param)
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def test_it_generates_with_every_pattern(name: str) -> None:
 
 def test_a_window_whose_size_is_not_passed_gets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2 MoE makes masks for its windows, and does not pass these to attention."""
-    monkeypatch.setattr(attention, "_windows_are_cheap", lambda _: True)
+    monkeypatch.setattr(attention, "_has_kernels", lambda _: True)
     attention.register_attention()
     config = transformers.Qwen2MoeConfig(
         **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, **tiny.WINDOW, moe_intermediate_size=32,

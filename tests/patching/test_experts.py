@@ -204,3 +204,32 @@ def test_blocks_that_give_every_token_to_every_expert(chosen: int) -> None:
     torch.testing.assert_close(results(), expected, rtol=1e-4, atol=1e-5)
     if chosen > 1:
         assert rows[0].reason == "its tokens have several experts each"
+
+
+@pytest.mark.parametrize("name", ["aria", "jetmoe"])
+def test_one_product_of_each_expert(name):
+    """Weights as they are stored and transposed, sizes in a tensor and in a list, no rows for an
+    expert; results and gradients; float64 runs the class's own code."""
+    torch.manual_seed(0)
+    if name == "aria":
+        module = transformers.models.aria.modeling_aria.AriaGroupedExpertsGemm(8, 6, 4)
+        sizes = torch.tensor([3, 0, 5, 1])
+    else:
+        module = transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts(4, 8, 6)
+        sizes = [3, 0, 5, 1]
+    torch.nn.init.normal_(module.weight)
+    x = torch.randn(9, 8, requires_grad=True)
+
+    def results():
+        out = module(x, sizes)
+        return [out, *torch.autograd.grad(out.square().sum(), (x, module.weight))]
+
+    expected = results()
+    (row,) = flexops.patch(module).rows
+    assert (row.operator, row.swapped) == ("grouped_linear", True)
+    torch.testing.assert_close(results(), expected)
+    if name == "jetmoe":
+        with pytest.raises(RuntimeError, match="sum exactly to 9"):
+            module(x, [3, 0, 5])
+    module.double()
+    assert module(x.double(), sizes).equal(type(module).forward(module, x.double(), sizes))

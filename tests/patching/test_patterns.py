@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import types
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import transformers
 import zoo
 from test_apply import distance, results
 from torch import Tensor, nn
@@ -95,6 +97,56 @@ def test_plain_blocks(act: str, bias: bool, operator: str) -> None:
     assert (row_of(module).operator, row_of(module).swapped) == (operator, True)
     torch.testing.assert_close(module(x), expected)
     torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), inputs), gradients)
+
+
+@pytest.mark.parametrize(("act", "bias", "reason"), [
+    ("relu", False, "its first layer has no bias, so that there is nothing to fuse"),
+    ("relu", True, "its activation, ReLU, is not one of silu, gelu and relu2"),
+])  # fmt: skip
+def test_a_plain_block_that_is_left_alone(act, bias, reason):
+    """T5's, in which torch's activation is one pass over memory, too."""
+    config = transformers.T5Config(d_model=16, d_ff=24, dense_act_fn=act)
+    module = transformers.models.t5.modeling_t5.T5DenseActDense(config)
+    if bias:
+        module.wi = nn.Linear(16, 24)
+    assert row_of(module).reason == reason
+
+
+def test_a_packed_block_a_quarter_as_wide_as_its_input():
+    """Granite MoE Hybrid's: half of its packed width is no half of anything else."""
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
+
+    module = granite.GraniteMoeHybridMLP(
+        transformers.GraniteMoeHybridConfig(
+            hidden_size=32, shared_intermediate_size=8, mamba_n_heads=4
+        )
+    )
+    x = torch.randn(2, 3, 32)
+    expected = module(x)
+    assert (row_of(module).operator, row_of(module).swapped) == ("swiglu_linear", True)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_a_gated_block_that_widens():
+    """Idefics 2's, between the widths of two models."""
+    module = transformers.models.idefics2.modeling_idefics2.Idefics2MLP(16, 24, 32, "silu")
+    x = torch.randn(2, 3, 16)
+    expected = module(x)
+    assert (row_of(module).operator, row_of(module).swapped) == ("swiglu_linear", True)
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("name", ["cpmant", "falcon_mamba"])
+def test_norms_whose_width_is_a_number_or_a_buffer(name):
+    report = flexops.patch(zoo.tiny(name))
+    assert all(row.swapped for row in report.rows if "Norm" in row.module)
+
+
+@pytest.mark.parametrize("name", ["florence2", "modernbert", "phi4_multimodal"])
+def test_attention_and_statistics_are_no_blocks_and_no_norms(name):
+    rows = flexops.patch(zoo.on_meta(name)).rows
+    wrong = "Attention.*bias_|MeanVariance.*norm"
+    assert not [row for row in rows if re.search(wrong, f"{row.module} {row.operator}")]
 
 
 @pytest.mark.parametrize("kind", [NearScale, NearBlock])

@@ -217,3 +217,33 @@ def test_with_pictures_it_computes_the_same(name: str) -> None:
     parts = {row.operator.split()[0] for row in report.swapped}
     assert "bias_gelu" in parts or name not in ("clip", "llava", "qwen2_vl", "siglip", "vit")
     assert {"layer_norm", "attention"} <= parts or {"rms_norm", "attention"} <= parts
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_packed_pictures_are_one_call_of_attention(name, monkeypatch):
+    """As on a GPU: a tower's layer attends to all pictures, or windows, at once, and in float64
+    to one after the other."""
+    monkeypatch.setattr("flexops.patching.attention._has_kernels", lambda _: True)
+    calls = []
+    of_packed = flexops.patching.attention._ops.attention
+    monkeypatch.setattr(
+        "flexops.patching.attention._ops.attention",
+        lambda *args, **named: calls.append(named) or of_packed(*args, **named),
+    )
+    torch.manual_seed(0)
+    model = zoo.shaken(MODELS[name][0]())
+    inputs = patches()
+    expected = results(model, inputs)
+    flexops.patch(model)
+    far = distance(results(model, inputs, skip_logits=False), expected)
+    assert max(far.values()) < 5e-5, max(far, key=far.get)
+    packed = [one["cu_seqlens_q"] for one in calls if one.get("cu_seqlens_q") is not None]
+    assert len(packed) == 2  # one for each layer of the tower
+    flexops.unpatch(model)
+    assert all(after.equal(expected[key]) for key, after in results(model, inputs).items())
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    expected = results(model.double(), inputs)
+    flexops.patch(model)
+    far = distance(results(model, inputs, skip_logits=False), expected)
+    assert len(calls) == 2
+    assert max(far.values()) < 1e-9, max(far, key=far.get)

@@ -68,7 +68,7 @@ _OPERATORS = {
     "attention": "^attention",
     "loss": "cross_entropy",
     "residuals": "^add_",
-    "experts": "experts",
+    "experts": "experts|grouped_linear",
 }
 
 
@@ -243,7 +243,8 @@ def table() -> str:
 
 
 def cell(report: Any, part: str) -> str:
-    """How much of a part is replaced; "-" where there is none of it, or nothing to gain."""
+    """How much of a part is replaced; "-" where there is none of it, or nothing to gain: a pooler
+    reads one token of each sequence."""
     rows = [
         row
         for row in report.rows
@@ -252,6 +253,7 @@ def cell(report: Any, part: str) -> str:
             or (part == "experts" and row.module.endswith("Experts"))
         )
         and not re.search("no norm reads|nothing to fuse", row.reason)
+        and not row.module.endswith("Pooler")
     ]
     swapped = [row.swapped for row in rows]
     return "-" if not rows else "all" if all(swapped) else "some" if any(swapped) else "none"
