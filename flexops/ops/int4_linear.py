@@ -213,8 +213,10 @@ def quantize_int4(weight: Tensor, group_size: int = 64, symmetric: bool = False)
     """
     where = "flexops.quantize_int4"
     _check_tensor(where, "weight", weight, _FLOAT_DTYPES)
-    if weight.dim() != 2:
-        raise ValueError(f"{where}: weight must have shape [N, K], got {list(weight.shape)}")
+    if weight.dim() != 2 or not weight.shape[1]:
+        raise ValueError(
+            f"{where}: weight must have shape [N, K] with K > 0, got {list(weight.shape)}"
+        )
     _check_group(where, "weight", weight.shape[1], group_size)
     data = weight.detach().unflatten(1, (weight.shape[1] // group_size, group_size)).float()
     if weight.shape[0] == 0 or weight.shape[1] == 0:

@@ -56,7 +56,7 @@ def report(name: str) -> Report:
         stored = getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = _class(transformers, config)(config)
-    except (ValueError, KeyError, AttributeError, OSError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
         raise PatchError(
             "transformers makes no model of this config",
             found=_first_line(error),

@@ -301,6 +301,7 @@ def _weight() -> Any:
             ValueError,
             "group_size must divide K, .*100 is no multiple of 64",
         ),
+        (lambda: flexops.quantize_int4(torch.ones(4, 0)), ValueError, "K > 0, got .4, 0."),
         (lambda: flexops.quantize_int4(torch.ones(4, 64).int()), TypeError, "int4: weight must be"),
         (
             lambda: flexops.quantize_int4(torch.ones(4, 128), 48),

@@ -293,6 +293,7 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
         (None, "no such config", "a folder without a config.json"),
         ("{bad", "makes no model", "not a valid JSON"),
         ('{"a": 1}', "makes no model", "model_type"),
+        ("[]", "makes no model", "list"),
         ('{"model_type": "tomorrow"}', "makes no model", "tomorrow"),
     ],
 )
