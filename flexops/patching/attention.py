@@ -441,10 +441,8 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    if before not in (
-        NAME,
-        PACKED,
-    ):  # which the config of an outer model had by then, or always had
+    # ours if the config of an outer model had it by then, or always had
+    if before not in (NAME, PACKED):
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
