@@ -177,7 +177,8 @@ _FOLLOWED_BY = {"thrust": "::", "texture": "<", "surface": "<"}
 # ---- headers -------------------------------------------------------------------------------------
 
 FOR_BOTH = re.compile(
-    r"cuda_(?:fp16|bf16|fp8|fp6|fp4)\.h|math_constants\.h|mma\.h|cuComplex\.h|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
+    r"cuda_(?:fp16|bf16|fp8|fp6|fp4)\.h|math_constants\.h|mma\.h|cuComplex\.h"
+    r"|cooperative_groups(?:/[\w/]+)?\.h|curand_kernel\.h"
 )
 FOR_THE_DEVICE = {
     re.compile(r"(?:cub|cuda|nv)/[\w/.-]+|cuda_(?:awbarrier|pipeline)\w*\.h"): "",
@@ -193,8 +194,11 @@ host compiler is given those of torch's that it can read."""
 FOR_NEITHER = re.compile(r"thrust/[\w/.-]+|ATen/[\w/.-]+\.cuh")
 """Headers of which neither half is given anything: what uses them does not compile."""
 FOR_THE_HOST = re.compile(
-    r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h|ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh|Python\.h|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
-    r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"
+    r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h"
+    r"|ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh|Python\.h"
+    r"|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
+    r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h"
+    r"|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"
     r"|(?:sys/)?(?!cuda_(?:awbarrier|pipeline))[a-z0-9_]+(?:\.h)?"  # C's, C++'s and the system's
 )
 

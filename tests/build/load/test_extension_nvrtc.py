@@ -937,10 +937,14 @@ constexpr int kThreads = 256;
 
 using namespace cooperative_groups;
 struct Last {
-  static __host__ __device__ int of(const at::cuda::detail::TensorInfo<float, int>& info) { return info.sizes[info.dims - 1]; }
+  static __host__ __device__ int of(const at::cuda::detail::TensorInfo<float, int>& info) {
+    return info.sizes[info.dims - 1];
+  }
 };
 namespace {
-__device__ float shuffled(float x, int k, int width = warpSize) { return __shfl_xor_sync(0xffffffff, x, k, width); }
+__device__ float shuffled(float x, int k, int width = warpSize) {
+  return __shfl_xor_sync(0xffffffff, x, k, width);
+}
 template <typename scalar_t>
 __device__ __noinline__ scalar_t sigmoid(scalar_t z) { return 1.0 / (1.0 + exp(-z)); }
 
