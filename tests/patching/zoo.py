@@ -161,6 +161,8 @@ def large_config(name: str) -> Any:
     config = shorten(transformers.CONFIG_MAPPING[name]())
     for key, value in CHANGES.get(name, {}).items():
         for part in configs(config):
+            if key in _GROUPED and getattr(part, key, None) is not None:
+                continue  # for the tiny model's heads
             if part is config or hasattr(part, key):
                 setattr(part, key, value)
     return config
