@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._torch import builtin, register_flops
 from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
+from ._arguments import number as number_of
 from ._attention_checks import (
     HALVES,
     Options,
@@ -165,7 +166,7 @@ def attention(
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = (
             *usual,
-            float(softcap),
+            number_of("flexops.attention: softcap", softcap),
             _in_float32(alibi_slopes),
             _in_float32(sinks),
             *packing,
