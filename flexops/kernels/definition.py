@@ -520,7 +520,7 @@ class KernelCode:
             **{f"_step{number}": step.run for number, step in enumerate(steps)},
         }
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
-        for one in ("__call__", "complete", "everything"):  # as errors of Python name it
+        for one in ("__call__", "complete", "everything", "run"):  # as errors of Python name it
             if function := self.names.get(one):
                 function.__qualname__ = schema.name
         self.run: Callable[..., Any] = self.names["run"]
