@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import Int4Linear
+from ..nn.linears import is_linear
 from . import convolution, experts, forwards, loss, projections, rope, torch_modules
-from .linears import is_linear
 from .probe import (
     CLASSES,
     INNER,

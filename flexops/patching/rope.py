@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..generation import state
+from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
-from .linears import DTYPES
 from .probe import LENGTH, WIDTH, Miniature, Swap, code_of, disagreement, own_class
 
 _DTYPES = frozenset(DTYPES)
