@@ -441,6 +441,13 @@ def test_every_architecture_computes_with_4_bits(name: str) -> None:
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max())
 
 
+def test_the_loss_of_a_head_with_a_part_of_4_bits_needs_no_logits() -> None:
+    """BERT's has a linear layer of its own, which is tried with small sizes."""
+    for weights in (Int4Config(group_size=32), None):
+        report = flexops.patch(tiny.model("bert"), weights=weights)
+        assert "linear_cross_entropy" in [row.operator for row in report.swapped], report
+
+
 def test_routers_keep_16_bits() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:
