@@ -42,14 +42,18 @@ and calls anything else once for each."""
 
 
 def register_attention() -> None:
-    """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
+    """Make transformers know ``attn_implementation="flexops"``, and ``cache_implementation``, which
+    a saved generation config may name; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
+
+    from .generation import register_cache
 
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
     register_paged()
+    register_cache()
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ def switch(model: Any, reason: str) -> Row | None:
         return None
     if getattr(model, "generation_config", None) is None:
         return None
-    _register()
+    register_cache()
     reason = reason or refusal(model)
     if not reason:
         inner = model.__dict__.get("forward")
@@ -93,8 +93,8 @@ def switch_back(model: Any) -> None:
         decoder.forget(model)
 
 
-def _register() -> None:
-    """Make ``cache_implementation="flexops"`` valid."""
+def register_cache() -> None:
+    """Make transformers know ``cache_implementation="flexops"``."""
     from transformers.generation import configuration_utils
 
     module: Any = configuration_utils
