@@ -47,13 +47,20 @@ def register_attention() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    from .generation import register_cache
-
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
     register_paged()
     register_cache()
+
+
+def register_cache() -> None:
+    """Make transformers know ``cache_implementation="flexops"``."""
+    from transformers.generation import configuration_utils
+
+    module: Any = configuration_utils
+    if NAME not in module.ALL_CACHE_IMPLEMENTATIONS:
+        module.ALL_CACHE_IMPLEMENTATIONS = (*module.ALL_CACHE_IMPLEMENTATIONS, NAME)
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ def switch(model: Any, reason: str) -> Row | None:
         return None
     if getattr(model, "generation_config", None) is None:
         return None
-    register_cache()
+    attending.register_cache()
     reason = reason or refusal(model)
     if not reason:
         inner = model.__dict__.get("forward")
@@ -91,15 +91,6 @@ def switch_back(model: Any) -> None:
         from ..generation import decoder
 
         decoder.forget(model)
-
-
-def register_cache() -> None:
-    """Make transformers know ``cache_implementation="flexops"``."""
-    from transformers.generation import configuration_utils
-
-    module: Any = configuration_utils
-    if NAME not in module.ALL_CACHE_IMPLEMENTATIONS:
-        module.ALL_CACHE_IMPLEMENTATIONS = (*module.ALL_CACHE_IMPLEMENTATIONS, NAME)
 
 
 def prepare(
