@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.model import register as register_cache
 from ..generation.paged import register_paged
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
@@ -42,7 +43,8 @@ and calls anything else once for each."""
 
 
 def register_attention() -> None:
-    """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
+    """Make transformers know ``attn_implementation="flexops"``, and ``cache_implementation``, which
+    a saved generation config may name; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -50,6 +52,7 @@ def register_attention() -> None:
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
     register_paged(keywords_read)
+    register_cache()
 
 
 def _has_kernels(device: torch.device) -> bool:
