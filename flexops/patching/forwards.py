@@ -250,12 +250,14 @@ class Site:
         skip: how many sums there are before that one.
         stream: what the norm gives takes the place of the sum, which is not read any more.
         owner: the layer whose result the sum is; None: it is read within the layer.
+        last: the norm's result is the model's, whose dtype is that of the sum.
     """
 
     norm: Any
     skip: int = 0
     stream: bool = False
     owner: Any = None
+    last: bool = False
 
 
 def addend(x: Tensor, site: Site) -> Tensor:
@@ -275,7 +277,10 @@ def _sum(one: Any, *others: Any) -> Any:
         type(residual) is Tensor
         and residual.shape == x.shape
         and residual.device == x.device
-        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and not site.stream))
+        and (
+            residual.dtype == x.dtype
+            or (residual.dtype == torch.float32 and not site.stream and not site.last)
+        )
         and not (site.owner is not None and _checkpoints(site.owner))
     )
     if not fits or not fuses(site.norm, x):

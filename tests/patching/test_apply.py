@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import zoo
 from torch import Tensor, nn
 
 import flexops
@@ -105,6 +106,21 @@ def test_in_bfloat16_it_is_no_further_from_the_truth(name: str, device: str) -> 
     patched = distance(results(model, inputs, **logits_too(name)), truth, 0.1)
     assert max(patched.values()) < 1.5 * max(plain.values()), (patched, plain)
     assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_under_autocast_the_last_norm_gives_float32(name):
+    """It reads a sum in float32, which no linear layer reads next."""
+    model = zoo.tiny(name).base_model.eval()
+    tokens = torch.arange(3, 21).view(2, 9)
+    with torch.no_grad():
+        truth = model(tokens).last_hidden_state
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = model(tokens).last_hidden_state
+            flexops.patch(model)
+            patched = model(tokens).last_hidden_state
+    assert patched.dtype == plain.dtype == torch.float32
+    assert (patched - truth).norm() < 1.2 * (plain - truth).norm()
 
 
 @pytest.mark.parametrize("name", [*tiny.CAUSAL, "bert"])
