@@ -123,6 +123,19 @@ def test_under_autocast_the_last_norm_gives_float32(name):
     assert (patched - truth).norm() < 1.2 * (plain - truth).norm()
 
 
+@pytest.mark.parametrize("label", [97, -1])
+def test_a_label_that_is_no_word_is_an_error_as_in_torch(label):
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    label = tiny.WORDS["vocab_size"] if label > 0 else label
+    inputs["labels"][1, 3] = label
+    for _ in range(2):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            model(**inputs)
+        flexops.patch(model)
+    inputs["labels"][1, 3] = 5
+    assert model(**inputs).loss.isfinite()
+
+
 @pytest.mark.parametrize("name", [*tiny.CAUSAL, "bert"])
 def test_in_training_the_loss_needs_no_logits(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name, padding="right")
