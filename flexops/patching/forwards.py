@@ -89,6 +89,22 @@ def is_ours(forward: Any) -> bool:
     ).startswith(__package__ or "")
 
 
+def given(module: Any) -> Any:
+    """The ``forward`` that others gave a module, below ours; None: its class's."""
+    found = module.__dict__.get("forward")
+    while is_ours(found):
+        found = found.keywords.get("inner")
+    return found
+
+
+def take_away(module: Any) -> bool:
+    """Whether a module's ``forward`` was ours; it is what it was before."""
+    before, present = given(module), module.__dict__.pop("forward", None)
+    if before is not None:
+        module.__dict__["forward"] = before
+    return before is not present
+
+
 _rebound: dict[Any, Callable[..., Any]] = {}
 """No cache of functools', which torch.compile would look into."""
 

@@ -209,6 +209,8 @@ def _sites(layer: Any, structure: Structure, after: Any, last: bool = False) -> 
             continue
         site = forwards.Site(target, skip, stream, None if norm else layer, last and not norm)
         inner = part.__dict__.get("forward")
+        if function_of(part) is forwards.added:
+            inner = inner.keywords.get("inner")
         options = {"inner": inner} if inner is not None else {}
         swaps.append((part, functools.partial(forwards.added, part, site=site, **options)))
     return swaps

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -654,6 +655,38 @@ def test_a_forward_that_somebody_else_replaced_stays() -> None:
         (row.module, row.count) for row in report.not_swapped if "by something else" in row.reason
     ] == [("LlamaRMSNorm", 1)]
     assert model.model.norm(3) == 3
+
+
+def chain(module: Any) -> list[Any]:
+    """What a module's ``forward`` calls, from without."""
+    found, forward = [], module.__dict__.get("forward")
+    while forward is not None:
+        found.append(getattr(forward, "func", forward))
+        forward = getattr(forward, "keywords", {}).get("inner")
+    return found
+
+
+def test_unpatch_gives_a_forward_back_that_somebody_else_replaced():
+    """Of a model that generates, and of parts whose results are added to the residual: Liger's and
+    accelerate's are wrapped."""
+    model = tiny.model("llama")
+    parts = (model, model.model.layers[0].mlp, model.model.layers[1].self_attn, model.model.norm)
+    given = [types.MethodType(type(one).forward, one) for one in parts]
+    for one, forward in zip(parts, given, strict=True):
+        one.forward = forward
+    found = []
+    for _ in range(2):
+        flexops.patch(model)
+        found.append([chain(one) for one in model.modules()])
+    assert found[0] == found[1]
+    chains = [chain(one) for one in parts]
+    assert [one[-1] for one in chains] == given
+    assert [len(one) for one in chains] == [2, 2, 2, 1]
+    assert flexops.unpatch(model) > 10
+    assert all(
+        one.__dict__["forward"] is forward for one, forward in zip(parts, given, strict=True)
+    )
+    assert sum("forward" in one.__dict__ for one in model.modules()) == len(parts)
 
 
 def test_no_model_is_refused() -> None:
