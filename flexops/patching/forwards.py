@@ -89,9 +89,9 @@ def is_ours(forward: Any) -> bool:
     ).startswith(__package__ or "")
 
 
-def given(module: Any) -> Any:
+def given(module: Any, name: str = "forward") -> Any:
     """The ``forward`` that others gave a module, below ours; None: its class's."""
-    found = module.__dict__.get("forward")
+    found = module.__dict__.get(name)
     while is_ours(found):
         found = found.keywords.get("inner")
     return found
@@ -99,10 +99,15 @@ def given(module: Any) -> Any:
 
 def take_away(module: Any) -> bool:
     """Whether a module's ``forward`` was ours; it is what it was before."""
-    before, present = given(module), module.__dict__.pop("forward", None)
-    if before is not None:
-        module.__dict__["forward"] = before
-    return before is not present
+    taken = False
+    for name in ("forward", "_old_forward"):  # accelerate's hooks call the second
+        if is_ours(module.__dict__.get(name)):
+            before, taken = given(module, name), True
+            if before is None and name == "forward":
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before or types.MethodType(type(module).forward, module)
+    return taken
 
 
 _rebound: dict[Any, Callable[..., Any]] = {}
