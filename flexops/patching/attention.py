@@ -5,6 +5,7 @@ or not."""
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import re
@@ -363,9 +364,13 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     reason = reason or _refusal(model, part)
     if not reason:
         kind: Any = type(model)
+        packs = _packs(model)
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
+            if packs:  # other models are made of the config, and their classes reject the name
+                model.__dict__[_BEFORE] = model.config
+                _share(model, copy.copy(model.config))
             windows = _folder(model.config) in WINDOW_KEYWORD
             if (
                 _only_makes_masks(kind, windows)
@@ -375,7 +380,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
                 )
             ):
                 model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
-        model.config._attn_implementation_internal = PACKED if _packs(model) else NAME
+        model.config._attn_implementation_internal = PACKED if packs else NAME
     return Row(
         cls.__name__,
         sum(type(one) is cls for one in module.modules()),
@@ -444,11 +449,20 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    # ours if the config of an outer model had it by then, or always had
-    if before not in (NAME, PACKED):
+    if not isinstance(before, str):
+        _share(model, before)
+    elif before != NAME:  # the config of an outer model had it by then, or always had
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
+
+
+def _share(model: Any, config: Any) -> None:
+    """Give a config to a model and those of its parts that have the model's."""
+    present = model.config
+    for part in model.modules():
+        if vars(part).get("config") is present:
+            part.config = config
 
 
 def _attention_of(model: Any) -> Any:
