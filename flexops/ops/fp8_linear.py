@@ -32,11 +32,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import is_transforming, product_dtype, scaled_product, scaled_product_refusal
+from .._torch import (
+    forward_mode,
+    is_transforming,
+    product_dtype,
+    scaled_product,
+    scaled_product_refusal,
+)
 from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._difference import difference
-from ._register import check_places, once_differentiable
+from ._register import check_places, no_forward_mode, once_differentiable
 from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
@@ -83,6 +89,8 @@ def fp8_linear(
             "flexops.fp8_linear: transforms of torch.func (grad, vmap, jvp) are not supported;"
             " fix: torch.nn.functional.linear"
         )
+    if not torch.compiler.is_compiling() and forward_mode._current_level >= 0:
+        no_forward_mode("flexops.fp8_linear")
     if x.numel() == 0 or weight.numel() == 0 or fp8_refusal(x.device):
         return F.linear(x, weight, bias)
     return fp8_linears(x, (weight,), () if bias is None else (bias,), recipe)

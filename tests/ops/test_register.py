@@ -170,6 +170,18 @@ def attempted(function: Any, *args: Any) -> Any:
         return error
 
 
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("name", PENALTIES)
+def test_forward_mode_is_rejected_by_name(name):
+    if name.startswith("fp8 "):
+        pytest.skip("layers of patched models raise torch's error")
+    function, first, *args = PENALTIES[name]
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(first, torch.ones_like(first))
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"flexops\."):
+            function(x, *args)
+
+
 def test_every_public_function_is_asked_for_a_penalty():
     ops = [name for name, module in flexops._PUBLIC.items() if module.startswith("ops.")]
     functions = {name for name in ops if name.islower() and not name.endswith("_")}
