@@ -9,12 +9,12 @@ only when something is built, because a warm start should cost next to nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ... import _fork, settings, toolchain
+from ..._warning import warn
 from ...errors import FlexopsError, NativeUnavailableError
 from ..describe import catalog, layout
 from ..describe.spec import DeviceType, OpSpec
@@ -143,7 +143,7 @@ def _announce(status: OpStatus) -> None:
             f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n"
             "  silence: FLEXOPS_FALLBACK=allow"
         )
-        warnings.warn(message, FallbackWarning, stacklevel=5)
+        warn(message, FallbackWarning)
 
 
 def _resolve(spec: OpSpec, device: str) -> OpStatus:
