@@ -35,9 +35,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .._warning import warn
 from ..errors import PatchError
 from ..nn import Int4Linear
-from ..ops._int4_formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
 from ..ops.int4_linear import Int4Weight
-from .int4 import (
+from .formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
+from .layers import (
     EXPERTS,
     Replacements,
     Settings,
