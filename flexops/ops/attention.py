@@ -56,7 +56,7 @@ from ._attention_reference import (
 )
 from ._declared import define
 from ._register import caller, once_differentiable
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -422,11 +422,11 @@ register_flops(
 
 
 @checking(of_halves=1 / 32)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Grouped heads, unequal lengths, a window and a soft cap. A GPU's kernels take 16 bits."""
-    dtype = torch.float32 if draw.device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if make.device == "cpu" else torch.bfloat16
     q, k, v, grad = (
-        draw(2, length, heads, 64, dtype=dtype)
+        make(2, length, heads, 64, dtype=dtype)
         for length, heads in ((37, 4), (65, 2), (65, 2), (37, 4))
     )
     results = []
