@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.eager import eager_of, keywords_read
 from ..generation.paged import register_paged
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS, declined
 from ..report import Row
-from .eager import eager_of, keywords_read
 from .probe import (
     LENGTH,
     WIDTH,
@@ -49,7 +49,7 @@ def register_attention() -> None:
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
-    register_paged(keywords_read)
+    register_paged()
 
 
 def _has_kernels(device: torch.device) -> bool:
