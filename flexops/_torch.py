@@ -230,14 +230,21 @@ class _Afterwards:
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
     """In which torch would multiply matrices of x's dtype: autocast's, inside of it."""
+    return torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
+
+
+def _autocasts(x: torch.Tensor) -> bool:
     # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so,
     # but not every compiler traces it
-    device = x.device.type
-    return (
-        torch.get_autocast_dtype(device)
-        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-        else x.dtype
-    )
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def factors(*tensors: Any) -> tuple[Any, ...]:
+    """The factors of a matrix product as autocast passes them on: in its dtype, but for float64."""
+    if any(not isinstance(x, torch.Tensor) or x.dtype == torch.float64 for x in tensors):
+        return tensors
+    casts = _autocasts(tensors[0])
+    return tuple(x.to(product_dtype(x)) if casts and x.is_floating_point() else x for x in tensors)
 
 
 def scaled_product(

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import any_requires_grad, is_grad_enabled, product_dtype
+from .._torch import any_requires_grad, factors, is_grad_enabled
 from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller, check_places
@@ -93,10 +93,7 @@ def gated_experts(
         raise ValueError(
             f"flexops.gated_experts: activation must be {', '.join(_NUMBERS)}, got {activation!r}"
         )
-    if isinstance(x, Tensor) and x.dtype != torch.float64:
-        dtype = product_dtype(x)
-        if dtype != x.dtype:
-            x, gate_up, down = (one.to(dtype) for one in (x, gate_up, down))
+    x, gate_up, down = factors(x, gate_up, down)
     keep = is_grad_enabled() and any_requires_grad(x, weights, gate_up, down)
     result: Tensor = _CALL(x, choices, weights, gate_up, down, _NUMBERS[activation], keep)[0]
     return result

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import product_dtype
+from .._torch import factors
 from ._arguments import ANY_FLOAT, check_shape, check_tensor
 from ._declared import define
 from ._register import caller, check_places, has_native
@@ -50,10 +50,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     On GPUs of 8.0 and newer bfloat16 and float16 run kernels of flexops, if ``k`` and ``n`` are
     multiples of 8. Everything else is a product of torch's for each group, which waits for the GPU.
     """
-    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype != torch.float64:
-        dtype = product_dtype(x)
-        if dtype != x.dtype:
-            x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = factors(x, weight)
     result: Tensor = _CALL(x, weight, offsets)
     return result
 

@@ -23,7 +23,7 @@ from . import fp8 as fp8_products
 from . import generation as generating
 from . import residuals as adding
 from . import rope as rope_part
-from .forwards import is_ours, plain
+from .forwards import given, plain, take_away
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
 
@@ -192,9 +192,7 @@ def unpatch(model: Any) -> int:
     _check_module(model, "unpatch")
     restored = 0
     for module in model.modules():
-        if is_ours(module.__dict__.get("forward")):
-            del module.__dict__["forward"]
-            restored += 1
+        restored += take_away(module)
         attending.switch_back(module)
         generating.switch_back(module)
     return restored
@@ -215,8 +213,7 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
         return
     for pattern in found:
         operator, swap, reason = judge(module, pattern)
-        present = module.__dict__.get("forward")
-        if present is not None and not is_ours(present):
+        if given(module) is not None:
             reason = REPLACED
         reason = reason if wanted[pattern.part] else f"{pattern.part}=False"
         if not reason:
@@ -302,8 +299,7 @@ def _unknown(module: nn.Module) -> str:
 def _tabulate(model: nn.Module) -> None:
     """Let rotary embeddings look their angles up in decode steps."""
     for module in model.modules() if rope_part.rotates_last(model) else ():
-        present = module.__dict__.get("forward")
-        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+        if rope_part.refusal(module) == "" and given(module) is None:
             module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 

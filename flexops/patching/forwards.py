@@ -92,6 +92,27 @@ def is_ours(forward: Any) -> bool:
     return isinstance(forward, functools.partial) and where.rpartition(".")[0] in _OURS
 
 
+def given(module: Any, name: str = "forward") -> Any:
+    """The ``forward`` that others gave a module, below ours; None: its class's."""
+    found = module.__dict__.get(name)
+    while is_ours(found):
+        found = found.keywords.get("inner")
+    return found
+
+
+def take_away(module: Any) -> bool:
+    """Whether a module's ``forward`` was ours; it is what it was before."""
+    taken = False
+    for name in ("forward", "_old_forward"):  # accelerate's hooks call the second
+        if is_ours(module.__dict__.get(name)):
+            before, taken = given(module, name), True
+            if before is None and name == "forward":
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before or types.MethodType(type(module).forward, module)
+    return taken
+
+
 _rebound: dict[Any, Callable[..., Any]] = {}
 """No cache of functools', which torch.compile would look into."""
 
@@ -253,12 +274,14 @@ class Site:
         skip: how many sums there are before that one.
         stream: what the norm gives takes the place of the sum, which is not read any more.
         owner: the layer whose result the sum is; None: it is read within the layer.
+        last: the norm's result is the model's, whose dtype is that of the sum.
     """
 
     norm: Any
     skip: int = 0
     stream: bool = False
     owner: Any = None
+    last: bool = False
 
 
 def addend(x: Tensor, site: Site) -> Tensor:
@@ -278,7 +301,10 @@ def _sum(one: Any, *others: Any) -> Any:
         type(residual) is Tensor
         and residual.shape == x.shape
         and residual.device == x.device
-        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and not site.stream))
+        and (
+            residual.dtype == x.dtype
+            or (residual.dtype == torch.float32 and not site.stream and not site.last)
+        )
         and not (site.owner is not None and _checkpoints(site.owner))
     )
     if not fits or not fuses(site.norm, x):
