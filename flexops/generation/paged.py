@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import PatchError
 from ..ops.attention import attention as _packed
 from ..ops.kvcache_attention import attention_with_kvcache
-from .eager import keywords_read
+from .sources import keywords_read
 
 NAME = "paged|flexops"
 _OURS = ("flexops", NAME)
