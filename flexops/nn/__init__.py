@@ -279,7 +279,7 @@ class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
 
     Its state dict has ``packed``, ``scales``, ``zeros`` (unless symmetric) and ``bias``: see
     :class:`flexops.Int4Weight`. ``.to(dtype)`` converts the bias only. Gradients are computed for
-    the input alone.
+    the input, and for the bias if it requires one.
 
     Args:
         in_features: K, a multiple of ``group_size``.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .._torch import is_transforming, product_dtype
+from .._torch import product_dtype
 from ._arguments import check_device, check_shape, check_tensor
 from ._declared import define
 from ._register import caller, references
@@ -538,8 +538,8 @@ def _backward_fake(_: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Te
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
     ctx.reduction, ctx.numbers = args[9], (*args[5:9], *args[11:])
     ctx.bias_dtype = None if args[2] is None else args[2].dtype
-    inputs = args[:3] if is_transforming() else ()  # kept so that a second derivative is noticed
-    ctx.save_for_backward(*(args[:5] if ctx.reduction == 0 else (*results[1:5], *inputs)))
+    # gradients have no graph: a second derivative is noticed by the loss's
+    ctx.save_for_backward(*(args[:5] if ctx.reduction == 0 else (*results[1:5], results[0])))
     ctx.mark_non_differentiable(*results[1:])
 
 

@@ -21,9 +21,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._torch import below_autograd, is_transforming
+from .._torch import below_autograd, forward_mode, is_transforming
 from ._declared import checks_of, define, empty_in_order
-from ._register import caller, is_dense, once_differentiable
+from ._register import (
+    caller,
+    is_dense,
+    no_forward_mode,
+    once_differentiable,
+)
 from ._self_check import Make, checking
 
 
@@ -103,6 +108,8 @@ def rotary_embedding(
         results = _call(query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
     _checked(query, key, cos, sin, positions)
+    if forward_mode._current_level >= 0:
+        no_forward_mode("flexops.rotary_embedding")
     _check_writable(query, key)
     _rotate_in_place(query, key, cos, sin, positions, interleaved)
     return query, key
