@@ -130,12 +130,22 @@ def forget(library: torch.library.Library) -> None:
     library._destroy()  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
-    """``torch.library.register_fake``, which looks through all modules and reads a source file for
-    each operator: a third of what our import took."""
+def define_with_fake(
+    library: torch.library.Library,
+    schema: str,
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """``library.define`` and ``torch.library.register_fake``, which looks through all modules and
+    reads a source file for each operator: a third of what our import took. Torch's entry for the
+    fake kernel is made first: afterwards torch would search the schema for objects, of which
+    ours have none."""
+    name = schema.partition("(")[0]
     qualified = f"{library.ns}::{name}"
+    registry = getattr(getattr(torch._library, "simple_registry", None), "singleton", None)
+    entry: Any = registry and registry.find(qualified)
+    library.define(schema, tags=tags)  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        entry = torch._library.simple_registry.singleton.find(qualified)
         handle = entry.fake_impl.register(
             fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True
         )

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._declared import define
-from ._difference import difference
 from ._register import caller, check_places
+from ._self_check import difference
 from .quant import QuantizedTensor
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -290,11 +290,13 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
         bias: ``[N]`` of x's dtype, or None.
 
     Returns:
-        ``[..., N]`` of x's dtype, contiguous. Differentiable, once, with respect to ``x`` only.
+        ``[..., N]`` of x's dtype, contiguous. Differentiable, once, with respect to ``x`` and
+        ``bias``.
 
     Raises:
         TypeError: a tensor is not of these dtypes, or ``weight`` no :class:`Int4Weight`.
-        ValueError: shapes or devices do not fit each other.
+        ValueError: shapes or devices do not fit each other, or scales or zero points require a
+            gradient.
     """
     _check_tensor("flexops.int4_linear", "x", x, _FLOAT_DTYPES)
     _check_weight("flexops.int4_linear", weight)
@@ -481,12 +483,22 @@ def _product_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors, numbers = ctx.saved_tensors, ctx.numbers
-    made = torch.ops.flexops.int4_linear_backward.default(grad, *tensors, *numbers)
-    return (made, *(None,) * 7)
+    made: list[Tensor | None] = [None] * 8
+    if ctx.needs_input_grad[0]:
+        means = torch.ops.flexops.int4_linear_backward.default
+        made[0] = means(grad, *ctx.saved_tensors, *ctx.numbers)
+    if ctx.needs_input_grad[4]:
+        made[4] = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
+    return tuple(made)
 
 
 def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+    for name, required in zip(("scales", "zeros"), ctx.needs_input_grad[2:4], strict=True):
+        if required:
+            raise ValueError(
+                f"flexops.int4_linear: weight.{name} must not require a gradient: there is none"
+                " for it"
+            )
     ctx.save_for_backward(*args[1:4])
     ctx.numbers = args[5:]
 

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from ..errors import PatchError
+from ..int4 import layers as int4
+from ..nn.linears import REPLACED
+from ..report import Report, Row, rows_of
 from . import attention as attending
-from . import classes, int4, stepping, torch_modules, trl
+from . import classes, stepping, torch_modules, trl
 from . import experts as experts_part
 from . import fp8 as fp8_products
 from . import generation as generating
 from . import residuals as adding
 from . import rope as rope_part
 from .forwards import given, plain, take_away
-from .linears import REPLACED
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
-from .report import Report, Row, rows_of
 
 _verdicts: dict[Any, tuple[int, str]] = {}
 """What the probe found, for each row of the table, class and settings: which replacement computes
@@ -125,7 +126,7 @@ def patch(
         rows += _replace(model, wanted, in_graphs, fp8)
         made, of_optimizer = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
-            from .int4_loading import adopt
+            from ..int4.checkpoints import adopt
 
             adopt(model)
     if loss:

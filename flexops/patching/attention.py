@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.model import register as register_cache
+from ..generation.paged import register_paged
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS, declined
+from ..report import Row
 from .eager import eager_of, keywords_read
-from .paged import register_paged
 from .probe import (
     LENGTH,
     WIDTH,
@@ -34,7 +36,6 @@ from .probe import (
     own_class,
     parameter,
 )
-from .report import Row
 
 NAME = "flexops"
 PACKED = "flexops_flash"
@@ -43,14 +44,16 @@ and calls anything else once for each."""
 
 
 def register_attention() -> None:
-    """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
+    """Make transformers know ``attn_implementation="flexops"``, and ``cache_implementation``, which
+    a saved generation config may name; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
-    register_paged()
+    register_paged(keywords_read)
+    register_cache()
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -20,18 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import generation
 from .._torch import is_transforming, is_unheard, tree_map
+from ..generation import products
+from ..nn.linears import DTYPES as _DTYPES
+from ..nn.linears import LINEARS, function_of, is_bare, is_plain, pair
 from ..ops.activation import bias_gelu, bias_relu2, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
-from . import decoding, fp8
-from .linears import DTYPES as _DTYPES
-from .linears import LINEARS, function_of, is_bare, is_plain, pair
+from . import fp8
 
 _AHEAD = "_flexops_normalized"
+_OURS = (__package__, generation.__name__)
+"""The packages whose functions take the place of forwards."""
 
 
 def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,9 +88,8 @@ def of_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_ours(forward: Any) -> bool:
     """Whether it is the replacement of a module's ``forward``."""
-    return isinstance(forward, functools.partial) and str(
-        getattr(forward.func, "__module__", "")
-    ).startswith(__package__ or "")
+    where = str(getattr(getattr(forward, "func", None), "__module__", ""))
+    return isinstance(forward, functools.partial) and where.rpartition(".")[0] in _OURS
 
 
 def given(module: Any, name: str = "forward") -> Any:
@@ -364,10 +367,10 @@ def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, 
     if not _is_as_it_was(module, act):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
-    if decoding.takes(x, *parts[:2]):
-        inner = decoding.product(x, (parts[0], parts[1]), activation=kind)
-        if decoding.takes(inner, parts[2]):
-            return decoding.product(inner, (parts[2],), ends=True)
+    if products.takes(x, *parts[:2]):
+        inner = products.product(x, (parts[0], parts[1]), activation=kind)
+        if products.takes(inner, parts[2]):
+            return products.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
     if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
         return y

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import hears_of_parameters_only, is_unheard, product_dtype, tree_map
+from ..nn.linears import DTYPES, function_of
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import OfModel, plain
-from .linears import DTYPES, function_of
 
 _DEFERS = "_flexops_defers"
 _CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}

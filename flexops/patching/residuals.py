@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..nn.linears import function_of, is_linear
+from ..report import Row
 from . import forwards
-from .linears import function_of, is_linear
 from .patterns import looks_like_norm, settings, tiny_norm
 from .probe import (
     LENGTH,
@@ -36,7 +37,6 @@ from .probe import (
     parameter,
     unheard,
 )
-from .report import Row
 
 _OUT = ""
 _OPERATOR = "add_rms_norm / add_layer_norm"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import flexops
 from flexops.build.load import loader
-from flexops.patching import linears
+from flexops.nn import linears
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -845,7 +845,7 @@ def products_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("case", ["", "bfloat16 by autocast", "frozen", "checkpoints"])
 def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
     model, inputs = tiny.model(name), tiny.batch(name)
     if case == "frozen":
@@ -873,7 +873,7 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
 
 
 def test_a_gradient_penalty_behind_projections_is_rejected(monkeypatch) -> None:
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
     model = tiny.model("llama")
     flexops.patch(model)
@@ -889,7 +889,7 @@ def test_a_gradient_penalty_behind_projections_is_rejected(monkeypatch) -> None:
 def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation, where one has a hook, where they are called with different tensors, and for
     what are no linear layers."""
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
 
     class Odd(nn.Module):
