@@ -237,6 +237,11 @@ def test_eager_attention_that_was_chosen_stays() -> None:
     assert weights[0].shape[-1] == tiny.LENGTH
     for chosen in ("sdpa", None):  # the default, written out or not
         assert attention_row(flexops.patch(tiny.model("llama", attn_implementation=chosen))).swapped
+    model = tiny.model("llama")
+    flexops.patch(model)
+    model.set_attn_implementation("eager")
+    flexops.unpatch(model)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("padding", ["", "left"])
