@@ -12,7 +12,6 @@ import re
 import struct
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _torch, settings
+from .._warning import warn
 from ..build.compile import device_code
 from ..build.describe import layout
 from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
@@ -799,7 +799,7 @@ class KernelCode:
                 f"flexops: {self.schema.qualname} runs as plain PyTorch: {error}\n  silence:"
                 " FLEXOPS_FALLBACK=allow"
             )
-            warnings.warn(message, loader.FallbackWarning, stacklevel=3)
+            warn(message, loader.FallbackWarning)
         return self._refer(*args)
 
     # ---- launching -------------------------------------------------------------------------------

@@ -25,16 +25,16 @@ from .._torch import (
     below_versions,
     builtin,
     compiler,
+    define_with_fake,
     forward_mode,
     has_kernel,
     is_compiling,
     is_grad_enabled,
     is_transforming,
-    register_fake,
     schema_of,
 )
+from ..build import load
 from ..build.describe.spec import FLEXOPS, Project
-from ..build.load import loader
 from ..errors import NO_CODE
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -112,15 +112,14 @@ def define(
     library = _libraries.get(project.name)
     if library is None:
         library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
-    refuse = _refusal(called, _argument_names(schema), check)
-    library.define(schema, tags=tags)
+    refuse = _refusal(called, [argument for argument, _ in arguments_of(schema)], check)
+    define_with_fake(library, schema, _checked(refuse, fake), tags)
     op = f"{project.name}::{name}"
     library.impl(
         name,
         _checked(refuse, _loading(project.label(family), op, reference) if native else reference),
         "CompositeExplicitAutograd",
     )
-    register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
     if native:
         _families.setdefault(project.label(family), []).append(op)
@@ -530,12 +529,13 @@ def _functional(
     return call
 
 
-def _argument_names(schema: str) -> list[str]:
-    return [
-        argument.partition("=")[0].split()[-1]
+def arguments_of(schema: str) -> list[tuple[str, str]]:
+    """Their names and types, without the parser, which most processes never import."""
+    pieces = [
+        argument.partition("=")[0].rpartition(" ")
         for argument in schema.partition("(")[2].partition(") ->")[0].split(", ")
-        if argument != "*"
     ]
+    return [(name, type_) for type_, _, name in pieces if name != "*"]
 
 
 def _refusal(
@@ -637,6 +637,8 @@ def references_only() -> Iterator[None]:
 def has_native(family: str, device: str) -> bool:
     """Whether a call may count on native kernels: they are loaded if they are available, but not
     inside of :func:`references_only`."""
+    from ..build.load import loader  # most processes that import flexops call few of its operators
+
     return not _thread.references_only and loader.ensure(family, device)
 
 
@@ -693,10 +695,12 @@ def _standing(
         except RuntimeError as error:
             if NO_CODE not in str(error):
                 raise
+            from ..build.load import loader
+
             loader.decline(family, "cuda", str(error), f"flexops build {family} --rare")
             return reference(*args, **kwargs)
 
     return call
 
 
-loader.when_lacking = _stand_in
+load.when_lacking = _stand_in

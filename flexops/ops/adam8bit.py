@@ -20,13 +20,14 @@ from ._declared import define
 from ._multi_tensor import (
     Writer,
     each_step,
-    step_lists,
+    step_of_lists,
 )
 
 BLOCK = 256
 """Elements that share a scale."""
 
 
+@step_of_lists
 def adam8bit_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -79,27 +80,6 @@ def adam8bit_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists(
-        "adam8bit_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "exp_avg_sqs": exp_avg_sqs,
-            "exp_avg_scales": exp_avg_scales,
-            "exp_avg_sq_scales": exp_avg_sq_scales,
-            "state_steps": state_steps,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "decoupled": decoupled,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-        },
-    )
 
 
 def blocks(numel: int) -> int:

@@ -41,8 +41,8 @@ from .._torch import (
 )
 from ._arguments import FLOAT_DTYPES
 from ._declared import define
-from ._difference import difference
 from ._register import check_places, no_forward_mode, once_differentiable
+from ._self_check import Draw, checking
 from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
@@ -488,14 +488,10 @@ def _gated_gradient(grad: Tensor, packed: Tensor, activation: str) -> Tensor:
     return results[0]
 
 
-def self_check(device: str) -> float:
-    """The largest difference between the values and scales of codes that calls on ``device`` reach
-    and the references'."""
-    x = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(device)
-    found, known = _rows((x,)), _rows_reference(x, (), 72)
-    turned = _columns(found[:1], found[2], found[1])
-    expected = _columns_reference(known[0], (), known[1], known[2], 80)
-    return difference(
-        (found[0].float() * found[1], turned[0].float() * turned[1]),
-        (known[0].float() * known[1], expected[0].float() * expected[1]),
-    )
+@checking()
+def self_check(draw: Draw) -> Any:
+    """The values and scales of codes, of rows and of columns."""
+    x, ops = draw(72, 96), torch.ops.flexops
+    codes, scales, largest = ops.fp8_rows(x, [], 72)[:3]
+    turned, of_columns = ops.fp8_columns(codes, [], scales, largest, 80)
+    return codes.float() * scales, turned.float() * of_columns

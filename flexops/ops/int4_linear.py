@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._declared import define
-from ._difference import difference
 from ._register import caller, check_places
+from ._self_check import difference
 from .quant import QuantizedTensor
 
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

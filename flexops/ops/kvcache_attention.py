@@ -25,8 +25,8 @@ from ._arguments import check_shape, check_tensor
 from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import difference
 from .attention import by_kernels
 from .rope import rotated_reference
 

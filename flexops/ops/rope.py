@@ -23,13 +23,13 @@ from torch import Tensor
 
 from .._torch import below_autograd, forward_mode, is_transforming
 from ._declared import checks_of, define, empty_in_order
-from ._difference import difference
 from ._register import (
     caller,
     is_dense,
     no_forward_mode,
     once_differentiable,
 )
+from ._self_check import Draw, checking
 
 
 @overload
@@ -357,21 +357,10 @@ _call = caller(_rotate)
 _rotate_ = torch.ops.flexops.rotary_embedding_.default
 
 
-def self_check(device: str) -> float:
-    """Both layouts, a partial rotary dimension and grouped heads on random numbers of size 1, by
-    whatever kernels calls reach on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference.
-    """
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(2, heads, 37, 64, generator=generator).to(device) for heads in (4, 2))
-    angle = (torch.rand(50, 24, generator=generator) * 6.3).to(device)
-    positions = torch.randint(0, 50, (2, 37), generator=generator).to(device)
-    actual: list[Tensor] = []
-    expected: list[Tensor] = []
-    with torch.no_grad():
-        for interleaved in (False, True):
-            arguments = (query, key, angle.cos(), angle.sin(), positions, interleaved, False)
-            actual += _rotate(*arguments)
-            expected += _reference(*arguments)
-    return difference(actual, expected)
+@checking()
+def self_check(draw: Draw) -> Any:
+    """Both layouts, a partial rotary dimension and grouped heads."""
+    query, key = draw(2, 4, 37, 64), draw(2, 2, 37, 64)
+    angle, positions = draw.uniform(50, 24, most=6.3), draw.integers(50, 2, 37)
+    tables = angle.cos(), angle.sin(), positions
+    return [_rotate(query, key, *tables, layout, False) for layout in (False, True)]

@@ -5,6 +5,7 @@ or not."""
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import re
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.model import register as register_cache
+from ..generation.paged import register_paged
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS, declined
+from ..report import Row
 from .eager import eager_of, keywords_read
-from .paged import register_paged
 from .probe import (
     LENGTH,
     WIDTH,
@@ -33,7 +36,6 @@ from .probe import (
     own_class,
     parameter,
 )
-from .report import Row
 
 NAME = "flexops"
 PACKED = "flexops_flash"
@@ -42,14 +44,16 @@ and calls anything else once for each."""
 
 
 def register_attention() -> None:
-    """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
+    """Make transformers know ``attn_implementation="flexops"``, and ``cache_implementation``, which
+    a saved generation config may name; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
-    register_paged()
+    register_paged(keywords_read)
+    register_cache()
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -360,9 +364,13 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     reason = reason or _refusal(model, part)
     if not reason:
         kind: Any = type(model)
+        packs = _packs(model)
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
+            if packs:  # other models are made of the config, and their classes reject the name
+                model.__dict__[_BEFORE] = model.config
+                _share(model, copy.copy(model.config))
             windows = _folder(model.config) in WINDOW_KEYWORD
             if (
                 _only_makes_masks(kind, windows)
@@ -372,7 +380,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
                 )
             ):
                 model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
-        model.config._attn_implementation_internal = PACKED if _packs(model) else NAME
+        model.config._attn_implementation_internal = PACKED if packs else NAME
     return Row(
         cls.__name__,
         sum(type(one) is cls for one in module.modules()),
@@ -441,11 +449,20 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    # ours if the config of an outer model had it by then, or always had
-    if before not in (NAME, PACKED):
+    if not isinstance(before, str):
+        _share(model, before)
+    elif before != NAME:  # the config of an outer model had it by then, or always had
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
+
+
+def _share(model: Any, config: Any) -> None:
+    """Give a config to a model and those of its parts that have the model's."""
+    present = model.config
+    for part in model.modules():
+        if vars(part).get("config") is present:
+            part.config = config
 
 
 def _attention_of(model: Any) -> Any:

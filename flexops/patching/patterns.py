@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import Int4Linear
+from ..nn.linears import is_linear
 from . import convolution, experts, forwards, loss, projections, rope, torch_modules
-from .linears import is_linear
 from .probe import (
     CLASSES,
     INNER,
@@ -446,7 +446,7 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
         isinstance(part, (nn.Embedding, nn.ModuleList)) for part in parts
     ):
         return Base(module)
-    if is_linear(module):
+    if is_linear(module) or type(module) is Int4Linear:
         return linear(WIDTH, WIDTH, module)
     if looks_like_norm(module):
         return tiny_norm(module)

@@ -489,6 +489,27 @@ assert gc.isenabled() == {collects} and 2 not in seen, (gc.isenabled(), seen)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+def test_importing_leaves_to_the_first_call_what_it_alone_needs():
+    code = """
+import sys, torch, flexops
+late = "flexops.build.load.loader", "flexops.build.describe.schema", "flexops.settings"
+assert not {*late} & {*sys.modules}, {*late} & {*sys.modules}
+assert torch.ops.flexops.rms_norm.default and torch.ops.flexops.rms_norm_plain.default
+flexops.bias_relu2(torch.ones(2, 8), torch.ones(8))
+assert late[0] in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_compiled_call_asks_for_native_kernels():
+    """Though what answers is imported inside. The first answer is not the compiler's to trace."""
+    _register.has_native("grouped_linear", "cpu")
+    ask = torch.compile(
+        lambda x: x + _register.has_native("grouped_linear", "cpu"), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(ask(torch.zeros(2)), torch.zeros(2))
+
+
 def test_a_refusal_is_shown_once():
     """And not as an error during another one that says the same."""
     with pytest.raises(TypeError, match="rms_norm: ") as error:

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexops
 from flexops.errors import PatchError
-from flexops.patching import decoding, fp8
+from flexops.generation import products
+from flexops.patching import fp8
 
 IDS = torch.arange(48).view(2, 24) * 7 % 61
 
@@ -174,13 +175,13 @@ def test_decode_steps_are_those_of_a_model_without_fp8(
 ) -> None:
     """Products of few rows with the norm before and the sum behind them."""
     called: list[int] = []
-    product = decoding.product
+    product = products.product
 
     def count(x: Tensor, linears: Any, *args: Any, **kwargs: Any) -> Tensor:
         called.append(len(linears))
         return product(x, linears, *args, **kwargs)
 
-    monkeypatch.setattr(decoding, "product", count)
+    monkeypatch.setattr(products, "product", count)
     found = []
     for recipe in (None, "rowwise"):
         flexops.patch(model.eval(), fp8=recipe)

@@ -20,13 +20,13 @@ import re
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from ... import _fork, toolchain, trust
+from ..._warning import warn
 from ...errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ...settings import DeviceCompiler, Settings
 from ..plan.extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
@@ -474,7 +474,7 @@ def _built(
     from ..compile.extension_build import build
 
     for note in notes if chosen.log != "quiet" else ():
-        warnings.warn(f"extension {request.name}: {note}", stacklevel=5)
+        warn(f"extension {request.name}: {note}")
     with _shown(plan.name, chosen) as progress:
         result = build(request, plan, tools, python_build(), cache, chosen, progress)
         if isinstance(result.error, CompileError):

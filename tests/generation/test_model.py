@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import tiny
 import torch
 import transformers
 from torch import Tensor
+from transformers.generation import configuration_utils
 
 import flexops
 from flexops.errors import GenerationError
@@ -255,6 +257,23 @@ def test_the_cache_implementation_has_a_name() -> None:
     options = {"cache_implementation": "flexops", "return_dict_in_generate": True}
     found = plain(model, inputs, eos_token_id=None, **options)
     assert torch.equal(found.sequences, expected)
+    assert isinstance(found.past_key_values, flexops.KVCache)
+
+
+def test_a_checkpoint_that_names_the_cache_loads_once_attention_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = configuration_utils
+    names = module.ALL_CACHE_IMPLEMENTATIONS
+    names = tuple(name for name in names if name != "flexops")
+    monkeypatch.setattr(module, "ALL_CACHE_IMPLEMENTATIONS", names)
+    model = tiny.model("llama").eval()
+    flexops.patching.register_attention()
+    model.generation_config.cache_implementation = "flexops"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    flexops.patch(loaded)
+    found = plain(loaded, prompts(), return_dict_in_generate=True)
     assert isinstance(found.past_key_values, flexops.KVCache)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops.activation import bias_gelu, bias_silu, geglu, swiglu
-from .ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
-from .ops.int4_linear import Int4Weight, int4_linear, quantize_int4
-from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.norm import layer_norm, rms_norm
-from .ops.rope import rotary_embedding
+from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
+from ..ops.int4_linear import Int4Weight, int4_linear, quantize_int4
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.norm import layer_norm, rms_norm
+from ..ops.rope import rotary_embedding
 
 __all__ = [
     "GEGLU",
