@@ -405,7 +405,7 @@ def switch_back(model: Any) -> bool:
         return False
     if not isinstance(before, str):
         _share(model, before)
-    elif before != NAME:  # the config of an outer model had it by then, or always had
+    elif model.config._attn_implementation == NAME:  # nothing was selected since
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
