@@ -200,6 +200,8 @@ def why_kept(name: str, module: Any, keep: tuple[str, ...], beside: tuple[Any, .
         return "an output layer or a shared weight: its products stay 16-bit"
     if own is not None and getattr(function_of(module), "__name__", "") not in NAMES:
         return REPLACED
+    if module.weight.dtype not in DTYPES:
+        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return (
             f"its size, {module.out_features} x {module.in_features}, is not a multiple of"

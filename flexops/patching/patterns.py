@@ -376,9 +376,8 @@ def _tiny_attention(module: Any) -> Miniature:
     made = type(module)(
         WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first
     )
-    hidden = torch.ones(
-        LENGTH if module.batch_first else 2, LENGTH if module.batch_first else 2, dtype=torch.bool
-    ).triu(1)
+    length = LENGTH if module.batch_first else 2
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 

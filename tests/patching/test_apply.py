@@ -1042,6 +1042,19 @@ def test_multihead_attention_of_torch(batch_first: bool, bias: bool) -> None:
     )
 
 
+def test_multihead_attention_that_computes_otherwise_stays(monkeypatch):
+    """Of another torch, or with a function that somebody replaced."""
+    real = torch.nn.functional.multi_head_attention_forward
+
+    def doubled(*args: Any, **named: Any) -> Any:
+        out, weights = real(*args, **named)
+        return out * 2, weights
+
+    monkeypatch.setattr(torch.nn.functional, "multi_head_attention_forward", doubled)
+    fresh = type("Fresh", (nn.MultiheadAttention,), {})  # without a verdict of an earlier call
+    assert [row.swapped for row in flexops.patch(fresh(16, 4)).rows] == [False]
+
+
 def test_a_transformer_of_torch() -> None:
     """Its layers call what they hold."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
