@@ -9,7 +9,6 @@ keys by its indices, and the kernels for packed sequences attend. Where each has
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +16,17 @@ from torch import Tensor
 from ..errors import PatchError
 from ..ops.attention import attention as _packed
 from ..ops.kvcache_attention import attention_with_kvcache
+from .sources import keywords_read
 
 NAME = "paged|flexops"
 _OURS = ("flexops", NAME)
 
 
-def register_paged(read: Callable[..., list[str]]) -> None:
-    """Make transformers know ``paged|flexops``; more than once does no harm. ``read`` gives those
-    of a call's keywords with which a module's own attention computes."""
+def register_paged() -> None:
+    """Make transformers know ``paged|flexops``; more than once does no harm."""
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, functools.partial(attention, read=read))
+    AttentionInterface.register(NAME, attention)
     _prepare_batches()
 
 
@@ -51,7 +50,6 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     dropout: float = 0.0,  # noqa: ARG001
-    read: Callable[..., list[str]],
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function for its ``PagedAttentionCache``.
@@ -60,7 +58,6 @@ def attention(
         module: the attention module.
         query: ``[1, heads, tokens, head_dim]``; ``key`` and ``value`` likewise.
         cache: the cache; the arguments behind it are as transformers defines them.
-        read: see :func:`register_paged`.
         others: without effect.
 
     Returns:
@@ -77,10 +74,10 @@ def attention(
             required="model.generate_batch, which prepares the cache",
             fix='model.set_attn_implementation("flexops")',
         )
-    if unsupported := read(module, others):
+    if read := keywords_read(module, others):
         raise PatchError(
             f"{NAME} does not support a keyword of {type(module).__name__}",
-            found=", ".join(unsupported),
+            found=", ".join(read),
             required="keywords that do not change attention",
             fix='model.set_attn_implementation("paged|sdpa")',
         )

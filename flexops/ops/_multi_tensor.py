@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import compiles_written_lists, not_compiled
 from ._register import refusal_of
-from ._self_check import Draw
+from ._self_check import Make
 
 F = TypeVar("F", bound=Callable[..., None])
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -254,7 +254,7 @@ def round_to_bfloat16(value: Tensor, noise: Tensor) -> Tensor:
     return torch.where(value.isfinite(), rounded, value).bfloat16()
 
 
-def three_steps(draw: Draw, op: str, states: int, *numbers: Any, **named: Any) -> list[Tensor]:
+def three_steps(make: Make, op: str, states: int, *numbers: Any, **named: Any) -> list[Tensor]:
     """Three steps of an operator on random float32 numbers, for ``flexops doctor``: parameter and
     states.
 
@@ -264,7 +264,7 @@ def three_steps(draw: Draw, op: str, states: int, *numbers: Any, **named: Any) -
     Args:
         states: how many states of the parameter's shape a step has; zero to begin with.
     """
-    param, *grads = (draw(1237) for _ in range(4))
+    param, *grads = (make(1237) for _ in range(4))
     written = [param, *(torch.zeros_like(param) for _ in range(states))]
     count = torch.zeros((), device=param.device)
     for grad in grads:

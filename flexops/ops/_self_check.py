@@ -24,36 +24,57 @@ class OnReference(TorchDispatchMode):
         return _register.references.get(func.name(), func)(*args, **(kwargs or {}))
 
 
-class Draw:
-    """Random numbers, the same on every device: ``draw(3, 4)`` are normal ones.
+class Make:
+    """Draws inputs: ``make(4, 8)`` is normal, of the dtype and on the device that are tested, the
+    same numbers on every device."""
 
-    Args:
-        device: where they go.
-        wide: whether numbers that were rounded to 16 bits are float32 afterwards.
-    """
-
-    def __init__(self, device: str, wide: bool) -> None:
-        self.device, self.wide = torch.device(device), wide
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        seed: int = 0,
+        in_place: bool = False,
+        wide: bool = False,
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        # tensors of gigabytes are made where they are needed, without an intermediate
+        self._place = device if in_place else "cpu"
+        self.generator = torch.Generator(self._place).manual_seed(seed)
+        self._wide = wide  # what was rounded to 16 bits is float32 afterwards
 
     def __call__(
-        self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
+        self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        x = (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype)
-        return x.float() if self.wide else x
+        dtype = dtype or self.dtype
+        if self._place != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device).normal_(
+                shift, scale, generator=self.generator
+            )
+        x = torch.randn(shape, generator=self.generator) * scale + shift
+        x = x.to(dtype).to(self.device)
+        return x.float() if self._wide else x
 
-    def uniform(self, *shape: int, most: float = 1.0) -> Tensor:
-        """Between 0 and ``most``."""
-        return (torch.rand(shape, generator=self.generator) * most).to(self.device)
+    def uniform(
+        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        made = torch.rand(shape, generator=self.generator, device=self._place)
+        return made.mul_(high - low).add_(low).to(dtype or self.dtype).to(self.device)
 
-    def integers(self, most: int, *shape: int) -> Tensor:
-        """From 0 on, less than ``most``."""
-        return torch.randint(most, shape, generator=self.generator).to(self.device)
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        made = torch.randint(low, high, shape, generator=self.generator, device=self._place)
+        return made.to(dtype).to(self.device)
+
+    def booleans(self, *shape: int, likely: float = 0.5) -> Tensor:
+        made = torch.rand(shape, generator=self.generator, device=self._place)
+        return (made < likely).to(self.device)
 
 
 def checking(
     of_halves: float = 1.0, wide: bool = False
-) -> Callable[[Callable[[Draw], Any]], Callable[[str], float]]:
+) -> Callable[[Callable[[Make], Any]], Callable[[str], float]]:
     """Makes a family's ``self_check`` of a function that calls its operators, and gives what they
     return and write. It runs twice on the same numbers: by whatever kernels calls on the device
     reach, and by the references.
@@ -64,13 +85,15 @@ def checking(
         wide: references compute in float32 what operators compute in 16 bits.
     """
 
-    def check_of(results: Callable[[Draw], Any]) -> Callable[[str], float]:
+    def check_of(results: Callable[[Make], Any]) -> Callable[[str], float]:
         def self_check(device: str) -> float:
             """The largest difference of the results on ``device`` from the references'."""
             found = []
             for mode in (nullcontext(), OnReference()):
                 with torch.no_grad(), mode:
-                    made = results(Draw(device, wide and isinstance(mode, OnReference)))
+                    made = results(
+                        Make(torch.float32, device, wide=wide and isinstance(mode, OnReference))
+                    )
                 found.append([one for one in tree_leaves(made) if isinstance(one, Tensor)])
             return difference(*found, of_halves=of_halves)
 

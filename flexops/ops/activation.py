@@ -31,7 +31,7 @@ from torch import Tensor
 from ._arguments import check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 Approximation = Literal["none", "tanh"]
 _GELUS = ("none", "tanh", "quick")
@@ -338,9 +338,9 @@ _geglu_backward: Any = torch.ops.flexops.geglu_backward.default
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Every activation and its gradients."""
-    x, up, grad, bias = draw(65, 96), draw(65, 96), draw(65, 96), draw(96)
+    x, up, grad, bias = make(65, 96), make(65, 96), make(65, 96), make(96)
     ops, results = torch.ops.flexops, []
     for which in ("silu", "tanh", "none"):
         gelu = () if which == "silu" else (which == "tanh",)

@@ -18,7 +18,7 @@ from ._multi_tensor import (
     step_of_lists,
     three_steps,
 )
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 @step_of_lists
@@ -99,5 +99,5 @@ define("adagrad_", _reference)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
-    return three_steps(draw, "adagrad_", 1, 0.1, 0.1, 0.1, 1e-10, False, None, None, None)
+def self_check(make: Make) -> Any:
+    return three_steps(make, "adagrad_", 1, 0.1, 0.1, 0.1, 1e-10, False, None, None, None)

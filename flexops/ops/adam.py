@@ -22,7 +22,7 @@ from ._multi_tensor import (
     step_of_lists,
     three_steps,
 )
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 @step_of_lists
@@ -223,6 +223,6 @@ define("adam_copy_", _reference, check=_check)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    return three_steps(draw, "adam_", 3, **rates, amsgrad=True, maximize=False, decoupled=True)
+    return three_steps(make, "adam_", 3, **rates, amsgrad=True, maximize=False, decoupled=True)

@@ -56,7 +56,7 @@ from ._attention_reference import (
 )
 from ._declared import define
 from ._register import caller, once_differentiable
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -155,36 +155,17 @@ def attention(
     )
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
-    packed = (
-        cu_seqlens_q is not None
-        or cu_seqlens_k is not None
-        or max_seqlen_q is not None
-        or max_seqlen_k is not None
-    )
-    if number or softcap or given or packed:
+    given = given or cu_seqlens_q is not None or cu_seqlens_k is not None
+    if number or softcap or given or max_seqlen_q is not None or max_seqlen_k is not None:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        options = (
-            *usual,
-            float(softcap),
-            _in_float32(alibi_slopes),
-            _in_float32(sinks),
-            *packing,
-            number,
-        )
+        of_heads = _in_float32(alibi_slopes), _in_float32(sinks)
+        options = (*usual, float(softcap), *of_heads, *packing, number)
     if ragged:
         check(q, k, v, *options)  # in the words of what was given
         q, k, v = padded(q, k, v)
     out, lse = (_composed if why else by_kernels)(q, k, v, *options)
     if modifier is not None and (learned := modifier.learned()):
-        if torch.compiler.is_compiling():
-            fix = "call attention outside of torch.compile, or detach them"
-            fail(
-                f"score_mod must look up tensors without gradients under torch.compile. fix: {fix}"
-            )
-        tables = [modifier.table(i, q.device) for i in learned]
-        tensors = (q.detach(), k.detach(), v.detach())
-        given_options = Options(*options)
-        out, lse = _OfTables.apply(out, lse, *tensors, given_options, modifier, learned, *tables)
+        out, lse = _with_tables(out, lse, (q, k, v), Options(*options), modifier, learned)
     if out.shape[-1] > columns > 0:
         out = out[..., :columns].contiguous()
     return (out, lse) if return_lse else out
@@ -215,7 +196,7 @@ def _packing(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Any, ...]:
-    """The same, with lengths for those that were left out."""
+    """Where packed sequences begin, with lengths for those that were left out."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         return (
             cu_seqlens_q,
@@ -238,6 +219,22 @@ def _modifier(score_mod: Callable[..., Any] | str | ScoreMod) -> ScoreMod:
     from ._score_mod import ScoreMod, made
 
     return score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
+
+
+def _with_tables(
+    out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], options: Options, modifier: ScoreMod,
+    learned: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same results, from which gradients reach the tables that a score modifier looks up."""
+    if torch.compiler.is_compiling():
+        fix = "call attention outside of torch.compile, or detach them"
+        fail(f"score_mod must look up tensors without gradients under torch.compile. fix: {fix}")
+    tables = [modifier.table(i, out.device) for i in learned]
+    plain = (x.detach() for x in inputs)
+    found: tuple[Tensor, Tensor] = _OfTables.apply(
+        out, lse, *plain, options, modifier, learned, *tables
+    )
+    return found
 
 
 class _OfTables(torch.autograd.Function):
@@ -422,11 +419,11 @@ register_flops(
 
 
 @checking(of_halves=1 / 32)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Grouped heads, unequal lengths, a window and a soft cap. A GPU's kernels take 16 bits."""
-    dtype = torch.float32 if draw.device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if make.device == "cpu" else torch.bfloat16
     q, k, v, grad = (
-        draw(2, length, heads, 64, dtype=dtype)
+        make(2, length, heads, 64, dtype=dtype)
         for length, heads in ((37, 4), (65, 2), (65, 2), (37, 4))
     )
     results = []

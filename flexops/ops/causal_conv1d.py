@@ -20,7 +20,7 @@ from torch import Tensor
 from ._arguments import ANY_FLOAT, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 _TAPS = 4
 _RUN = 128  # of csrc/causal_conv1d/causal_conv1d.h
@@ -232,10 +232,10 @@ _CALL = caller(torch.ops.flexops.causal_conv1d.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """The convolution, its gradient, and a step, which writes the state."""
-    x, grad, state = draw(2, 150, 24), draw(2, 150, 24), draw(2, 24, 4)
-    known = draw(4, 24), draw(24), True
+    x, grad, state = make(2, 150, 24), make(2, 150, 24), make(2, 24, 4)
+    known = make(4, 24), make(24), True
     ops = torch.ops.flexops
     step = x[:, :3].transpose(1, 2), known[0].t().contiguous(), *known[1:]
     return (

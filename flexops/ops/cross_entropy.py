@@ -28,7 +28,7 @@ from .._torch import is_transforming
 from ._arguments import check_tensor, wide
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
@@ -324,9 +324,9 @@ _INPLACE = caller(torch.ops.flexops.cross_entropy_.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Losses, and gradients both ways."""
-    logits, target = draw(9, 1031, scale=3.0), draw.integers(1031, 9)
+    logits, target = make(9, 1031, scale=3.0), make.integers(0, 1031, 9)
     target[3] = -100
     numbers, ops = (-100, 0.1, 1e-4, 2), torch.ops.flexops
     loss, stats = ops.cross_entropy(logits, target, *numbers)

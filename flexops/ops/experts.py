@@ -27,7 +27,7 @@ from .._torch import any_requires_grad, factors, is_grad_enabled
 from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller, check_places
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .activation import gated_backward_reference
 from .grouped_linear import (
     gated_reference,
@@ -527,13 +527,13 @@ _COMBINE = caller(torch.ops.flexops.experts_combine.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Order, rows to their experts and back, gates, and routing."""
     tokens, k, experts = 50, 3, 4
-    choices = draw.uniform(tokens, 5).argsort(1)[:, :k]
-    x, grad, rows = draw(tokens, 32), draw(tokens, 32), draw(tokens * k, 32)
-    product, packed = draw(tokens * k, 24), draw(tokens * k, 48)
-    weights, logits = draw(tokens, k), draw(tokens, 40)
+    choices = make.uniform(tokens, 5).argsort(1)[:, :k]
+    x, grad, rows = make(tokens, 32), make(tokens, 32), make(tokens * k, 32)
+    product, packed = make(tokens * k, 24), make(tokens * k, 48)
+    weights, logits = make(tokens, k), make(tokens, 40)
     ops, options = torch.ops.flexops, (False, True, 1.0)
     order, inverse, offsets = ops.expert_order(choices, experts)
     chosen, numbers = ops.expert_routes(logits, None, k, *options)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .int4_linear import TILE_N, Int4Weight, int4_linear, streams
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -213,9 +213,9 @@ _CALL = caller(torch.ops.flexops.few_rows_linear.default)
 
 
 @checking(of_halves=1 / 16)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """A norm, two products with biases, an activation and an addition."""
-    make: Any = functools.partial(draw, dtype=torch.bfloat16)
-    x, norm, residual, biases = make(3, 264), make(264), make(3, 40), [make(40), make(40)]
-    weights = [make(40, 264) / 16, make(40, 264) / 16]
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, norm, residual, biases = half(3, 264), half(264), half(3, 40), [half(40), half(40)]
+    weights = [half(40, 264) / 16, half(40, 264) / 16]
     return _CALL(x, weights, biases, norm, 1e-6, 0.0, residual, 1, 40, False)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -326,9 +326,9 @@ define("dequantize_int8", _dequantize_int8_reference)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """To 8 bits and back: the values that come back, and the scales."""
-    x, ops = draw(65, 193), torch.ops.flexops
+    x, ops = make(65, 193), torch.ops.flexops
     values, scales = ops.quantize_int8(x)
     results = [ops.dequantize_int8(values, scales, x.dtype)]
     for dtype, segment in (

@@ -42,7 +42,7 @@ from .._torch import (
 from ._arguments import FLOAT_DTYPES
 from ._declared import define
 from ._register import check_places, no_forward_mode, once_differentiable
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
@@ -489,9 +489,9 @@ def _gated_gradient(grad: Tensor, packed: Tensor, activation: str) -> Tensor:
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """The values and scales of codes, of rows and of columns."""
-    x, ops = draw(72, 96), torch.ops.flexops
+    x, ops = make(72, 96), torch.ops.flexops
     codes, scales, largest = ops.fp8_rows(x, [], 72)[:3]
     turned, of_columns = ops.fp8_columns(codes, [], scales, largest, 80)
     return codes.float() * scales, turned.float() * of_columns

@@ -20,7 +20,7 @@ from torch import Tensor
 from ._arguments import FLOAT_DTYPES, check_shape, wide
 from ._declared import define
 from ._register import caller, check_places, is_dense
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 _PART = 16  # of csrc/gated_norm/gated_norm.cuh
 
@@ -142,9 +142,9 @@ _CALL = caller(torch.ops.flexops.gated_rms_norm.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Both orders, with their gradients."""
-    x, gate, grad, weight = draw(35, 96), draw(35, 96), draw(35, 96), draw(96)
+    x, gate, grad, weight = make(35, 96), make(35, 96), make(35, 96), make(96)
     ops = torch.ops.flexops
     return [
         (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._multi_tensor import call_lists, listed, write_lists
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 def grad_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -114,11 +114,11 @@ define("clip_grads_", _clip_reference)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Each norm, in units of about its size, and what clipping by it gives."""
     results: list[Any] = []
     for norm_type in (2.0, 1.0, math.inf):
-        grads = [draw(size) for size in (1237, 5, 64)]
+        grads = [make(size) for size in (1237, 5, 64)]
         norm = torch.ops.flexops.grad_norm(grads, norm_type)
         torch.ops.flexops.clip_grads_(grads, norm, 0.5)
         results += [norm / 1306 ** (1 / norm_type), grads]

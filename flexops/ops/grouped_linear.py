@@ -21,7 +21,7 @@ from .._torch import factors
 from ._arguments import ANY_FLOAT, check_shape, check_tensor
 from ._declared import define
 from ._register import caller, check_places, has_native
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -242,13 +242,13 @@ _CALL = caller(torch.ops.flexops.grouped_linear.default)
 
 
 @checking(of_halves=1 / 32, wide=True)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Each product of three groups, of which one is empty."""
     x, grad, weight = (
-        draw(*shape, scale=1 / 8, dtype=torch.bfloat16)
+        make(*shape, scale=1 / 8, dtype=torch.bfloat16)
         for shape in ((200, 64), (200, 96), (3, 96, 64))
     )
-    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=draw.device)
+    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=make.device)
     ops, made = torch.ops.flexops, torch.empty_like(weight)
     ops.grouped_outer_(made, grad, x, offsets, 0)
     return (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._declared import define
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .few_rows import check_rows, compute
 from .int4_linear import (
     MOST_STREAMED_ROWS,
@@ -82,11 +82,11 @@ define(
 
 
 @checking(of_halves=1 / 16)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """A norm, two products with biases, an activation and an addition."""
-    make: Any = functools.partial(draw, dtype=torch.bfloat16)
-    x, norm, residual, biases = make(3, 320), make(320), make(3, 48), [make(48), make(48)]
-    weights = [quantize_int4(make(48, 320) / 16) for _ in biases]
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, norm, residual, biases = half(3, 320), half(320), half(3, 48), [half(48), half(48)]
+    weights = [quantize_int4(half(48, 320) / 16) for _ in biases]
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     rest = biases, norm, 1e-6, 0.0, residual, 1, 48, 64, 0
     return torch.ops.flexops.int4_few_rows_linear(x, packed, scales, zeros, *rest)

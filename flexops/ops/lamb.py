@@ -23,7 +23,7 @@ from ._multi_tensor import (
     step_of_lists,
     three_steps,
 )
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 @step_of_lists
@@ -199,6 +199,6 @@ define("lamb_apply_", _apply_reference)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     numbers = 0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None
-    return three_steps(draw, "lamb_", 2, *numbers)
+    return three_steps(make, "lamb_", 2, *numbers)

@@ -21,7 +21,7 @@ from ._multi_tensor import (
     step_of_lists,
     three_steps,
 )
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 @step_of_lists
@@ -114,5 +114,5 @@ define("lion_", _reference, check=_check)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
-    return three_steps(draw, "lion_", 1, 0.1, 0.9, 0.99, 0.1, False, None, None, None, False)
+def self_check(make: Make) -> Any:
+    return three_steps(make, "lion_", 1, 0.1, 0.9, 0.99, 0.1, False, None, None, None, False)

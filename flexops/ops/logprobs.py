@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .cross_entropy import check_arguments, loss_dtype
 
 _LEAST = -200.0
@@ -215,14 +215,14 @@ _FORWARD = caller(torch.ops.flexops.logprobs.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Results, and gradients both ways."""
-    logits, target = draw(9, 1031, scale=3.0), draw.integers(1031, 9)
+    logits, target = make(9, 1031, scale=3.0), make.integers(0, 1031, 9)
     target[3] = -100
     numbers, ops = (-100, 0.7, 20.0), torch.ops.flexops
     result, entropy, stats = ops.logprobs(logits, target, *numbers)
     rest = logits, target, stats, entropy, *numbers
-    grads = draw(9), draw(9)
+    grads = make(9), make(9)
     gradient = ops.logprobs_backward(*grads, *rest)
     ops.logprobs_backward_(*grads, *rest)
     return result, entropy, gradient, logits

@@ -16,7 +16,7 @@ from torch import Tensor
 from ._declared import define
 from ._multi_tensor import increment_versions, on_cpu, split_lr
 from ._register import has_native
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 ROWS, MIXED, COLUMNS = range(3)
 """Which dimensions of the operands are summed over: ``a b^T``, ``a b``, ``a^T b``."""
@@ -172,9 +172,9 @@ define("muon_apply_", _apply_reference, hidden=True)
 
 
 @checking(of_halves=1 / 16, wide=True)
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Products of rows and of columns. float16 rounds results of this size by 2^-12."""
-    x, results = draw(2, 264, 72, scale=1 / 8, dtype=torch.float16), []
+    x, results = make(2, 264, 72, scale=1 / 8, dtype=torch.float16), []
     for columns in (False, True):
         out = x.new_empty(2, *[x.shape[2 if columns else 1]] * 2)
         torch.ops.flexops.muon_product_(out, x, x, None, columns, 0.5, 0.0, 0.25)

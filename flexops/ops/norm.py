@@ -29,7 +29,7 @@ from torch import Tensor
 from ._arguments import wide
 from ._declared import define
 from ._register import add_gradient, caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 from .norm_backward import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 
 _MOST_COLUMNS = 65536
@@ -251,9 +251,9 @@ add_rms_norm_gradient = _gradient(False, True)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Both norms, one with an addition."""
-    x, residual, weight, bias = draw(33, 192), draw(33, 192), draw(192), draw(192)
+    x, residual, weight, bias = make(33, 192), make(33, 192), make(192), make(192)
     ops = torch.ops.flexops
     return (
         ops.add_layer_norm.forward(x, residual, weight, bias, 1e-5),

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._torch import builtin
 from ._arguments import wide
 from ._declared import define
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 def _differentiate(
@@ -80,9 +80,9 @@ RMS_NORM_BACKWARD = builtin(torch.ops.flexops.rms_norm_backward.default)
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Gradients of both norms."""
-    x, residual, grad, weight = draw(33, 192), draw(33, 192), draw(33, 192), draw(192)
+    x, residual, grad, weight = make(33, 192), make(33, 192), make(33, 192), make(192)
     rstd = x.var(-1, unbiased=False).add(1e-5).rsqrt()
     statistics, needed = torch.stack([x.mean(-1), rstd]), (True, True)
     return (

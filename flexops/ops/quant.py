@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -382,9 +382,9 @@ define("dequantize", _dequantize_reference, _dequantize_fake, check=_check_dequa
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """To 4 and 8 bits and back: the values that come back, and the scales."""
-    x, ops, results = draw(65, 193), torch.ops.flexops, []
+    x, ops, results = make(65, 193), torch.ops.flexops, []
     for bits, dim, symmetric in ((4, 1, False), (8, 0, True)):
         packed, scales = ops.quantize(x, bits, 64, dim, symmetric)
         size = x.shape[dim]

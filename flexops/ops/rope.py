@@ -29,7 +29,7 @@ from ._register import (
     no_forward_mode,
     once_differentiable,
 )
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 @overload
@@ -358,9 +358,9 @@ _rotate_ = torch.ops.flexops.rotary_embedding_.default
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """Both layouts, a partial rotary dimension and grouped heads."""
-    query, key = draw(2, 4, 37, 64), draw(2, 2, 37, 64)
-    angle, positions = draw.uniform(50, 24, most=6.3), draw.integers(50, 2, 37)
+    query, key = make(2, 4, 37, 64), make(2, 2, 37, 64)
+    angle, positions = make.uniform(50, 24, high=6.3), make.integers(0, 50, 2, 37)
     tables = angle.cos(), angle.sin(), positions
     return [_rotate(query, key, *tables, layout, False) for layout in (False, True)]

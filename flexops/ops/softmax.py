@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ._declared import define
 from ._register import caller
-from ._self_check import Draw, checking
+from ._self_check import Make, checking
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -209,10 +209,10 @@ _BACKWARD = torch.ops.flexops.softmax_backward.default
 
 
 @checking()
-def self_check(draw: Draw) -> Any:
+def self_check(make: Make) -> Any:
     """With and without masks, forward and backward."""
-    x, grad, ops = draw(3, 5, 77), draw(3, 5, 77), torch.ops.flexops
-    masks = None, draw.uniform(3, 1, 77) < 0.7, draw(5, 1)
+    x, grad, ops = make(3, 5, 77), make(3, 5, 77), torch.ops.flexops
+    masks = None, make.uniform(3, 1, 77) < 0.7, make(5, 1)
     y = ops.causal_softmax(x, 1.5)
     return (
         [ops.scaled_masked_softmax(x, mask, 1.5) for mask in masks],

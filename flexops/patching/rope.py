@@ -3,7 +3,6 @@ function among the names that it sees."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import types
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..generation import state
+from ..generation.sources import hands_rotated_on
 from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
-from .probe import LENGTH, WIDTH, Miniature, Swap, code_of, disagreement, own_class
+from .probe import LENGTH, WIDTH, Miniature, Swap, disagreement, own_class
 
 _DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
@@ -288,25 +288,10 @@ def refusal(module: Any) -> str | None:
 def rotates_last(model: nn.Module) -> bool:
     """Whether attention gets what is rotated as it is: no part of a model, such as Hunyuan's norms,
     reads it before."""
-    return all(_hands_on(own_class(one)) for one in model.modules() if original(one) is not None)
-
-
-@functools.cache
-def _hands_on(cls: Any) -> bool:
-    """Whether a class's code calls no part of its own with what it has rotated."""
-    found, nodes = _original(cls.__dict__["forward"]), list(ast.walk(code_of(cls)))
-    rotated: set[str] = set()
-    for one in nodes:
-        name = getattr(getattr(getattr(one, "value", None), "func", None), "id", "")
-        if isinstance(one, ast.Assign) and found and name == found[0]:
-            rotated |= {x.id for x in ast.walk(one.targets[0]) if isinstance(x, ast.Name)}
-            line = one.lineno
-    return bool(rotated) and not any(
-        isinstance(one, ast.Call)
-        and one.lineno > line
-        and ast.unparse(one.func).startswith("self.")
-        and any(getattr(x, "id", "") in rotated for x in one.args)
-        for one in nodes
+    return all(
+        hands_rotated_on(cls, found[0])
+        for cls in set(map(own_class, model.modules()))
+        if (found := _original(cls.__dict__["forward"])) is not None
     )
 
 

@@ -237,6 +237,11 @@ def test_eager_attention_that_was_chosen_stays() -> None:
     assert weights[0].shape[-1] == tiny.LENGTH
     for chosen in ("sdpa", None):  # the default, written out or not
         assert attention_row(flexops.patch(tiny.model("llama", attn_implementation=chosen))).swapped
+    model = tiny.model("llama")
+    flexops.patch(model)
+    model.set_attn_implementation("eager")
+    flexops.unpatch(model)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("padding", ["", "left"])
@@ -1022,6 +1027,19 @@ def test_multihead_attention_of_torch(batch_first: bool, bias: bool) -> None:
     assert "keys and values of its own" in str(
         flexops.patch(nn.MultiheadAttention(16, 4, add_bias_kv=True))
     )
+
+
+def test_multihead_attention_that_computes_otherwise_stays(monkeypatch):
+    """Of another torch, or with a function that somebody replaced."""
+    real = torch.nn.functional.multi_head_attention_forward
+
+    def doubled(*args: Any, **named: Any) -> Any:
+        out, weights = real(*args, **named)
+        return out * 2, weights
+
+    monkeypatch.setattr(torch.nn.functional, "multi_head_attention_forward", doubled)
+    fresh = type("Fresh", (nn.MultiheadAttention,), {})  # without a verdict of an earlier call
+    assert [row.swapped for row in flexops.patch(fresh(16, 4)).rows] == [False]
 
 
 def test_a_transformer_of_torch() -> None:
