@@ -324,6 +324,11 @@ class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
         cls, linear: nn.Linear, group_size: int = 64, symmetric: bool = False
     ) -> Int4Linear:
         """Quantize the weight of ``linear``, by :func:`flexops.quantize_int4`."""
+        if not isinstance(getattr(linear, "weight", None), Tensor):
+            raise TypeError(
+                "flexops.nn.Int4Linear.from_linear: linear must be a torch.nn.Linear, got"
+                f" {type(linear).__name__}"
+            )
         return cls.from_packed(quantize_int4(linear.weight, group_size, symmetric), linear.bias)
 
     @classmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch import compiles_written_lists, not_compiled
+from ._arguments import number
 from ._register import refusal_of
 from ._self_check import Make
 
@@ -137,7 +138,10 @@ def check_rates(
     betas: Sequence[float] = (),
     **not_negative: float,
 ) -> None:
-    """Raise if a number is out of range, naming it."""
+    """Raise if a number is out of range, or none, naming it."""
+    given = {**{f"beta{i}": beta for i, beta in enumerate(betas, 1)}, **not_negative}
+    for label, value in given.items():
+        number(f"flexops.{name}: {label}", value)
     for index, value in enumerate(betas, 1):
         if not 0.0 <= value < 1.0:
             raise ValueError(f"flexops.{name}: beta{index} must be in [0, 1), got {value}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -340,14 +341,33 @@ def _caller(
             if is_transforming() or forward_mode._current_level >= 0:
                 return transformed(*args)
             return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
             try:
+                _refuse_kind(op, str(error))
                 refuse(*args)
             except Exception as clearer:  # that error in better words, shown once
                 raise clearer from None
             raise
 
     return call
+
+
+_WRONG_KIND = re.compile(
+    r"Expected a value of type '([^']*)' for argument '(\w+)' but instead found type '([^']*)'"
+)
+_KINDS = {"float": "a number", "int": "a whole number", "bool": "True or False"}
+
+
+def _refuse_kind(op: Any, said: str) -> None:
+    """Raise, in the public function's words, what the dispatcher says of a number of another
+    type."""
+    if not (found := _WRONG_KIND.search(said)):
+        return
+    wanted, name, given = found.groups()
+    inner = wanted.removeprefix("Optional[").removesuffix("]")
+    if inner in _KINDS:
+        required = _KINDS[inner] + (" or None" if inner != wanted else "")
+        raise TypeError(f"{_parts[op.name()].called}: {name} must be {required}, got {given}")
 
 
 def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._torch import builtin, register_flops
 from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
+from ._arguments import number as number_of
 from ._attention_checks import (
     HALVES,
     Options,
@@ -159,7 +160,8 @@ def attention(
     if number or softcap or given or max_seqlen_q is not None or max_seqlen_k is not None:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         of_heads = _in_float32(alibi_slopes), _in_float32(sinks)
-        options = (*usual, float(softcap), *of_heads, *packing, number)
+        cap = number_of("flexops.attention: softcap", softcap)
+        options = (*usual, cap, *of_heads, *packing, number)
     if ragged:
         check(q, k, v, *options)  # in the words of what was given
         q, k, v = padded(q, k, v)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_transforming
-from ._arguments import check_tensor, wide
+from ._arguments import check_tensor, number, wide
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -122,9 +122,10 @@ def check_arguments(
         raise ValueError(
             f"flexops.{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}"
         )
+    label_smoothing = number(f"flexops.{op}: label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"flexops.{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not z_loss >= 0.0:
+    if not number(f"flexops.{op}: z_loss", z_loss) >= 0.0:
         raise ValueError(f"flexops.{op}: z_loss must be at least 0, got {z_loss}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import number
 from ._declared import define
 from ._multi_tensor import call_lists, listed, write_lists
 from ._self_check import Make, checking
@@ -74,20 +75,6 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) ->
     if tensors:
         args = (tensors, total_norm, max_norm)
         write_lists(torch.ops.flexops.clip_grads_.default, args, tensors)
-
-
-def number(what: str, value: Any) -> float:
-    """The argument ``what`` as a float.
-
-    Raises:
-        TypeError: it is no number, nor a tensor of one element.
-    """
-    if isinstance(value, (int, float)):
-        return float(value)
-    try:
-        return float(value.__float__())
-    except (AttributeError, RuntimeError):
-        raise TypeError(f"{what} must be a number, got {value!r}") from None
 
 
 def _norm_reference(grads: list[Tensor], norm_type: float) -> Tensor:

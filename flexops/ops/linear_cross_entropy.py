@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import product_dtype
-from ._arguments import check_device, check_shape, check_tensor
+from ._arguments import check_device, check_shape, check_tensor, number
 from ._declared import define
 from ._register import caller, references
 from .cross_entropy import REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
@@ -179,7 +179,7 @@ def _check_options(op: str, accumulate: str | None, softcap: float | None) -> No
         raise ValueError(
             f"{op}: accumulate must be 'float32', 'native' or None, got {accumulate!r}"
         )
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not number(f"{op}: softcap", softcap) > 0.0:
         raise ValueError(f"{op}: softcap must be greater than 0, or None, got {softcap}")
 
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ._arguments import number
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -103,9 +104,9 @@ def logprobs(
 
 
 def check_numbers(where: str, temperature: float, softcap: float | None) -> None:
-    if not temperature > 0.0:
+    if not number(f"{where} temperature", temperature) > 0.0:
         raise ValueError(f"{where} temperature must be greater than 0, got {temperature}")
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not number(f"{where} softcap", softcap) > 0.0:
         raise ValueError(f"{where} softcap must be greater than 0, or None, got {softcap}")
 
 

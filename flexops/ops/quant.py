@@ -187,7 +187,7 @@ def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> Non
     if dims == 0:
         raise ValueError(f"{where} {name} must have at least one dimension, got a scalar")
     if bits not in (4, 8):
-        raise ValueError(f"{where} bits must be 4 or 8, got {bits}")
+        raise ValueError(f"{where} bits must be 4 or 8, got {bits!r}")
     if not -dims <= dim < dims:
         raise ValueError(
             f"{where} dim must be in [{-dims}, {dims - 1}] for {name} of {dims} dimensions, got"

@@ -398,6 +398,7 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
         ({"seed": 1, "generator": torch.Generator()}, "exclude"),
         ({"seed": "1"}, "no such seed.*'1'"),
         ({"generator": 1}, "no such generator"),
+        ({"streamer": 3}, "no such streamer.*with put and end"),
         ({"eos_token_id": ["</s>"]}, "no such eos_token_id.*</s>"),
         ({"cache": "static"}, "no such cache.*str.*flexops.KVCache"),
     ],
@@ -408,6 +409,12 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> Non
     flexops.patch(model)
     with pytest.raises(GenerationError, match=f"(?s){message}"):
         flexops.generate(model, **(prompts() | changes))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_what_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^flexops.generate: {name} must be a number, got '1'"):
+        flexops.generate(tiny.model("llama"), **prompts(), do_sample=True, **{name: "1"})
 
 
 def test_a_cache_must_be_empty_and_long_enough() -> None:

@@ -323,3 +323,8 @@ def test_bad_input_is_named(call: Callable[[], object], error: type[Exception], 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_self_check(device: str) -> None:
     assert module.self_check(device) < 1e-3
+
+
+def test_from_linear_names_what_is_no_layer():
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, got int"):
+        flexops.nn.Int4Linear.from_linear(3)

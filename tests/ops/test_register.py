@@ -475,6 +475,47 @@ def test_the_reference_stands_in_for_a_kernel_that_is_not_available(monkeypatch)
         op(torch.ones(3))
 
 
+X, ROWS = torch.randn(4, 64), torch.zeros(4, dtype=torch.int64)
+QUERY = torch.randn(1, 2, 8, 16)
+TABLE = torch.ones(8, 8)
+NOT_NUMBERS = {
+    "scaled_dot_product_attention": ((QUERY, QUERY, QUERY, "a"), {}, "attn_mask must be a tensor"),
+    "attention": ((QUERY, QUERY, QUERY), {"scale": "a"}, "scale must be a number or None, got str"),
+    "attention(softcap)": ((QUERY, QUERY, QUERY), {"softcap": "a"}, "softcap must be a number"),
+    "attention(score_mod)": (
+        (QUERY, QUERY, QUERY), {"score_mod": lambda s: s}, r"be a function of \(score, b, h, q, k\)"
+    ),
+    "attention_with_kvcache": ((QUERY,) * 3, {"softcap": "a"}, "softcap must be a number"),
+    "cross_entropy": ((X, ROWS), {"ignore_index": "a"}, "ignore_index must be a whole number"),
+    "cross_entropy(z_loss)": ((X, ROWS), {"z_loss": "a"}, "z_loss must be a number, got 'a'"),
+    "linear_cross_entropy": ((X, X, ROWS), {"softcap": "a"}, "softcap must be a number, got 'a'"),
+    "logprobs": ((X, ROWS), {"temperature": "a"}, "temperature must be a number, got 'a'"),
+    "logprobs(softcap)": ((X, ROWS), {"softcap": "a"}, "softcap must be a number, got 'a'"),
+    "route_tokens": ((X, 2.5), {}, "k must be a whole number, got float"),
+    "rotary_embedding": (
+        (QUERY, QUERY, TABLE, TABLE), {"interleaved": "a"}, "interleaved must be True or False"
+    ),
+    "lion_": (([X], [X], [X]), {"lr": 0.1, "beta1": "a", "beta2": 0.9, "weight_decay": 0.0},
+              "beta1 must be a number, got 'a'"),
+    "grad_norm": (([X],), {"norm_type": "a"}, "norm_type must be a number, got 'a'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", NOT_NUMBERS)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_what_is_no_number_is_named(call, differentiable):
+    name = call.partition("(")[0]
+    args, options, said = NOT_NUMBERS[call]
+    args = [
+        one.clone().requires_grad_()
+        if differentiable and isinstance(one, Tensor) and one.is_floating_point()
+        else one
+        for one in args
+    ]
+    with pytest.raises(TypeError, match=rf"^flexops\.{name}: .*{said}"):
+        getattr(flexops, name)(*args, **options)
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_importing_collects_no_garbage_and_leaves_the_collector_as_it_was(collects):
     code = f"""

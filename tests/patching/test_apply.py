@@ -295,6 +295,19 @@ def test_a_head_that_was_resized_has_the_fused_loss(name: str) -> None:
     assert max(distance(actual, expected).values()) < 2e-5
 
 
+def test_a_head_whose_weight_alone_was_resized_has_the_fused_loss():
+    """Marian ties the resized weight to a head that keeps its number of outputs."""
+    model = zoo.tiny("marian")
+    inputs = zoo.batch(model, False)
+    flexops.patch(model)
+    model.resize_token_embeddings(103, mean_resizing=False)
+    output = model(**inputs)
+    assert output.logits is None
+    expected = model(**inputs, skip_logits=False)
+    assert expected.logits.shape[-1] == 103
+    torch.testing.assert_close(output.loss, expected.loss)
+
+
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_gradient_checkpointing(name: str) -> None:
     model, inputs = tiny.model(name), tiny.batch(name)

@@ -147,7 +147,7 @@ def test_nan_in_the_first_case_is_no_fault_of_the_kernel(computed: Any) -> None:
         check_kernel(define(), cases)
     check_kernel(define(), CASES + cases)
     computed(lambda *args, **_: right(*args).nan_to_num())
-    with pytest.raises(AssertionError, match=r"case 1, torch.float32: results:  output 0: 1 of 35"):
+    with pytest.raises(AssertionError, match=r"case 1.*results:  output 0: 1 of 35"):
         check_kernel(define(), CASES + cases)
 
 

@@ -165,6 +165,11 @@ def load(
         ToolchainError: a compiler or toolkit is missing.
     """
     check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
+    if not isinstance(sources, (str, Path, Sequence)):
+        raise TypeError(
+            f"extension {name}: sources must be a path, or a list of paths, got"
+            f" {type(sources).__name__}"
+        )
     paths = tuple(map(Path, absolute([sources] if isinstance(sources, (str, Path)) else sources)))
     for path in paths:
         if not path.is_file():
