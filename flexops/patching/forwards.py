@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import generation
-from .._torch import is_transforming, is_unheard, tree_map
+from .._torch import is_transforming, is_unheard, tree_map, widens_layer_norm
 from ..generation import products
 from ..nn.linears import DTYPES as _DTYPES
 from ..nn.linears import LINEARS, function_of, is_bare, is_plain, pair
@@ -196,6 +196,7 @@ def layer_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> An
     if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
+    x = x.float() if known is None and widens_layer_norm(x) else x
     return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
 
 
@@ -312,6 +313,7 @@ def _sum(one: Any, *others: Any) -> Any:
             or (residual.dtype == torch.float32 and not site.stream and not site.last)
         )
         and not (site.owner is not None and _checkpoints(site.owner))
+        and not (site.stream and widens_layer_norm(x) and function_of(site.norm) is layer_norm)
     )
     if not fits or not fuses(site.norm, x):
         return residual + x
