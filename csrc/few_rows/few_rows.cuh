@@ -51,7 +51,6 @@ struct Params {
   int rows, k, width, count;
   float eps, offset;
   int activation;
-  bool early;  // the kernel starts before the one ahead has ended
 };
 
 /// 16 bytes of weights, which one kernel reads once: past the first-level cache, and 256 bytes at a
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   const int begin = warp * kChunk + 8 * quarter;
   fetch(held[0], begin);
   fetch(held[1], begin + kStride);
-  if (p.early) wait_for_previous();  // without the branch, ptxas puts the loads behind it
+  wait_for_previous();
 
   // The rows, to shared memory.
   u16* const rows = reinterpret_cast<u16*>(staged);

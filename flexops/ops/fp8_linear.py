@@ -39,7 +39,7 @@ from .._torch import (
     scaled_product,
     scaled_product_refusal,
 )
-from ._arguments import FLOAT_DTYPES
+from ._arguments import check_tensor
 from ._declared import define
 from ._register import check_places, no_forward_mode, once_differentiable
 from ._self_check import Make, checking
@@ -144,13 +144,8 @@ def fp8_add_rms_norm(
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
     where = "flexops.fp8_linear:"
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"{where} {name} must be a float32, bfloat16 or float16 tensor, got {found}"
-            )
+        if tensor is not None or name != "bias":
+            check_tensor(where[:-1], name, tensor)
     if recipe not in RECIPES:
         raise ValueError(
             f"{where} recipe must be {' or '.join(map(repr, RECIPES))}, got {recipe!r}"

@@ -36,6 +36,7 @@ def product(
     beta: float = 0.0,
     diagonal: float = 0.0,
     low: bool = False,
+    over: bool = False,
 ) -> Tensor:
     """``alpha op(a) op(b) + beta added + diagonal I``, matrix by matrix.
 
@@ -46,13 +47,15 @@ def product(
             with ``MIXED`` both are symmetric.
         added: of the result's shape and dtype.
         low: also return what the results were rounded off.
+        over: ``added`` may be written over, which spares a copy.
 
     Returns:
         ``[matrices, m, n]`` of a's dtype, or ``[2 matrices, m, n]`` with ``low``; sums are of
         float32.
     """
     m, n = a.shape[1 if form != COLUMNS else 2], b.shape[1 if form == ROWS else 2]
-    out = a.new_empty(a.shape[0] * (2 if low else 1), m, n)
+    shape = a.shape[0] * (2 if low else 1), m, n
+    out = a.new_empty(shape) if added is None or not over else added
     if symmetric and _takes_kernels(a, n):
         means = torch.ops.flexops.muon_product_.default
         means(out, a, b, added, form == COLUMNS, alpha, beta, diagonal)

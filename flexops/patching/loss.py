@@ -56,7 +56,9 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size([*self.x.shape[:-1], self.head.out_features])
+        weight = self.head.weight  # Marian's is resized without out_features; ZeRO 3's has no shape
+        classes = weight.shape[0] if weight.dim() == 2 else self.head.out_features
+        return torch.Size([*self.x.shape[:-1], classes])
 
     @property
     def device(self) -> torch.device:
