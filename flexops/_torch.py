@@ -249,6 +249,11 @@ def _autocasts(x: torch.Tensor) -> bool:
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
+def widens_layer_norm(x: torch.Tensor) -> bool:
+    """Whether torch's layer norm gives float32, whatever it reads: under a GPU's autocast."""
+    return x.is_cuda and x.dtype != torch.float32 and _autocasts(x)
+
+
 def factors(*tensors: Any) -> tuple[Any, ...]:
     """The factors of a matrix product as autocast passes them on: in its dtype, but for float64."""
     if any(not isinstance(x, torch.Tensor) or x.dtype == torch.float64 for x in tensors):

@@ -258,7 +258,13 @@ def round_to_bfloat16(value: Tensor, noise: Tensor) -> Tensor:
     return torch.where(value.isfinite(), rounded, value).bfloat16()
 
 
-def three_steps(make: Make, op: str, states: int, *numbers: Any, **named: Any) -> list[Tensor]:
+CHECKED = 1237
+"""Elements of the parameter of a self-check."""
+
+
+def three_steps(
+    make: Make, op: str, states: int | Sequence[Tensor], *numbers: Any, **named: Any
+) -> list[Tensor]:
     """Three steps of an operator on random float32 numbers, for ``flexops doctor``: parameter and
     states.
 
@@ -266,10 +272,11 @@ def three_steps(make: Make, op: str, states: int, *numbers: Any, **named: Any) -
     rounding as 1e-6.
 
     Args:
-        states: how many states of the parameter's shape a step has; zero to begin with.
+        states: what a step has beside the parameter, or how many of its shape; zero to begin with.
     """
-    param, *grads = (make(1237) for _ in range(4))
-    written = [param, *(torch.zeros_like(param) for _ in range(states))]
+    param, *grads = (make(CHECKED) for _ in range(4))
+    zeros = (torch.zeros_like(param) for _ in range(states if isinstance(states, int) else 0))
+    written = [param, *(zeros if isinstance(states, int) else states)]
     count = torch.zeros((), device=param.device)
     for grad in grads:
         lists = [[one] for one in (written[0], grad, *written[1:], count)]

@@ -79,9 +79,14 @@ WINDOW_KEYWORD = frozenset(
 """Folders of transformers' models whose attention passes its window as ``sliding_window`` and the
 mask on as it is. They need no mask for a window; other models get one."""
 
-_EAGER_MASKS = frozenset({"bigbird_pegasus", "deepseek_v4"})
+_EAGER_MASKS = frozenset(
+    (
+        "bigbird_pegasus", "decision_transformer", "deepseek_v4", "informer", "nllb_moe",
+        "pegasus_x", "videoprism",
+    )
+)  # fmt: skip
 """Folders of models that always need the mask of eager attention: DeepSeek V4 extends it by numbers
-of its own, BigBird-Pegasus' decoder does not say that it is causal."""
+of its own, the others' decoders do not say that they are causal."""
 
 
 def _folder(config: Any) -> str:
@@ -455,9 +460,6 @@ def _refusal(model: Any, part: Any) -> str:
         return f"the model was told to use {model.config._attn_implementation}"
     if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
-    sinks = any("sinks" in one._parameters for one in model.modules())  # sdpa has none
-    if not type(model)._supports_sdpa and not sinks:
-        return "transformers has only eager attention for it"
     both = getattr(model.config, "use_bidirectional_attention", None)
     if both and both != "vision" and _window(model.config):  # pictures are in the masks
         return "its window extends in both directions"

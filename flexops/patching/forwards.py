@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import generation
-from .._torch import is_transforming, is_unheard, tree_map
+from .._torch import is_transforming, is_unheard, tree_map, widens_layer_norm
 from ..generation import products
 from ..nn.linears import DTYPES as _DTYPES
 from ..nn.linears import LINEARS, function_of, is_bare, is_plain, pair
@@ -55,7 +55,7 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
 _OPTIONS = frozenset(
     (
         *("eps", "offset", "codes", "kind", "act", "names", "siblings", "inner", "site"),
-        *("gate_first", "groups"),
+        *("gate_first", "groups", "drops"),
     )
 )
 
@@ -196,7 +196,14 @@ def layer_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> An
     if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
+    x = x.float() if known is None and widens_layer_norm(x) else x
     return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
+
+
+@of_tensor
+def picture_norm(module: Any, x: Tensor, *, eps: float) -> Any:
+    """A layer norm of ``[batch, channels, height, width]`` over the channels."""
+    return layer_norm(module, x.movedim(1, -1), eps=eps).movedim(-1, 1)
 
 
 @replacement
@@ -306,6 +313,7 @@ def _sum(one: Any, *others: Any) -> Any:
             or (residual.dtype == torch.float32 and not site.stream and not site.last)
         )
         and not (site.owner is not None and _checkpoints(site.owner))
+        and not (site.stream and widens_layer_norm(x) and function_of(site.norm) is layer_norm)
     )
     if not fits or not fuses(site.norm, x):
         return residual + x
@@ -361,9 +369,23 @@ def _is_as_it_was(module: Any, act: Act) -> bool:
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
+_NONE = ("", "")
+
+
+def _drop(module: Any, x: Tensor, name: str) -> Tensor:
+    """Dropout with the rate of this name."""
+    return F.dropout(x, getattr(module, name), module.training) if name else x
+
+
 @of_tensor
-def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str]) -> Any:
-    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
+def gated_mlp(
+    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str],
+    drops: tuple[str, str] = _NONE,
+) -> Any:  # fmt: skip
+    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down, ``drops`` those of
+    the rates of dropout before and behind the last layer."""
+    if drops[0]:
+        return NotImplemented
     if not _is_as_it_was(module, act):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
@@ -373,11 +395,11 @@ def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, 
             return products.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
     if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
-        return y
+        return _drop(module, y, drops[1])
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return NotImplemented
-    return _down(parts[2], kind, gate, up)
+    return _drop(module, _down(parts[2], kind, gate, up), drops[1])
 
 
 @of_tensor
@@ -400,7 +422,10 @@ _BIASED = {"silu": bias_silu, "relu2": bias_relu2}
 
 
 @of_tensor
-def mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...]) -> Any:
+def mlp(
+    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...],
+    drops: tuple[str, str] = _NONE,
+) -> Any:  # fmt: skip
     """``second(act(first(x)))``, the first one's bias added where the activation reads it;
     ``names`` are those of the two layers, or of the first."""
     first = getattr(module, names[0])
@@ -412,4 +437,5 @@ def mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...]) 
         y = _BIASED[kind](y, first.bias)
     else:
         y = bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
-    return y if len(names) == 1 else getattr(module, names[1])(y)
+    y = _drop(module, y, drops[0])
+    return y if len(names) == 1 else _drop(module, getattr(module, names[1])(y), drops[1])

@@ -188,6 +188,10 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
             ]
         for name, forward, options in makes:
             yield name, functools.partial(_one, forward=forward, eps=eps, **options)
+        if getattr(module, "data_format", "") == "channels_first":  # of pictures
+            swap = functools.partial(_one, forward=forwards.picture_norm, eps=eps)
+            x = _input(2, WIDTH, LENGTH, LENGTH)
+            yield "layer_norm", swap, lambda x=x: (tiny_norm(module), (x,), {})
 
 
 def tiny_norm(module: Any) -> Any:
@@ -322,8 +326,11 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
             if fits and (kind == "relu2" or linears[names[0]].bias is not None):
                 found.append((biased, forwards.mlp, {}))
             options = {"kind": kind, "act": (name, type(act)), "names": names}
+            rates = [one for one, p in vars(module).items() if "drop" in one and type(p) is float]
             for operator, forward, more in found:
-                yield operator, functools.partial(_one, forward=forward, **options, **more)
+                for drops in itertools.product(("", *rates), repeat=2):
+                    given = {**options, **more} | ({"drops": drops} if any(drops) else {})
+                    yield operator, functools.partial(_one, forward=forward, **given)
 
 
 def _tiny_block(module: Any) -> Miniature:

@@ -64,9 +64,9 @@ class _Part(nn.Module):
         }
         self.__dict__.update(own)
 
-    def forward(self, x: Any = None, *_: Any, **others: Any) -> Any:
-        x = others.get("hidden_states") if x is None else x
-        y = self.projection(x)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        given = (*args, named.get("hidden_states"), *named.values())
+        y = self.projection(next(x for x in given if isinstance(x, Tensor)))
         return (y, *[None] * (self.gives - 1)) if self.gives else y
 
 
@@ -76,7 +76,7 @@ def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
     Args:
         gives: of each part that may give a tuple, how long it is; 0 for a tensor.
         inputs: which arguments are tensors: only the first, all that are required, or also those
-            whose names say so.
+            whose names say so; "picture" if the first has rows and columns.
     """
     parts: dict[str, Any] = {}
     kinds = iter(gives)
@@ -106,9 +106,10 @@ def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
             continue
         required = one.default is one.empty
         tensor = not args or (inputs != "first" and required)
-        tensor = tensor or (inputs == "all" and re.search("input|states", one.name) is not None)
+        tensor = tensor or (inputs == "all" and bool(re.search("input|states|cond", one.name)))
         # so many that no tensor is unpacked in place of a tuple
-        value = torch.randn(7, LENGTH, WIDTH) if tensor else None
+        sizes = (LENGTH,) if inputs == "picture" else ()
+        value = torch.randn(7, *sizes, LENGTH, WIDTH) if tensor else None
         if not args or (required and one.kind is not one.KEYWORD_ONLY):
             args.append(value)
         elif required or tensor:
@@ -244,7 +245,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
 
     ran: Structure | None = None
     for gives in itertools.product((0, 2, 3), repeat=len(others)):
-        for inputs in ("first", "required", "all"):
+        for inputs in ("first", "required", "all", "picture"):
             make = functools.partial(miniature, layer, gives, inputs)
             try:
                 with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():

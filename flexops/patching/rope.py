@@ -174,6 +174,7 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
             cos, sin, at = cos[None], sin[None], 1
         fits = cos.dim() == dims and q.dim() == (3 if dims == 2 else 4)
+        fits = fits and (alone or k is not None)  # Qwen 4's function may get queries only
         if at not in (1, 2) or not fits or not {q.dtype, cos.dtype} <= _DTYPES:
             return function(*args, **kwargs)
         if alone:

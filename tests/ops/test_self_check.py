@@ -32,7 +32,7 @@ def test_16_bits_round_more():
     assert difference(*[[one.float()] for one in pair], of_halves=0.25) == 1.0
 
 
-OWN = {"adam8bit", "int4_linear", "kvcache_attention"}
+OWN = {"int4_linear", "kvcache_attention"}
 """Families whose checks compare functions, not operators."""
 
 

@@ -124,6 +124,29 @@ def test_under_autocast_the_last_norm_gives_float32(name):
     assert (patched - truth).norm() < 1.2 * (plain - truth).norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layer_norms_that_autocast_widens(device, monkeypatch):
+    """ELECTRA's layers read a linear layer's result, so that torch's layer norms alone, on a GPU,
+    make the residual float32."""
+    if device == "cpu":
+        monkeypatch.setattr(
+            "flexops.patching.forwards.widens_layer_norm",
+            lambda x: x.dtype == torch.bfloat16 and torch.is_autocast_enabled("cpu"),
+        )
+    model = zoo.tiny("electra").electra.eval().to(device)
+    tokens = torch.arange(3, 21, device=device).view(2, 9)
+    with torch.no_grad():
+        truth = model(tokens).last_hidden_state
+        with torch.autocast(device, torch.bfloat16):
+            plain = model(tokens).last_hidden_state
+            flexops.patch(model)
+            patched = model(tokens).last_hidden_state
+    assert patched.dtype == torch.float32
+    if device == "cuda":
+        assert plain.dtype == torch.float32
+    assert (patched - truth).norm() < 1.1 * (plain - truth).norm()
+
+
 @pytest.mark.parametrize("label", [97, -1])
 def test_a_label_that_is_no_word_is_an_error_as_in_torch(label):
     model, inputs = tiny.model("llama"), tiny.batch("llama")

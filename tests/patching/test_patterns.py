@@ -383,3 +383,41 @@ def test_each_kind_of_rotary_embedding_is_recognized(kind: str) -> None:
     folder, suffix = ROTARY[kind]
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     assert rope.kind_of(getattr(modeling, f"apply_rotary_pos_emb{suffix}")) == kind
+
+
+def test_a_rotary_function_may_get_queries_only() -> None:
+    """Qwen 4's rotates keys if there are some."""
+
+    def rotate(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        def turn(x):
+            a, b = x.chunk(2, -1)
+            at = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+            return x * at[0] + torch.cat([-b, a], -1) * at[1]
+
+        return turn(q) if k is None else (turn(q), turn(k))
+
+    kind = rope.kind_of(rotate)
+    assert kind == "half"
+    q, angles = torch.randn(2, 4, 5, 8), torch.rand(2, 5, 4).repeat(1, 1, 2)
+    tables = {"cos": angles.cos(), "sin": angles.sin()}
+    torch.testing.assert_close(rope.replaced(rotate, kind)(q, **tables), rotate(q, **tables))
+
+
+def test_dropout_of_a_block_is_that_of_its_class() -> None:
+    """SeedOss drops what a gated block gives, ProphetNet what a plain one multiplies, too."""
+    for name in ("seed_oss", "prophetnet"):
+        model = zoo.tiny(name)
+        block = next(one for one in model.modules() if re.search("MLP|FeedFor", type(one).__name__))
+        for key in ("residual_dropout", "activation_dropout", "dropout"):
+            if hasattr(block, key):
+                setattr(block, key, 0.5)
+        x = torch.randn(2, 5, 64)
+        torch.manual_seed(0)
+        expected = block(x)
+        assert (expected == 0).float().mean() > 0.3
+        flexops.patch(model)
+        assert "forward" in block.__dict__
+        torch.manual_seed(0)
+        torch.testing.assert_close(block(x), expected)
+        block.eval()
+        assert (block(x) == 0).sum() == 0

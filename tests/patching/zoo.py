@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,15 @@ MROPE = re.compile(
     "qwen2_vl|qwen2_5_vl|qwen2_5_omni|paddleocr_vl|glm4v|glm46v|glm_ocr|glmga|ernie4_5_vl"
 )
 _START = {"decoder_start_token_id": 0}
+_BLIP = {"num_query_tokens": 2, "image_token_index": 95, "image_token_id": 95}
 _MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SPARSE = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "pad_token_id": 0,
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -85,48 +94,176 @@ CHANGES: dict[str, dict[str, Any]] = {
     "t5": _START,
     "longt5": _START,
     "switch_transformers": _START,
+    "udop": _START,
     "smolvlm": {"pad_token_id": 0},
     "idefics3": {"pad_token_id": 0},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "falcon_h1": _MAMBA,
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
-    "marian": {"decoder_vocab_size": 97, **_START},
+    "marian": _START,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "esmc": {"num_key_value_heads": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 4, "num_dense_layers": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "esm": {"vocab_size": 97, "mask_token_id": 1, "pad_token_id": 0},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 95}},
+    "emu3": {"vocabulary_map": {"<image>": 95}},
+    "qwen4_exp_text": _SPARSE,
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+        "num_experts_per_tok": 2,
+    },
+    "hunyuan_vl_text": {
+        "head_dim": 16,
+        "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]},
+    },
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "xmod": {"default_language": "en_XX"},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 91},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 91},
 }
 """What a type's config requires besides."""
+TINY: dict[str, dict[str, Any]] = {
+    "marian": {"decoder_vocab_size": 97},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "granitemoehybrid": {**_HYBRID, **_MAMBA2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "kimi_linear": {**_HYBRID, "kv_lora_rank": 16, "linear_num_heads": 4, "linear_head_dim": 16},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "mamba_dt_rank": 8,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "n_mamba_heads": 8,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "mobilebert": {
+        "embedding_size": 32,
+        "intra_bottleneck_size": 32,
+        "true_hidden_size": 32,
+    },
+    "squeezebert": {"embedding_size": 64},
+    "reformer": {
+        "axial_pos_embds_dim": (16, 48),
+        "axial_pos_shape": (4, 3),
+        "attn_layers": ("local",) * 2,
+        "local_attn_chunk_length": 4,
+        "attention_head_size": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": [96, 96],
+        "activation_sparsity_pattern": [0.9, 0.0],
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "qwen_sparse_attention"],
+        "hc_lowrank": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "pad_token_id": 0,
+    },
+    "perceiver": {
+        "max_position_embeddings": 12,
+        "d_latents": 64,
+        "num_latents": 8,
+        "num_self_attends_per_block": 2,
+    },
+    "cosmos3_edge_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {**_ROPE, "mrope_section": [2, 2, 4]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "step3p5": {"sliding_window": 6, "share_expert_dim": 32},
+    "glm5_next_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "blip_text_model": {"bos_token_id": 1, "sep_token_id": 2},
+    "emu3_vqgan": {"base_channels": 32, "hidden_size": 32},
+    "blip-2": _BLIP,
+    "instructblip": _BLIP,
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]}},
+    "pix2struct_vision_model": {"patch_embed_hidden_size": 64, "d_kv": 16},
+    "pix2struct_text_model": {"d_kv": 16, **_START},
+    "kosmos-2": {"latent_query_num": 2},
+    "kosmos_2_text_model": {"layers": 2, "attention_heads": 4},
+    **{
+        name: {"image_size": 28, "patch_size": 14}
+        for name in (
+            "vit", "dinov2", "pixtral", "idefics_vision", "blip_vision_model", "git_vision_model",
+            "blip_2_vision_model", "instructblip_vision_model", "kosmos_2_vision_model",
+        )
+    },
+}  # fmt: skip
+"""What a small model's config requires besides."""
 _REASONS = {
-    "it requires pictures or sound": (
-        *VISION,
-        "blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0",
-        "pix2struct", "pixtral", "pp_formulanet", "udop", "voxtral_realtime",
+    "test_vision.py runs it": ("clip", "siglip", "siglip2"),
+    "it requires more than pictures": (
+        "instructblipvideo", "pi0", "pp_formulanet", "voxtral_realtime",
     ),
-    "it requires another package": (
-        "fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm",
-    ),
+    "it requires another package": ("fast_vlm", "gemma3n", "perception_lm"),
     "it is no model of its own": (
         "encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant", "musicgen",
         "musicgen_melody", "vision-encoder-decoder",
     ),
     "its config's defaults make no model, or no small one": (
-        "bamba", "blt", "chameleon", "cohere_compass", "cohere_compass_text", "cosmos3_edge",
-        "dbrx", "deepseek_ocr2", "diffusion_gemma", "dots1", "emu3", "ernie4_5_vl_moe", "esm",
-        "gemma3n_text", "glm5_next", "granite4_vision", "granitemoehybrid", "hunyuan_vl", "jamba",
-        "kimi_linear", "lfm2_moe", "mamba2", "mobilebert", "nemotron_h", "perceiver",
-        "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen4_exp", "qwen4_exp_text",
-        "recurrent_gemma", "reformer", "squeezebert", "step3p7", "xlstm", "xmod", "zamba", "zamba2",
-        "zaya",
+        "blt", "diffusion_gemma", "granite4_vision",
     ),
+    "its code cannot be trained": ("xlstm",),
 }  # fmt: skip
+_OF = {
+    "granite4_vision": {"text_config": {"model_type": "granite"}},
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+}
+"""Of which types' configs one is made."""
 UNTESTED = {name: reason for reason, names in _REASONS.items() for name in names}
 """Types whose models the tests do not run, with the reason."""
 
 
 def tiny_config(cls: Any, name: str) -> Any:
     """A config made with small numbers where it has any."""
-    default = cls()
-    own = vars(default) | {key: getattr(default, key) for key in default.attribute_map}
+    default = cls(**_OF.get(cls.model_type, {}))
+    own = vars(default) | {key: getattr(default, key, None) for key in default.attribute_map}
     given = {key: value for key, value in SMALL.items() if isinstance(own.get(key), int)}
     parts = {key: one for key, one in own.items() if isinstance(one, transformers.PreTrainedConfig)}
     given |= {key: tiny_config(type(one), name) for key, one in parts.items()}
@@ -138,7 +275,8 @@ def tiny_config(cls: Any, name: str) -> Any:
     if MROPE.match(name) and "rope_parameters" in own:
         few = [1, 1, 2] if "moe" in name else [2, 3, 3]
         given["rope_parameters"] = {**default.rope_parameters, "mrope_section": few}
-    given |= CHANGES.get(name, {})
+    for changes in (CHANGES, TINY):
+        given |= changes.get(cls.model_type or cls.__name__, {})
     return cls(**given)
 
 
@@ -158,13 +296,12 @@ def large_config(name: str) -> Any:
                     config.layer_types = kinds[:8]
         return config
 
-    config = shorten(transformers.CONFIG_MAPPING[name]())
-    for key, value in CHANGES.get(name, {}).items():
-        for part in configs(config):
+    config = shorten(transformers.CONFIG_MAPPING[name](**_OF.get(name, {})))
+    for part in configs(config):
+        for key, value in CHANGES.get(part.model_type or type(part).__name__, {}).items():
             if key in _GROUPED and getattr(part, key, None) is not None:
                 continue  # for the tiny model's heads
-            if part is config or hasattr(part, key):
-                setattr(part, key, value)
+            setattr(part, key, value)
     return config
 
 
@@ -221,7 +358,54 @@ def batch(model: Any, padded: bool) -> dict[str, torch.Tensor]:
         labels[1, :5] = -100
     if "labels" not in inspect.signature(type(model).forward).parameters:
         del inputs["labels"]
-    return inputs
+    return PICTURES.get(model.config.model_type, lambda _, given: given)(model.config, inputs)
+
+
+def _picture(config: Any, *shape: int) -> torch.Tensor:
+    size = getattr(config, "vision_config", config).image_size
+    return torch.randn(3, *shape, 3, size, size, generator=torch.Generator().manual_seed(2))
+
+
+def _with_queries(config: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    inputs["input_ids"][:, 5 : 5 + config.num_query_tokens] = config.image_token_id
+    return inputs | {"pixel_values": _picture(config)}
+
+
+def _with_instructions(config: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    asked = inputs["input_ids"][:, :4].clone()
+    return _with_queries(config, inputs) | {"qformer_input_ids": asked}
+
+
+PICTURES: dict[str, Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    **dict.fromkeys(
+        ("vit", "dinov2", "pixtral"), lambda config, _: {"pixel_values": _picture(config)}
+    ),
+    "pix2struct": lambda _, given: {
+        "flattened_patches": torch.rand(3, 8, 66, generator=torch.Generator().manual_seed(2)),
+        "labels": given["labels"],
+    },
+    **dict.fromkeys(
+        ("blip", "git"), lambda config, given: given | {"pixel_values": _picture(config)}
+    ),
+    "blip-2": _with_queries,
+    "instructblip": _with_instructions,
+    "idefics": lambda config, given: (
+        given
+        | {
+            "pixel_values": _picture(config, 1),
+            "image_attention_mask": torch.ones(3, 12, 1, dtype=torch.long),
+        }
+    ),
+    "udop": lambda _, given: given | {"bbox": torch.arange(4).div(4).expand(3, 12, 4)},
+    "kosmos-2": lambda config, given: (
+        given
+        | {
+            "pixel_values": _picture(config),
+            "image_embeds_position_mask": (torch.arange(12) // 2 == 2).long().expand(3, 12),
+        }
+    ),
+}
+"""What a type whose models require pictures is called with."""
 
 
 def on_meta(name: str) -> Any:
