@@ -353,7 +353,7 @@ def test_nothing_in_place_of_a_tensor_is_rejected_by_name(name):
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
     )
-    others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1}
+    others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1, "k": 2}
     with pytest.raises(
         TypeError, match=rf"^flexops(\.|::){name}: {first.name} must be an? .*, got NoneType"
     ):
