@@ -157,6 +157,7 @@ class BuildOps(build_ext):
 setup(
     packages=[*find_packages(include=["flexops", "flexops.*"]), *source_packages()],
     package_dir={"flexops._csrc": "csrc"},
+    include_package_data=False,  # setuptools would warn of each folder of data
     package_data=DATA | {name: ["*"] for name in source_packages()},
     ext_modules=extensions(),
     # pip and build install them into the build's environment

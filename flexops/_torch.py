@@ -130,12 +130,22 @@ def forget(library: torch.library.Library) -> None:
     library._destroy()  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
-    """``torch.library.register_fake``, which looks through all modules and reads a source file for
-    each operator: a third of what our import took."""
+def define_with_fake(
+    library: torch.library.Library,
+    schema: str,
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """``library.define`` and ``torch.library.register_fake``, which looks through all modules and
+    reads a source file for each operator: a third of what our import took. Torch's entry for the
+    fake kernel is made first: afterwards torch would search the schema for objects, of which
+    ours have none."""
+    name = schema.partition("(")[0]
     qualified = f"{library.ns}::{name}"
+    registry = getattr(getattr(torch._library, "simple_registry", None), "singleton", None)
+    entry: Any = registry and registry.find(qualified)
+    library.define(schema, tags=tags)  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        entry = torch._library.simple_registry.singleton.find(qualified)
         handle = entry.fake_impl.register(
             fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True
         )
@@ -230,14 +240,26 @@ class _Afterwards:
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
     """In which torch would multiply matrices of x's dtype: autocast's, inside of it."""
+    return torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
+
+
+def _autocasts(x: torch.Tensor) -> bool:
     # of others, such as meta, autocast knows nothing; torch.amp.is_autocast_available would say so,
     # but not every compiler traces it
-    device = x.device.type
-    return (
-        torch.get_autocast_dtype(device)
-        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-        else x.dtype
-    )
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def widens_layer_norm(x: torch.Tensor) -> bool:
+    """Whether torch's layer norm gives float32, whatever it reads: under a GPU's autocast."""
+    return x.is_cuda and x.dtype != torch.float32 and _autocasts(x)
+
+
+def factors(*tensors: Any) -> tuple[Any, ...]:
+    """The factors of a matrix product as autocast passes them on: in its dtype, but for float64."""
+    if any(not isinstance(x, torch.Tensor) or x.dtype == torch.float64 for x in tensors):
+        return tensors
+    casts = _autocasts(tensors[0])
+    return tuple(x.to(product_dtype(x)) if casts and x.is_floating_point() else x for x in tensors)
 
 
 def scaled_product(

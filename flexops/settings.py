@@ -335,6 +335,13 @@ def _remote(text: str, plain: bool) -> SecretUrl:
         found = "/".join(redacted(text).split("/")[:3]) if separator else "no ://"
         what = "FLEXOPS_CACHE_REMOTE is no URL of a store"
         raise SettingsError(what, found=_shortened(found), required=required, fix=fix)
+    if scheme == "file" and place:
+        raise SettingsError(
+            "FLEXOPS_CACHE_REMOTE names a directory of another machine",
+            found=_shortened(text),
+            required="an absolute path: three slashes",
+            fix=f"export FLEXOPS_CACHE_REMOTE=file:///{rest.partition('/')[2]}",
+        )
     if scheme in ("http", "https") and "@" in rest[len(place) :]:
         raise SettingsError(
             "FLEXOPS_CACHE_REMOTE has an @ behind its first / ? or #",

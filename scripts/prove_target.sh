@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SUITES=(
   tests/ops
-  tests/patching
+  'tests/patching tests/generation tests/int4'
   'tests/build/describe tests/build/plan tests/cli tests/doctor tests/targets tests/toolchain'
   'tests/build/load tests/test_builder.py tests/test_kernels.py tests/csrc/common/test_torch_abi.py'
 )

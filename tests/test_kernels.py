@@ -720,6 +720,21 @@ def test_without_a_compiler_the_reference_runs_or_the_error_says_why(
     assert launched(alone)(torch.ones(2), 2.0).shape == (2,)
 
 
+def test_a_call_with_too_few_arguments_names_the_operator() -> None:
+    scale = flexops.kernel(SCALE, SCHEMA, reference=lambda x, factor: x * factor)
+    missing = r"^scale\(\) missing 1 required positional argument: 'factor'"
+    for call in (scale, scale.compile, scale.expression):
+        with pytest.raises(TypeError, match=missing):
+            call(torch.ones(2))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("defines", [{"A-B": 1}, {3: 1}, {"": 1}])
+def test_a_macro_has_a_name(defines: Any) -> None:
+    with pytest.raises(FlexopsError, match="required: a mapping of macros' names"):
+        flexops.kernel(SCALE, SCHEMA, defines=defines)
+    flexops.kernel(SCALE, SCHEMA, defines={"twice(x)": "(2 * (x))"})
+
+
 def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvcc compiles what NVRTC rejects where the kernel is called: C++'s library, say."""
     known = provider.compiler_for

@@ -233,6 +233,12 @@ def test_no_seconds(text):
         read(FLEXOPS_CACHE_REMOTE_TIMEOUT=text)
 
 
+@pytest.mark.parametrize("url", ["file://host/tmp/store", "file://tmp/store"])
+def test_a_directory_has_three_slashes(url):
+    with pytest.raises(SettingsError, match=r"(?s)another machine.*file:///(tmp/)?store"):
+        read(FLEXOPS_CACHE_REMOTE=url)
+
+
 def test_http_to_another_machine_is_allowed_by_a_setting_of_its_own():
     url = "http://store.example:9000/x"
     with pytest.raises(SettingsError, match="FLEXOPS_CACHE_REMOTE") as caught:

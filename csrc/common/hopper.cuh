@@ -201,6 +201,12 @@ FLEXOPS_DEVICE int cluster_rank() {
   FLEXOPS_SM90("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
+/// The cluster's number; of a grid without clusters, the block's.
+FLEXOPS_DEVICE int cluster_index() {
+  u32 index = blockIdx.x;
+  FLEXOPS_SM90("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return static_cast<int>(index);
+}
 
 /// A value (float2 or float4) of each consumer warp of a cluster, sent to all of its blocks for
 /// each row. With two places a row's values are sent after those of the row before it were

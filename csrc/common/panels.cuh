@@ -56,7 +56,18 @@ struct Panels {
                    "r"(words[4 * i + 3])
                    : "memory");
   }
-  /// The same by plain stores, to the columns from `column` on.
+  /// The same transposed: to the 16 columns from `column` on.
+  template <int N>
+  static FLEXOPS_DEVICE void store_transposed(u32 tile, const u32 (&words)[N], int column) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+              matrices(tile, 16 * i, lane() / 16 * 8 + lane() % 8, column, lane() / 8 % 2)),
+          "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
+          : "memory");
+  }
+  /// As store_matrices() by plain stores, to the columns from `column` on.
   template <int N>
   static FLEXOPS_DEVICE void store_words(u32 tile, int row, int column, const u32 (&words)[N]) {
 #pragma unroll

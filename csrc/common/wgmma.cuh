@@ -48,6 +48,22 @@ FLEXOPS_DEVICE void multicast_tile(u32 to, const TensorMap& map, u32 barrier, in
       : "memory");
 }
 
+/// Stores a box from shared memory, where the map has one; what lies outside of the tensor is left
+/// out. The thread that calls it waits for it by stores_read().
+FLEXOPS_DEVICE void store_tile(const TensorMap& map, u32 from, int column, int row, int head,
+                               int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(reinterpret_cast<u64>(&map)),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+/// Until all but the last kPending of this thread's stores have read shared memory.
+template <int kPending>
+FLEXOPS_DEVICE void stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 /// Arrives at the named barrier of `threads` threads for this thread's warp, without waiting (see
 /// barrier() in device.cuh).
 FLEXOPS_DEVICE void barrier_pass(int id, int threads) {

@@ -125,23 +125,13 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   const Gpu& gpu = gpu_facts();
   int4::SixteenParams p = {};
   p.p = params, p.stages = plan.second, p.x_tiles = 1;
-  const int64_t groups = ceil_div(params.tiles_n, int4::kSixteenTiles),
-                most_clusters = kTeams == 1 ? 65535 : clusters_of(plan.cluster, gpu.processors),
-                clusters = least(groups, most_clusters);
   p.chunks = static_cast<int>(
       ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), int64_t{plan.cluster}));
-  p.passes = static_cast<int>(ceil_div(groups, clusters));
-  p.longer = static_cast<int>(groups - (p.passes - 1) * clusters);
   const int most = kTeams == 2 ? gpu.shared_of_block : gpu.shared_of_processor / 2 - 1024;
   const auto bytes = [&] {
-    return int4::SixteenLayout(8 * kTokens, kTeams, params.group_shift, p.stages, p.passes, p.kept,
-                               p.chunks)
-        .bytes;
+    return int4::SixteenLayout(8 * kTokens, kTeams, params.group_shift, p.stages).bytes;
   };
-  // x stays if that leaves room for as many stages as without it.
   while (p.stages > int4::sixteen_least_stages(kTeams) && bytes() > most) p.stages -= kTeams;
-  p.kept = p.passes > 1;
-  if (bytes() > most) p.kept = false;
   const auto numbers = [&](const void* of) {
     return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8,
                      int4::kSixteenTiles, 1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
@@ -155,9 +145,9 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, int4::kSixteenTiles,
                       int4::kSixteenTeam, 128);
   p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
-  LaunchConfig config =
-      config_of(clusters, 32 * int4::kSixteenTeam * kTeams, bytes(), plan.cluster, stream);
-  config.grid = {static_cast<unsigned>(plan.cluster), static_cast<unsigned>(clusters)};
+  const LaunchConfig config =
+      config_of(ceil_div(params.tiles_n, int4::kSixteenTiles) * plan.cluster,
+                32 * int4::kSixteenTeam * kTeams, bytes(), plan.cluster, stream);
   if (params.group_shift == 5)
     return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, true>>, config, p);
   launch(kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, false>>, config, p);

@@ -6,8 +6,6 @@
 // A stage is eight tiles of columns of four tiles of rows, each for one warp, by three or four
 // copies of the copy engine. Two teams of eight warps take the stages in turn, or a block has one
 // team, and a multiprocessor two blocks, one of which computes while the other one adds its sums.
-// A block has a group of 64 rows of W, or several one after the other; x, if it has room, stays for
-// all of them.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -18,10 +16,7 @@ namespace flexops::int4 {
 struct SixteenParams {
   Params p;
   int stages;
-  int passes;  // groups of rows that a block has at most
-  int longer;  // clusters that have so many; the others have one less
   int chunks;  // of columns, that a block has at most, as many as a stage has
-  bool kept;   // x stays; otherwise it comes with each stage
   // Boxes: 64 columns, all rows and eight tiles of columns of x (or one tile); a stage's words,
   // scales and zero points.
   int x_tiles;  // tiles of columns of a box of x
@@ -33,22 +28,18 @@ inline constexpr int kSixteenTiles = 4, kSixteenTeam = 8, kSixteenMostStages = 8
 // stage two phases ahead, which its barrier cannot distinguish from now.
 FLEXOPS_DEVICE constexpr int sixteen_least_stages(int teams) { return 2 * teams; }
 
-/// Shared memory, in bytes. The sums of a single pass take the place of the stages.
+/// Shared memory, in bytes. The sums, of warps and of the block, take the place of the stages.
 struct SixteenLayout {
   static constexpr int kStride = 16 * kSixteenTiles + 4;  // of the sums, in floats
   static constexpr int kWords = kSixteenTiles * kSixteenTeam * 512;
-  int numbers, weights, x, x_at, parts, sums, barriers, bytes;
-  FLEXOPS_DEVICE SixteenLayout(int tokens, int teams, int group_shift, int stages, int passes,
-                               bool kept, int chunks) {
+  int numbers, weights, x, x_at, sums, barriers, bytes;
+  FLEXOPS_DEVICE SixteenLayout(int tokens, int teams, int group_shift, int stages) {
     const int of_tokens = tokens * kStride * 4;
     numbers = kSixteenTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
     weights = (kWords + 2 * numbers + 1023) / 1024 * 1024, x = kSixteenTeam * tokens * 128;
-    x_at = stages * weights;
-    const int staged = x_at + (kept ? chunks : stages) * x;
-    parts = passes > 1 ? staged : 0;
-    sums = parts + teams * kSixteenTeam * of_tokens;
-    barriers = sums + 2 * of_tokens;
-    if (barriers < staged) barriers = staged;
+    x_at = stages * weights, sums = teams * kSixteenTeam * of_tokens;
+    const int staged = x_at + stages * x, summed = sums + of_tokens;
+    barriers = staged > summed ? staged : summed;
     bytes = barriers + 16 * kSixteenMostStages + 16;
   }
 };
@@ -67,14 +58,11 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
             lane = thread % 32;
   const int g = lane / 4, t = lane % 4, member = warp % kTeam, team = warp / kTeam;
-  const int rank = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y),
-            blocks = static_cast<int>(gridDim.y), stages = params.stages;
+  const int rank = cluster_rank(), block = cluster_index(), stages = params.stages;
   // The block's chunks of columns.
   const int begin = params.chunks * rank,
             count = max(min(params.chunks, (p.tiles_k + kTeam - 1) / kTeam - begin), 0);
-  const int passes = params.passes - (block < params.longer ? 0 : 1), total = passes * count;
-  const Layout at(8 * kTokens, kTeams, p.group_shift, stages, params.passes, params.kept,
-                  params.chunks);
+  const Layout at(8 * kTokens, kTeams, p.group_shift, stages);
   const u32 memory = shared_address(staged), full = memory + at.barriers,
             empty = full + 8 * kSixteenMostStages;
   if (thread < stages) {
@@ -87,44 +75,39 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   // Thread 0 fills the stages. Which one is next is in shared memory: registers are scarce. Of rows
   // and columns past the last one, the copy engine stores zeros.
   struct Next {
-    int number, slot, pass, chunk;
+    int chunk, slot;
+    FLEXOPS_DEVICE void advance(int stages) {
+      ++chunk;
+      if (++slot == stages) slot = 0;
+    }
   };
   Next* const next = reinterpret_cast<Next*>(staged + at.barriers + 16 * kSixteenMostStages);
   const auto fetch_weight = [&](const Next& of) {
     const u32 to = memory + of.slot * at.weights, bar = full + 8 * of.slot;
-    const int tile = (begin + of.chunk) * kTeam, tile_n = (block + of.pass * blocks) * kTiles,
+    const int tile = (begin + of.chunk) * kTeam, tile_n = block * kTiles,
               number = (tile * 64 >> p.group_shift) * 8;
-    expect(bar, Layout::kWords + (p.zeros ? 2 : 1) * at.numbers +
-                    (params.kept && of.pass > 0 ? 0 : at.x));
+    expect(bar, Layout::kWords + (p.zeros ? 2 : 1) * at.numbers + at.x);
     load_tile(to, params.words, bar, 0, tile, tile_n, 0);
     load_tile(to + Layout::kWords, params.scales, bar, number, 0, tile_n, 0);
     if (p.zeros)
       load_tile(to + Layout::kWords + at.numbers, params.zeros, bar, number, 0, tile_n, 0);
   };
   const auto fetch_x = [&](const Next& of) {
-    if (params.kept && of.pass > 0) return;
-    const u32 to = memory + at.x_at + (params.kept ? of.chunk : of.slot) * at.x,
-              bar = full + 8 * of.slot;
+    const u32 to = memory + at.x_at + of.slot * at.x, bar = full + 8 * of.slot;
     const int tile = (begin + of.chunk) * kTeam;
     if (params.x_tiles > 1) return load_tile(to, params.x, bar, 0, 0, tile, 0);
 #pragma unroll 1
     for (int i = 0; i < kTeam; ++i)
       load_tile(to + i * X::kBytes, params.x, bar, (tile + i) * 64, 0, 0, 0);
   };
-  const auto after = [&](Next of) {
-    ++of.number;
-    if (++of.slot == stages) of.slot = 0;
-    if (++of.chunk == count) of.chunk = 0, ++of.pass;
-    return of;
-  };
   if (thread == 0) {
-    const int first = min(total, stages);
+    const int first = min(count, stages);
 #pragma unroll 1
-    for (Next of = {}; of.number < first; of = after(of)) fetch_weight(of);
+    for (Next of = {}; of.chunk < first; of.advance(stages)) fetch_weight(of);
     wait_for_previous();
     Next of = {};
 #pragma unroll 1
-    for (; of.number < first; of = after(of)) fetch_x(of);
+    for (; of.chunk < first; of.advance(stages)) fetch_x(of);
     *next = of;
   } else {
     wait_for_previous();
@@ -192,72 +175,59 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   const u8* const words = staged + member * 512 + lane * 16;
   const u8* const numbers = staged + Layout::kWords + (member * 64 >> p.group_shift) * 32 + g * 4;
   const u32 own_x = memory + at.x_at + member * X::kBytes;
-  float* const parts = reinterpret_cast<float*>(staged + at.parts);
-  constexpr int kPart = 8 * kTokens * Layout::kStride;  // floats of a warp
-  int slot = 0, chunk = 0;  // of the stage that is next: its number in all passes
+  int slot = 0;
   u32 phase = 0;
 #pragma unroll 1
-  for (int pass = 0; pass < passes; ++pass) {
+  for (int chunk = 0; chunk < count; ++chunk) {
+    if (chunk % kTeams == team) {
+      wait(full + 8 * slot, phase);
+      multiply(words + slot * at.weights, numbers + slot * at.weights, own_x + slot * at.x);
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * slot);
+      // The stages of the chunks before this one, once all have read them.
+      if (thread == 0) {
+        Next of = *next;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      if (i % kTeams == team) {
-        wait(full + 8 * slot, phase);
-        multiply(words + slot * at.weights, numbers + slot * at.weights,
-                 own_x + (params.kept ? i : slot) * at.x);
-        __syncwarp();
-        if (lane == 0) arrive(empty + 8 * slot);
-        // The stages of the chunks before this one, once all have read them.
-        if (thread == 0) {
-          Next of = *next;
-#pragma unroll 1
-          for (; of.number < min(total, chunk + stages); of = after(of)) {
-            wait(empty + 8 * of.slot, of.slot < slot ? phase : phase ^ 1);
-            fetch_weight(of), fetch_x(of);
-          }
-          *next = of;
+        for (; of.chunk < min(count, chunk + stages); of.advance(stages)) {
+          wait(empty + 8 * of.slot, of.slot < slot ? phase : phase ^ 1);
+          fetch_weight(of), fetch_x(of);
         }
-        __syncwarp();
+        *next = of;
       }
-      ++chunk;
-      if (++slot == stages) slot = 0, phase ^= 1;
+      __syncwarp();
     }
-    if (params.passes == 1) __syncthreads();  // all have read the stages
-    // The sums, by rows of x: of each warp, then of the block.
-    float* const to = parts + warp * kPart + 2 * t * Layout::kStride + g;
-#pragma unroll
-    for (int r = 0; r < kTiles; ++r) {
-#pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          to[(8 * n + i % 2) * Layout::kStride + 16 * r + i / 2 * 8] = acc[r][n][i];
-          acc[r][n][i] = 0.0f;
-        }
-      }
-    }
-    __syncthreads();
-    float* const sums = reinterpret_cast<float*>(staged + at.sums) + pass % 2 * kPart;
-#pragma unroll 1
-    for (int i = thread; i < min(p.m, 8 * kTokens) * 4 * kTiles; i += kThreads) {
-      const int place = i / (4 * kTiles) * Layout::kStride + i % (4 * kTiles) * 4;
-      float4 sum = {};
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float4 part = *reinterpret_cast<const float4*>(parts + w * kPart + place);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
-      *reinterpret_cast<float4*>(sums + place) = sum;
-    }
-    // After this, the other half of the block's sums has been read, too.
-    if (p.cluster > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-    add_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0,
-                (block + pass * blocks) * 16 * kTiles, kThreads);
+    if (++slot == stages) slot = 0, phase ^= 1;
   }
-  if (p.cluster > 1) cluster_leave();
+  __syncthreads();  // all have read the stages
+  // The sums, by rows of x: of each warp, then of the block.
+  constexpr int kPart = 8 * kTokens * Layout::kStride;  // floats of a warp
+  float* const parts = reinterpret_cast<float*>(staged);
+  float* const to = parts + warp * kPart + 2 * t * Layout::kStride + g;
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        to[(8 * n + i % 2) * Layout::kStride + 16 * r + i / 2 * 8] = acc[r][n][i];
+    }
+  }
+  __syncthreads();
+  float* const sums = reinterpret_cast<float*>(staged + at.sums);
+#pragma unroll 1
+  for (int i = thread; i < min(p.m, 8 * kTokens) * 4 * kTiles; i += kThreads) {
+    const int place = i / (4 * kTiles) * Layout::kStride + i % (4 * kTiles) * 4;
+    float4 sum = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 part = *reinterpret_cast<const float4*>(parts + w * kPart + place);
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    *reinterpret_cast<float4*>(sums + place) = sum;
+  }
+  if (p.cluster == 1) __syncthreads();
+  write_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0, block * 16 * kTiles,
+                kThreads);
 }
 
 }  // namespace flexops::int4

@@ -7,36 +7,43 @@
 // block 128 rows of it. A block's producer thread loads its rows of A and half of the tile's
 // columns of B, which goes to both blocks, into a ring of kStages stages of 64 summands; a stage is
 // empty when the consumers of both blocks have read it. Two consumer warpgroups have 64 rows each.
+// The copy engine brings them what is added and takes their results, 64 x 64 at a time, while the
+// next tile is under way.
 //
-//   Shared memory: kStages times A (16 KiB) and B (32 KiB); barriers "full" and "empty" of each.
+//   Shared memory: kStages times A (16 KiB) and B (32 KiB); two buffers of 8 KiB of each consumer;
+//   barriers "full" and "empty" of each stage, and one of each buffer.
 //   Registers of a consumer: the tile's 64 x 256 sums in float32, 128 registers.
 //
 // Tiles below the diagonal are also stored transposed. Those on the diagonal are computed and
 // stored whole: they are symmetric up to rounding.
 #pragma once
 
-#include "common/fragments.cuh"
+#include "common/elements.cuh"
 #include "common/wgmma.cuh"
 
 namespace flexops::muon {
 
 struct Product {
   hopper::TensorMap a, b;  // boxes of 64 columns; of 128 rows where columns are summed over, or 64
-  f16* out;                // [matrices, n, n]
-  f16* low;                // as out, or null: what results were rounded off
-  const f16* added;        // as out, or null
+  hopper::TensorMap out, added;  // [matrices, n, n], boxes of 64 x 64
   float alpha, beta, diagonal;
   int n, k;              // results are n x n, sums of k products
   int of_matrix, tiles;  // tiles of 256 x 256 up to the diagonal; and of all matrices
+  int low;               // the matrix of `out` that has what the first one's were rounded off, or 0
+  bool adds;
 };
+
+using Buffer = hopper::Tile<64, 64>;
 
 template <bool kColumns>
 struct Shape {
-  static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kGroups = 2, kBlocks = 2;
+  static constexpr int kM = 128, kN = 256, kK = 64, kStages = 4, kOut = 2, kGroups = 2, kBlocks = 2;
   using A = hopper::Tile<kColumns ? kK : kM, kColumns ? kM : kK>;
   using B = hopper::Tile<!kColumns ? kN : kK, !kColumns ? kK : kN>;
   static constexpr int kStageBytes = A::kBytes + B::kBytes;
-  static constexpr int kBarriers = kStages * kStageBytes, kBytes = kBarriers + 16 * kStages;
+  static constexpr int kBuffers = kStages * kStageBytes,
+                       kBarriers = kBuffers + kOut * kGroups * Buffer::kBytes,
+                       kBytes = kBarriers + 16 * kStages + 8 * kOut * kGroups;
   static constexpr int kThreads = (kGroups + 1) * hopper::kWarpgroup;
   static_assert(kBytes <= 227 * 1024, "a multiprocessor's shared memory");
 
@@ -45,6 +52,12 @@ struct Shape {
   FLEXOPS_DEVICE hopper::Ring<kStages> ring() const { return {memory + kBarriers}; }
   FLEXOPS_DEVICE u32 a(int stage) const { return memory + stage * kStageBytes; }
   FLEXOPS_DEVICE u32 b(int stage) const { return a(stage) + A::kBytes; }
+  FLEXOPS_DEVICE u32 buffer(int group, int i) const {
+    return memory + kBuffers + (kOut * group + i) * Buffer::kBytes;
+  }
+  FLEXOPS_DEVICE u32 filled(int group, int i) const {
+    return memory + kBarriers + 16 * kStages + 8 * (kOut * group + i);
+  }
 };
 
 /// A tile of a cluster: its matrix, and where its results begin.
@@ -96,108 +109,118 @@ FLEXOPS_DEVICE void produce(const Product& p, const Shape<kColumns>& shape, int 
   }
 }
 
-/// An 8 x 8 matrix of 16-bit elements, of which a lane has two of row lane / 4, transposed.
-FLEXOPS_DEVICE u32 transposed(u32 word) {
-  u32 out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
-  return out;
-}
+/// 64 x 256 sums of a consumer, from (row, column) on, and its buffers.
+template <bool kColumns>
+struct Results {
+  static constexpr int kOut = Shape<kColumns>::kOut;
+  const Product& p;
+  const Shape<kColumns>& shape;
+  const int group, warp = static_cast<int>(threadIdx.x) % hopper::kWarpgroup / 32;
+  const bool leads = threadIdx.x % hopper::kWarpgroup == 0;
+  int turn = 0;  // the buffer that is stored from next
+  u32 phase = 0;
+  int matrix = 0, row = 0, column = 0;
 
-/// Stores a warp's 16 x 256 sums from (row, column) on; `mirrored` also transposed.
-FLEXOPS_DEVICE void store_sums(const Product& p, f16* out, const float (&acc)[128], int row,
-                               int column, bool mirrored) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, quad = lane % 4;
-  // By rows.
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = row + group + 8 * half;
-    f16* const to = out + static_cast<i64>(at) * p.n + column;
-#pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack2<f16>(acc[4 * (j + i) + 2 * half], acc[4 * (j + i) + 2 * half + 1]);
-      store_columns(to + 8 * j, words, p.n - column - 8 * j, at < p.n);
-    }
-  }
-  if (!mirrored) return;
-  // By columns: two columns of eight at a time, 16 bytes of a column in a lane.
-  const int first = row + 8 * (quad % 2);
-#pragma unroll
-  for (int j = 0; j < 32; j += 2) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int from = 4 * (j + i / 2) + 2 * (i % 2);
-      words[i] = transposed(pack2<f16>(acc[from], acc[from + 1]));
-    }
-    transpose_quad(words);
-    const int at = column + 8 * (j + quad / 2) + group;
-    if (at < p.n && first < p.n)
-      store<Cache::normal>(reinterpret_cast<uint4*>(out + static_cast<i64>(at) * p.n + first),
-                           uint4{words[0], words[1], words[2], words[3]});
-  }
-}
+  FLEXOPS_DEVICE Results(const Product& product, const Shape<kColumns>& shared, int of)
+      : p(product), shape(shared), group(of) {}
 
-/// Scales a warp's 16 x 256 sums from (row, column) on, adds what is added, and stores them;
-/// `mirrored` also transposed.
-FLEXOPS_DEVICE void store_tile(const Product& p, float (&acc)[128], int matrix, int row, int column,
-                               bool mirrored) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, group = lane / 4, quad = lane % 4;
-  const bool diagonal = p.diagonal != 0.0f && row < column + 256 && column < row + 16;
+  FLEXOPS_DEVICE void sync() const { barrier(1 + group, hopper::kWarpgroup); }
+
+  /// By the thread that leads: 64 columns of what is added, to buffer panel % kOut.
+  FLEXOPS_DEVICE void load(int panel) const {
+    const u32 filled = shape.filled(group, panel % kOut);
+    hopper::expect(filled, Buffer::kBytes);
+    hopper::load_tile(shape.buffer(group, panel % kOut), p.added, filled, column + 64 * panel, row,
+                      matrix, 0);
+  }
+  /// While the sums are computed.
+  FLEXOPS_DEVICE void begin() const {
+    if (p.adds && leads) {
+      hopper::stores_read<0>();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = row + group + 8 * half, left = p.n - column;
-    const bool valid = at < p.n;
-    const f16* const from =
-        p.added + (static_cast<i64>(matrix) * p.n + at) * p.n + column + 8 * quad;
+      for (int panel = 0; panel < kOut; ++panel) load(panel);
+    }
+    __syncwarp();
+  }
+
+  /// alpha sums + beta added + diagonal I.
+  FLEXOPS_DEVICE void scale(float (&acc)[128]) {
 #pragma unroll
-    for (int begin = 0; begin < 8; begin += 4) {
-      uint4 added[4] = {};
-      if (p.added) {
+    for (int panel = 0; panel < 4; ++panel) {
+      if (p.adds) hopper::wait(shape.filled(group, panel % kOut), phase ^ panel / kOut);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (valid && 32 * (begin + j) + 8 * quad < left)
-            added[j] = *reinterpret_cast<const uint4*>(from + 32 * (begin + j));
-        }
-      }
+      for (int i = 0; i < 4; ++i) {
+        u32 words[4] = {};
+        if (p.adds) Buffer::load_left(words, shape.buffer(group, panel % kOut), 16 * warp, 16 * i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        u32 words[4] = {added[j].x, added[j].y, added[j].z, added[j].w};
-        if (p.added) transpose_quad(words);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float& sum = acc[4 * (4 * (begin + j) + i / 2) + 2 * half + i % 2];
+        for (int e = 0; e < 8; ++e) {
+          float& sum = acc[32 * panel + 8 * i + e];
           sum *= p.alpha;
-          if (p.added) sum = fmaf(p.beta, half_of<f16>(words[i / 2], i % 2), sum);
+          if (p.adds) sum = fmaf(p.beta, half_of<f16>(words[e / 2], e % 2), sum);
         }
       }
+      if (p.adds && panel + kOut < 4) {
+        sync();
+        if (leads) load(panel + kOut);
+        __syncwarp();
+      }
     }
-    if (diagonal) {
-      const int own = at - column - 2 * quad;  // 8 j + e on the diagonal
+    phase ^= kOut == 4;
+    if (p.diagonal == 0.0f || row >= column + 256 || column >= row + 64) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = row + 16 * warp + lane / 4 + 8 * half - column - 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          if (own == 8 * j + e) acc[4 * j + 2 * half + e] += p.diagonal;
+          if (own == 8 * j + e) acc[4 * j + 2 * half + e] += p.diagonal;  // 8 j + e is on it
       }
     }
   }
-  // Store, then what the results were rounded off.
-  f16* to = p.out;
+
+  /// 64 columns through the next buffer, or as rows.
+  FLEXOPS_DEVICE void store(const u32 (&words)[16], int panel, bool transposed, int to) {
+    const u32 buffer = shape.buffer(group, turn);
+    turn = (turn + 1) % kOut;
+    if (leads) hopper::stores_read<kOut - 1>();
+    sync();
+    if (transposed) {
+      Buffer::store_transposed(buffer, words, 16 * warp);
+    } else {
+      Buffer::store_matrices(buffer, 16 * warp, words);
+    }
+    hopper::fence_async();
+    sync();
+    const int at = column + 64 * panel;
+    if (leads)
+      hopper::store_tile(p.out, buffer, transposed ? row : at, transposed ? at : row, to, 0);
+    __syncwarp();
+  }
+
+  /// Tiles below the diagonal also transposed; then what the results were rounded off.
+  FLEXOPS_DEVICE void store(float (&acc)[128]) {
+    int to = matrix;
 #pragma unroll 1
-  while (true) {
-    store_sums(p, to + static_cast<i64>(matrix) * p.n * p.n, acc, row, column, mirrored);
-    if (!p.low || to == p.low) return;
-    to = p.low;
+    while (true) {
 #pragma unroll
-    for (int i = 0; i < 128; i += 2) {
-      const u32 word = pack2<f16>(acc[i], acc[i + 1]);
-      acc[i] -= half_of<f16>(word, 0), acc[i + 1] -= half_of<f16>(word, 1);
+      for (int panel = 0; panel < 4; ++panel) {
+        u32 words[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          float &one = acc[32 * panel + 2 * i], &other = acc[32 * panel + 2 * i + 1];
+          words[i] = pack2<f16>(one, other);
+          one -= half_of<f16>(words[i], 0), other -= half_of<f16>(words[i], 1);
+        }
+        store(words, panel, false, to);
+        if (column < row) store(words, panel, true, to);
+      }
+      if (!p.low || to != matrix) return;
+      to += p.low;
     }
   }
-}
+};
 
 template <bool kColumns>
 FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int group, int rank) {
@@ -209,8 +232,12 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int 
   // The address of a cluster's second block has its rank above what a descriptor holds.
   const Shape<kColumns> operands(shape.memory & 0x3ffff);
   RingState<Shape<kColumns>::kStages> at;
+  Results<kColumns> results(p, shape, group);
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x) / 2; tile < p.tiles; tile += step) {
+    const Place place(p, tile);
+    results.matrix = place.matrix, results.column = place.column;
+    results.row = place.row + 128 * rank + 64 * group;
     u32 before = 0;  // the stage that is read by what is under way
     float acc[128] = {};
     pin(acc);
@@ -229,16 +256,17 @@ FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int 
       if (k > 0) {
         wgmma_wait<1>();
         if (lane < 2) arrive_at(before, lane);
+      } else {
+        results.begin();
       }
       before = shape.ring().empty(at.stage);
     }
     wgmma_wait<0>(acc);
     if (lane < 2) arrive_at(before, lane);
-    const Place place(p, tile);
-    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
-    store_tile(p, acc, place.matrix, place.row + 128 * rank + 64 * group + 16 * warp, place.column,
-               place.column < place.row);
+    results.scale(acc);
+    results.store(acc);
   }
+  if (results.leads) stores_read<0>();
 }
 
 template <bool kColumns>
@@ -248,8 +276,11 @@ __global__ void __launch_bounds__(384, 1) product_hopper(const FLEXOPS_GRID_CONS
   const int rank = hopper::cluster_rank();
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    hopper::prefetch(p.a), hopper::prefetch(p.b);
+    hopper::prefetch(p.a), hopper::prefetch(p.b), hopper::prefetch(p.out);
     shape.ring().init(4 * Shape<kColumns>::kGroups * Shape<kColumns>::kBlocks);
+#pragma unroll
+    for (int i = 0; i < Shape<kColumns>::kOut * Shape<kColumns>::kGroups; ++i)
+      hopper::init(shape.filled(0, i), 1);
     hopper::fence_init(), hopper::fence_async();
   }
   __syncthreads();

@@ -38,8 +38,12 @@ const char* muon_product__cuda(const TensorView& out, const TensorView& a, const
     return "muon_product_: out does not fit the operands";
   if (n % 8 || k % 8) return "muon_product_: sizes must be multiples of 8";
   muon::Product p = {};
-  p.out = out.as<f16>(), p.low = out.size(0) > count ? p.out + out.numel / 2 : nullptr;
-  p.added = added ? added.as<f16>() : nullptr;
+  const auto map = [n](const TensorView& x) {
+    return map_matrices(x.dtype, x.data, x.size(0), n, n, n, n * n, 64);
+  };
+  p.out = map(out), p.low = out.size(0) > count ? static_cast<int>(count) : 0;
+  p.adds = static_cast<bool>(added);
+  if (added) p.added = map(added);
   p.alpha = static_cast<float>(alpha), p.beta = static_cast<float>(beta);
   p.diagonal = static_cast<float>(diagonal);
   p.n = static_cast<int>(n), p.k = static_cast<int>(k);

@@ -66,6 +66,12 @@ class Library:
                 required=required,
                 fix="give it a shorter name",
             )
+        if not isinstance(root, (str, os.PathLike)):
+            raise FlexopsError(
+                f"the root of library {name} cannot be {root!r}",
+                required="the package's directory, or a module in it",
+                fix="root=__file__",
+            )
         place = Path(os.path.abspath(root))
         self.name = name
         self.project = Project(
@@ -292,21 +298,31 @@ class Op:
     def fake(self, function: F) -> F:
         """Gives results' shapes, dtypes and devices from the arguments, if ``outputs`` cannot say
         them; then the binding is hand-written, as a rule."""
-        self._fake = function
+        self._fake = self._function("fake kernel", function)
         return function
 
     def check(self, function: F) -> F:
         """Raises if arguments are wrong in a way that the declaration cannot say; called with the
         schema's arguments, in each call: on any device, with the native library loaded or not. A
         compiled call has it called while it is traced."""
-        self._check = function
+        self._check = self._function("check", function)
         return function
 
     def self_check(self, function: Callable[[str], float]) -> Callable[[str], float]:
         """Runs the operator on a device and gives its largest difference from the reference: for
         ``flexops doctor``."""
+        self._function("self-check", function)
         self_checks.setdefault(self.library.project.label(self.family), []).append(function)
         return function
+
+    def _function(self, what: str, given: F) -> F:
+        if not callable(given):
+            raise FlexopsError(
+                f"the {what} of {self.label} cannot be {given!r}",
+                required="a function",
+                fix="correct it",
+            )
+        return given
 
     def backward(self, function: F | None = None, *, saves: Sequence[str] | None = None) -> Any:
         """The gradient: ``(ctx, *gradients of the results) -> gradients of the arguments, in their
@@ -326,6 +342,15 @@ class Op:
                 fix="correct them",
             )
         declared = schema_of(self.op)
+        try:
+            inspect.signature(function).bind(None, *declared.returns)
+        except TypeError as error:
+            raise FlexopsError(
+                f"the gradient of {self.label} takes other arguments",
+                found=str(error),
+                required=f"(ctx, {', '.join(['grad'] * len(declared.returns))})",
+                fix="a gradient for each result, after ctx",
+            ) from None
         if declared.is_mutable:
             raise FlexopsError(
                 f"{self.label} writes its arguments, which has no gradient here",
@@ -364,7 +389,7 @@ class Op:
                 required="both: saves= of backward is what ctx has",
                 fix=f"@{self.label.partition('.')[2]}.backward before it",
             )
-        _register.tangents[self.op] = function
+        _register.tangents[self.op] = self._function("derivative", function)
         return function
 
     def _fake_of(self, *args: Any) -> Any:
@@ -408,7 +433,10 @@ class Op:
         self._compared = _declared.check_reference(*self._unlike, reference, self._fake, args)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        bound = inspect.signature(self.reference).bind(*args, **kwargs)
+        try:
+            bound = inspect.signature(self.reference).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.label}: {error}") from None
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 

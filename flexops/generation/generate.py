@@ -65,7 +65,7 @@ def generate(
     :func:`flexops.status` says why.
     """
     sampling = Sampling(do_sample, temperature, top_k if do_sample else 0, top_p)
-    _check(model, input_ids, attention_mask, max_new_tokens, generator, seed)
+    _check(model, input_ids, attention_mask, max_new_tokens, generator, seed, streamer)
     config = model.generation_config
     ends = _ends(config.eos_token_id if eos_token_id is None else eos_token_id)
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
@@ -111,6 +111,7 @@ def _check(
     max_new_tokens: Any,
     generator: Any,
     seed: Any,
+    streamer: Any,
 ) -> None:
     if not hasattr(model, "generation_config"):
         _fail(
@@ -120,7 +121,11 @@ def _check(
         )
     shape = getattr(input_ids, "shape", None)
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
-        _fail("no such input_ids", f"{type(input_ids).__name__} {shape}", "[batch, length], not 0")
+        _fail(
+            "no such input_ids",
+            f"{type(input_ids).__name__} {shape}",
+            "a tensor, [batch, length], not 0",
+        )
     if input_ids.dtype not in (torch.int64, torch.int32):
         _fail("no such input_ids", str(input_ids.dtype), "int64 or int32")
     if input_ids.device != model.device:
@@ -129,6 +134,8 @@ def _check(
         _fail("no such max_new_tokens", repr(max_new_tokens), "at least 1")
     if generator is not None and not isinstance(generator, torch.Generator):
         _fail("no such generator", repr(generator), "a torch.Generator")
+    if streamer is not None and not hasattr(streamer, "put"):
+        _fail("no such streamer", repr(streamer), "a streamer of transformers, with put and end")
     if seed is not None and not isinstance(seed, int):
         _fail("no such seed", repr(seed), "a whole number")
     if generator is not None and seed is not None:

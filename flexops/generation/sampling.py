@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
+from ..ops._arguments import number
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            number(f"flexops.generate: {name}", getattr(self, name))
         for name, right, required in (
             ("temperature", self.temperature > 0, "more than 0"),
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for all"),

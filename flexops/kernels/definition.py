@@ -12,7 +12,6 @@ import re
 import struct
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _torch, settings
+from .._warning import warn
 from ..build.compile import device_code
 from ..build.describe import layout
 from ..build.describe.schema import RESERVED, TAKEN_NAMESPACES
@@ -45,9 +45,7 @@ _FIXES = {
     'identifier "__half"': (
         "write float16, which is there without a header and converts to and from float"
     ),
-    "unrecognized option": (
-        "correct options=[...]: they are NVRTC's, as nvcc's --help has some of them"
-    ),
+    "unrecognized option": ("correct options=[...]: options of NVRTC, of which nvcc has more"),
     "cannot open source file": "name its directory in include=[...]",
     '"std"': "#include <the header of C++'s that declares it>, such as <cmath> or <type_traits>",
 }
@@ -215,6 +213,8 @@ def _check_kinds(schema: KernelSchema, given: Mapping[str, Any]) -> None:
         a_list = isinstance(value, (list, tuple))
         if name in _MAPPINGS and not isinstance(value, Mapping):
             required = "a mapping of names"
+        elif name == "defines" and not all(map(_is_macro, value)):
+            required = "a mapping of macros' names"
         elif name in ("steps", "candidates") and not a_list:
             required = "a list of mappings"
         elif name in ("include", "options") and not a_list:
@@ -233,6 +233,10 @@ def _check_kinds(schema: KernelSchema, given: Mapping[str, Any]) -> None:
     for path in given.get("include", ()):
         if not Path(path).is_dir():
             raise _odd(schema, f"include names {path}", "directories that exist")
+
+
+def _is_macro(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\(.*\))?", name) is not None
 
 
 def _is_cluster(given: Any) -> bool:
@@ -516,6 +520,9 @@ class KernelCode:
             **{f"_step{number}": step.run for number, step in enumerate(steps)},
         }
         exec(compile(bound.text, f"<flexops.kernel {schema.name}>", "exec"), self.names)
+        for one in ("__call__", "complete", "everything", "run"):  # as errors of Python name it
+            if function := self.names.get(one):
+                function.__qualname__ = schema.name
         self.run: Callable[..., Any] = self.names["run"]
         self.names["_run"] = self.run  # an argument may be called run
         self.fake: Callable[..., Any] = self.names["fake"]
@@ -799,7 +806,7 @@ class KernelCode:
                 f"flexops: {self.schema.qualname} runs as plain PyTorch: {error}\n  silence:"
                 " FLEXOPS_FALLBACK=allow"
             )
-            warnings.warn(message, loader.FallbackWarning, stacklevel=3)
+            warn(message, loader.FallbackWarning)
         return self._refer(*args)
 
     # ---- launching -------------------------------------------------------------------------------
@@ -1172,7 +1179,7 @@ def _chosen(source: str, name: str, schema: str) -> CudaSignature:
             else f"one kernel called {name}, not {len(chosen)}"
         )
         raise FlexopsError(
-            f"flexops.kernel: which kernel {schema} is cannot be told",
+            f"flexops.kernel: {schema} needs one kernel of its name",
             found=there,
             required=required,
             fix="name=<the kernel's name>",

@@ -21,6 +21,20 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def number(what: str, value: Any) -> float:
+    """The argument ``what`` as a float.
+
+    Raises:
+        TypeError: it is no number, nor a tensor of one element.
+    """
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:
+        return float(value.__float__())
+    except (AttributeError, RuntimeError):
+        raise TypeError(f"{what} must be a number, got {value!r}") from None
+
+
 def check_tensor(
     op: str, name: str, value: Any, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES, *, dims: int = -1
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import check_tensor
 from ._register import check_places
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,8 +81,11 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
+_NAME = "flexops.attention"
+
+
 def fail(message: str, error: type[Exception] = ValueError) -> None:
-    raise error(f"flexops.attention: {message}")
+    raise error(f"{_NAME}: {message}")
 
 
 def kind_of(value: object) -> str:
@@ -121,7 +125,7 @@ def check(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> None:
             for name in ("bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
         },
     }
-    check_places("flexops.attention", tensors)
+    check_places(_NAME, tensors)
     _check_dtypes(q, k, v)
     packed = o.cu_seqlens_q is not None
     if packed != (o.cu_seqlens_k is not None):
@@ -149,8 +153,7 @@ def check(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> None:
 
 
 def _check_dtypes(q: Any, k: Any, v: Any) -> None:
-    if not isinstance(q, Tensor) or q.dtype not in FLOATS:
-        fail(f"q must be a float32, bfloat16 or float16 tensor, got {kind_of(q)}", TypeError)
+    check_tensor(_NAME, "q", q, FLOATS)
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dtype != q.dtype:
             fail(f"{name} must be a {q.dtype} tensor, as q, got {kind_of(x)}", TypeError)
@@ -190,8 +193,7 @@ def _check_packing(o: Options) -> int:
     first: Any = o.cu_seqlens_q
     second: Any = o.cu_seqlens_k
     for name, x in (("cu_seqlens_q", first), ("cu_seqlens_k", second)):
-        if not isinstance(x, Tensor) or x.dtype != torch.int32:
-            fail(f"{name} must be an int32 tensor, got {kind_of(x)}", TypeError)
+        check_tensor(_NAME, name, x, (torch.int32,))
         if x.dim() != 1 or x.shape[0] < 1 or x.shape != first.shape:
             fail(f"{name} must have shape [sequences + 1], both the same, got {list(x.shape)}")
     for name, number in (("max_seqlen_q", o.max_seqlen_q), ("max_seqlen_k", o.max_seqlen_k)):
@@ -203,11 +205,7 @@ def _check_packing(o: Options) -> int:
 def _check_bias(bias: Any, target: tuple[int, ...]) -> None:
     if bias is None:
         return
-    if not isinstance(bias, Tensor) or bias.dtype not in (torch.bool, *FLOATS):
-        fail(
-            f"bias must be a bool, float32, bfloat16 or float16 tensor, got {kind_of(bias)}",
-            TypeError,
-        )
+    check_tensor(_NAME, "bias", bias, (torch.bool, *FLOATS))
     missing = 4 - bias.dim()
     if missing < 0 or any(
         size not in (1, wanted) for size, wanted in zip(bias.shape, target[missing:], strict=True)

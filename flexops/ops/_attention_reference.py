@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..build.load import loader
 from ._attention_checks import Options, check, fail, kind_of, scale_of
 
 _PIECE = 2**25  # scores that are held at once
@@ -355,6 +354,8 @@ def noting(
     def call(*args: Any) -> Any:
         q = args[q_at]
         if reason := why(q, args[q_at + 2], Options(*args[options_at:]).score_mod):
+            from ..build.load import loader
+
             loader.decline("attention", q.device.type, f"{reason}: plain PyTorch, in pieces")
         return reference(*args)
 

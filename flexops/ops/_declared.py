@@ -120,11 +120,10 @@ def _checking(
 
 
 def _saving(text: str, saves: Sequence[str], backward: Callable[..., Any]) -> tuple[Any, Any]:
-    from ..build.describe import schema
-
-    read = schema.parse(schema.without_defaults(text))
-    numbers = [one.name for one in read.arguments if one.type != "Tensor"]
-    return saving([one.name for one in read.arguments], numbers, read.results, saves, backward)
+    arguments = _register.arguments_of(text)
+    numbers = [name for name, type_ in arguments if not type_.startswith("Tensor")]
+    results = text.rpartition("-> ")[2].split(", ")
+    return saving([name for name, _ in arguments], numbers, results, saves, backward)
 
 
 def saving(

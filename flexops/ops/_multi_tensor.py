@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .._torch import compiles_written_lists, not_compiled
+from ._arguments import number
 from ._register import refusal_of
+from ._self_check import Make
 
+F = TypeVar("F", bound=Callable[..., None])
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters, gradients, copies and Adam's averages may be. Steps, and other states that are
 not quantized, are float32."""
@@ -132,10 +135,13 @@ def _counts_many_at_once() -> bool:
 def check_rates(
     name: str,
     lr: float | Tensor | None = None,
-    betas: tuple[float, ...] = (),
+    betas: Sequence[float] = (),
     **not_negative: float,
 ) -> None:
-    """Raise if a number is out of range, naming it."""
+    """Raise if a number is out of range, or none, naming it."""
+    given = {**{f"beta{i}": beta for i, beta in enumerate(betas, 1)}, **not_negative}
+    for label, value in given.items():
+        number(f"flexops.{name}: {label}", value)
     for index, value in enumerate(betas, 1):
         if not 0.0 <= value < 1.0:
             raise ValueError(f"flexops.{name}: beta{index} must be in [0, 1), got {value}")
@@ -151,26 +157,35 @@ def check_rates(
 _NOT_NEGATIVE = ("lr_decay", "weight_decay", "eps")
 
 
-def step_lists(op: str, given: dict[str, Any]) -> None:
-    """Make a step of an operator on lists of tensors. The parameters, and copies of them, count as
-    written.
-
-    Args:
-        given: the arguments of its public function in their order: lists, in the order of the
-            operator's, then ``lr`` and what the operator takes by the same name.
+def step_of_lists(declared: F) -> F:
+    """Makes a function the step of the operator of its name. Its body is a docstring: its arguments
+    are lists, in the order of the operator's, then by keyword ``lr``, and what the operator takes
+    by the same name. The parameters, and copies of them, count as written.
     """
-    names = list(given)
-    lists = {name: given[name] for name in names[: names.index("lr")]}
-    lr = given["lr"]
-    options = {name: given[name] for name in names[names.index("lr") + 1 :]}
-    betas = tuple(options[name] for name in ("beta1", "beta2") if name in options)
-    check_rates(op, lr, betas, **{name: options[name] for name in _NOT_NEGATIVE if name in options})
-    made = dict(zip(lists, listed(op, **lists), strict=True))
-    number, tensor = split_lr(lr, on_cpu(made["params"]))
-    call = functools.partial(
-        getattr(torch.ops.flexops, op).default, lr=number, lr_tensor=tensor, **options
-    )
-    write_lists(call, [*made.values()], made["params"] + made.get("copies", []))
+    code, op = declared.__code__, declared.__name__
+    lists = code.co_varnames[: code.co_argcount]
+    named = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+    usual = dict(zip(lists[::-1], (declared.__defaults__ or ())[::-1], strict=False))
+    usual |= declared.__kwdefaults__ or {}
+
+    @functools.wraps(declared)
+    def step(*args: Any, **others: Any) -> None:
+        declared(*args, **others)  # Python's own errors
+        given = usual | dict(zip(lists, args, strict=False)) | others
+        options = {name: given[name] for name in named if name != "lr"}
+        if options.get("amsgrad") is False:
+            given["max_exp_avg_sqs"] = ()
+        lr, betas = given["lr"], [options[name] for name in ("beta1", "beta2") if name in options]
+        rates = {name: options[name] for name in _NOT_NEGATIVE if name in options}
+        check_rates(op, lr, betas, **rates)
+        made = dict(zip(lists, listed(op, **{name: given[name] for name in lists}), strict=True))
+        number, tensor = split_lr(lr, on_cpu(made["params"]))
+        call = functools.partial(
+            getattr(torch.ops.flexops, op).default, lr=number, lr_tensor=tensor, **options
+        )
+        write_lists(call, [*made.values()], made["params"] + made.get("copies", []))
+
+    return cast(F, step)
 
 
 def _are_joined(steps: Sequence[Any], params: Sequence[Any]) -> bool:
@@ -243,24 +258,27 @@ def round_to_bfloat16(value: Tensor, noise: Tensor) -> Tensor:
     return torch.where(value.isfinite(), rounded, value).bfloat16()
 
 
-def largest_difference(device: str, states: int, steps: Sequence[Callable[..., object]]) -> float:
-    """Three steps on random float32 numbers by each of two ways to make one, for ``flexops
-    doctor``: the largest difference of all that they write.
+CHECKED = 1237
+"""Elements of the parameter of a self-check."""
+
+
+def three_steps(
+    make: Make, op: str, states: int | Sequence[Tensor], *numbers: Any, **named: Any
+) -> list[Tensor]:
+    """Three steps of an operator on random float32 numbers, for ``flexops doctor``: parameter and
+    states.
 
     Parameters are of size 1. With a step of size 0.1, a wrong formula shows as 0.01 and more,
     rounding as 1e-6.
 
     Args:
-        states: how many states of the parameter's shape a step has; zero to begin with.
-        steps: functions of lists of one tensor each: parameter, gradient, states and step count.
+        states: what a step has beside the parameter, or how many of its shape; zero to begin with.
     """
-    generator = torch.Generator().manual_seed(0)
-    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
-    results = []
-    for step in steps:
-        written = [params.clone(), *(torch.zeros_like(params) for _ in range(states))]
-        count = torch.zeros((), device=device)
-        for grad in grads:
-            step([written[0]], [grad], *([state] for state in written[1:]), [count])
-        results.append(torch.stack(written))
-    return float((results[0] - results[1]).abs().max())
+    param, *grads = (make(CHECKED) for _ in range(4))
+    zeros = (torch.zeros_like(param) for _ in range(states if isinstance(states, int) else 0))
+    written = [param, *(zeros if isinstance(states, int) else states)]
+    count = torch.zeros((), device=param.device)
+    for grad in grads:
+        lists = [[one] for one in (written[0], grad, *written[1:], count)]
+        getattr(torch.ops.flexops, op)(*lists, *numbers, **named)
+    return written

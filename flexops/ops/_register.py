@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,16 +26,16 @@ from .._torch import (
     below_versions,
     builtin,
     compiler,
+    define_with_fake,
     forward_mode,
     has_kernel,
     is_compiling,
     is_grad_enabled,
     is_transforming,
-    register_fake,
     schema_of,
 )
+from ..build import load
 from ..build.describe.spec import FLEXOPS, Project
-from ..build.load import loader
 from ..errors import NO_CODE
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -112,15 +113,14 @@ def define(
     library = _libraries.get(project.name)
     if library is None:
         library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
-    refuse = _refusal(called, _argument_names(schema), check)
-    library.define(schema, tags=tags)
+    refuse = _refusal(called, [argument for argument, _ in arguments_of(schema)], check)
+    define_with_fake(library, schema, _checked(refuse, fake), tags)
     op = f"{project.name}::{name}"
     library.impl(
         name,
         _checked(refuse, _loading(project.label(family), op, reference) if native else reference),
         "CompositeExplicitAutograd",
     )
-    register_fake(library, name, _checked(refuse, fake))
     references[op] = reference
     if native:
         _families.setdefault(project.label(family), []).append(op)
@@ -341,14 +341,33 @@ def _caller(
             if is_transforming() or forward_mode._current_level >= 0:
                 return transformed(*args)
             return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
             try:
+                _refuse_kind(op, str(error))
                 refuse(*args)
             except Exception as clearer:  # that error in better words, shown once
                 raise clearer from None
             raise
 
     return call
+
+
+_WRONG_KIND = re.compile(
+    r"Expected a value of type '([^']*)' for argument '(\w+)' but instead found type '([^']*)'"
+)
+_KINDS = {"float": "a number", "int": "a whole number", "bool": "True or False"}
+
+
+def _refuse_kind(op: Any, said: str) -> None:
+    """Raise, in the public function's words, what the dispatcher says of a number of another
+    type."""
+    if not (found := _WRONG_KIND.search(said)):
+        return
+    wanted, name, given = found.groups()
+    inner = wanted.removeprefix("Optional[").removesuffix("]")
+    if inner in _KINDS:
+        required = _KINDS[inner] + (" or None" if inner != wanted else "")
+        raise TypeError(f"{_parts[op.name()].called}: {name} must be {required}, got {given}")
 
 
 def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
@@ -530,12 +549,13 @@ def _functional(
     return call
 
 
-def _argument_names(schema: str) -> list[str]:
-    return [
-        argument.partition("=")[0].split()[-1]
+def arguments_of(schema: str) -> list[tuple[str, str]]:
+    """Their names and types, without the parser, which most processes never import."""
+    pieces = [
+        argument.partition("=")[0].rpartition(" ")
         for argument in schema.partition("(")[2].partition(") ->")[0].split(", ")
-        if argument != "*"
     ]
+    return [(name, type_) for type_, _, name in pieces if name != "*"]
 
 
 def _refusal(
@@ -637,6 +657,8 @@ def references_only() -> Iterator[None]:
 def has_native(family: str, device: str) -> bool:
     """Whether a call may count on native kernels: they are loaded if they are available, but not
     inside of :func:`references_only`."""
+    from ..build.load import loader  # most processes that import flexops call few of its operators
+
     return not _thread.references_only and loader.ensure(family, device)
 
 
@@ -693,10 +715,12 @@ def _standing(
         except RuntimeError as error:
             if NO_CODE not in str(error):
                 raise
+            from ..build.load import loader
+
             loader.decline(family, "cuda", str(error), f"flexops build {family} --rare")
             return reference(*args, **kwargs)
 
     return call
 
 
-loader.when_lacking = _stand_in
+load.when_lacking = _stand_in

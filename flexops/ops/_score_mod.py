@@ -128,7 +128,14 @@ def _fingerprint(function: Function) -> tuple[Any, ...] | None:
     parts: list[Any] = [function]
     for name, value in _inside(function):
         if isinstance(value, Tensor):
-            parts.append((name, id(value), value.data_ptr(), value.shape, value.dtype))
+            try:
+                address = value.data_ptr()
+            except RuntimeError:
+                raise RuntimeError(
+                    f"flexops.attention: score_mod looks up {name or 'a tensor'}, which a transform"
+                    " of torch.func (grad, vmap) differentiates or maps; fix: torch.autograd"
+                ) from None
+            parts.append((name, id(value), address, value.shape, value.dtype))
         elif isinstance(value, _CONSTANT):
             parts.append((name, type(value), value))
         elif _is_function(value) or isinstance(value, _FIXED) or _is_torchs(value):

@@ -8,7 +8,9 @@ again when kernels receive the tensors, so that later values, and gradients, are
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -643,6 +645,11 @@ def traced(function: Function, names: Mapping[int, str]) -> tuple[Trace, Symbol]
     Raises:
         TypeError: it does what kernels cannot.
     """
+    with contextlib.suppress(ValueError):  # a function of C without a signature
+        try:
+            inspect.signature(function).bind(*ARGUMENTS)
+        except TypeError as error:
+            fail(f"be a function of (score, b, h, q, k): {error}")
     trace = Trace(names)
     symbols = [Symbol(trace, i, kind) for i, kind in enumerate(ARGUMENTS.values())]
     with torch.enable_grad(), _Tracing(trace):

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ._arguments import check_shape, check_tensor, wide
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import Make, checking
 
 Approximation = Literal["none", "tanh"]
 _GELUS = ("none", "tanh", "quick")
@@ -337,35 +337,19 @@ _geglu = caller(torch.ops.flexops.geglu.default)
 _geglu_backward: Any = torch.ops.flexops.geglu_backward.default
 
 
-def self_check(device: str) -> float:
-    """Every activation and its gradients on random numbers of size 1, by whatever kernels calls
-    reach on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, up, grad, bias = (
-        torch.randn(shape, generator=generator).to(device)
-        for shape in ((65, 96), (65, 96), (65, 96), (96,))
-    )
-    ops, pairs = torch.ops.flexops, []
-    with torch.no_grad():
-        for which in ("silu", "tanh", "none"):
-            gelu = () if which == "silu" else (which == "tanh",)
-            number = () if which == "silu" else (_GELUS.index(which),)
-            biased, gated = ("bias_silu", "swiglu") if which == "silu" else ("bias_gelu", "geglu")
-            pairs += [
-                (getattr(ops, biased)(x, bias, *number), _biased(x, bias, which)),
-                *zip(
-                    getattr(ops, f"{biased}_backward")(grad, x, bias, *number, True),
-                    _biased_backward(grad, x, bias, which, True),
-                    strict=True,
-                ),
-                (getattr(ops, gated)(x, up, *gelu, False), gated_reference(x, up, which, False)),
-                *zip(
-                    getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False),
-                    gated_backward_reference(grad, x, up, which, False),
-                    strict=True,
-                ),
-            ]
-    return difference(*zip(*pairs, strict=True))
+@checking()
+def self_check(make: Make) -> Any:
+    """Every activation and its gradients."""
+    x, up, grad, bias = make(65, 96), make(65, 96), make(65, 96), make(96)
+    ops, results = torch.ops.flexops, []
+    for which in ("silu", "tanh", "none"):
+        gelu = () if which == "silu" else (which == "tanh",)
+        number = () if which == "silu" else (_GELUS.index(which),)
+        biased, gated = ("bias_silu", "swiglu") if which == "silu" else ("bias_gelu", "geglu")
+        results += [
+            getattr(ops, biased)(x, bias, *number),
+            getattr(ops, f"{biased}_backward")(grad, x, bias, *number, True),
+            getattr(ops, gated)(x, up, *gelu, False),
+            getattr(ops, f"{gated}_backward")(grad, x, up, *gelu, False),
+        ]
+    return results

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._declared import define
 from ._multi_tensor import (
     Writer,
     each_step,
-    largest_difference,
-    step_lists,
+    step_of_lists,
+    three_steps,
 )
+from ._self_check import Make, checking
 
 
+@step_of_lists
 def adagrad_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -59,22 +60,6 @@ def adagrad_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists(
-        "adagrad_",
-        {
-            "params": params,
-            "grads": grads,
-            "sums": sums,
-            "state_steps": state_steps,
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "maximize": maximize,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-        },
-    )
 
 
 def _reference(
@@ -113,15 +98,6 @@ def _reference(
 define("adagrad_", _reference)
 
 
-def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
-    difference."""
-    steps: tuple[Any, Any] = torch.ops.flexops.adagrad_, _reference
-    return largest_difference(
-        device,
-        1,
-        [
-            lambda *lists, step=step: step(*lists, 0.1, 0.1, 0.1, 1e-10, False, None, None, None)
-            for step in steps
-        ],
-    )
+@checking()
+def self_check(make: Make) -> Any:
+    return three_steps(make, "adagrad_", 1, 0.1, 0.1, 0.1, 1e-10, False, None, None, None)

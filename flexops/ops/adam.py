@@ -7,7 +7,6 @@ and AMSGrad after Reddi, Kale and Kumar (2018), each as ``torch.optim`` computes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +17,15 @@ from ._declared import define
 from ._multi_tensor import (
     Writer,
     each_step,
-    largest_difference,
     round_to_bfloat16,
-    step_lists,
     step_noise,
+    step_of_lists,
+    three_steps,
 )
+from ._self_check import Make, checking
 
 
+@step_of_lists
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -104,32 +105,9 @@ def adam_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
-    step_lists(
-        "adam_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "exp_avg_sqs": exp_avg_sqs,
-            "max_exp_avg_sqs": max_exp_avg_sqs,
-            "state_steps": state_steps,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled": decoupled,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "stochastic": stochastic,
-            "grad_factor": grad_factor,
-        },
-    )
 
 
+@step_of_lists
 def adam_copy_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -166,31 +144,6 @@ def adam_copy_(
     Raises:
         TypeError, ValueError: as for :func:`adam_`.
     """
-    max_exp_avg_sqs = max_exp_avg_sqs if amsgrad else ()
-    step_lists(
-        "adam_copy_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "exp_avg_sqs": exp_avg_sqs,
-            "max_exp_avg_sqs": max_exp_avg_sqs,
-            "state_steps": state_steps,
-            "copies": copies,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled": decoupled,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "stochastic": stochastic,
-            "grad_factor": grad_factor,
-        },
-    )
 
 
 def _check(*lists: Any, amsgrad: bool, **_: Any) -> None:
@@ -269,18 +222,7 @@ define("adam_", _reference, check=_check)
 define("adam_copy_", _reference, check=_check)
 
 
-def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
-    difference."""
-    numbers: dict[str, Any] = {
-        "lr": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "amsgrad": True,
-        "maximize": False,
-        "decoupled": True,
-    }
-    steps: tuple[Any, Any] = torch.ops.flexops.adam_, _reference
-    return largest_difference(device, 3, [functools.partial(step, **numbers) for step in steps])
+@checking()
+def self_check(make: Make) -> Any:
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    return three_steps(make, "adam_", 3, **rates, amsgrad=True, maximize=False, decoupled=True)

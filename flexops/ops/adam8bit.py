@@ -11,6 +11,7 @@ were rounded to nearest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from torch import Tensor
 
 from ._declared import define
 from ._multi_tensor import (
+    CHECKED,
     Writer,
     each_step,
-    step_lists,
+    step_of_lists,
+    three_steps,
 )
+from ._self_check import Make, OnReference
 
 BLOCK = 256
 """Elements that share a scale."""
 
 
+@step_of_lists
 def adam8bit_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -79,27 +84,6 @@ def adam8bit_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists(
-        "adam8bit_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "exp_avg_sqs": exp_avg_sqs,
-            "exp_avg_scales": exp_avg_scales,
-            "exp_avg_sq_scales": exp_avg_sq_scales,
-            "state_steps": state_steps,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "decoupled": decoupled,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-        },
-    )
 
 
 def blocks(numel: int) -> int:
@@ -228,26 +212,16 @@ define("adam8bit_", _reference)
 
 
 def self_check(device: str) -> float:
-    """Three AdamW steps on random float32 numbers, by whatever kernel calls reach on ``device`` and
-    by the reference: the largest difference of the parameters and, where a code may be the
-    neighbouring one, of the averages in units of their blocks' largest.
-
-    For ``flexops doctor``.
-    """
-    generator = torch.Generator().manual_seed(0)
-    params, *grads = (torch.randn(1237, generator=generator).to(device) for _ in range(4))
+    """Three AdamW steps: the largest difference of the parameter from the reference's, less the few
+    elements where a code rounds the other way, by a last bit."""
     results = []
-    steps: tuple[Any, Any] = (torch.ops.flexops.adam8bit_, _reference)
-    for step in steps:
-        param, count = params.clone(), torch.zeros((), device=device)
+    for mode in (nullcontext(), OnReference()):
+        make = Make(torch.float32, device)
         codes = [
-            torch.zeros(1237, dtype=dtype, device=device) for dtype in (torch.int8, torch.uint8)
+            torch.zeros(CHECKED, dtype=one, device=device) for one in (torch.int8, torch.uint8)
         ]
-        scales = [torch.zeros(blocks(1237), device=device) for _ in range(2)]
-        for grad in grads:
-            lists = [[each] for each in (param, grad, *codes, *scales, count)]
-            step(*lists, 0.1, 0.9, 0.999, 1e-8, 0.1, False, True, None, None, None)
-        results.append(param)
-    difference = (results[0] - results[1]).abs()
-    # a code that rounds the other way, by a last bit, shows in a few elements
-    return float(difference.quantile(0.99))
+        scales = [torch.zeros(blocks(CHECKED), device=device) for _ in codes]
+        numbers = 0.1, 0.9, 0.999, 1e-8, 0.1, False, True, None, None, None
+        with mode:
+            results.append(three_steps(make, "adam8bit_", [*codes, *scales], *numbers)[0])
+    return float((results[0] - results[1]).abs().quantile(0.99))

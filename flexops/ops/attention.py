@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._torch import builtin, register_flops
 from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
+from ._arguments import number as number_of
 from ._attention_checks import (
     HALVES,
     Options,
@@ -55,8 +56,8 @@ from ._attention_reference import (
     tables_reference,
 )
 from ._declared import define
-from ._difference import difference
 from ._register import caller, once_differentiable
+from ._self_check import Make, checking
 
 if TYPE_CHECKING:
     from ._score_mod import ScoreMod
@@ -155,36 +156,18 @@ def attention(
     )
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
-    packed = (
-        cu_seqlens_q is not None
-        or cu_seqlens_k is not None
-        or max_seqlen_q is not None
-        or max_seqlen_k is not None
-    )
-    if number or softcap or given or packed:
+    given = given or cu_seqlens_q is not None or cu_seqlens_k is not None
+    if number or softcap or given or max_seqlen_q is not None or max_seqlen_k is not None:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        options = (
-            *usual,
-            float(softcap),
-            _in_float32(alibi_slopes),
-            _in_float32(sinks),
-            *packing,
-            number,
-        )
+        of_heads = _in_float32(alibi_slopes), _in_float32(sinks)
+        cap = number_of("flexops.attention: softcap", softcap)
+        options = (*usual, cap, *of_heads, *packing, number)
     if ragged:
         check(q, k, v, *options)  # in the words of what was given
         q, k, v = padded(q, k, v)
     out, lse = (_composed if why else by_kernels)(q, k, v, *options)
     if modifier is not None and (learned := modifier.learned()):
-        if torch.compiler.is_compiling():
-            fix = "call attention outside of torch.compile, or detach them"
-            fail(
-                f"score_mod must look up tensors without gradients under torch.compile. fix: {fix}"
-            )
-        tables = [modifier.table(i, q.device) for i in learned]
-        tensors = (q.detach(), k.detach(), v.detach())
-        given_options = Options(*options)
-        out, lse = _OfTables.apply(out, lse, *tensors, given_options, modifier, learned, *tables)
+        out, lse = _with_tables(out, lse, (q, k, v), Options(*options), modifier, learned)
     if out.shape[-1] > columns > 0:
         out = out[..., :columns].contiguous()
     return (out, lse) if return_lse else out
@@ -215,7 +198,7 @@ def _packing(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Any, ...]:
-    """The same, with lengths for those that were left out."""
+    """Where packed sequences begin, with lengths for those that were left out."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         return (
             cu_seqlens_q,
@@ -238,6 +221,22 @@ def _modifier(score_mod: Callable[..., Any] | str | ScoreMod) -> ScoreMod:
     from ._score_mod import ScoreMod, made
 
     return score_mod if isinstance(score_mod, ScoreMod) else made(score_mod)
+
+
+def _with_tables(
+    out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], options: Options, modifier: ScoreMod,
+    learned: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same results, from which gradients reach the tables that a score modifier looks up."""
+    if torch.compiler.is_compiling():
+        fix = "call attention outside of torch.compile, or detach them"
+        fail(f"score_mod must look up tensors without gradients under torch.compile. fix: {fix}")
+    tables = [modifier.table(i, out.device) for i in learned]
+    plain = (x.detach() for x in inputs)
+    found: tuple[Tensor, Tensor] = _OfTables.apply(
+        out, lse, *plain, options, modifier, learned, *tables
+    )
+    return found
 
 
 class _OfTables(torch.autograd.Function):
@@ -421,28 +420,20 @@ register_flops(
 )
 
 
-def self_check(device: str) -> float:
-    """Grouped heads, unequal lengths, a window and a soft cap on random numbers of size 1, by
-    whatever kernels calls reach on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference; a 32nd of it on a GPU, whose kernels
-    take 16 bits: there results of this size round by 2^-7.
-    """
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+@checking(of_halves=1 / 32)
+def self_check(make: Make) -> Any:
+    """Grouped heads, unequal lengths, a window and a soft cap. A GPU's kernels take 16 bits."""
+    dtype = torch.float32 if make.device == "cpu" else torch.bfloat16
     q, k, v, grad = (
-        torch.randn(2, length, heads, 64, generator=generator).to(device, dtype)
+        make(2, length, heads, 64, dtype=dtype)
         for length, heads in ((37, 4), (65, 2), (65, 2), (37, 4))
     )
-    actual: list[Tensor] = []
-    expected: list[Tensor] = []
-    with torch.no_grad():
-        for left, right, softcap in ((-1, -1, 0.0), (20, 0, 15.0)):
-            options = (False, right, left, None, True, None, softcap)
-            out, lse = reference(q, k, v, *options)
-            expected += [out, lse, *backward_reference(grad, None, q, k, v, out, lse, *options)]
-            actual += [
-                *by_kernels(q, k, v, *options),
-                *torch.ops.flexops.attention_backward(grad, None, q, k, v, out, lse, *options),
-            ]
-    return difference(actual, expected) / (1 if dtype == torch.float32 else 32)
+    results = []
+    for left, right, softcap in ((-1, -1, 0.0), (20, 0, 15.0)):
+        options = (False, right, left, None, True, None, softcap)
+        found = by_kernels(q, k, v, *options)
+        results += [
+            found,
+            torch.ops.flexops.attention_backward(grad, None, q, k, v, *found, *options),
+        ]
+    return results

@@ -11,7 +11,7 @@ float32, whatever the dtype of ``x``.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ._arguments import ANY_FLOAT, check_shape, check_tensor, wide
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import Make, checking
 
 _TAPS = 4
 _RUN = 128  # of csrc/causal_conv1d/causal_conv1d.h
@@ -231,23 +231,16 @@ define("causal_conv1d_update_", _update_reference)
 _CALL = caller(torch.ops.flexops.causal_conv1d.default)
 
 
-def self_check(device: str) -> float:
-    """The largest difference between what calls on ``device`` reach and the references."""
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(2, 150, 24, generator=generator).to(device) for _ in range(2))
-    weight, bias = (torch.randn(4, 24, generator=generator).to(device) for _ in range(2))
-    state = torch.randn(2, 24, 4, generator=generator).to(device)
-    ops, other = torch.ops.flexops, state.clone()
-    known = (weight, bias[0].contiguous(), True)
-    step = (x[:, :3].transpose(1, 2), weight.t().contiguous(), *known[1:])
-    actual = (
+@checking()
+def self_check(make: Make) -> Any:
+    """The convolution, its gradient, and a step, which writes the state."""
+    x, grad, state = make(2, 150, 24), make(2, 150, 24), make(2, 24, 4)
+    known = make(4, 24), make(24), True
+    ops = torch.ops.flexops
+    step = x[:, :3].transpose(1, 2), known[0].t().contiguous(), *known[1:]
+    return (
         ops.causal_conv1d(x, *known),
-        *ops.causal_conv1d_backward(grad, x, *known),
+        ops.causal_conv1d_backward(grad, x, *known),
         ops.causal_conv1d_update_(state, *step),
+        state,
     )
-    expected = (
-        _reference(x, *known),
-        *_backward_reference(grad, x, *known),
-        _update_reference(other, *step),
-    )
-    return difference((*actual, state), (*expected, other))

@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import any_requires_grad, is_grad_enabled, product_dtype
+from .._torch import any_requires_grad, factors, is_grad_enabled
 from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
-from ._difference import difference
 from ._register import caller, check_places
+from ._self_check import Make, checking
 from .activation import gated_backward_reference
 from .grouped_linear import (
     gated_reference,
@@ -93,10 +93,7 @@ def gated_experts(
         raise ValueError(
             f"flexops.gated_experts: activation must be {', '.join(_NUMBERS)}, got {activation!r}"
         )
-    if isinstance(x, Tensor) and x.dtype != torch.float64:
-        dtype = product_dtype(x)
-        if dtype != x.dtype:
-            x, gate_up, down = (one.to(dtype) for one in (x, gate_up, down))
+    x, gate_up, down = factors(x, gate_up, down)
     keep = is_grad_enabled() and any_requires_grad(x, weights, gate_up, down)
     result: Tensor = _CALL(x, choices, weights, gate_up, down, _NUMBERS[activation], keep)[0]
     return result
@@ -529,48 +526,24 @@ _ADD_BIAS = caller(torch.ops.flexops.experts_add_bias.default)
 _COMBINE = caller(torch.ops.flexops.experts_combine.default)
 
 
-def self_check(device: str) -> float:
-    """The largest difference between the operators' results on ``device`` and their references."""
-    generator = torch.Generator().manual_seed(0)
+@checking()
+def self_check(make: Make) -> Any:
+    """Order, rows to their experts and back, gates, and routing."""
     tokens, k, experts = 50, 3, 4
-    choices = torch.rand(tokens, 5, generator=generator).argsort(1)[:, :k].to(device)
-    x, grad, rows, packed, of_product, logits, weights = (
-        torch.randn(*shape, generator=generator).to(device)
-        for shape in (
-            *((tokens, 32), (tokens, 32), (tokens * k, 32), (tokens * k, 48)),
-            *((tokens * k, 24), (tokens, 40), (tokens, k)),
-        )
+    choices = make.uniform(tokens, 5).argsort(1)[:, :k]
+    x, grad, rows = make(tokens, 32), make(tokens, 32), make(tokens * k, 32)
+    product, packed = make(tokens * k, 24), make(tokens * k, 48)
+    weights, logits = make(tokens, k), make(tokens, 40)
+    ops, options = torch.ops.flexops, (False, True, 1.0)
+    order, inverse, offsets = ops.expert_order(choices, experts)
+    chosen, numbers = ops.expert_routes(logits, None, k, *options)
+    return (
+        (order, inverse, offsets),
+        ops.spread_rows(x, inverse, offsets, tokens * k),
+        ops.combine_rows(rows, inverse, offsets, weights),
+        ops.combine_rows_backward(grad, rows, inverse, offsets, weights),
+        ops.expert_gate_backward_(product, packed, weights, order, offsets, 0),
+        product,
+        (chosen, numbers),
+        ops.expert_routes_backward(weights, logits, chosen, numbers, *options),
     )
-    from .routing import _backward_reference as routes_backward
-    from .routing import _reference as routes
-
-    ops, results = torch.ops.flexops, []
-    order, inverse, offsets = _order_reference(choices, experts)
-    options = (False, True, 1.0)
-    chosen, numbers = routes(logits, None, k, *options)
-    for means in (
-        (
-            ops.expert_order.default, ops.spread_rows.default, ops.combine_rows.default,
-            ops.combine_rows_backward.default, ops.expert_gate_backward_.default,
-            ops.expert_routes.default, ops.expert_routes_backward.default,
-        ),
-        (
-            _order_reference, _spread_reference, _combine_reference, _combine_backward_reference,
-            _gate_backward_reference, routes, routes_backward,
-        ),
-    ):  # fmt: skip
-        sort, spread, combine, combine_backward, gate_backward, route, route_backward = means
-        product = of_product.clone()
-        with torch.no_grad():
-            made = [
-                *sort(choices, experts),
-                spread(x, inverse, offsets, tokens * k),
-                combine(rows, inverse, offsets, weights),
-                *combine_backward(grad, rows, inverse, offsets, weights),
-                *gate_backward(product, packed, weights, order, offsets, 0),
-                product,
-                *route(logits, None, k, *options),
-                route_backward(weights, logits, chosen, numbers, *options),
-            ]
-        results.append([one.float() for one in made])
-    return difference(*results)

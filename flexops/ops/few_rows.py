@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import Make, checking
 from .int4_linear import TILE_N, Int4Weight, int4_linear, streams
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -212,17 +212,10 @@ define("few_rows_linear", _reference, check=_check)
 _CALL = caller(torch.ops.flexops.few_rows_linear.default)
 
 
-def self_check(device: str) -> float:
-    """A norm, two products with biases, an activation and an addition, by whatever kernels calls
-    reach on ``device`` and by the reference: the largest difference, in units of bfloat16's
-    rounding of numbers of size 1."""
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-
-    x, norm, residual = make(3, 264), make(264), make(3, 40)
-    weights: list[Any] = [make(40, 264) / 16, make(40, 264) / 16]
-    args: Any = (weights, [make(40), make(40)], norm, 1e-6, 0.0, residual, 1, 40, False)
-    with torch.no_grad():
-        return difference((_CALL(x, *args),), (_reference(x, *args),)) / 16
+@checking(of_halves=1 / 16)
+def self_check(make: Make) -> Any:
+    """A norm, two products with biases, an activation and an addition."""
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, norm, residual, biases = half(3, 264), half(264), half(3, 40), [half(40), half(40)]
+    weights = [half(40, 264) / 16, half(40, 264) / 16]
+    return _CALL(x, weights, biases, norm, 1e-6, 0.0, residual, 1, 40, False)

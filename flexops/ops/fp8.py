@@ -27,12 +27,14 @@ version in this file (a NaN may be another NaN).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
-from ._difference import difference
+from ._self_check import Make, checking
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -323,32 +325,17 @@ define("quantize_int8", _quantize_int8_reference)
 define("dequantize_int8", _dequantize_int8_reference)
 
 
-def self_check(device: str) -> float:
-    """Random numbers of size 1 quantized and back, by whatever kernels calls reach on ``device``
-    and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the
-    scales.
-    """
-    x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
-    pairs = []
+@checking()
+def self_check(make: Make) -> Any:
+    """To 8 bits and back: the values that come back, and the scales."""
+    x, ops = make(65, 193), torch.ops.flexops
+    values, scales = ops.quantize_int8(x)
+    results = [ops.dequantize_int8(values, scales, x.dtype)]
     for dtype, segment in (
         (torch.float8_e4m3fn, _PER_ROW),
         (torch.float8_e5m2, 64),
         (torch.float8_e4m3fn, _PER_TENSOR),
     ):
-        values, scales = torch.ops.flexops.quantize_fp8(x, dtype, segment)
-        back = torch.ops.flexops.dequantize_fp8(values, scales, segment, x.dtype)
-        expected_values, expected_scales = _quantize_reference(x, dtype, segment)
-        pairs += [
-            (back, _dequantize_reference(expected_values, expected_scales, segment, x.dtype)),
-            (scales, expected_scales),
-        ]
-    values, scales = torch.ops.flexops.quantize_int8(x)
-    pairs.append(
-        (
-            torch.ops.flexops.dequantize_int8(values, scales, x.dtype),
-            _dequantize_int8_reference(*_quantize_int8_reference(x), x.dtype),
-        )
-    )
-    return difference(*zip(*pairs, strict=True))
+        values, scales = ops.quantize_fp8(x, dtype, segment)
+        results += [ops.dequantize_fp8(values, scales, segment, x.dtype), scales]
+    return results

@@ -32,11 +32,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import is_transforming, product_dtype, scaled_product, scaled_product_refusal
-from ._arguments import FLOAT_DTYPES
+from .._torch import (
+    forward_mode,
+    is_transforming,
+    product_dtype,
+    scaled_product,
+    scaled_product_refusal,
+)
+from ._arguments import check_tensor
 from ._declared import define
-from ._difference import difference
-from ._register import check_places, once_differentiable
+from ._register import check_places, no_forward_mode, once_differentiable
+from ._self_check import Make, checking
 from .activation import gated_backward_reference, gated_reference
 from .norm import add_rms_norm_gradient, add_rms_norm_reference
 
@@ -83,6 +89,8 @@ def fp8_linear(
             "flexops.fp8_linear: transforms of torch.func (grad, vmap, jvp) are not supported;"
             " fix: torch.nn.functional.linear"
         )
+    if not torch.compiler.is_compiling() and forward_mode._current_level >= 0:
+        no_forward_mode("flexops.fp8_linear")
     if x.numel() == 0 or weight.numel() == 0 or fp8_refusal(x.device):
         return F.linear(x, weight, bias)
     return fp8_linears(x, (weight,), () if bias is None else (bias,), recipe)
@@ -112,7 +120,7 @@ def fp8_linears(
     """
     result: Tensor = _Linears.apply(
         x, product_dtype(x), recipe, codes, keep_input, len(weights), *weights, *biases
-    )
+    )[0]
     return result
 
 
@@ -136,13 +144,8 @@ def fp8_add_rms_norm(
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
     where = "flexops.fp8_linear:"
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"{where} {name} must be a float32, bfloat16 or float16 tensor, got {found}"
-            )
+        if tensor is not None or name != "bias":
+            check_tensor(where[:-1], name, tensor)
     if recipe not in RECIPES:
         raise ValueError(
             f"{where} recipe must be {' or '.join(map(repr, RECIPES))}, got {recipe!r}"
@@ -317,13 +320,14 @@ class _NormRows(torch.autograd.Function):
 
 
 class _Linears(torch.autograd.Function):
-    """``linear(x, cat(weights), cat(biases))``."""
+    """``linear(x, cat(weights), cat(biases))``, and an empty tensor: saved in place of what it
+    depends on, of which only codes are kept, it is how a second derivative is noticed."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, recipe: str, codes: Codes | None,
         keep_input: bool, count: int, *parts: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         weights, biases = parts[:count], parts[count:]
         rows = x.reshape(-1, x.shape[-1])
         codes = codes or _rows((rows,))
@@ -332,15 +336,16 @@ class _Linears(torch.autograd.Function):
         result = _product(codes, of_weights, dtype, bias)
         ctx.x_dtype, ctx.shape, ctx.recipe, ctx.count = x.dtype, x.shape, recipe, count
         ctx.dtypes = [part.dtype for part in parts]
-        keep = keep_input or recipe != RECIPES[0]
-        _save(ctx, rows if keep else None, codes, any(ctx.needs_input_grad[6 : 6 + count]),
-              of_weights[2], *weights)  # fmt: skip
-        return result.view(*x.shape[:-1], result.shape[-1])
+        keep, wanted = keep_input or recipe != RECIPES[0], any(ctx.needs_input_grad[6 : 6 + count])
+        graph = result.new_empty(0)
+        _save(ctx, rows if keep else None, codes, wanted,
+              graph if wanted else None, of_weights[2], *weights)  # fmt: skip
+        return result.view(*x.shape[:-1], result.shape[-1]), graph
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        of_input, scales, of_columns, largest, *weights = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        of_input, scales, of_columns, _, largest, *weights = ctx.saved_tensors
         x = of_input, scales, of_columns
         wanted = ctx.needs_input_grad[6:]
         rows, of_x = grad.reshape(-1, grad.shape[-1]), None
@@ -363,7 +368,9 @@ class _Linears(torch.autograd.Function):
         return of_x, None, None, None, None, None, *given
 
 
-def _save(ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Tensor) -> None:
+def _save(
+    ctx: Any, rows: Tensor | None, codes: Codes, wanted: bool, *others: Tensor | None
+) -> None:
     """Save others and, if a gradient of the weight is wanted, x: its rows, or else their codes."""
     kept = (None, None, None)
     if wanted:
@@ -400,30 +407,34 @@ def fp8_gated_mlp(
         activation: ``"silu"``, or gelu's approximation: ``"none"`` or ``"tanh"``.
         codes: x's, if they are known.
     """
-    result: Tensor = _GatedMlp.apply(x, product_dtype(x), activation, recipe, codes, gate, up, down)
+    options = product_dtype(x), activation, recipe, codes
+    result: Tensor = _GatedMlp.apply(x, *options, gate, up, down)[0]
     return result
 
 
 class _GatedMlp(torch.autograd.Function):
+    """The block, and an empty tensor as of :class:`_Linears`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, activation: str, recipe: str,
         codes: Codes | None, gate: Tensor, up: Tensor, down: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
         codes = codes or _rows((rows,))
         first, second = _rows((gate, up)), _rows((down,))
         packed = _product(codes, first, dtype)
         result = _product(_gated_rows(packed, None, activation)[0], second, dtype)
         ctx.x_dtype, ctx.shape, ctx.activation, ctx.recipe = x.dtype, x.shape, activation, recipe
+        graph = result.new_empty(0)
         _save(ctx, rows if recipe != RECIPES[0] else None, codes, any(ctx.needs_input_grad[5:7]),
-              packed, first[2], second[2], gate, up, down)  # fmt: skip
-        return result.view(*x.shape[:-1], result.shape[-1])
+              graph, packed, first[2], second[2], gate, up, down)  # fmt: skip
+        return result.view(*x.shape[:-1], result.shape[-1]), graph
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        *x, packed, of_first, of_second, gate, up, down = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        *x, _, packed, of_first, of_second, gate, up, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         rows, of_x, of_down = grad.reshape(-1, grad.shape[-1]), None, None
         halves: tuple[Any, ...] = (None, None)
@@ -472,14 +483,10 @@ def _gated_gradient(grad: Tensor, packed: Tensor, activation: str) -> Tensor:
     return results[0]
 
 
-def self_check(device: str) -> float:
-    """The largest difference between the values and scales of codes that calls on ``device`` reach
-    and the references'."""
-    x = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)).to(device)
-    found, known = _rows((x,)), _rows_reference(x, (), 72)
-    turned = _columns(found[:1], found[2], found[1])
-    expected = _columns_reference(known[0], (), known[1], known[2], 80)
-    return difference(
-        (found[0].float() * found[1], turned[0].float() * turned[1]),
-        (known[0].float() * known[1], expected[0].float() * expected[1]),
-    )
+@checking()
+def self_check(make: Make) -> Any:
+    """The values and scales of codes, of rows and of columns."""
+    x, ops = make(72, 96), torch.ops.flexops
+    codes, scales, largest = ops.fp8_rows(x, [], 72)[:3]
+    turned, of_columns = ops.fp8_columns(codes, [], scales, largest, 80)
+    return codes.float() * scales, turned.float() * of_columns

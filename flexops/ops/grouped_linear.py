@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import product_dtype
+from .._torch import factors
 from ._arguments import ANY_FLOAT, check_shape, check_tensor
 from ._declared import define
-from ._difference import difference
 from ._register import caller, check_places, has_native
+from ._self_check import Make, checking
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -50,10 +50,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     On GPUs of 8.0 and newer bfloat16 and float16 run kernels of flexops, if ``k`` and ``n`` are
     multiples of 8. Everything else is a product of torch's for each group, which waits for the GPU.
     """
-    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dtype != torch.float64:
-        dtype = product_dtype(x)
-        if dtype != x.dtype:
-            x, weight = x.to(dtype), weight.to(dtype)
+    x, weight = factors(x, weight)
     result: Tensor = _CALL(x, weight, offsets)
     return result
 
@@ -244,30 +241,19 @@ define(
 _CALL = caller(torch.ops.flexops.grouped_linear.default)
 
 
-def self_check(device: str) -> float:
-    """The largest difference between the operators' results on ``device`` and their references in
-    float32, divided by 32: bfloat16 rounds results of this size by 2^-8."""
-    generator = torch.Generator().manual_seed(0)
+@checking(of_halves=1 / 32, wide=True)
+def self_check(make: Make) -> Any:
+    """Each product of three groups, of which one is empty."""
     x, grad, weight = (
-        (torch.randn(*shape, generator=generator) / 8).to(device, torch.bfloat16)
+        make(*shape, scale=1 / 8, dtype=torch.bfloat16)
         for shape in ((200, 64), (200, 96), (3, 96, 64))
     )
-    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=device)
-    ops, made, exact = torch.ops.flexops, torch.empty_like(weight), torch.empty_like(weight).float()
-    wide = [one.float() for one in (x, grad, weight)]
-    with torch.no_grad():
-        ops.grouped_outer_.default(made, grad, x, offsets, 0)
-        actual = (
-            ops.grouped_rows.default(x, weight, offsets),
-            ops.grouped_columns.default(grad, weight, offsets),
-            *ops.grouped_gated.default(x, weight, offsets, None, 200, 0, True),
-            made,
-        )
-        _outer_reference(exact, wide[1], wide[0], offsets, 0)
-        expected = (
-            _rows_reference(wide[0], wide[2], offsets),
-            _columns_reference(wide[1], wide[2], offsets),
-            *_gated_reference(wide[0], wide[2], offsets, None, 200, 0, True),
-            exact,
-        )
-    return difference([one.float() for one in actual], expected) / 32
+    offsets = torch.tensor([70, 70, 190], dtype=torch.int32, device=make.device)
+    ops, made = torch.ops.flexops, torch.empty_like(weight)
+    ops.grouped_outer_(made, grad, x, offsets, 0)
+    return (
+        ops.grouped_rows(x, weight, offsets),
+        ops.grouped_columns(grad, weight, offsets),
+        ops.grouped_gated(x, weight, offsets, None, 200, 0, True),
+        made,
+    )

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._declared import define
-from ._difference import difference
+from ._self_check import Make, checking
 from .few_rows import check_rows, compute
 from .int4_linear import (
     MOST_STREAMED_ROWS,
@@ -80,20 +81,12 @@ define(
 )
 
 
-def self_check(device: str) -> float:
-    """A norm, two products with biases, an activation and an addition, by whatever kernels calls
-    reach on ``device`` and by the reference: the largest difference, in units of bfloat16's
-    rounding of numbers of size 1."""
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-
-    x, norm, residual, biases = make(3, 320), make(320), make(3, 48), [make(48), make(48)]
-    weights = [quantize_int4(make(48, 320) / 16) for _ in biases]
+@checking(of_halves=1 / 16)
+def self_check(make: Make) -> Any:
+    """A norm, two products with biases, an activation and an addition."""
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, norm, residual, biases = half(3, 320), half(320), half(3, 48), [half(48), half(48)]
+    weights = [quantize_int4(half(48, 320) / 16) for _ in biases]
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     rest = biases, norm, 1e-6, 0.0, residual, 1, 48, 64, 0
-    with torch.no_grad():
-        found = torch.ops.flexops.int4_few_rows_linear.default(x, packed, scales, zeros, *rest)
-        wanted = _int4_reference(x, packed, scales, zeros, *rest)  # type: ignore[arg-type]
-        return difference((found,), (wanted,)) / 16
+    return torch.ops.flexops.int4_few_rows_linear(x, packed, scales, zeros, *rest)

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import FLOAT_DTYPES, check_tensor
 from ._declared import define
-from ._difference import difference
 from ._register import caller, check_places
+from ._self_check import difference
 from .quant import QuantizedTensor
 
-_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GROUP_SIZES = (32, 64, 128)
 TILE_N, TILE_K = 16, 64
 """A tile of the packed weight: rows and columns."""
@@ -125,10 +125,10 @@ def pack_int4(
         ValueError: a shape, a device or ``group_size`` is not as above.
     """
     where = "flexops.pack_int4"
-    _check_tensor(where, "codes", codes, (torch.uint8,))
-    _check_tensor(where, "scales", scales, _FLOAT_DTYPES)
+    check_tensor(where, "codes", codes, (torch.uint8,))
+    check_tensor(where, "scales", scales, FLOAT_DTYPES)
     if zeros is not None:
-        _check_tensor(where, "zeros", zeros, _FLOAT_DTYPES)
+        check_tensor(where, "zeros", zeros, FLOAT_DTYPES)
     check_places(where, {"codes": codes, "scales": scales, "zeros": zeros})
     if codes.dim() != 2:
         raise ValueError(f"{where}: codes must have shape [N, K], got {list(codes.shape)}")
@@ -212,7 +212,7 @@ def quantize_int4(weight: Tensor, group_size: int = 64, symmetric: bool = False)
         ValueError: a shape or ``group_size`` is not as above.
     """
     where = "flexops.quantize_int4"
-    _check_tensor(where, "weight", weight, _FLOAT_DTYPES)
+    check_tensor(where, "weight", weight, FLOAT_DTYPES)
     if weight.dim() != 2 or not weight.shape[1]:
         raise ValueError(
             f"{where}: weight must have shape [N, K] with K > 0, got {list(weight.shape)}"
@@ -290,25 +290,19 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
         bias: ``[N]`` of x's dtype, or None.
 
     Returns:
-        ``[..., N]`` of x's dtype, contiguous. Differentiable, once, with respect to ``x`` only.
+        ``[..., N]`` of x's dtype, contiguous. Differentiable, once, with respect to ``x`` and
+        ``bias``.
 
     Raises:
         TypeError: a tensor is not of these dtypes, or ``weight`` no :class:`Int4Weight`.
-        ValueError: shapes or devices do not fit each other.
+        ValueError: shapes or devices do not fit each other, or scales or zero points require a
+            gradient.
     """
-    _check_tensor("flexops.int4_linear", "x", x, _FLOAT_DTYPES)
+    check_tensor("flexops.int4_linear", "x", x, FLOAT_DTYPES)
     _check_weight("flexops.int4_linear", weight)
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor = _CALL(x, packed, scales, zeros, bias, n, k, group_size)
     return result
-
-
-def _check_tensor(where: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
-        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        names = [str(dtype)[6:] for dtype in dtypes]
-        wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
-        raise TypeError(f"{where}: {name} must be a {wanted} tensor, got {found}")
 
 
 def _check_group(where: str, name: str, k: int, group_size: int) -> None:
@@ -333,8 +327,8 @@ def _check_weight(where: str, weight: object) -> None:
 def check_packed(where: str, weight: Int4Weight) -> None:
     """Raise unless the tensors of a weight fit each other."""
     packed, scales, zeros, n, k, group_size = weight
-    _check_tensor(where, "weight.packed", packed, (torch.uint8,))
-    _check_tensor(where, "weight.scales", scales, _FLOAT_DTYPES)
+    check_tensor(where, "weight.packed", packed, (torch.uint8,))
+    check_tensor(where, "weight.scales", scales, FLOAT_DTYPES)
     _check_group(where, "weight", k, group_size)
     tiles_n, tiles_k = -(-n // TILE_N), -(-k // TILE_K)
     groups = -(-tiles_k * TILE_K // group_size)
@@ -342,7 +336,7 @@ def check_packed(where: str, weight: Int4Weight) -> None:
     wanted.append(("scales", scales, [tiles_n, groups, TILE_N]))
     if zeros is not None:
         zero_dtype = torch.float32 if scales.dtype == torch.float32 else torch.float16
-        _check_tensor(where, "weight.zeros", zeros, (zero_dtype,))
+        check_tensor(where, "weight.zeros", zeros, (zero_dtype,))
         wanted.append(("zeros", zeros, [tiles_n, groups, TILE_N]))
     for name, tensor, shape in wanted:
         if list(tensor.shape) != shape:
@@ -354,14 +348,14 @@ def check_packed(where: str, weight: Int4Weight) -> None:
 
 def _check_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
     where = "flexops.int4_linear"
-    _check_tensor(where, "x", x, _FLOAT_DTYPES)
+    check_tensor(where, "x", x, FLOAT_DTYPES)
     if x.dim() == 0 or x.shape[-1] != weight.k:
         raise ValueError(
             f"{where}: x must have shape [..., {weight.k}] for a weight of shape"
             f" {list(weight.shape)}, got {list(x.shape)}"
         )
     if bias is not None:
-        _check_tensor(where, "bias", bias, (x.dtype,))
+        check_tensor(where, "bias", bias, (x.dtype,))
         if bias.shape != (weight.n,):
             raise ValueError(f"{where}: bias must have shape {[weight.n]}, got {list(bias.shape)}")
     check_packed(where, weight)
@@ -369,7 +363,7 @@ def _check_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
 
 def _check_unpack(weight: Int4Weight, dtype: torch.dtype) -> None:
     where = "flexops.unpack_int4"
-    if dtype not in _FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise TypeError(f"{where}: dtype must be float32, float16 or bfloat16, got {dtype}")
     check_packed(where, weight)
 
@@ -481,12 +475,22 @@ def _product_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors, numbers = ctx.saved_tensors, ctx.numbers
-    made = torch.ops.flexops.int4_linear_backward.default(grad, *tensors, *numbers)
-    return (made, *(None,) * 7)
+    made: list[Tensor | None] = [None] * 8
+    if ctx.needs_input_grad[0]:
+        means = torch.ops.flexops.int4_linear_backward.default
+        made[0] = means(grad, *ctx.saved_tensors, *ctx.numbers)
+    if ctx.needs_input_grad[4]:
+        made[4] = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype)
+    return tuple(made)
 
 
 def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
+    for name, required in zip(("scales", "zeros"), ctx.needs_input_grad[2:4], strict=True):
+        if required:
+            raise ValueError(
+                f"flexops.int4_linear: weight.{name} must not require a gradient: there is none"
+                " for it"
+            )
     ctx.save_for_backward(*args[1:4])
     ctx.numbers = args[5:]
 

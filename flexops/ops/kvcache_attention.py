@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ..build.describe.families import KVCACHE_ATTENTION
-from ._arguments import check_shape, check_tensor
+from ._arguments import check_shape, check_tensor, number
 from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import difference
 from .attention import by_kernels
 from .rope import rotated_reference
 
@@ -128,7 +128,7 @@ def attention_with_kvcache(
         softmax_scale,
         left,
         0 if causal else right,
-        float(softcap),
+        number("flexops.attention_with_kvcache: softcap", softcap),
         rotary_interleaved,
         _in_float32(alibi_slopes),
         num_splits,

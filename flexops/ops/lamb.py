@@ -18,13 +18,15 @@ from ._declared import define
 from ._multi_tensor import (
     Writer,
     each_step,
-    largest_difference,
     round_to_bfloat16,
-    step_lists,
     step_noise,
+    step_of_lists,
+    three_steps,
 )
+from ._self_check import Make, checking
 
 
+@step_of_lists
 def lamb_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -74,26 +76,6 @@ def lamb_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists(
-        "lamb_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "exp_avg_sqs": exp_avg_sqs,
-            "state_steps": state_steps,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adapt": adapt,
-            "maximize": maximize,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "stochastic": stochastic,
-        },
-    )
 
 
 def _update(
@@ -216,11 +198,7 @@ define("lamb_moments_", _moments_reference)
 define("lamb_apply_", _apply_reference)
 
 
-def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
-    difference."""
-    steps: tuple[Any, Any] = torch.ops.flexops.lamb_, _reference
-    numbers: Any = (0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None)
-    return largest_difference(
-        device, 2, [lambda *lists, step=step: step(*lists, *numbers) for step in steps]
-    )
+@checking()
+def self_check(make: Make) -> Any:
+    numbers = 0.1, 0.9, 0.999, 1e-6, 0.1, True, False, None, None, None
+    return three_steps(make, "lamb_", 2, *numbers)

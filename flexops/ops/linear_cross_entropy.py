@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .._torch import is_transforming, product_dtype
-from ._arguments import check_device, check_shape, check_tensor
+from .._torch import product_dtype
+from ._arguments import check_device, check_shape, check_tensor, number
 from ._declared import define
 from ._register import caller, references
 from .cross_entropy import REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
@@ -179,7 +179,7 @@ def _check_options(op: str, accumulate: str | None, softcap: float | None) -> No
         raise ValueError(
             f"{op}: accumulate must be 'float32', 'native' or None, got {accumulate!r}"
         )
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not number(f"{op}: softcap", softcap) > 0.0:
         raise ValueError(f"{op}: softcap must be greater than 0, or None, got {softcap}")
 
 
@@ -215,12 +215,21 @@ def check_weights(
 
 
 class _Options(NamedTuple):
-    """Numbers that every chunk needs."""
+    """The operators' arguments behind the tensors. The gradients' operator has the same, with
+    losses that are not reduced, and without extras."""
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
     softcap: float
+    reduction: int
+    extras: bool
+    chunk: int
+    accumulate: int
+    dtype: torch.dtype
+    x_grad: bool
+    weight_grad: bool
+    bias_grad: bool
 
 
 _found_free: dict[tuple[Any, ...], int] = {}
@@ -372,22 +381,18 @@ def _run_chunks(
     target: Tensor,
     factors: Tensor | None,
     o: _Options,
-    chunk: int,
-    accumulate: int,
-    dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
-    extras: bool = False,
 ) -> tuple[_Rows, Gradients]:
     """What is known of each row, and the gradients times ``factors``."""
     forward, inplace = op_for("cross_entropy", x), op_for("cross_entropy_", x)
-    dtype = torch.float64 if x.dtype == torch.float64 else dtype
+    dtype = torch.float64 if x.dtype == torch.float64 else o.dtype
     matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     classes, copies = weight.shape[0], 2 if o.softcap and any(wanted) else 1
-    chunks, wide = plan_chunks(x, weight, dtype, copies, chunk, accumulate)
+    chunks, wide = plan_chunks(x, weight, dtype, copies, o.chunk, o.accumulate)
     gradients = Gradients(x, weight, matrix, len(chunks) == 1, wide, wanted)
     losses = x.new_empty(x.shape[0], dtype=loss_dtype(x))
     right, log_sum_exps = (
-        torch.empty_like(losses) if extras else losses.new_empty(0) for _ in range(2)
+        torch.empty_like(losses) if o.extras else losses.new_empty(0) for _ in range(2)
     )
     numbers = (o.ignore_index, o.label_smoothing, o.z_loss)
     with torch.autocast(x.device.type, enabled=False):
@@ -398,7 +403,7 @@ def _run_chunks(
                 capped = logits.div_(o.softcap).tanh_() * o.softcap
             chosen = (
                 capped.gather(1, target[rows].clamp(0, classes - 1).unsqueeze(1)).squeeze(1)
-                if extras
+                if o.extras
                 else None
             )
             if any(wanted):
@@ -427,12 +432,7 @@ def _row_weights(
 
 
 def _extras(
-    rows: _Rows,
-    target: Tensor,
-    weights: Tensor | None,
-    divisor: Tensor,
-    o: _Options,
-    reduction: int,
+    rows: _Rows, target: Tensor, weights: Tensor | None, divisor: Tensor, o: _Options
 ) -> Tensor:
     """Accuracy, and the z-loss that is in the loss: ``[2]``, or ``[2, N]`` if losses are not
     reduced."""
@@ -440,11 +440,11 @@ def _extras(
     right = rows.right.masked_fill(~used, 0.0)
     z_losses = (o.z_loss * rows.log_sum_exps.square()).masked_fill(~used, 0.0)
     z_losses = z_losses if weights is None else z_losses * weights
-    if reduction == 0:
+    if o.reduction == 0:
         return torch.stack([right, z_losses])
     return torch.stack(
         [
-            right.sum() / divisor_of(target, o.ignore_index, reduction, right.dtype),
+            right.sum() / divisor_of(target, o.ignore_index, o.reduction, right.dtype),
             z_losses.sum() / divisor,
         ]
     )
@@ -459,30 +459,18 @@ def _reference(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: int,
-    extras: bool,
-    chunk: int,
-    accumulate: int,
-    dtype: torch.dtype,
-    x_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *numbers: Any,
+) -> tuple[Tensor, ...]:
     """The loss, the gradients of ``x``, ``weight`` and ``bias``, what these are still to be divided
     by, and what else was asked for."""
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
-    wanted = (x_grad, weight_grad, bias_grad) if reduction != 0 else (False, False, False)
-    wide = loss_dtype(x)
+    o, wide = _Options(*numbers), loss_dtype(x)
+    wanted = (False, False, False) if o.reduction == 0 else numbers[-3:]
     weights = (
-        None if class_weight is None else _row_weights(target, class_weight, ignore_index, wide)
+        None if class_weight is None else _row_weights(target, class_weight, o.ignore_index, wide)
     )
     divisor = (
-        divisor_of(target, ignore_index, reduction, wide)
-        if weights is None or reduction != 2
+        divisor_of(target, o.ignore_index, o.reduction, wide)
+        if weights is None or o.reduction != 2
         else weights.sum()
     )
     rest = torch.where(divisor == 0, 1, divisor)  # where there are no rows, gradients are 0
@@ -490,23 +478,17 @@ def _reference(
     # bfloat16 rounds these more than the reciprocal is rounded; in float32, where that would show,
     # at the end; and in float16, where they may be too small then, in the backward pass.
     factors = weights
-    if reduction == 2 and dtype == torch.bfloat16:
+    if o.reduction == 2 and o.dtype == torch.bfloat16:
         factors = rest.reciprocal() if weights is None else weights / rest
-    rows, gradients = _run_chunks(
-        x, weight, bias, target, factors, options, chunk, accumulate, dtype, wanted, extras
-    )
+    rows, gradients = _run_chunks(x, weight, bias, target, factors, o, wanted)
     losses = rows.losses if weights is None else rows.losses * weights
-    loss = losses if reduction == 0 else losses.sum() / divisor
+    loss = losses if o.reduction == 0 else losses.sum() / divisor
     results = gradients.results()
-    if reduction == 2 and dtype not in (torch.bfloat16, torch.float16):
+    if o.reduction == 2 and o.dtype not in (torch.bfloat16, torch.float16):
         for gradient in results:
             gradient.div_(rest)
-    also = (
-        _extras(rows, target, weights, divisor, options, reduction)
-        if extras
-        else losses.new_empty(0)
-    )
-    return loss, *results, rest if dtype == torch.float16 else torch.ones_like(rest), also
+    also = _extras(rows, target, weights, divisor, o) if o.extras else losses.new_empty(0)
+    return loss, *results, rest if o.dtype == torch.float16 else torch.ones_like(rest), also
 
 
 def _backward_reference(
@@ -516,35 +498,12 @@ def _backward_reference(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    chunk: int,
-    accumulate: int,
-    dtype: torch.dtype,
-    x_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
-    factors = (
-        grad
-        if class_weight is None
-        else grad * _row_weights(target, class_weight, ignore_index, grad.dtype)
-    )
-    return _run_chunks(
-        x,
-        weight,
-        bias,
-        target,
-        factors,
-        options,
-        chunk,
-        accumulate,
-        dtype,
-        (x_grad, weight_grad, bias_grad),
-    )[1].results()
+    o, factors = _Options._make([*numbers[:4], 0, False, *numbers[4:]]), grad
+    if class_weight is not None:
+        factors = grad * _row_weights(target, class_weight, o.ignore_index, grad.dtype)
+    return _run_chunks(x, weight, bias, target, factors, o, numbers[-3:])[1].results()
 
 
 def gradients_fake(
@@ -579,8 +538,8 @@ def _backward_fake(_: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Te
 def _setup(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
     ctx.reduction, ctx.numbers = args[9], (*args[5:9], *args[11:])
     ctx.bias_dtype = None if args[2] is None else args[2].dtype
-    inputs = args[:3] if is_transforming() else ()  # kept so that a second derivative is noticed
-    ctx.save_for_backward(*(args[:5] if ctx.reduction == 0 else (*results[1:5], *inputs)))
+    # gradients have no graph: a second derivative is noticed by the loss's
+    ctx.save_for_backward(*(args[:5] if ctx.reduction == 0 else (*results[1:5], results[0])))
     ctx.mark_non_differentiable(*results[1:])
 
 

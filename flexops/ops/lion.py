@@ -16,13 +16,15 @@ from ._declared import define
 from ._multi_tensor import (
     Writer,
     each_step,
-    largest_difference,
     round_to_bfloat16,
-    step_lists,
     step_noise,
+    step_of_lists,
+    three_steps,
 )
+from ._self_check import Make, checking
 
 
+@step_of_lists
 def lion_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -65,23 +67,6 @@ def lion_(
         ValueError: lengths, shapes or devices do not match, or a number is out of range; the
             message names it.
     """
-    step_lists(
-        "lion_",
-        {
-            "params": params,
-            "grads": grads,
-            "exp_avgs": exp_avgs,
-            "state_steps": state_steps,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "grad_scale": grad_scale,
-            "found_inf": found_inf,
-            "stochastic": stochastic,
-        },
-    )
 
 
 def _check(*args: Any, **named: Any) -> None:
@@ -128,11 +113,6 @@ def _reference(
 define("lion_", _reference, check=_check)
 
 
-def self_check(device: str) -> float:
-    """Three steps by whatever kernel calls reach on ``device`` and by the reference: the largest
-    difference."""
-    steps: tuple[Any, Any] = torch.ops.flexops.lion_, _reference
-    numbers: Any = (0.1, 0.9, 0.99, 0.1, False, None, None, None, False)
-    return largest_difference(
-        device, 1, [lambda *lists, step=step: step(*lists[:3], [], *numbers) for step in steps]
-    )
+@checking()
+def self_check(make: Make) -> Any:
+    return three_steps(make, "lion_", 1, 0.1, 0.9, 0.99, 0.1, False, None, None, None, False)

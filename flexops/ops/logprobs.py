@@ -25,9 +25,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ._arguments import number
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import Make, checking
 from .cross_entropy import check_arguments, loss_dtype
 
 _LEAST = -200.0
@@ -103,9 +104,9 @@ def logprobs(
 
 
 def check_numbers(where: str, temperature: float, softcap: float | None) -> None:
-    if not temperature > 0.0:
+    if not number(f"{where} temperature", temperature) > 0.0:
         raise ValueError(f"{where} temperature must be greater than 0, got {temperature}")
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not number(f"{where} softcap", softcap) > 0.0:
         raise ValueError(f"{where} softcap must be greater than 0, or None, got {softcap}")
 
 
@@ -214,25 +215,15 @@ define("logprobs_backward_", _backward_inplace_reference)
 _FORWARD = caller(torch.ops.flexops.logprobs.default)
 
 
-def self_check(device: str) -> float:
-    """Random logits, results and gradients both ways, by the kernels that calls on ``device`` reach
-    and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference.
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(9, 1031, generator=generator) * 3).to(device)
-    target = torch.randint(0, 1031, (9,), generator=generator).to(device)
+@checking()
+def self_check(make: Make) -> Any:
+    """Results, and gradients both ways."""
+    logits, target = make(9, 1031, scale=3.0), make.integers(0, 1031, 9)
     target[3] = -100
-    first, second = (torch.randn(9, generator=generator).to(device) for _ in range(2))
-    grads = (first, second)
     numbers, ops = (-100, 0.7, 20.0), torch.ops.flexops
     result, entropy, stats = ops.logprobs(logits, target, *numbers)
-    gradient = ops.logprobs_backward(*grads, logits, target, stats, entropy, *numbers)
-    written = logits.clone()
-    ops.logprobs_backward_(*grads, written, target, stats, entropy, *numbers)
-    expected = _logprobs_reference(logits, target, *numbers)
-    of_logits = _backward_reference(
-        first, second, logits, target, expected[2], expected[1], *numbers
-    )
-    return difference((result, entropy, gradient, written), (*expected[:2], of_logits, of_logits))
+    rest = logits, target, stats, entropy, *numbers
+    grads = make(9), make(9)
+    gradient = ops.logprobs_backward(*grads, *rest)
+    ops.logprobs_backward_(*grads, *rest)
+    return result, entropy, gradient, logits

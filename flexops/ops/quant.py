@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ._arguments import FLOAT_DTYPES, check_device, check_tensor
 from ._declared import define
-from ._difference import difference
+from ._self_check import Make, checking
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -187,7 +187,7 @@ def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> Non
     if dims == 0:
         raise ValueError(f"{where} {name} must have at least one dimension, got a scalar")
     if bits not in (4, 8):
-        raise ValueError(f"{where} bits must be 4 or 8, got {bits}")
+        raise ValueError(f"{where} bits must be 4 or 8, got {bits!r}")
     if not -dims <= dim < dims:
         raise ValueError(
             f"{where} dim must be in [{-dims}, {dims - 1}] for {name} of {dims} dimensions, got"
@@ -381,23 +381,12 @@ define("quantize", _quantize_reference, _quantize_fake, check=_check_quantize)
 define("dequantize", _dequantize_reference, _dequantize_fake, check=_check_dequantize)
 
 
-def self_check(device: str) -> float:
-    """Random numbers of size 1 quantized to 4 and 8 bits and back, by whatever kernels calls reach
-    on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference of the values that come back, and of the
-    scales.
-    """
-    x = torch.randn(65, 193, generator=torch.Generator().manual_seed(0)).to(device)
-    pairs = []
+@checking()
+def self_check(make: Make) -> Any:
+    """To 4 and 8 bits and back: the values that come back, and the scales."""
+    x, ops, results = make(65, 193), torch.ops.flexops, []
     for bits, dim, symmetric in ((4, 1, False), (8, 0, True)):
-        packed, scales = torch.ops.flexops.quantize(
-            x.detach() if x.requires_grad else x, bits, 64, dim, symmetric
-        )
-        values = torch.ops.flexops.dequantize(packed, scales, x.shape[dim], bits, 64, dim, x.dtype)
-        expected_packed, expected_scales = _quantize_reference(x, bits, 64, dim, symmetric)
-        expected = _dequantize_reference(
-            expected_packed, expected_scales, x.shape[dim], bits, 64, dim, x.dtype
-        )
-        pairs += [(values, expected), (scales, expected_scales)]
-    return difference(*zip(*pairs, strict=True))
+        packed, scales = ops.quantize(x, bits, 64, dim, symmetric)
+        size = x.shape[dim]
+        results += [ops.dequantize(packed, scales, size, bits, 64, dim, x.dtype), scales]
+    return results

@@ -21,10 +21,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._torch import below_autograd, is_transforming
+from .._torch import below_autograd, forward_mode, is_transforming
 from ._declared import checks_of, define, empty_in_order
-from ._difference import difference
-from ._register import caller, is_dense, once_differentiable
+from ._register import (
+    caller,
+    is_dense,
+    no_forward_mode,
+    once_differentiable,
+)
+from ._self_check import Make, checking
 
 
 @overload
@@ -103,6 +108,8 @@ def rotary_embedding(
         results = _call(query, key, cos, sin, positions, interleaved, False)
         return results[0], None if key is None else results[1]
     _checked(query, key, cos, sin, positions)
+    if forward_mode._current_level >= 0:
+        no_forward_mode("flexops.rotary_embedding")
     _check_writable(query, key)
     _rotate_in_place(query, key, cos, sin, positions, interleaved)
     return query, key
@@ -350,21 +357,10 @@ _call = caller(_rotate)
 _rotate_ = torch.ops.flexops.rotary_embedding_.default
 
 
-def self_check(device: str) -> float:
-    """Both layouts, a partial rotary dimension and grouped heads on random numbers of size 1, by
-    whatever kernels calls reach on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference.
-    """
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(2, heads, 37, 64, generator=generator).to(device) for heads in (4, 2))
-    angle = (torch.rand(50, 24, generator=generator) * 6.3).to(device)
-    positions = torch.randint(0, 50, (2, 37), generator=generator).to(device)
-    actual: list[Tensor] = []
-    expected: list[Tensor] = []
-    with torch.no_grad():
-        for interleaved in (False, True):
-            arguments = (query, key, angle.cos(), angle.sin(), positions, interleaved, False)
-            actual += _rotate(*arguments)
-            expected += _reference(*arguments)
-    return difference(actual, expected)
+@checking()
+def self_check(make: Make) -> Any:
+    """Both layouts, a partial rotary dimension and grouped heads."""
+    query, key = make(2, 4, 37, 64), make(2, 2, 37, 64)
+    angle, positions = make.uniform(50, 24, high=6.3), make.integers(0, 50, 2, 37)
+    tables = angle.cos(), angle.sin(), positions
+    return [_rotate(query, key, *tables, layout, False) for layout in (False, True)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .._torch import compiler, is_compiling
-from ..build.load import loader
 from ._attention_checks import FLOATS, autocast, declined, is_ragged, padded, scale_of
 from ._register import has_native
 from .attention import by_kernels, usual_options
@@ -46,8 +45,12 @@ def scaled_dot_product_attention(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         _fail_without_tensors(query=query, key=key, value=value)  # type: ignore[unreachable]
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        _fail_without_tensors(attn_mask=attn_mask)  # type: ignore[unreachable]
     if why := _torchs(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if not torch.compiler.is_compiling() and why != "meant":
+            from ..build.load import loader
+
             loader.decline(
                 "attention", query.device.type, f"{why}: torch's scaled_dot_product_attention"
             )

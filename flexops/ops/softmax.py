@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ._declared import define
-from ._difference import difference
 from ._register import caller
+from ._self_check import Make, checking
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -208,30 +208,14 @@ _CAUSAL = caller(torch.ops.flexops.causal_softmax.default)
 _BACKWARD = torch.ops.flexops.softmax_backward.default
 
 
-def self_check(device: str) -> float:
-    """Random scores with and without masks, forward and backward, by whatever kernels calls reach
-    on ``device`` and by the reference.
-
-    For ``flexops doctor``. Returns the largest difference of the results.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(3, 5, 77, generator=generator).to(device) for _ in range(2))
-    keep = torch.rand(3, 1, 77, generator=generator).to(device) < 0.7
-    ops = torch.ops.flexops
-    pairs = []
-    for mask in (None, keep, torch.randn(5, 1, generator=generator).to(device)):
-        pairs.append(
-            (
-                ops.scaled_masked_softmax(x, mask, 1.5),
-                _scaled_masked_softmax_reference(x, mask, 1.5),
-            )
-        )
-    y, expected = ops.causal_softmax(x, 1.5), _causal_softmax_reference(x, 1.5)
-    pairs += [
-        (y, expected),
-        (
-            ops.softmax_backward(grad, expected, 1.5, True),
-            _softmax_backward_reference(grad, expected, 1.5, True),
-        ),
-    ]
-    return difference(*zip(*pairs, strict=True))
+@checking()
+def self_check(make: Make) -> Any:
+    """With and without masks, forward and backward."""
+    x, grad, ops = make(3, 5, 77), make(3, 5, 77), torch.ops.flexops
+    masks = None, make.uniform(3, 1, 77) < 0.7, make(5, 1)
+    y = ops.causal_softmax(x, 1.5)
+    return (
+        [ops.scaled_masked_softmax(x, mask, 1.5) for mask in masks],
+        y,
+        ops.softmax_backward(grad, y, 1.5, True),
+    )

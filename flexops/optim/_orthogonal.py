@@ -112,7 +112,7 @@ def _tied_factor(parts: Tensor, coefficients: tuple[float, float, float], run: i
     """The same from both parts of the Gram matrix times ``_GRAM_SCALE``."""
     gram, low = parts.chunk(2)
     first = _factor(gram, _GRAM_SCALE, coefficients, _TIED_RUN)
-    half = product(first, gram, added=product(first, low), beta=1.0)
+    half = product(first, gram, added=product(first, low), beta=1.0, over=True)
     gram = product(half, first, symmetric=True, alpha=1 / _GRAM_SCALE)
     second = _factor(gram, 1.0, coefficients, run - _TIED_RUN)
     return product(second, first, MIXED)  # not as symmetric: errors are those of a left factor

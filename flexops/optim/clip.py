@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .._torch import sharded_tensors
+from ..ops._arguments import number
 from ..ops._multi_tensor import PARAM_DTYPES
 from ..ops._register import is_distributed
-from ..ops.grad_norm import clip_grads_, grad_norm, number
+from ..ops.grad_norm import clip_grads_, grad_norm
 from ._fused import moved, plain, sharded_dimensions
 
 _torchs = torch.nn.utils.clip_grad_norm_  # as it is now: some put ours in its place

@@ -89,6 +89,7 @@ class Muon(_FusedAdam):
         *,
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
+        check_types("Muon", momentum=momentum)
         check_options("Muon", lr, (momentum,) * 2, weight_decay=weight_decay, eps=eps)
         if not _is_count(ns_steps):
             raise ValueError(

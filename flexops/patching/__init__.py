@@ -4,26 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..int4.checkpoints import Int4Config as Int4Config
+    from ..int4.checkpoints import register_int4 as register_int4
+    from ..report import Report as Report
+    from ..report import Row as Row
     from .apply import patch as patch
     from .apply import unpatch as unpatch
     from .attention import register_attention as register_attention
     from .experts import register_experts as register_experts
     from .hub import kernel_mapping as kernel_mapping
-    from .int4_loading import Int4Config as Int4Config
-    from .int4_loading import register_int4 as register_int4
-    from .report import Report as Report
-    from .report import Row as Row
 
 _PLACES = {
-    "patch": "apply",
-    "unpatch": "apply",
-    "register_attention": "attention",
-    "register_experts": "experts",
-    "kernel_mapping": "hub",
-    "Int4Config": "int4_loading",
-    "register_int4": "int4_loading",
-    "Report": "report",
-    "Row": "report",
+    "patch": ".apply",
+    "unpatch": ".apply",
+    "register_attention": ".attention",
+    "register_experts": ".experts",
+    "kernel_mapping": ".hub",
+    "Int4Config": "..int4.checkpoints",
+    "register_int4": "..int4.checkpoints",
+    "Report": "..report",
+    "Row": "..report",
 }
 
 
@@ -31,4 +31,4 @@ def __getattr__(name: str) -> Any:
     """Imported at its first use (PEP 562)."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    return getattr(import_module(_PLACES[name], __name__), name)

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from ..errors import PatchError
+from ..int4 import layers as int4
+from ..nn.linears import REPLACED
+from ..report import Report, Row, rows_of
 from . import attention as attending
-from . import classes, int4, stepping, torch_modules, trl
+from . import classes, stepping, torch_modules, trl
 from . import experts as experts_part
 from . import fp8 as fp8_products
 from . import generation as generating
 from . import residuals as adding
 from . import rope as rope_part
-from .forwards import is_ours, plain
-from .linears import REPLACED
+from .forwards import given, plain, take_away
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
 from .probe import Swap, class_of, disagreement, foreign, own_class
-from .report import Report, Row, rows_of
 
 _verdicts: dict[Any, tuple[int, str]] = {}
 """What the probe found, for each row of the table, class and settings: which replacement computes
@@ -125,7 +126,7 @@ def patch(
         rows += _replace(model, wanted, in_graphs, fp8)
         made, of_optimizer = _optimizer(model, optimizer)
         if replacements.finish() and "transformers" in sys.modules:
-            from .int4_loading import adopt
+            from ..int4.checkpoints import adopt
 
             adopt(model)
     if loss:
@@ -191,9 +192,7 @@ def unpatch(model: Any) -> int:
     _check_module(model, "unpatch")
     restored = 0
     for module in model.modules():
-        if is_ours(module.__dict__.get("forward")):
-            del module.__dict__["forward"]
-            restored += 1
+        restored += take_away(module)
         attending.switch_back(module)
         generating.switch_back(module)
     return restored
@@ -214,8 +213,7 @@ def _visit(module: nn.Module, wanted: dict[str, bool], in_graphs: bool) -> Itera
         return
     for pattern in found:
         operator, swap, reason = judge(module, pattern)
-        present = module.__dict__.get("forward")
-        if present is not None and not is_ours(present):
+        if given(module) is not None:
             reason = REPLACED
         reason = reason if wanted[pattern.part] else f"{pattern.part}=False"
         if not reason:
@@ -301,8 +299,7 @@ def _unknown(module: nn.Module) -> str:
 def _tabulate(model: nn.Module) -> None:
     """Let rotary embeddings look their angles up in decode steps."""
     for module in model.modules() if rope_part.rotates_last(model) else ():
-        present = module.__dict__.get("forward")
-        if rope_part.refusal(module) == "" and (present is None or is_ours(present)):
+        if rope_part.refusal(module) == "" and given(module) is None:
             module.__dict__["forward"] = functools.partial(rope_part.embedding, module)
 
 

@@ -5,9 +5,9 @@ or not."""
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
-import re
 from typing import Any
 
 import torch
@@ -16,24 +16,31 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.model import register as register_cache
+from ..generation.paged import register_paged
+from ..generation.sources import (
+    code_of,
+    eager_of,
+    hands_cache_on,
+    hands_mask_on,
+    keywords_read,
+    only_makes_masks,
+)
 from ..generation.state import CACHE_LAYER, nothing_hidden, take_rotary
 from ..ops import attention as _ops
 from ..ops import scaled_dot_product_attention as _drop_in
 from ..ops._attention_checks import FLOATS, declined
-from .eager import eager_of, keywords_read
-from .paged import register_paged
+from ..report import Row
 from .probe import (
     LENGTH,
     WIDTH,
     Miniature,
     bare,
-    code_of,
     disagreement,
     foreign,
     own_class,
     parameter,
 )
-from .report import Row
 
 NAME = "flexops"
 PACKED = "flexops_flash"
@@ -42,7 +49,8 @@ and calls anything else once for each."""
 
 
 def register_attention() -> None:
-    """Make transformers know ``attn_implementation="flexops"``; more than once does no harm."""
+    """Make transformers know ``attn_implementation="flexops"``, and ``cache_implementation``, which
+    a saved generation config may name; more than once does no harm."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -50,6 +58,7 @@ def register_attention() -> None:
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
     register_paged()
+    register_cache()
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -365,19 +374,23 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     reason = reason or _refusal(model, part)
     if not reason:
         kind: Any = type(model)
+        packs = _packs(model)
         register_attention()
         if not is_switched(model):
             model.__dict__[_BEFORE] = model.config._attn_implementation
+            if packs:  # other models are made of the config, and their classes reject the name
+                model.__dict__[_BEFORE] = model.config
+                _share(model, copy.copy(model.config))
             windows = _folder(model.config) in WINDOW_KEYWORD
             if (
-                _only_makes_masks(kind, windows)
+                only_makes_masks(kind, windows)
                 and all(
-                    _hands_mask_on(type(one), tuple(one._modules))  # type: ignore[arg-type]
+                    hands_mask_on(type(one), tuple(one._modules))  # type: ignore[arg-type]
                     for one in [*model.modules()][1:]
                 )
             ):
                 model.register_forward_pre_hook(hide_nothing, with_kwargs=True)
-        model.config._attn_implementation_internal = PACKED if _packs(model) else NAME
+        model.config._attn_implementation_internal = PACKED if packs else NAME
     return Row(
         cls.__name__,
         sum(type(one) is cls for one in module.modules()),
@@ -385,57 +398,6 @@ def switch(module: nn.Module, reason: str) -> Row | None:
         not reason,
         reason,
     )
-
-
-@functools.cache
-def _only_makes_masks(cls: Any, windows: bool) -> bool:
-    """Whether a model reads its ``attention_mask`` only to have transformers make a mask of it,
-    which without padding is known: causal or full, or a window that attention receives."""
-    tree = code_of(cls)
-    makes = [node for node in ast.walk(tree) if _makes_mask(node)]
-    more = r"chunk|(or|and)_mask_function|block_sequence" + ("" if windows else "|sliding|window")
-    if any(re.search(more, ast.dump(node)) for node in makes if isinstance(node, ast.Call)):
-        return False
-    allowed = {id(one) for node in makes for one in ast.walk(node)}
-    reads = _reads(tree)
-    return bool(reads) and all(id(node) in allowed for node in reads)
-
-
-@functools.cache
-def _hands_mask_on(cls: Any, parts: tuple[str, ...]) -> bool:
-    """Whether a module gives its ``attention_mask`` to its parts and to attention functions only:
-    a local name is a part of a list, or such a function."""
-    forward = inspect.unwrap(cls.forward)
-    if "attention_mask" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
-        return True
-    tree = code_of(cls)
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", ""))
-        in {*parts, *forward.__code__.co_varnames}
-    ]
-    given = [x for call in calls for x in (*call.args, *(one.value for one in call.keywords))]
-    return {id(node) for node in _reads(tree)} <= {id(node) for node in given}
-
-
-def _reads(tree: ast.AST) -> list[ast.AST]:
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "attention_mask"
-    ]
-
-
-def _makes_mask(node: ast.AST) -> bool:
-    """A call of one of transformers' functions for masks, or a part of its arguments."""
-    if isinstance(node, ast.Dict):
-        return "attention_mask" in [getattr(key, "value", None) for key in node.keys]
-    if not isinstance(node, ast.Call):
-        return False
-    name = str(getattr(node.func, "id", getattr(node.func, "attr", "")))
-    return re.fullmatch(r"_?create_\w*masks?|mask_function|isinstance", name) is not None
 
 
 def is_switched(model: Any) -> bool:
@@ -446,11 +408,20 @@ def switch_back(model: Any) -> bool:
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return False
-    # ours if the config of an outer model had it by then, or always had
-    if before not in (NAME, PACKED):
+    if not isinstance(before, str):
+        _share(model, before)
+    elif model.config._attn_implementation == NAME:  # nothing was selected since
         model.config._attn_implementation_internal = before
     remove_pre_hook(model, hide_nothing)
     return True
+
+
+def _share(model: Any, config: Any) -> None:
+    """Give a config to a model and those of its parts that have the model's."""
+    present = model.config
+    for part in model.modules():
+        if vars(part).get("config") is present:
+            part.config = config
 
 
 def _attention_of(model: Any) -> Any:
@@ -479,30 +450,7 @@ def changes_cache(model: Any) -> str:
     """The class of a base model whose attention gets something else than what it has appended to
     the cache, or a mask of its own; "" if there is none."""
     parts: list[Any] = [type(one) for one in model.modules() if _is_attention_of(one, model)]
-    return next((cls.__name__ for cls in parts if not _hands_cache_on(cls)), "")
-
-
-@functools.cache
-def _hands_cache_on(cls: Any) -> bool:
-    nodes = list(ast.walk(code_of(cls)))
-    appended: Any = None
-    for one in nodes:
-        name = getattr(getattr(getattr(one, "value", None), "func", None), "attr", "")
-        if isinstance(one, ast.Assign) and name == "update":
-            appended = one
-    if appended is None or not isinstance(appended.targets[0], ast.Tuple):
-        return False
-    given = {ast.unparse(x) for x in appended.targets[0].elts} | {"attention_mask"}
-    later = [one for one in nodes if getattr(one, "lineno", 0) > appended.lineno]
-    changed = {
-        one.id for one in later if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    }
-    passed = (
-        {ast.unparse(x) for x in (*one.args, *(named.value for named in one.keywords))}
-        for one in later
-        if isinstance(one, ast.Call)
-    )
-    return not changed & given and any(given <= one for one in passed)
+    return next((cls.__name__ for cls in parts if not hands_cache_on(cls)), "")
 
 
 def _refusal(model: Any, part: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PatchError
-from .report import Report, Row, rows_of
+from ..report import Report, Row, rows_of
 
 _originals: dict[type, Callable[..., Any]] = {}
 """The constructors of the classes that are patched."""

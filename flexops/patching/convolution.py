@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.linears import DTYPES
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
 from .forwards import rebound, replacement
-from .linears import DTYPES
 from .probe import Miniature, Swap, own_class
 
 _WHOLE, _STEP = "causal_conv1d_fn", "causal_conv1d_update"

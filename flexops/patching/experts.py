@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.linears import DTYPES
 from ..ops.experts import (
     add_bias,
     check_choices,
@@ -23,7 +24,6 @@ from ..ops.experts import (
 )
 from ..ops.grouped_linear import grouped_linear
 from .forwards import plain
-from .linears import DTYPES
 from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
 
 NAME = "flexops"

@@ -20,18 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch import is_transforming, is_unheard, tree_map
+from .. import generation
+from .._torch import is_transforming, is_unheard, tree_map, widens_layer_norm
+from ..generation import products
+from ..nn.linears import DTYPES as _DTYPES
+from ..nn.linears import LINEARS, function_of, is_bare, is_plain, pair
 from ..ops.activation import bias_gelu, bias_relu2, bias_silu, geglu, swiglu
 from ..ops.gated_linear import geglu_linear, swiglu_linear
 from ..ops.gated_norm import gated_rms_norm as _gated_rms_norm
 from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
-from . import decoding, fp8
-from .linears import DTYPES as _DTYPES
-from .linears import LINEARS, function_of, is_bare, is_plain, pair
+from . import fp8
 
 _AHEAD = "_flexops_normalized"
+_OURS = (__package__, generation.__name__)
+"""The packages whose functions take the place of forwards."""
 
 
 def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,9 +88,29 @@ def of_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_ours(forward: Any) -> bool:
     """Whether it is the replacement of a module's ``forward``."""
-    return isinstance(forward, functools.partial) and str(
-        getattr(forward.func, "__module__", "")
-    ).startswith(__package__ or "")
+    where = str(getattr(getattr(forward, "func", None), "__module__", ""))
+    return isinstance(forward, functools.partial) and where.rpartition(".")[0] in _OURS
+
+
+def given(module: Any, name: str = "forward") -> Any:
+    """The ``forward`` that others gave a module, below ours; None: its class's."""
+    found = module.__dict__.get(name)
+    while is_ours(found):
+        found = found.keywords.get("inner")
+    return found
+
+
+def take_away(module: Any) -> bool:
+    """Whether a module's ``forward`` was ours; it is what it was before."""
+    taken = False
+    for name in ("forward", "_old_forward"):  # accelerate's hooks call the second
+        if is_ours(module.__dict__.get(name)):
+            before, taken = given(module, name), True
+            if before is None and name == "forward":
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before or types.MethodType(type(module).forward, module)
+    return taken
 
 
 _rebound: dict[Any, Callable[..., Any]] = {}
@@ -172,6 +196,7 @@ def layer_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> An
     if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
+    x = x.float() if known is None and widens_layer_norm(x) else x
     return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
 
 
@@ -256,12 +281,14 @@ class Site:
         skip: how many sums there are before that one.
         stream: what the norm gives takes the place of the sum, which is not read any more.
         owner: the layer whose result the sum is; None: it is read within the layer.
+        last: the norm's result is the model's, whose dtype is that of the sum.
     """
 
     norm: Any
     skip: int = 0
     stream: bool = False
     owner: Any = None
+    last: bool = False
 
 
 def addend(x: Tensor, site: Site) -> Tensor:
@@ -281,8 +308,12 @@ def _sum(one: Any, *others: Any) -> Any:
         type(residual) is Tensor
         and residual.shape == x.shape
         and residual.device == x.device
-        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and not site.stream))
+        and (
+            residual.dtype == x.dtype
+            or (residual.dtype == torch.float32 and not site.stream and not site.last)
+        )
         and not (site.owner is not None and _checkpoints(site.owner))
+        and not (site.stream and widens_layer_norm(x) and function_of(site.norm) is layer_norm)
     )
     if not fits or not fuses(site.norm, x):
         return residual + x
@@ -358,10 +389,10 @@ def gated_mlp(
     if not _is_as_it_was(module, act):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
-    if decoding.takes(x, *parts[:2]):
-        inner = decoding.product(x, (parts[0], parts[1]), activation=kind)
-        if decoding.takes(inner, parts[2]):
-            return decoding.product(inner, (parts[2],), ends=True)
+    if products.takes(x, *parts[:2]):
+        inner = products.product(x, (parts[0], parts[1]), activation=kind)
+        if products.takes(inner, parts[2]):
+            return products.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
     if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
         return _drop(module, y, drops[1])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .._torch import is_transforming, is_unheard
 from ..errors import PatchError
 from ..generation.state import state
+from ..nn.linears import DTYPES, NAMES, REPLACED, function_of, is_plain, shared
 from ..ops.fp8_linear import (
     MULTIPLE,
     RECIPES,
@@ -29,8 +30,7 @@ from ..ops.fp8_linear import (
     fp8_linears,
     fp8_refusal,
 )
-from .linears import DTYPES, NAMES, REPLACED, function_of, is_plain, shared
-from .report import Row
+from ..report import Row
 
 LEAST_SIZE = 850
 """Of :func:`size_of`, from which on forward and backward pass are faster in fp8, with quantization.
@@ -153,7 +153,7 @@ def patch(model: nn.Module, recipe: Any) -> Iterator[Row]:
             required=f"one of {', '.join(map(repr, RECIPES))}",
             fix='flexops.patch(model, fp8="rowwise")',
         )
-    from .int4 import heads, plain_linears
+    from ..int4.layers import heads, plain_linears
 
     keep = heads(model)
     beside = {id(one): both for both in map(_gate_and_up, model.modules()) for one in both}
@@ -200,6 +200,8 @@ def why_kept(name: str, module: Any, keep: tuple[str, ...], beside: tuple[Any, .
         return "an output layer or a shared weight: its products stay 16-bit"
     if own is not None and getattr(function_of(module), "__name__", "") not in NAMES:
         return REPLACED
+    if module.weight.dtype not in DTYPES:
+        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')}"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return (
             f"its size, {module.out_features} x {module.in_features}, is not a multiple of"

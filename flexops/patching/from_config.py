@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import PatchError
+from ..report import Report
 from .apply import patch
 from .classes import is_architecture, require_transformers
-from .report import Report
 
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -73,8 +73,8 @@ def _weights(stored: Any) -> Any:
     """What a checkpoint of 4 bits has instead of 16-bit weights, None for other checkpoints."""
     if stored is None:
         return None
-    from ..ops._int4_formats import Declared, format_of, usable_group_size
-    from .int4_loading import Int4Config
+    from ..int4.checkpoints import Int4Config
+    from ..int4.formats import Declared, format_of, usable_group_size
 
     try:
         format_of(stored)

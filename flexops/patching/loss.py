@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import hears_of_parameters_only, is_unheard, product_dtype, tree_map
+from ..nn.linears import DTYPES, function_of
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import OfModel, plain
-from .linears import DTYPES, function_of
 
 _DEFERS = "_flexops_defers"
 _CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,7 +56,9 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size([*self.x.shape[:-1], self.head.out_features])
+        weight = self.head.weight  # Marian's is resized without out_features; ZeRO 3's has no shape
+        classes = weight.shape[0] if weight.dim() == 2 else self.head.out_features
+        return torch.Size([*self.x.shape[:-1], classes])
 
     @property
     def device(self) -> torch.device:
@@ -208,12 +210,25 @@ def head(
     """A model's last linear layer; with a target, the loss. It is computed here, where FSDP2's
     hooks have gathered the layer's parameters."""
     if target is not None:
+        _check_labels(target, len(module.weight), options.get("ignore_index", -100))
         biases = [one for one in (module.bias, bias) if one is not None]
         total = sum(biases[1:], biases[0]) * scale if biases else None
         return linear_cross_entropy(x, module.weight, target, total, **options)
     if skip_logits and module.__dict__.get(_DEFERS):
         return Logits(module, x, product_dtype(x))
     return plain(module, x)
+
+
+def _check_labels(target: Tensor, classes: int, ignored: int) -> None:
+    """Raise what torch's cross entropy does; on a GPU, where it stops the process, the loss of such
+    labels is NaN."""
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignored)]
+        if wrong.numel():
+            raise IndexError(
+                f"Target {int(wrong[0])} is out of bounds: labels are 0 to {classes - 1}, or"
+                f" {ignored} for tokens without a loss"
+            )
 
 
 def refusal(head: Any) -> str:

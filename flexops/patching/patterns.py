@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import Int4Linear
+from ..nn.linears import is_linear
 from . import convolution, experts, forwards, loss, projections, rope, torch_modules
-from .linears import is_linear
 from .probe import (
     CLASSES,
     INNER,
@@ -222,6 +222,15 @@ def _tiny_norm(module: Any) -> Miniature:
 # ---- feed-forward blocks -------------------------------------------------------------------------
 
 
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "none": F.gelu,
+    "tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: x.relu().square(),
+}
+
+
 def _kind(act: Any) -> str:
     """Which activation it is, by what it computes: "silu", "relu2", "none", "tanh" or "quick"
     (gelus), or "" for another."""
@@ -233,23 +242,10 @@ def _kind(act: Any) -> str:
             y = unheard(act)(x)
     except (Exception, SystemExit):  # it may require anything
         return ""
-    known = {
-        "silu": F.silu(x),
-        "none": F.gelu(x),
-        "tanh": F.gelu(x, approximate="tanh"),
-        "quick": x * torch.sigmoid(1.702 * x),
-        "relu2": x.relu().square(),
-    }
-    return next(
-        (
-            name
-            for name, expected in known.items()
-            if isinstance(y, Tensor)
-            and y.shape == x.shape
-            and torch.allclose(y, expected, 1e-5, 1e-5)
-        ),
-        "",
-    )
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return ""
+    same = (name for name, known in _KINDS.items() if torch.allclose(y, known(x), 1e-5, 1e-5))
+    return next(same, "")
 
 
 def _activation(module: Any) -> tuple[str, Any]:
@@ -387,9 +383,8 @@ def _tiny_attention(module: Any) -> Miniature:
     made = type(module)(
         WIDTH, 2, bias=module.in_proj_bias is not None, batch_first=module.batch_first
     )
-    hidden = torch.ones(
-        LENGTH if module.batch_first else 2, LENGTH if module.batch_first else 2, dtype=torch.bool
-    ).triu(1)
+    length = LENGTH if module.batch_first else 2
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 
@@ -453,7 +448,7 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
         isinstance(part, (nn.Embedding, nn.ModuleList)) for part in parts
     ):
         return Base(module)
-    if is_linear(module):
+    if is_linear(module) or type(module) is Int4Linear:
         return linear(WIDTH, WIDTH, module)
     if looks_like_norm(module):
         return tiny_norm(module)

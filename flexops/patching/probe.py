@@ -8,12 +8,9 @@ run as plain PyTorch here: nothing is compiled for it.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
-import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,15 +52,6 @@ def class_of(module: nn.Module) -> type:
 def own_class(module: nn.Module) -> type:
     """The class whose ``forward`` a module runs."""
     return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-
-
-@functools.cache
-def code_of(cls: Any) -> ast.AST:
-    """The syntax tree of a class's ``forward``; an empty one where there is no source."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
 
 
 def bare(module: nn.Module, **children: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..generation import products
 from ..generation.state import state
 from ..nn import Int4Linear
-from . import decoding
-from .forwards import is_ours
-from .linears import shared, together
+from ..nn.linears import shared, together
+from .forwards import given
 from .probe import Swap
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -24,7 +24,7 @@ def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
     is computed alone."""
     if torch.compiler.is_compiling():
         return _plainly(module, x)
-    if decoding.takes(x, *siblings):
+    if products.takes(x, *siblings):
         return _in_a_step(module, x, siblings)
     known = shared(module, x, siblings, together)
     return _plainly(module, x) if known is None else known
@@ -40,7 +40,7 @@ def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tenso
     made = state.projected
     if made is None or made[0] is not x:
         widths = [one.weight.shape[0] for one in siblings]
-        results = decoding.product(x, siblings).split(widths, -1)
+        results = products.product(x, siblings).split(widths, -1)
         made = state.projected = x, dict(zip(map(id, siblings), results, strict=True))
     found: Tensor = made[1][id(module)]
     return found
@@ -48,8 +48,8 @@ def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tenso
 
 def output(module: Any, x: Tensor) -> Tensor:
     """The linear layer behind attention."""
-    if not torch.compiler.is_compiling() and decoding.takes(x, module):
-        return decoding.product(x, (module,), ends=True)
+    if not torch.compiler.is_compiling() and products.takes(x, module):
+        return products.product(x, (module,), ends=True)
     return _plainly(module, x)
 
 
@@ -73,7 +73,6 @@ def refuse(module: Any) -> str:
         return "its projections are no plain linear layers"
     if len({one.in_features for one in linears}) > 1:
         return "its projections read tensors of different widths"
-    replaced = (one.__dict__.get("forward") for one in linears)
-    if any(forward is not None and not is_ours(forward) for forward in replaced):
+    if any(given(one) is not None for one in linears):
         return "a projection's forward was replaced before, by something else"
     return ""

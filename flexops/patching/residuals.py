@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..nn.linears import function_of, is_linear
+from ..report import Row
 from . import forwards
-from .linears import function_of, is_linear
 from .patterns import looks_like_norm, settings, tiny_norm
 from .probe import (
     LENGTH,
@@ -36,7 +37,6 @@ from .probe import (
     parameter,
     unheard,
 )
-from .report import Row
 
 _OUT = ""
 _OPERATOR = "add_rms_norm / add_layer_norm"
@@ -201,15 +201,17 @@ def _watched(layer: Any, args: Any, kwargs: Any, norms: list[str]) -> Structure:
     return watch.entry, watch.found
 
 
-def _sites(layer: Any, structure: Structure, after: Any) -> Swap:
+def _sites(layer: Any, structure: Structure, after: Any, last: bool = False) -> Swap:
     swaps = []
     for name, (norm, skip, stream) in structure[1].items():
         part = getattr(layer, name)
         target = getattr(layer, norm) if norm else after
         if target is None or not is_norm(target):
             continue
-        site = forwards.Site(target, skip, stream, None if norm else layer)
+        site = forwards.Site(target, skip, stream, None if norm else layer, last and not norm)
         inner = part.__dict__.get("forward")
+        if function_of(part) is forwards.added:
+            inner = inner.keywords.get("inner")
         options = {"inner": inner} if inner is not None else {}
         swaps.append((part, functools.partial(forwards.added, part, site=site, **options)))
     return swaps
@@ -297,7 +299,8 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
         if not reason:
             after = following.get(id(layer))
             entry = getattr(after, _entry(after), None) if after is not None else None
-            sites = _sites(layer, structure, after if is_norm(after) else entry)
+            last = is_norm(after)
+            sites = _sites(layer, structure, after if last else entry, last)
             reason = "" if sites else "no norm reads a sum that it makes"
             for part, forward in () if reason else sites:
                 part.__dict__["forward"] = forward

@@ -3,7 +3,6 @@ function among the names that it sees."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import types
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..generation import state
+from ..generation.sources import hands_rotated_on
+from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
-from .linears import DTYPES
-from .probe import LENGTH, WIDTH, Miniature, Swap, code_of, disagreement, own_class
+from .probe import LENGTH, WIDTH, Miniature, Swap, disagreement, own_class
 
 _DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
@@ -26,19 +26,17 @@ _FIXED = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles do not depend on how long a sequence is."""
 
 
-def apply_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """transformers' function of this name: ``cos`` and ``sin`` are ``[batch or 1, length,
-    rotary_dim]``, each number twice."""
-    if unsqueeze_dim == 2:
-        q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2)
-    return rotary_embedding(q, k, cos, sin)
-
-
 # ---- what modeling files have --------------------------------------------------------------------
-# Each takes (q, k, cos, sin, unsqueeze_dim, sections).
+
+
+def _rotated(q: Any, k: Any, cos: Any, sin: Any, dim: int, interleaved: bool = False) -> Any:
+    """With tables ``[batch or 1, length, rotary_dim]`` that have each number twice; with ``dim=2``
+    heads come behind positions."""
+    if dim != 2:
+        return rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+    q, k = (x.transpose(1, 2) for x in (q, k))
+    q, k = rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
@@ -46,85 +44,77 @@ def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     if later is not None:  # a decode step: attention rotates what it appends
         state.rotate_later(*later)
         return q, k
-    return apply_rotary_pos_emb(q, k, cos, sin, dim)
-
-
-def _neighbours(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """Pairs are neighbours, and so are the tables' equal numbers."""
-    if dim == 2:
-        q, k = rotary_embedding(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=True)
-        return q.transpose(1, 2), k.transpose(1, 2)
-    return rotary_embedding(q, k, cos, sin, interleaved=True)
-
-
-def _neighbours_of_halves(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """The same with the tables of :func:`_half`."""
-    half = cos.shape[-1] // 2
-    cos, sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
-    return _neighbours(q, k, cos, sin, dim, None)
+    return _rotated(q, k, cos, sin, dim)
 
 
 def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """Neighbours are put half of the width apart, and rotated there: DeepSeek."""
     q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return apply_rotary_pos_emb(q, k, cos, sin, dim)
-
-
-def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """The tables have each number once: gpt-oss."""
-    cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
-    return apply_rotary_pos_emb(q, k, cos, sin, dim)
-
-
-def _neighbours_short(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
-    """The same for neighbours, and heads come behind positions: GPT-J."""
-    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
-    return _neighbours(q, k, cos, sin, 2, None)
+    return _rotated(q, k, cos, sin, dim)
 
 
 def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """By the negative angle: nanochat."""
-    return apply_rotary_pos_emb(q, k, cos, -sin, dim)
+    return _rotated(q, k, cos, -sin, dim)
 
 
 def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    """Neighbours among the last numbers of each head, by tables that have each number once:
-    DeepSeek V4."""
     width = 2 * cos.shape[-1]
     (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
-    cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
-    of_q, of_k = _neighbours(of_q, of_k, cos, sin, dim, None)
+    cos, sin = _twice(cos), _twice(sin)
+    of_q, of_k = _rotated(of_q, of_k, cos, sin, dim, True)
     return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
 
 
 def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
-    """Tables of time, height and width, of each of which a part of the width is taken: Qwen-VL."""
     cos, sin = (
         torch.cat([m[i % 3] for i, m in enumerate(table.split(list(sections) * 2, -1))], -1)
         for table in (cos, sin)
     )
-    return apply_rotary_pos_emb(q, k, cos, sin, dim)
+    return _rotated(q, k, cos, sin, dim)
 
 
 def _flat(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
-    """``[length, heads, width]`` and tables ``[length, width]``: vision."""
     q, k = rotary_embedding(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
     return q[0].transpose(0, 1), k[0].transpose(0, 1)
 
 
+def _twice(table: Tensor) -> Tensor:
+    """Each number of a table, and itself as its neighbour."""
+    return table.repeat_interleave(2, -1)
+
+
+def _pairs(table: Callable[[Tensor], Tensor], heads_last: bool = False) -> Callable[..., Any]:
+    """Pairs are neighbours, by what ``table`` makes of the tables."""
+    return lambda q, k, cos, sin, dim, _: _rotated(
+        q, k, table(cos), table(sin), 2 if heads_last else dim, True
+    )
+
+
+def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+    cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
+    return _rotated(q, k, cos, sin, dim)
+
+
 _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "half": (_half, "halves", 3),
-    "neighbours": (_neighbours, "neighbours", 3),
-    "neighbours of halves": (_neighbours_of_halves, "halves", 3),
+    "neighbours": (_pairs(lambda table: table), "neighbours", 3),
+    # pairs are neighbours, and tables those of halves
+    "neighbours of halves": (_pairs(lambda x: _twice(x[..., : x.shape[-1] // 2])), "halves", 3),
+    # neighbours are put half of the width apart, and rotated there: DeepSeek
     "sorted": (_sorted, "halves", 3),
+    # tables have each number once: gpt-oss; and for neighbours with heads last: GPT-J
     "short": (_short, "once", 3),
-    "neighbours short": (_neighbours_short, "once", 3),
+    "neighbours short": (_pairs(_twice, True), "once", 3),
+    # by the negative angle: nanochat
     "backward": (_backward, "halves", 3),
+    # neighbours among the last numbers of each head: DeepSeek V4
     "trailing": (_trailing, "few", 3),
+    # tables of time, height and width, of each of which a part of the width is taken: Qwen-VL
     "sections": (_sections, "halves", 4),
+    # [length, heads, width] and tables [length, width]: vision
     "flat": (_flat, "halves", 2),
 }
-"""Each with how its tables repeat their numbers, and how many dimensions they have."""
+"""Each takes (q, k, cos, sin, unsqueeze_dim, sections); with how its tables repeat their numbers,
+and how many dimensions they have."""
 _NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim", "mrope_section")
 
 
@@ -299,25 +289,10 @@ def refusal(module: Any) -> str | None:
 def rotates_last(model: nn.Module) -> bool:
     """Whether attention gets what is rotated as it is: no part of a model, such as Hunyuan's norms,
     reads it before."""
-    return all(_hands_on(own_class(one)) for one in model.modules() if original(one) is not None)
-
-
-@functools.cache
-def _hands_on(cls: Any) -> bool:
-    """Whether a class's code calls no part of its own with what it has rotated."""
-    found, nodes = _original(cls.__dict__["forward"]), list(ast.walk(code_of(cls)))
-    rotated: set[str] = set()
-    for one in nodes:
-        name = getattr(getattr(getattr(one, "value", None), "func", None), "id", "")
-        if isinstance(one, ast.Assign) and found and name == found[0]:
-            rotated |= {x.id for x in ast.walk(one.targets[0]) if isinstance(x, ast.Name)}
-            line = one.lineno
-    return bool(rotated) and not any(
-        isinstance(one, ast.Call)
-        and one.lineno > line
-        and ast.unparse(one.func).startswith("self.")
-        and any(getattr(x, "id", "") in rotated for x in one.args)
-        for one in nodes
+    return all(
+        hands_rotated_on(cls, found[0])
+        for cls in set(map(own_class, model.modules()))
+        if (found := _original(cls.__dict__["forward"])) is not None
     )
 
 

@@ -1,4 +1,4 @@
-"""Layers in one decode step of :mod:`flexops.generation`: products normalize what they read, and
+"""Layers in one decode step: products normalize what they read, and
 add the residual."""
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from .._torch import is_unheard
+from ..generation import products
 from ..generation.state import state
-from . import decoding, forwards, residuals
+from ..nn.linears import FP8, function_of
+from . import forwards, residuals
 from .forwards import plain
-from .linears import FP8, function_of
 from .probe import Swap, disagreement
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -79,15 +80,15 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     x, attention, block = hidden_states, module.self_attn, module.mlp
     linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     known = _runs(attention, "attention") and all(_runs(one, "projection") for one in linears)
-    known = known and decoding.takes(x, *linears)
+    known = known and products.takes(x, *linears)
     ends = _runs(getattr(attention, "o_proj", None), "output")
-    normed = decoding.without_norm(x, module.input_layernorm, known)
-    with decoding.leaving(x, ends) as add:
+    normed = products.without_norm(x, module.input_layernorm, known)
+    with products.leaving(x, ends) as add:
         x = add(_inner(attention)(hidden_states=normed, **kwargs)[0])
     parts = [getattr(block, name) for name in _names(block)]
-    gated = bool(parts) and decoding.takes(x, *parts[:2])
-    normed = decoding.without_norm(x, module.post_attention_layernorm, gated)
-    with decoding.leaving(x, gated and decoding.ends_a_block(parts[2])) as add:
+    gated = bool(parts) and products.takes(x, *parts[:2])
+    normed = products.without_norm(x, module.post_attention_layernorm, gated)
+    with products.leaving(x, gated and products.ends_a_block(parts[2])) as add:
         return add(_inner(block)(normed))
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_unheard
+from ..nn.linears import DTYPES, is_bare, is_plain
 from ..ops.activation import bias_gelu, bias_silu
 from ..ops.scaled_dot_product_attention import scaled_dot_product_attention
 from .forwards import plain, replacement
-from .linears import DTYPES, is_bare, is_plain
 
 ACTIVATIONS = (nn.GELU, nn.SiLU)
 

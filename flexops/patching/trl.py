@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.linears import function_of
 from ..ops.linear_logprobs import with_statistics
-from .linears import function_of
 from .loss import head
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"

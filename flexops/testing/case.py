@@ -10,66 +10,11 @@ import torch
 from torch import Tensor
 
 from flexops._torch import tree_leaves
+from flexops.ops._self_check import Make as Make
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Shape = tuple[int, ...]
 Args = tuple[Any, ...]
-
-
-class Make:
-    """Draws a case's inputs: ``make(4, 8)`` is normal, of the dtype and on the device that are
-    tested, the same numbers on every device."""
-
-    def __init__(
-        self, dtype: torch.dtype, device: str, *, seed: int = 0, in_place: bool = False
-    ) -> None:
-        self.dtype, self.device = dtype, device
-        # tensors of gigabytes are made where they are needed, without an intermediate
-        self._on_device = in_place
-        self.generator = torch.Generator(device if in_place else "cpu").manual_seed(seed)
-
-    def __call__(
-        self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        dtype = dtype or self.dtype
-        if self._on_device:
-            return torch.empty(shape, dtype=dtype, device=self.device).normal_(
-                shift, scale, generator=self.generator
-            )
-        return (
-            (torch.randn(shape, generator=self.generator) * scale + shift).to(dtype).to(self.device)
-        )
-
-    def uniform(
-        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        device = self.device if self._on_device else "cpu"
-        return (
-            torch.rand(shape, generator=self.generator, device=device)
-            .mul_(high - low)
-            .add_(low)
-            .to(dtype or self.dtype)
-            .to(self.device)
-        )
-
-    def integers(
-        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64
-    ) -> Tensor:
-        return (
-            torch.randint(
-                low,
-                high,
-                shape,
-                generator=self.generator,
-                device=self.device if self._on_device else "cpu",
-            )
-            .to(dtype)
-            .to(self.device)
-        )
-
-    def booleans(self, *shape: int, likely: float = 0.5) -> Tensor:
-        device = self.device if self._on_device else "cpu"
-        return (torch.rand(shape, generator=self.generator, device=device) < likely).to(self.device)
 
 
 class Refusal(NamedTuple):

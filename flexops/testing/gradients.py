@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -126,26 +127,26 @@ class Gradients:
 
     @only(has_gradient)
     def test_a_gradient_penalty_is_refused(self, case: Case, device: str) -> None:
-        """Of which torch's own mark for such functions makes nothing, without a word."""
-        args = copies(
-            case.inputs(Make(case.dtypes[0], device), case.shapes[0]), case.differentiable
-        )
-        loss: Any = sum(
-            output.square().sum() for output in tensors_of(case.call(*args)) if output.requires_grad
-        )
-        gradients = torch.autograd.grad(
-            loss,
-            [args[position] for position in case.differentiable],
-            create_graph=True,
-            allow_unused=True,
-        )
-        with pytest.raises(
-            RuntimeError, match=r"differentiate twice|modified by an inplace operation"
-        ):
-            (
-                loss
-                + sum(gradient.square().sum() for gradient in gradients if gradient is not None)
-            ).backward()
+        """Of which torch's own mark for such functions makes nothing, without a word. Where one
+        argument alone requires a gradient, and where the loss is a sum of results, little of what
+        the backward pass reads has a graph."""
+        inputs = case.inputs(Make(case.dtypes[0], device), case.shapes[0])
+
+        def second(function: Any, args: Args, positions: Sequence[int], squared: bool) -> Any:
+            args = copies(args, positions)
+            leaves = [args[position] for position in positions]
+            outputs = [one for one in tensors_of(function(*args)) if one.requires_grad]
+            loss: Any = sum((one.square() if squared else one).sum() for one in outputs)
+            first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+            penalty = sum(one.square().sum() for one in (*leaves, *first) if one is not None)
+            return torch.autograd.grad(penalty, leaves), [2 * one for one in leaves]
+
+        for positions in (case.differentiable, *((one,) for one in case.differentiable)):
+            for squared in (False, True):
+                wide = second(case.oracle, cast(inputs, torch.float64), positions, squared)
+                if not all(map(torch.equal, *wide)):
+                    with pytest.raises(RuntimeError, match="differentiate twice"):
+                        second(case.call, inputs, positions, squared)
 
     @only(lambda case: has_gradient(case) and "in place" not in case.name)
     def test_gradients_by_torch_func(self, case: Case, device: str) -> None:

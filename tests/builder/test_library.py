@@ -39,6 +39,18 @@ def test_what_is_no_reference_or_gradient(library):
         twice.backward(3)
     with pytest.raises(FlexopsError, match="saves='x'"):
         twice.backward(lambda _, grad: grad, saves="x")
+    with pytest.raises(FlexopsError, match=r"(?s)takes other arguments.*required: \(ctx, grad\)"):
+        twice.backward(lambda ctx: ctx)
+    for hook in ("check", "fake", "self_check"):
+        with pytest.raises(FlexopsError, match=r"of unit_library_\d+.twice cannot be 3"):
+            getattr(twice, hook)(3)
+    with pytest.raises(TypeError, match=r"^unit_library_\d+.twice: got an unexpected .* 'factor'"):
+        twice(torch.ones(2), factor=2.0)
+
+
+def test_a_root_that_is_no_path():
+    with pytest.raises(FlexopsError, match="fix: root=__file__"):
+        Library("unit_library_root", root=3)
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,9 @@ def test_list(entry):
         ["baseline"],
     )
     assert told["last_used"] == pytest.approx(entry.last_used)
-    line = flexops("list").stdout
-    assert "tiny-cpu" in line
-    assert entry.manifest.key[:12] in line
+    header, line = (re.split(r"\s{2,}", one) for one in flexops("list").stdout.splitlines())
+    assert header[:5] == ["name", "key", "size", "last used", "for"]
+    assert line[:2] == ["tiny-cpu", entry.manifest.key[:12]]
 
 
 def test_prune_and_clear(entry, cache_dir):
@@ -118,7 +119,9 @@ def test_the_list_wraps(cache_dir, tmp_path, monkeypatch, columns):
         BuildCache(cache_dir),
         plan._replace(isa_levels=("avx512",)),
         architectures=("8.0", "8.6", "9.0", "9.0a", "10.0", "10.3", "12.0", "12.1+PTX"),
+        cuda_version="13.0",
     )
+    assert [one["cuda_version"] for one in json.loads(flexops("list", "--json").stdout)] == ["13.0"]
     (line,) = [line for line in flexops("list").stdout.splitlines() if "an_extension" in line]
     assert "somebody_s_whole_project" in line, "one line for each where a program reads them"
     assert "8.0, 8.6, 9.0, 9.0a, 10.0, 10.3, 12.0, 12.1+PTX" in line

@@ -269,7 +269,8 @@ OLD_DRIVER = blind("The NVIDIA driver on your system is too old")
 @pytest.mark.parametrize(
     ("fact", "gpus", "visible", "status", "word"),
     [
-        (CUDA_TORCH, WITH_GPU, None, "ok", "1 GPU"),
+        (CUDA_TORCH, WITH_GPU, None, "ok", "torch can use 1 GPU "),
+        (replace(CUDA_TORCH, gpu_count=2), WITH_GPU, None, "ok", "torch can use 2 GPUs "),
         (CUDA_TORCH, NO_GPU, None, "ok", "no GPU"),
         (TorchFact("broken"), WITH_GPU, None, "ok", "cannot be imported"),
         (CPU_TORCH, WITH_GPU, None, "warn", "CPU build"),
@@ -427,6 +428,7 @@ SYSTEM = "/usr/local/cuda/lib64/libcudart.so.13.0.96"
         ((), {}, "ok", ("none loaded",)),
         ((LoadedLibrary("libcudart.so.13", OWN),), {}, "ok", ("1 loaded",)),
         ((LoadedLibrary("libstdc++.so.6", "/usr/lib/libstdc++.so.6"),), {}, "ok", ("none loaded",)),
+        ((LoadedLibrary("shim.so", "/x/shim.so"),), {}, "ok", ("1 loaded",)),
         (
             (LoadedLibrary("libcudart.so.13.0.96", SYSTEM),),
             {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"},

@@ -3,6 +3,7 @@ status is what it says."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -93,6 +94,33 @@ def test_text_begins_and_ends_with_the_verdict_and_is_grouped_and_aligned():
     assert text[1] == text[-1]
     assert text[-1].startswith("fail: ")
     assert "1 fail: ninja; 1 warn: launcher" in text[-1]
+
+
+def test_a_finding_that_is_ok_has_no_style_and_no_target_no_heading():
+    lines = list(report.lines(DoctorReport(None, (Section("tools", (GOOD, BAD)),))))
+    assert lines[0] == ("flexops doctor", "bold")
+    styles = {text[:6]: style for text, style in lines}
+    assert styles["  ok  "] == "" != styles["  fail"]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "as_json", "term", "waits"),
+    [
+        (True, False, "xterm", True),
+        (True, False, "dumb", False),
+        (True, True, "xterm", False),
+        (False, False, "xterm", False),
+    ],
+)
+def test_only_a_terminal_sees_that_it_takes_a_moment(monkeypatch, terminal, as_json, term, waits):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(report, "examine", lambda _: whole(GOOD))
+    report.run(None, as_json=as_json, strict=False)
+    said = stream.getvalue()
+    assert said.startswith("flexops doctor: looking") == waits == said.endswith("\r\033[K")
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_int4_checkpoints import (
+from test_checkpoints import (
     GOLDEN,
     X,
     assert_no_worse_than_rounding,

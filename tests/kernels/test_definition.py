@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -594,6 +595,34 @@ def test_a_gradient_may_be_given_later_and_taken_back() -> None:
     assert torch.autograd.grad(second(x, 2.0).sum(), x)[0].tolist() == [7.0, 7.0, 7.0]
     with pytest.raises(RuntimeError, match=NO_GRADIENT):
         again()(x, 2.0).sum().backward()
+
+
+@pytest.mark.parametrize("by_a_kernel", [False, True])
+def test_a_gradient_penalty_is_right_or_rejected(by_a_kernel: bool) -> None:
+    """A backward pass of torch's functions has derivatives; one by a kernel without a gradient has
+    none."""
+    times = define(
+        schema="no_gradient::times(Tensor x, float factor) -> Tensor",
+        name="scale",
+        reference=lambda x, factor: x * factor,
+    )
+
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * (times(x, 1.0) if by_a_kernel else x), None
+
+    square = define(
+        schema=f"no_gradient::square_{by_a_kernel}(Tensor x, float factor) -> Tensor",
+        name="scale",
+        reference=lambda x, factor: factor * x * x,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),  # noqa: ARG005
+        backward=gradient,
+    )
+    x = torch.arange(3.0).requires_grad_()
+    (of_x,) = torch.autograd.grad(square(x, 1.0).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=NO_GRADIENT) if by_a_kernel else nullcontext():
+        (second,) = torch.autograd.grad(of_x.square().sum(), x)
+        assert second.tolist() == [0.0, 8.0, 16.0]
 
 
 def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:

@@ -121,11 +121,17 @@ def test_order_is_stable() -> None:
     assert offsets.tolist() == [3, 4, 7]
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Of tokens that another product has converted before, too."""
     x, choices, weights, gate_up, down = block()
+    x = x.to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         assert flexops.gated_experts(x, choices, weights, gate_up, down).dtype == torch.bfloat16
         assert flexops.grouped_linear(x, gate_up, ends((3, 1, 0, 2, 5))).dtype == torch.bfloat16
+    if dtype != gate_up.dtype:
+        with pytest.raises(TypeError, match=r"weight must be torch\.bfloat16, as x"):
+            flexops.grouped_linear(x, gate_up, ends((3, 1, 0, 2, 5)))
 
 
 @pytest.mark.parametrize("offsets", [[3, 2, 8, 9], [-1, 2, 8, 9], [3, 4, 8, 12]])

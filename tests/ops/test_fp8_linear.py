@@ -166,6 +166,16 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
     assert of_weight.isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [2.0**80, 2.0**-60])
+def test_gradients_of_any_magnitude_keep_their_bits(factor: float) -> None:
+    weight, given = draw(16, 32).requires_grad_(), draw(4, 16)
+    x = draw(4, 32).requires_grad_()
+    expected = torch.autograd.grad(flexops.fp8_linear(x, weight), (x, weight), given)
+    found = torch.autograd.grad(flexops.fp8_linear(x, weight), (x, weight), given * factor)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other * factor)
+
+
 def test_a_frozen_weight_keeps_no_input() -> None:
     kept: list[Tensor] = []
     x, weight = draw(6, 32).requires_grad_(), draw(16, 32)

@@ -142,13 +142,17 @@ def test_gradients_are_those_of_the_dense_product(rows: int) -> None:
     weight = flexops.quantize_int4(random_x(40, 128, dtype=torch.float32))
     dense = flexops.unpack_int4(weight)
     x = random_x(rows, 128, dtype=torch.float32).requires_grad_()
-    bias = random_x(40, dtype=torch.float32)
+    bias = random_x(40, dtype=torch.float32).requires_grad_()
     out = flexops.int4_linear(x, weight, bias)
     grad = random_x(rows, 40, dtype=torch.float32)
     saved = out.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert sum(one.nbytes for one in saved) == weight.nbytes
     out.backward(grad)
     torch.testing.assert_close(x.grad, grad @ dense)
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+    weight.scales.requires_grad_()
+    with pytest.raises(ValueError, match=r"weight\.scales must not require a gradient"):
+        flexops.int4_linear(x, weight)
 
 
 @pytest.mark.usefixtures("native")
@@ -319,3 +323,8 @@ def test_bad_input_is_named(call: Callable[[], object], error: type[Exception], 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_self_check(device: str) -> None:
     assert module.self_check(device) < 1e-3
+
+
+def test_from_linear_names_what_is_no_layer():
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, got int"):
+        flexops.nn.Int4Linear.from_linear(3)

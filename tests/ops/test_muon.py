@@ -59,8 +59,12 @@ def test_products(
     added = drawn(*product.shape, device=device, dtype=dtype)
     added = added + added.mT if symmetric else added
     identity = torch.eye(product.shape[1], product.shape[2], dtype=torch.float64)
+    over = added.clone()
+    same = muon.product(a, b, form, symmetric=symmetric, added=over, beta=1.0, over=True)
+    assert same.data_ptr() == over.data_ptr()
     for actual, expected in (
         (muon.product(a, b, form, symmetric=symmetric), product),
+        (same, product + added.double().cpu()),
         (
             muon.product(
                 a, b, form, symmetric=symmetric, alpha=0.5, added=added, beta=-2.0, diagonal=3.0

@@ -11,12 +11,14 @@ import re
 import subprocess
 import sys
 import traceback
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from penalty_cases import PENALTIES, PLAIN, WITHOUT_GRADIENT
 from processes import completed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -97,6 +99,93 @@ def test_what_is_around_a_transform_gets_its_gradient(x):
         )
         gradients.append(torch.autograd.grad(inner.square().sum(), weight)[0])
     torch.testing.assert_close(*gradients)
+
+
+REJECTED = (
+    r"differentiate twice|must not require a gradient|has no gradient|written in place|torch\.func"
+    r"|inplace must be False"
+)
+
+
+def penalized(
+    function: Any, args: Any, positions: tuple[int, ...], squared: bool, asked: tuple[int, ...]
+) -> Any:
+    """The gradients, with respect to ``asked``, of the squares of ``positions`` and of their
+    gradients; by torch.func if none are asked for."""
+
+    def loss(*some: Tensor) -> Tensor:
+        given = dict(zip(positions, some, strict=True))
+        result = function(*(given.get(i, one) for i, one in enumerate(args)))
+        return (result.square() if squared else result).sum()
+
+    if not asked:
+        numbers = tuple(range(len(positions)))
+
+        def total(*some: Tensor) -> Any:
+            firsts = torch.func.grad(loss, numbers)(*some)
+            return sum(one.square().sum() for one in (*some, *firsts))
+
+        return torch.func.grad(total, numbers)(*(args[i] for i in positions))
+    leaves = {i: args[i].detach().clone().requires_grad_() for i in positions}
+    value = loss(*leaves.values())
+    if not value.requires_grad:
+        return [args[i] * 2 for i in asked]
+    firsts = torch.autograd.grad(value, [*leaves.values()], create_graph=True, allow_unused=True)
+    penalty = sum(one.square().sum() for one in (*leaves.values(), *firsts) if one is not None)
+    return torch.autograd.grad(
+        penalty, [leaves[i] for i in asked], allow_unused=True, materialize_grads=True
+    )
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("transforms", [False, True], ids=["autograd", "func"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_gradient_penalty_is_right_or_rejected(name, transforms):
+    """Whichever arguments require a gradient, and whichever are asked for. Where the loss is the
+    sum of results, no gradient that comes in requires one."""
+    if transforms and name.startswith("fp8 "):
+        pytest.skip("layers of patched models do not compute in fp8 under transforms")
+    function, *args = PENALTIES[name]
+    plain, doubled = PLAIN.get(name), [one.double() for one in args]
+    for positions in chain.from_iterable(
+        combinations(range(len(args)), n + 1) for n in range(len(args))
+    ):
+        for squared, asked in product(
+            (False, True), [()] if transforms else {positions, *((one,) for one in positions)}
+        ):
+            actual = attempted(penalized, function, args, positions, squared, asked)
+            if isinstance(actual, Exception):
+                assert re.search(REJECTED, str(actual)), actual
+                continue
+            assert plain, (positions, squared, asked)
+            expected = penalized(plain, doubled, positions, squared, asked or positions)
+            for one, other in zip(actual, expected, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def attempted(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return error
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.parametrize("name", PENALTIES)
+def test_forward_mode_is_rejected_by_name(name):
+    if name.startswith("fp8 "):
+        pytest.skip("layers of patched models raise torch's error")
+    function, first, *args = PENALTIES[name]
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(first, torch.ones_like(first))
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"flexops\."):
+            function(x, *args)
+
+
+def test_every_public_function_is_asked_for_a_penalty():
+    ops = [name for name, module in flexops._PUBLIC.items() if module.startswith("ops.")]
+    functions = {name for name in ops if name.islower() and not name.endswith("_")}
+    assert functions == {name.split()[0] for name in PENALTIES} & functions | WITHOUT_GRADIENT
 
 
 WRONG = {
@@ -386,6 +475,47 @@ def test_the_reference_stands_in_for_a_kernel_that_is_not_available(monkeypatch)
         op(torch.ones(3))
 
 
+X, ROWS = torch.randn(4, 64), torch.zeros(4, dtype=torch.int64)
+QUERY = torch.randn(1, 2, 8, 16)
+TABLE = torch.ones(8, 8)
+NOT_NUMBERS = {
+    "scaled_dot_product_attention": ((QUERY, QUERY, QUERY, "a"), {}, "attn_mask must be a tensor"),
+    "attention": ((QUERY, QUERY, QUERY), {"scale": "a"}, "scale must be a number or None, got str"),
+    "attention(softcap)": ((QUERY, QUERY, QUERY), {"softcap": "a"}, "softcap must be a number"),
+    "attention(score_mod)": (
+        (QUERY, QUERY, QUERY), {"score_mod": lambda s: s}, r"be a function of \(score, b, h, q, k\)"
+    ),
+    "attention_with_kvcache": ((QUERY,) * 3, {"softcap": "a"}, "softcap must be a number"),
+    "cross_entropy": ((X, ROWS), {"ignore_index": "a"}, "ignore_index must be a whole number"),
+    "cross_entropy(z_loss)": ((X, ROWS), {"z_loss": "a"}, "z_loss must be a number, got 'a'"),
+    "linear_cross_entropy": ((X, X, ROWS), {"softcap": "a"}, "softcap must be a number, got 'a'"),
+    "logprobs": ((X, ROWS), {"temperature": "a"}, "temperature must be a number, got 'a'"),
+    "logprobs(softcap)": ((X, ROWS), {"softcap": "a"}, "softcap must be a number, got 'a'"),
+    "route_tokens": ((X, 2.5), {}, "k must be a whole number, got float"),
+    "rotary_embedding": (
+        (QUERY, QUERY, TABLE, TABLE), {"interleaved": "a"}, "interleaved must be True or False"
+    ),
+    "lion_": (([X], [X], [X]), {"lr": 0.1, "beta1": "a", "beta2": 0.9, "weight_decay": 0.0},
+              "beta1 must be a number, got 'a'"),
+    "grad_norm": (([X],), {"norm_type": "a"}, "norm_type must be a number, got 'a'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", NOT_NUMBERS)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_what_is_no_number_is_named(call, differentiable):
+    name = call.partition("(")[0]
+    args, options, said = NOT_NUMBERS[call]
+    args = [
+        one.clone().requires_grad_()
+        if differentiable and isinstance(one, Tensor) and one.is_floating_point()
+        else one
+        for one in args
+    ]
+    with pytest.raises(TypeError, match=rf"^flexops\.{name}: .*{said}"):
+        getattr(flexops, name)(*args, **options)
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_importing_collects_no_garbage_and_leaves_the_collector_as_it_was(collects):
     code = f"""
@@ -398,6 +528,27 @@ import flexops
 assert gc.isenabled() == {collects} and 2 not in seen, (gc.isenabled(), seen)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_importing_leaves_to_the_first_call_what_it_alone_needs():
+    code = """
+import sys, torch, flexops
+late = "flexops.build.load.loader", "flexops.build.describe.schema", "flexops.settings"
+assert not {*late} & {*sys.modules}, {*late} & {*sys.modules}
+assert torch.ops.flexops.rms_norm.default and torch.ops.flexops.rms_norm_plain.default
+flexops.bias_relu2(torch.ones(2, 8), torch.ones(8))
+assert late[0] in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_compiled_call_asks_for_native_kernels():
+    """Though what answers is imported inside. The first answer is not the compiler's to trace."""
+    _register.has_native("grouped_linear", "cpu")
+    ask = torch.compile(
+        lambda x: x + _register.has_native("grouped_linear", "cpu"), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(ask(torch.zeros(2)), torch.zeros(2))
 
 
 def test_a_refusal_is_shown_once():

@@ -272,3 +272,8 @@ def test_a_model_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_a_momentum_that_is_no_number_is_named() -> None:
+    with pytest.raises(TypeError, match="momentum must be a number, got 'a'"):
+        optim.Muon([torch.nn.Parameter(torch.ones(2, 2))], momentum="a")  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import zoo
 from torch import Tensor, nn
 
 import flexops
 from flexops.build.load import loader
-from flexops.patching import linears
+from flexops.nn import linears
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +107,57 @@ def test_in_bfloat16_it_is_no_further_from_the_truth(name: str, device: str) -> 
     patched = distance(results(model, inputs, **logits_too(name)), truth, 0.1)
     assert max(patched.values()) < 1.5 * max(plain.values()), (patched, plain)
     assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_under_autocast_the_last_norm_gives_float32(name):
+    """It reads a sum in float32, which no linear layer reads next."""
+    model = zoo.tiny(name).base_model.eval()
+    tokens = torch.arange(3, 21).view(2, 9)
+    with torch.no_grad():
+        truth = model(tokens).last_hidden_state
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = model(tokens).last_hidden_state
+            flexops.patch(model)
+            patched = model(tokens).last_hidden_state
+    assert patched.dtype == plain.dtype == torch.float32
+    assert (patched - truth).norm() < 1.2 * (plain - truth).norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layer_norms_that_autocast_widens(device, monkeypatch):
+    """ELECTRA's layers read a linear layer's result, so that torch's layer norms alone, on a GPU,
+    make the residual float32."""
+    if device == "cpu":
+        monkeypatch.setattr(
+            "flexops.patching.forwards.widens_layer_norm",
+            lambda x: x.dtype == torch.bfloat16 and torch.is_autocast_enabled("cpu"),
+        )
+    model = zoo.tiny("electra").electra.eval().to(device)
+    tokens = torch.arange(3, 21, device=device).view(2, 9)
+    with torch.no_grad():
+        truth = model(tokens).last_hidden_state
+        with torch.autocast(device, torch.bfloat16):
+            plain = model(tokens).last_hidden_state
+            flexops.patch(model)
+            patched = model(tokens).last_hidden_state
+    assert patched.dtype == torch.float32
+    if device == "cuda":
+        assert plain.dtype == torch.float32
+    assert (patched - truth).norm() < 1.1 * (plain - truth).norm()
+
+
+@pytest.mark.parametrize("label", [97, -1])
+def test_a_label_that_is_no_word_is_an_error_as_in_torch(label):
+    model, inputs = tiny.model("llama"), tiny.batch("llama")
+    label = tiny.WORDS["vocab_size"] if label > 0 else label
+    inputs["labels"][1, 3] = label
+    for _ in range(2):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            model(**inputs)
+        flexops.patch(model)
+    inputs["labels"][1, 3] = 5
+    assert model(**inputs).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", [*tiny.CAUSAL, "bert"])
@@ -207,6 +260,11 @@ def test_eager_attention_that_was_chosen_stays() -> None:
     assert weights[0].shape[-1] == tiny.LENGTH
     for chosen in ("sdpa", None):  # the default, written out or not
         assert attention_row(flexops.patch(tiny.model("llama", attn_implementation=chosen))).swapped
+    model = tiny.model("llama")
+    flexops.patch(model)
+    model.set_attn_implementation("eager")
+    flexops.unpatch(model)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("padding", ["", "left"])
@@ -258,6 +316,19 @@ def test_a_head_that_was_resized_has_the_fused_loss(name: str) -> None:
     expected = results(model, inputs)
     del expected["logits"]
     assert max(distance(actual, expected).values()) < 2e-5
+
+
+def test_a_head_whose_weight_alone_was_resized_has_the_fused_loss():
+    """Marian ties the resized weight to a head that keeps its number of outputs."""
+    model = zoo.tiny("marian")
+    inputs = zoo.batch(model, False)
+    flexops.patch(model)
+    model.resize_token_embeddings(103, mean_resizing=False)
+    output = model(**inputs)
+    assert output.logits is None
+    expected = model(**inputs, skip_logits=False)
+    assert expected.logits.shape[-1] == 103
+    torch.testing.assert_close(output.loss, expected.loss)
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -627,6 +698,38 @@ def test_a_forward_that_somebody_else_replaced_stays() -> None:
     assert model.model.norm(3) == 3
 
 
+def chain(module: Any) -> list[Any]:
+    """What a module's ``forward`` calls, from without."""
+    found, forward = [], module.__dict__.get("forward")
+    while forward is not None:
+        found.append(getattr(forward, "func", forward))
+        forward = getattr(forward, "keywords", {}).get("inner")
+    return found
+
+
+def test_unpatch_gives_a_forward_back_that_somebody_else_replaced():
+    """Of a model that generates, and of parts whose results are added to the residual: Liger's and
+    accelerate's are wrapped."""
+    model = tiny.model("llama")
+    parts = (model, model.model.layers[0].mlp, model.model.layers[1].self_attn, model.model.norm)
+    given = [types.MethodType(type(one).forward, one) for one in parts]
+    for one, forward in zip(parts, given, strict=True):
+        one.forward = forward
+    found = []
+    for _ in range(2):
+        flexops.patch(model)
+        found.append([chain(one) for one in model.modules()])
+    assert found[0] == found[1]
+    chains = [chain(one) for one in parts]
+    assert [one[-1] for one in chains] == given
+    assert [len(one) for one in chains] == [2, 2, 2, 1]
+    assert flexops.unpatch(model) > 10
+    assert all(
+        one.__dict__["forward"] is forward for one, forward in zip(parts, given, strict=True)
+    )
+    assert sum("forward" in one.__dict__ for one in model.modules()) == len(parts)
+
+
 def test_no_model_is_refused() -> None:
     with pytest.raises(flexops.errors.PatchError, match="takes a module"):
         flexops.patch(3)
@@ -783,7 +886,7 @@ def products_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("case", ["", "bfloat16 by autocast", "frozen", "checkpoints"])
 def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
     model, inputs = tiny.model(name), tiny.batch(name)
     if case == "frozen":
@@ -811,7 +914,7 @@ def test_projections_by_one_product(name: str, case: str, monkeypatch: pytest.Mo
 
 
 def test_a_gradient_penalty_behind_projections_is_rejected(monkeypatch) -> None:
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
     model = tiny.model("llama")
     flexops.patch(model)
@@ -827,7 +930,7 @@ def test_a_gradient_penalty_behind_projections_is_rejected(monkeypatch) -> None:
 def test_projections_stay_apart_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation, where one has a hook, where they are called with different tensors, and for
     what are no linear layers."""
-    monkeypatch.setattr("flexops.patching.linears._LEAST_ROWS", 1)
+    monkeypatch.setattr("flexops.nn.linears._LEAST_ROWS", 1)
     products = products_of(monkeypatch)
 
     class Odd(nn.Module):
@@ -960,6 +1063,19 @@ def test_multihead_attention_of_torch(batch_first: bool, bias: bool) -> None:
     assert "keys and values of its own" in str(
         flexops.patch(nn.MultiheadAttention(16, 4, add_bias_kv=True))
     )
+
+
+def test_multihead_attention_that_computes_otherwise_stays(monkeypatch):
+    """Of another torch, or with a function that somebody replaced."""
+    real = torch.nn.functional.multi_head_attention_forward
+
+    def doubled(*args: Any, **named: Any) -> Any:
+        out, weights = real(*args, **named)
+        return out * 2, weights
+
+    monkeypatch.setattr(torch.nn.functional, "multi_head_attention_forward", doubled)
+    fresh = type("Fresh", (nn.MultiheadAttention,), {})  # without a verdict of an earlier call
+    assert [row.swapped for row in flexops.patch(fresh(16, 4)).rows] == [False]
 
 
 def test_a_transformer_of_torch() -> None:

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexops
+from flexops import _torch
 from flexops.errors import PatchError
-from flexops.patching import decoding, fp8
+from flexops.generation import products
+from flexops.patching import fp8
 
 IDS = torch.arange(48).view(2, 24) * 7 % 61
 
@@ -174,13 +176,13 @@ def test_decode_steps_are_those_of_a_model_without_fp8(
 ) -> None:
     """Products of few rows with the norm before and the sum behind them."""
     called: list[int] = []
-    product = decoding.product
+    product = products.product
 
     def count(x: Tensor, linears: Any, *args: Any, **kwargs: Any) -> Tensor:
         called.append(len(linears))
         return product(x, linears, *args, **kwargs)
 
-    monkeypatch.setattr(decoding, "product", count)
+    monkeypatch.setattr(products, "product", count)
     found = []
     for recipe in (None, "rowwise"):
         flexops.patch(model.eval(), fp8=recipe)
@@ -209,9 +211,36 @@ def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
     assert "float8_e4m3fn" in "".join(one.code for one in parts)
 
 
+@pytest.mark.parametrize("found", ["8.0", "2.0", "rows"])
+def test_a_gpu_without_such_products_keeps_16_bits(
+    model: Any, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    def without_rows(*_: Any) -> Any:
+        raise RuntimeError("scales of rows are not implemented")
+
+    capability = (8, 0) if found == "8.0" else (8, 9)
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        gpu.setattr(_torch, "scaled_product", without_rows)
+        if found == "2.0":
+            gpu.delattr(torch, "_scaled_mm")
+        reason = _torch._try_scaled_product(torch.device("cpu"))
+    parts = {"8.0": "8.9, this GPU has 8.0", "2.0": "has no fp8 products", "rows": "scales of rows"}
+    assert parts[found] in reason
+    expected = gradients(model)
+    monkeypatch.setattr(fp8, "fp8_refusal", lambda _: reason)
+    rows = [one for one in flexops.patch(model, fp8="rowwise").rows if one.operator == "fp8_linear"]
+    assert {one.reason for one in rows if "shared weight" not in one.reason} >= {reason}
+    assert not any(one.swapped for one in rows)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-3, atol=1e-4)
+
+
 def test_sizes_and_recipes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 72, bias=False)
+    model.model.layers[1].self_attn.o_proj.double()
     report = flexops.patch(model, fp8="rowwise")
+    assert any(row.reason == "its weight is float64" for row in report.not_swapped)
+    model.float()
     assert any("72 x 32, is not a multiple of 16" in row.reason for row in report.not_swapped)
     again = flexops.patch(model, fp8="rowwise_with_gw_hp").not_swapped
     assert any(

@@ -139,6 +139,30 @@ def test_lora(patch_first: bool, modules: list[str]) -> None:
     assert max(differences.values()) < 2e-5, differences
 
 
+# ---- accelerate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_weights_that_are_offloaded(patch_first):
+    """accelerate's hooks replace each module's forward, and fetch its weights from the CPU."""
+    import accelerate
+
+    model, inputs = tiny.model("llama").eval(), tiny.batch("llama")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        if patch_first:
+            flexops.patch(model)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert model.lm_head.weight.is_meta
+        if not patch_first:
+            assert flexops.patch(model).swapped
+        torch.testing.assert_close(model(**inputs).logits, expected)
+        assert flexops.unpatch(model) > 0
+        assert model(**inputs).logits.equal(expected)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert model(**inputs).logits.equal(expected)
+
+
 # ---- FSDP2 ---------------------------------------------------------------------------------------
 
 

@@ -97,15 +97,30 @@ def dpo(model: Any, folder: Path) -> Any:
     )
 
 
-def grpo(model: Any, folder: Path) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
+def kto(model: Any, folder: Path) -> Any:
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": text(i, 4), "completion": " " + text(100 + i, 6), "label": i % 2 == 0}
+        for i in range(16)
+    ]
+    return KTOTrainer(
+        model,
+        args=KTOConfig(output_dir=str(folder), **OPTIONS),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo(model: Any, folder: Path, kind: str = "GRPO") -> Any:
+    import trl
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(each.count("one") + 0.1 * len(each.split())) for each in completions]
 
-    return GRPOTrainer(
+    return getattr(trl, f"{kind}Trainer")(
         model,
-        args=GRPOConfig(
+        args=getattr(trl, f"{kind}Config")(
             output_dir=str(folder),
             num_generations=4,
             max_completion_length=6,
@@ -117,6 +132,10 @@ def grpo(model: Any, folder: Path) -> Any:
         train_dataset=datasets.Dataset.from_list([{"prompt": text(i, 4)} for i in range(16)]),
         processing_class=tokenizer(),
     )
+
+
+def rloo(model: Any, folder: Path) -> Any:
+    return grpo(model, folder, "RLOO")
 
 
 def curve(make: Any, patched: bool, folder: Path) -> list[dict[str, float]]:
@@ -145,7 +164,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("make", [sft, dpo, grpo], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [sft, dpo, grpo, *(pytest.param(one, marks=pytest.mark.extra) for one in (kto, rloo))],
+    ids=lambda make: make.__name__,
+)
 def test_curves_are_the_same_to_rounding(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

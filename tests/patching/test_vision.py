@@ -219,6 +219,28 @@ def test_with_pictures_it_computes_the_same(name: str) -> None:
     assert {"layer_norm", "attention"} <= parts or {"rms_norm", "attention"} <= parts
 
 
+def test_other_models_may_be_made_of_a_patched_ones_config(monkeypatch):
+    """transformers looks for a package that has an attention whose name says "flash"."""
+    flash = transformers.modeling_flash_attention_utils
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    torch.manual_seed(0)
+    model = zoo.shaken(MODELS["qwen2_vl"][0]())
+    inputs = patches()
+    expected = results(model, inputs)
+    flexops.patch(model)
+    tower = model.model.visual
+    assert tower.config._attn_implementation == "flexops_flash"
+    other = type(model)(model.config)
+    assert other.model.visual.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    assert tower.config._attn_implementation == tower.blocks[0].attn.config._attn_implementation
+    assert tower.config._attn_implementation == "eager"
+    far = distance(results(model, inputs, skip_logits=False), expected)
+    assert max(far.values()) < 5e-5, max(far, key=far.get)
+    flexops.unpatch(model)
+    assert tower.blocks[0].attn.config is tower.config is model.config.vision_config
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_packed_pictures_are_one_call_of_attention(name, monkeypatch):
     """As on a GPU: a tower's layer attends to all pictures, or windows, at once, and in float64

@@ -42,11 +42,11 @@ ELSEWHERE = {
     ): (
         "an ellipsis; templates: tests/kernels/test_definition.py and tests/gpu/test_kernel_gpu.py"
     ),
-    ("docs/inference.md", "quantization_config=config"): "tests/patching/test_int4_checkpoints.py",
-    ("docs/inference.md", "register_int4()"): "tests/patching/test_int4_checkpoints.py",
-    ("docs/inference.md", 'weights="int4")'): "tests/patching/test_int4_checkpoints.py",
-    ("docs/inference.md", "model.save_pretrained("): "tests/patching/test_int4_checkpoints.py",
-    ("docs/inference.md", "get_peft_model(model"): "tests/patching/test_int4_checkpoints.py",
+    ("docs/inference.md", "quantization_config=config"): "tests/int4/test_checkpoints.py",
+    ("docs/inference.md", "register_int4()"): "tests/int4/test_checkpoints.py",
+    ("docs/inference.md", 'weights="int4")'): "tests/int4/test_checkpoints.py",
+    ("docs/inference.md", "model.save_pretrained("): "tests/int4/test_checkpoints.py",
+    ("docs/inference.md", "get_peft_model(model"): "tests/int4/test_checkpoints.py",
     ("docs/training.md", "flexops.fp8_linear("): "tests/ops/test_fp8_linear.py",
     ("docs/models.md", "register_attention()"): "tests/patching/test_attention.py",
     ("docs/models.md", "register_experts()"): "tests/patching/test_experts.py",

@@ -137,6 +137,20 @@ def test_what_a_check_requires() -> None:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
+def test_nan_in_the_first_case_is_no_fault_of_the_kernel(computed: Any) -> None:
+    computed(right)
+    x, weight, factor = CASES[0]
+    undefined = x.clone()
+    undefined[0, 0] = torch.nan
+    cases = [(undefined, weight, factor)]
+    with pytest.raises(FlexopsError, match="fix: put a case without NaN first"):
+        check_kernel(define(), cases)
+    check_kernel(define(), CASES + cases)
+    computed(lambda *args, **_: right(*args).nan_to_num())
+    with pytest.raises(AssertionError, match=r"case 1.*results:  output 0: 1 of 35"):
+        check_kernel(define(), CASES + cases)
+
+
 def test_kernels_that_the_emulator_runs() -> None:
     check_kernel(define(), [*CASES, (torch.randn(300), torch.randn(300), 0.5)])
     add = flexops.kernel(

@@ -15,7 +15,7 @@ from .ninja import Progress
 
 def say(text: str, log: LogLevel) -> None:
     """A line for people, on standard error; nothing with ``quiet``."""
-    if log != "quiet":
+    if log != "quiet" and sys.stderr is not None:  # None: its descriptor is closed
         print(f"flexops: {text}", file=sys.stderr)
 
 
@@ -27,7 +27,7 @@ def shown(what: str, log: LogLevel) -> Iterator[Progress | None]:
     Without a terminal it writes one line, in the process that compiled: of all that wait for the
     same artifact only one does.
     """
-    if log == "quiet":
+    if log == "quiet" or sys.stderr is None:
         yield None
         return
     if not sys.stderr.isatty():

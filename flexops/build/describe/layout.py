@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ... import settings
-
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -37,4 +35,6 @@ AOT = "_aot"
 
 def aot_root() -> Path:
     """flexops' own: ``<root>/<op>-<device>/{manifest.json, lib.so}``; it need not exist."""
+    from ... import settings  # import flexops imports this module, and needs none of them
+
     return settings.current().aot_dir or _PACKAGE / AOT

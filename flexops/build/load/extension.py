@@ -20,13 +20,13 @@ import re
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from ... import _fork, toolchain, trust
+from ..._warning import warn
 from ...errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ...settings import DeviceCompiler, Settings
 from ..plan.extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
@@ -165,6 +165,11 @@ def load(
         ToolchainError: a compiler or toolkit is missing.
     """
     check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
+    if not isinstance(sources, (str, Path, Sequence)):
+        raise TypeError(
+            f"extension {name}: sources must be a path, or a list of paths, got"
+            f" {type(sources).__name__}"
+        )
     paths = tuple(map(Path, absolute([sources] if isinstance(sources, (str, Path)) else sources)))
     for path in paths:
         if not path.is_file():
@@ -474,7 +479,7 @@ def _built(
     from ..compile.extension_build import build
 
     for note in notes if chosen.log != "quiet" else ():
-        warnings.warn(f"extension {request.name}: {note}", stacklevel=5)
+        warn(f"extension {request.name}: {note}")
     with _shown(plan.name, chosen) as progress:
         result = build(request, plan, tools, python_build(), cache, chosen, progress)
         if isinstance(result.error, CompileError):

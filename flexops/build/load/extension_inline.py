@@ -149,4 +149,7 @@ def _literal(text: str) -> str:
 
 
 def _listed(sources: str | Sequence[str]) -> list[str]:
-    return [sources] if isinstance(sources, str) else list(sources)
+    given = [sources] if isinstance(sources, str) else sources
+    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise TypeError(f"sources must be text, or a list of texts, got {type(sources).__name__}")
+    return list(given)

@@ -9,13 +9,14 @@ only when something is built, because a warm start should cost next to nothing.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ... import _fork, settings, toolchain
+from ..._warning import warn
 from ...errors import FlexopsError, NativeUnavailableError
+from .. import load
 from ..describe import catalog, layout
 from ..describe.spec import DeviceType, OpSpec
 from ..plan import cache_key
@@ -65,9 +66,6 @@ _INSTALLED, _CACHED = "compiled at install", "found in the cache"
 _statuses: dict[tuple[str, str], OpStatus] = {}
 _declined: dict[tuple[str, str, str], OpStatus] = {}
 _lacking: set[str] = set()
-when_lacking: Callable[[str], None] | None = None
-"""Called once for a family that is loaded for CUDA, of whose rare kernels some are not compiled,
-where none can be compiled."""
 
 
 def ensure(op: str, device: str) -> bool:
@@ -87,8 +85,8 @@ def ensure(op: str, device: str) -> bool:
             if status is None:
                 status = _statuses[op, device] = _resolve(catalog.find(op), device)
                 _announce(status)
-                if status.backend != "reference" and op in _lacking and when_lacking:
-                    when_lacking(op)
+                if status.backend != "reference" and op in _lacking and load.when_lacking:
+                    load.when_lacking(op)
     if status.backend == "reference" and settings.current().fallback == "forbid":
         raise NativeUnavailableError(
             f"flexops has no native {op} kernels for {device}, and FLEXOPS_FALLBACK=forbid",
@@ -143,7 +141,7 @@ def _announce(status: OpStatus) -> None:
             f"flexops: {status.op} on {status.device} runs as plain PyTorch: {status.reason}{fix}\n"
             "  silence: FLEXOPS_FALLBACK=allow"
         )
-        warnings.warn(message, FallbackWarning, stacklevel=5)
+        warn(message, FallbackWarning)
 
 
 def _resolve(spec: OpSpec, device: str) -> OpStatus:

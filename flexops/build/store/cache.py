@@ -519,7 +519,7 @@ class BuildCache:
             raise CacheError(
                 "a cache entry cannot be removed",
                 found=f"{directory}: {error.strerror}",
-                fix=f"check the owner of {self.root}",
+                fix=f"check the owner of {self.root}, and that it is mounted writable",
             ) from error
 
     def _quarantine(self, directory: Path) -> None:

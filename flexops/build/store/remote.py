@@ -55,6 +55,14 @@ _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0
 _READS = 3
 _NO_PLACE = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+_FIXES = (
+    ("Connection refused|failed to lookup", "start its server, or correct its address"),
+    ("UnknownIssuer", "export SSL_CERT_FILE=<the certificates of its authority>"),
+    ("Account must be specified", "export FLEXOPS_CACHE_REMOTE=az://account/container"),
+    ("no credentials", "give its client some: docs/clusters.md names the variables"),
+    (r"answers (401|403)", "correct its credentials, or what they may read"),
+)
+"""Of what ``flexops cache remote check`` finds."""
 _SHORTEST_SETTLE, _LONGEST_SETTLE = 2.0, 5.0
 _HINT_BYTES = 4 << 20
 
@@ -370,7 +378,8 @@ class Remote:
             answer = self._ask(asked, 2 * self.limit + _GRACE_SECONDS)
         except RemoteError as error:
             own = error.fix != "flexops cache remote check"
-            yield Check(what, False if needed else None, error.found, error.fix if own else "")
+            fix = error.fix if own else _fix_of(error.found)
+            yield Check(what, False if needed else None, error.found, fix)
             return None
         except TimeoutError:
             yield Check(what, False, f"no answer within {self.limit:g} s", "see its server's log")
@@ -492,6 +501,10 @@ def _worker(url: str, limit: float, plain: bool) -> JsonChild:
     error = ClientError(what, found=found, fix=fix)
     error.missing = bool(missing)
     raise error
+
+
+def _fix_of(found: str) -> str:
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, found)), "")
 
 
 def _same(one: str, other: Path) -> bool:

@@ -27,7 +27,7 @@ from flexops.cli.remote import to_remove
 from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
 from flexops.patching import patterns
-from flexops.patching.report import FAMILIES
+from flexops.report import FAMILIES
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs

@@ -365,3 +365,10 @@ def test_a_cxx_that_is_too_old_is_replaced_with_a_word(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "absent-g++"))
     with pytest.raises(ToolchainError, match="CXX names a C\\+\\+ compiler that cannot be used"):
         flexops.load("refused", [write_module(tmp_path, "1")])
+
+
+def test_sources_that_are_no_list_are_named():
+    with pytest.raises(TypeError, match=r"extension odd: sources must be a path, .* got int"):
+        flexops.load("odd", 3)
+    with pytest.raises(TypeError, match="sources must be text, or a list of texts, got int"):
+        flexops.load_inline("odd", 3)

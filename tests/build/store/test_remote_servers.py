@@ -360,6 +360,7 @@ def test_a_check_names_the_cause(
     failed = [one for one in found.values() if one.ok is False]
     assert len(failed) == 1
     assert cause in failed[0].found
+    assert failed[0].fix
 
 
 def test_check_on_the_command_line(tmp_path, monkeypatch):

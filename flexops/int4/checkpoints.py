@@ -10,7 +10,6 @@ quantizes its 16-bit weight as soon as it is read. So there is never a 16-bit co
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -33,11 +32,12 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .._warning import warn
 from ..errors import PatchError
 from ..nn import Int4Linear
-from ..ops._int4_formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
 from ..ops.int4_linear import Int4Weight
-from .int4 import (
+from .formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
+from .layers import (
     EXPERTS,
     Replacements,
     Settings,
@@ -236,17 +236,11 @@ class Int4Quantizer(HfQuantizer):
                 model.set_submodule(name, _Arriving(linear))
         several = experts(model)
         if several:
-            warnings.warn(
-                f"flexops: {len(several)} modules, such as {type(several[0]).__name__}: {EXPERTS}",
-                stacklevel=2,
-            )
+            warn(f"flexops: {len(several)} modules, such as {type(several[0]).__name__}: {EXPERTS}")
         unfit = {name: reason for name, reason in reasons.items() if "inputs" in reason}
         if unfit:
             name, reason = next(iter(unfit.items()))
-            warnings.warn(
-                f"flexops: {len(unfit)} linear layers keep 16 bits, such as {name}: {reason}",
-                stacklevel=2,
-            )
+            warn(f"flexops: {len(unfit)} linear layers keep 16 bits, such as {name}: {reason}")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         devices = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import flexops
 from flexops.errors import PatchError
+from flexops.int4 import checkpoints, formats
 from flexops.nn import Int4Linear
-from flexops.ops import _int4_formats as formats
 from flexops.ops import few_rows
 from flexops.patching import Int4Config, from_config, register_int4
 
@@ -276,21 +276,19 @@ def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(
 def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexops.patching import int4_loading
-
     model = llama()
     flexops.patch(model, weights="int4")
     model.save_pretrained(tmp_path)
     read: list[weakref.ref[Tensor]] = []
     freed = []
-    weight_of = int4_loading.weight_of
+    weight_of = checkpoints.weight_of
 
     def watched(where: str, form: Any, tensors: dict[str, Tensor], *rest: Any) -> Any:
         freed.append(sum(one() is None for one in read))
         read.append(weakref.ref(tensors["weight_packed"]))
         return weight_of(where, form, tensors, *rest)
 
-    monkeypatch.setattr(int4_loading, "weight_of", watched)
+    monkeypatch.setattr(checkpoints, "weight_of", watched)
     load(tmp_path)
     assert len(freed) == 14
     assert freed[-1] >= 12
@@ -361,19 +359,17 @@ def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
 def test_weights_are_quantized_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexops.patching import int4_loading
-
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     read: list[weakref.ref[Tensor]] = []
     alive = []
-    quantized = int4_loading.quantized_weight
+    quantized = checkpoints.quantized_weight
 
     def watched(weight: Tensor, settings: Any) -> Any:
         read.append(weakref.ref(weight))
         alive.append(sum(one() is not None for one in read))
         return quantized(weight, settings)
 
-    monkeypatch.setattr(int4_loading, "quantized_weight", watched)
+    monkeypatch.setattr(checkpoints, "quantized_weight", watched)
     load(tmp_path)
     assert len(read) == 14
     assert max(alive) <= 2
@@ -443,6 +439,13 @@ def test_every_architecture_computes_with_4_bits(name: str) -> None:
     with torch.no_grad():
         found, expected = (one(**inputs)[0] for one in (model, plain))
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max())
+
+
+def test_the_loss_of_a_head_with_a_part_of_4_bits_needs_no_logits() -> None:
+    """BERT's has a linear layer of its own, which is tried with small sizes."""
+    for weights in (Int4Config(group_size=32), None):
+        report = flexops.patch(tiny.model("bert"), weights=weights)
+        assert "linear_cross_entropy" in [row.operator for row in report.swapped], report
 
 
 def test_routers_keep_16_bits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import tiny
 import torch
 import transformers
 from torch import Tensor
+from transformers.generation import configuration_utils
 
 import flexops
 from flexops.errors import GenerationError
@@ -258,6 +260,23 @@ def test_the_cache_implementation_has_a_name() -> None:
     assert isinstance(found.past_key_values, flexops.KVCache)
 
 
+def test_a_checkpoint_that_names_the_cache_loads_once_attention_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = configuration_utils
+    names = module.ALL_CACHE_IMPLEMENTATIONS
+    names = tuple(name for name in names if name != "flexops")
+    monkeypatch.setattr(module, "ALL_CACHE_IMPLEMENTATIONS", names)
+    model = tiny.model("llama").eval()
+    flexops.patching.register_attention()
+    model.generation_config.cache_implementation = "flexops"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    flexops.patch(loaded)
+    found = plain(loaded, prompts(), return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, flexops.KVCache)
+
+
 # ---- flexops.generate ----------------------------------------------------------------------------
 
 
@@ -379,6 +398,7 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
         ({"seed": 1, "generator": torch.Generator()}, "exclude"),
         ({"seed": "1"}, "no such seed.*'1'"),
         ({"generator": 1}, "no such generator"),
+        ({"streamer": 3}, "no such streamer.*with put and end"),
         ({"eos_token_id": ["</s>"]}, "no such eos_token_id.*</s>"),
         ({"cache": "static"}, "no such cache.*str.*flexops.KVCache"),
     ],
@@ -389,6 +409,12 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> Non
     flexops.patch(model)
     with pytest.raises(GenerationError, match=f"(?s){message}"):
         flexops.generate(model, **(prompts() | changes))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_what_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^flexops.generate: {name} must be a number, got '1'"):
+        flexops.generate(tiny.model("llama"), **prompts(), do_sample=True, **{name: "1"})
 
 
 def test_a_cache_must_be_empty_and_long_enough() -> None:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import is_transforming, is_unheard, product_dtype
-from ..nn import Int4Linear
 from ..ops._register import once_differentiable
+from . import Int4Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (nn.Parameter, Tensor)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops.activation import bias_gelu, bias_silu, geglu, swiglu
-from .ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
-from .ops.int4_linear import Int4Weight, int4_linear, quantize_int4
-from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.norm import layer_norm, rms_norm
-from .ops.rope import rotary_embedding
+from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
+from ..ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
+from ..ops.int4_linear import Int4Weight, int4_linear, quantize_int4
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.norm import layer_norm, rms_norm
+from ..ops.rope import rotary_embedding
 
 __all__ = [
     "GEGLU",
@@ -279,7 +279,7 @@ class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
 
     Its state dict has ``packed``, ``scales``, ``zeros`` (unless symmetric) and ``bias``: see
     :class:`flexops.Int4Weight`. ``.to(dtype)`` converts the bias only. Gradients are computed for
-    the input alone.
+    the input, and for the bias if it requires one.
 
     Args:
         in_features: K, a multiple of ``group_size``.
@@ -324,6 +324,11 @@ class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
         cls, linear: nn.Linear, group_size: int = 64, symmetric: bool = False
     ) -> Int4Linear:
         """Quantize the weight of ``linear``, by :func:`flexops.quantize_int4`."""
+        if not isinstance(getattr(linear, "weight", None), Tensor):
+            raise TypeError(
+                "flexops.nn.Int4Linear.from_linear: linear must be a torch.nn.Linear, got"
+                f" {type(linear).__name__}"
+            )
         return cls.from_packed(quantize_int4(linear.weight, group_size, symmetric), linear.bias)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What linear layers compute within one decode step of :mod:`flexops.generation`: products of few
+"""What linear layers compute within one decode step: products of few
 rows, with the norm before and the residual's addition behind them."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .._torch import is_unheard
-from ..generation.state import state
+from ..nn.linears import function_of, is_bare, is_int4
 from ..ops import few_rows
 from ..ops.int4_linear import TILE_N, streams
-from .linears import function_of, is_bare, is_int4
+from .state import state
 
 _ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
 _HALVES = (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import PatchError
 from ..ops.attention import attention as _packed
 from ..ops.kvcache_attention import attention_with_kvcache
-from .eager import keywords_read
+from .sources import keywords_read
 
 NAME = "paged|flexops"
 _OURS = ("flexops", NAME)
@@ -74,8 +74,7 @@ def attention(
             required="model.generate_batch, which prepares the cache",
             fix='model.set_attn_implementation("flexops")',
         )
-    read = keywords_read(module, others)
-    if read:
+    if read := keywords_read(module, others):
         raise PatchError(
             f"{NAME} does not support a keyword of {type(module).__name__}",
             found=", ".join(read),

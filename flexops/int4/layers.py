@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..errors import PatchError
 from ..nn import Int4Linear
-from ..ops._int4_formats import FORMATS, OWN, WRITTEN, Format, Words, weight_of
+from ..nn.linears import DTYPES, is_bare
 from ..ops.int4_linear import GROUP_SIZES, Int4Weight, int4_codes, pack_int4, quantize_int4
-from .linears import DTYPES, is_bare
-from .report import Row
+from ..report import Row
+from .formats import FORMATS, OWN, WRITTEN, Format, Words, weight_of
 
 OPERATOR = "int4_linear"
 WRITTEN_AS = "pack-quantized"

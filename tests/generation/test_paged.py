@@ -12,7 +12,7 @@ import transformers
 
 import flexops
 from flexops.errors import PatchError
-from flexops.patching import paged
+from flexops.generation import paged
 
 ContinuousBatchingConfig = transformers.generation.configuration_utils.ContinuousBatchingConfig
 

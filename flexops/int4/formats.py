@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import PatchError
-from .int4_linear import GROUP_SIZES, Int4Weight, pack_int4
+from ..ops.int4_linear import GROUP_SIZES, Int4Weight, pack_int4
 
 METHOD = "flexops_int4"
 """``quant_method`` of flexops' own format, and of :class:`flexops.patching.Int4Config`."""
