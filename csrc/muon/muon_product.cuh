@@ -14,8 +14,9 @@
 //   barriers "full" and "empty" of each stage, and one of each buffer.
 //   Registers of a consumer: the tile's 64 x 256 sums in float32, 128 registers.
 //
-// Tiles below the diagonal are also stored transposed. Those on the diagonal are computed and
-// stored whole: they are symmetric up to rounding.
+// Results below the diagonal are also stored transposed. On it a consumer computes 64, 128, 192 or
+// 256 columns, up to the 64 x 64 results that the diagonal divides: these are symmetric up to
+// rounding.
 #pragma once
 
 #include "common/elements.cuh"
@@ -199,7 +200,7 @@ struct Results {
     __syncwarp();
   }
 
-  /// Tiles below the diagonal also transposed; then what the results were rounded off.
+  /// What is below the diagonal also transposed; then what the results were rounded off.
   FLEXOPS_DEVICE void store(float (&acc)[128]) {
     int to = matrix;
 #pragma unroll 1
@@ -213,8 +214,9 @@ struct Results {
           words[i] = pack2<f16>(one, other);
           one -= half_of<f16>(words[i], 0), other -= half_of<f16>(words[i], 1);
         }
-        store(words, panel, false, to);
-        if (column < row) store(words, panel, true, to);
+        const int at = column + 64 * panel;
+        if (at <= row) store(words, panel, false, to);
+        if (at < row) store(words, panel, true, to);
       }
       if (!p.low || to != matrix) return;
       to += p.low;
@@ -222,51 +224,73 @@ struct Results {
   }
 };
 
-template <bool kColumns>
-FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int group, int rank) {
+/// The first kWide columns of a tile's sums.
+template <int kWide, bool kColumns>
+FLEXOPS_DEVICE void multiply(const Product& p, const Shape<kColumns>& shape,
+                             const Results<kColumns>& results,
+                             hopper::RingState<Shape<kColumns>::kStages>& at, float (&acc)[128]) {
   using namespace hopper;
   using A = typename Shape<kColumns>::A;
   using B = typename Shape<kColumns>::B;
   const u32 lane = threadIdx.x % 32;
-  const int step = static_cast<int>(gridDim.x) / 2;
   // The address of a cluster's second block has its rank above what a descriptor holds.
   const Shape<kColumns> operands(shape.memory & 0x3ffff);
-  RingState<Shape<kColumns>::kStages> at;
+  auto& part = reinterpret_cast<float (&)[kWide / 2]>(acc);
+  u32 before = 0;  // the stage that is read by what is under way
+  pin(acc);
+#pragma unroll 1
+  for (int k = 0; k < p.k; k += 64, at.next()) {
+    shape.ring().wait(at);
+    const u32 a = operands.a(at.stage), b = operands.b(at.stage);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const int row = 64 * results.group;
+      const u64 left = kColumns ? A::columns(a, row, s) : A::rows(a, row, s);
+      const u64 right = !kColumns ? B::rows(b, 0, s) : B::columns(b, 0, s);
+      wgmma<f16, kColumns, kColumns>(part, left, right, true);
+    }
+    wgmma_commit();
+    if (k > 0) {
+      wgmma_wait<1>();
+      if (lane < 2) arrive_at(before, lane);
+    } else {
+      results.begin();
+    }
+    before = shape.ring().empty(at.stage);
+  }
+  wgmma_wait<0>(acc);
+  if (lane < 2) arrive_at(before, lane);
+}
+
+template <bool kColumns>
+FLEXOPS_DEVICE void consume(const Product& p, const Shape<kColumns>& shape, int group, int rank) {
+  const int step = static_cast<int>(gridDim.x) / 2;
+  hopper::RingState<Shape<kColumns>::kStages> at;
   Results<kColumns> results(p, shape, group);
 #pragma unroll 1
   for (int tile = static_cast<int>(blockIdx.x) / 2; tile < p.tiles; tile += step) {
     const Place place(p, tile);
     results.matrix = place.matrix, results.column = place.column;
     results.row = place.row + 128 * rank + 64 * group;
-    u32 before = 0;  // the stage that is read by what is under way
     float acc[128] = {};
-    pin(acc);
-#pragma unroll 1
-    for (int k = 0; k < p.k; k += 64, at.next()) {
-      shape.ring().wait(at);
-      const u32 a = operands.a(at.stage), b = operands.b(at.stage);
-      wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        const u64 left = kColumns ? A::columns(a, 64 * group, s) : A::rows(a, 64 * group, s);
-        const u64 right = !kColumns ? B::rows(b, 0, s) : B::columns(b, 0, s);
-        wgmma<f16, kColumns, kColumns>(acc, left, right, true);
-      }
-      wgmma_commit();
-      if (k > 0) {
-        wgmma_wait<1>();
-        if (lane < 2) arrive_at(before, lane);
-      } else {
-        results.begin();
-      }
-      before = shape.ring().empty(at.stage);
+    switch (results.row - results.column) {
+      case 0:
+        multiply<64>(p, shape, results, at, acc);
+        break;
+      case 64:
+        multiply<128>(p, shape, results, at, acc);
+        break;
+      case 128:
+        multiply<192>(p, shape, results, at, acc);
+        break;
+      default:
+        multiply<256>(p, shape, results, at, acc);
     }
-    wgmma_wait<0>(acc);
-    if (lane < 2) arrive_at(before, lane);
     results.scale(acc);
     results.store(acc);
   }
-  if (results.leads) stores_read<0>();
+  if (results.leads) hopper::stores_read<0>();
 }
 
 template <bool kColumns>

@@ -169,6 +169,7 @@ PENALTIES: dict[str, tuple[Any, ...]] = {
         for recipe in fp8_linear.RECIPES
     },
 }
+PUBLIC = [name for name in PENALTIES if not name.startswith("fp8 ")]  # layers have no transforms
 PLAIN = {
     "swiglu_linear": gated_linear(F.silu),
     "geglu_linear": gated_linear(F.gelu),

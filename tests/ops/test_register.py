@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from penalty_cases import PENALTIES, PLAIN, WITHOUT_GRADIENT
+from penalty_cases import PENALTIES, PLAIN, PUBLIC, WITHOUT_GRADIENT
 from processes import completed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,13 +138,13 @@ def penalized(
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-@pytest.mark.parametrize("transforms", [False, True], ids=["autograd", "func"])
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize(
+    ("name", "transforms"),
+    [*((name, False) for name in PENALTIES), *((name, True) for name in PUBLIC)],
+)
 def test_a_gradient_penalty_is_right_or_rejected(name, transforms):
     """Whichever arguments require a gradient, and whichever are asked for. Where the loss is the
     sum of results, no gradient that comes in requires one."""
-    if transforms and name.startswith("fp8 "):
-        pytest.skip("layers of patched models do not compute in fp8 under transforms")
     function, *args = PENALTIES[name]
     plain, doubled = PLAIN.get(name), [one.double() for one in args]
     for positions in chain.from_iterable(
@@ -171,10 +171,8 @@ def attempted(function: Any, *args: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_forward_mode_is_rejected_by_name(name):
-    if name.startswith("fp8 "):
-        pytest.skip("layers of patched models raise torch's error")
     function, first, *args = PENALTIES[name]
     with forward_ad.dual_level():
         x = forward_ad.make_dual(first, torch.ones_like(first))
