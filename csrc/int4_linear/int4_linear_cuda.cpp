@@ -19,7 +19,7 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 128; or 4
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256; or 4
                 // or 5: the kernel of up to 16 rows with two teams or one
   int second;   // warps of a block; or consumer warpgroups that share the columns; or stages,
                 // an even number
@@ -42,13 +42,18 @@ int clusters_of(int size, int processors) {
 /// wgmma's tiles and how blocks share the columns: the fewest tiles of a warpgroup one after the
 /// other, then small clusters.
 Plan choose_hopper(const Int4Product& c, int processors) {
-  const int tokens = c.m <= 16 ? 16 : c.m <= 32 ? 32 : c.m <= 64 ? 64 : 128;
+  // 256 rows of x to a block, if at most two blocks have to share the columns.
+  const bool widest =
+      c.m > 128 && ceil_div(c.weight.tiles_n, 8) * ceil_div(c.m, 256) >= clusters_of(2, processors);
+  const int tokens = c.m <= 16 ? 16 : c.m <= 32 ? 32 : c.m <= 64 ? 64 : widest ? 256 : 128;
+  const int most_depth = tokens < 64 ? 4 : tokens < 256 ? 2 : 1;
   Plan best = {tokens, 1, 1};
   int64_t least_cost = INT64_MAX;
   for (int cluster = 1; cluster <= 8; ++cluster) {
-    for (int depth = 1; depth <= (tokens < 64 ? 4 : 2); depth *= 2) {
+    for (int depth = 1; depth <= most_depth; depth *= 2) {
       const int64_t chunk = int4::hopper_chunk(tokens, depth),
-                    count = ceil_div(c.weight.tiles_n * depth, 16) * ceil_div(c.m, tokens),
+                    count = ceil_div(c.weight.tiles_n * depth, 4 * int4::hopper_groups(tokens)) *
+                            ceil_div(c.m, tokens),
                     waves = ceil_div(count, clusters_of(cluster, processors)),
                     chunks = ceil_div(ceil_div(c.weight.tiles_k, chunk), cluster);
       if (cluster > 1 && waves > 1) continue;
@@ -163,7 +168,7 @@ void launch_hopper(Params& p, const KernelOf<int4::HopperParams>& hopper_kernel,
   };
   launch(hopper_kernel,
          config_of(ceil_div(p.tiles_n, kTiles) * ceil_div(p.m, kN) * p.cluster,
-                   int4::kHopperThreads, Layout::kBytes, p.cluster, stream),
+                   int4::hopper_threads(kN), Layout::kBytes, p.cluster, stream),
          int4::HopperParams{p,
                             map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1,
                                          p.m, p.k, p.k, 0, kN),
@@ -208,7 +213,8 @@ void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   if (plan.first == 16) return launch_hopper<T, 16>(p, plan, stream);
   if (plan.first == 32) return launch_hopper<T, 32>(p, plan, stream);
   if (plan.first == 64) return launch_hopper<T, 64>(p, plan, stream);
-  launch_hopper<T, 128>(p, plan, stream);
+  if (plan.first == 128) return launch_hopper<T, 128>(p, plan, stream);
+  launch_hopper<T, 256, 1>(p, stream);
 }
 
 template <class T>
@@ -221,7 +227,8 @@ void launch_unpack(int4::UnpackParams& p, void* stream) {
 const char* int4_product_cuda(const Int4Product& call, int64_t plan, void* stream) {
   const Gpu& gpu = gpu_facts();
   const auto byte = [&](int shift) { return static_cast<int>(plan >> shift & 255); };
-  const Plan chosen = plan ? Plan{byte(16), byte(8), byte(0)} : choose(call, gpu);
+  const Plan chosen =
+      plan ? Plan{static_cast<int>(plan >> 16), byte(8), byte(0)} : choose(call, gpu);
   call.type == ElementType::bf16 ? launch_product<bf16>(call, chosen, stream)
                                  : launch_product<f16>(call, chosen, stream);
   return last_error();

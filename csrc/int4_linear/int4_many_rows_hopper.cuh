@@ -18,9 +18,12 @@ struct HopperParams {
   hopper::TensorMap x, words, scales, zeros;
 };
 
-inline constexpr int kHopperGroups = 4, kHopperThreads = (kHopperGroups + 1) * hopper::kWarpgroup;
-
-/// Tiles of columns of a stage, with so many rows of x.
+/// Consumer warpgroups, with so many rows of x. More than two would not have registers for 256.
+FLEXOPS_DEVICE constexpr int hopper_groups(int tokens) { return tokens == 256 ? 2 : 4; }
+FLEXOPS_DEVICE constexpr int hopper_threads(int tokens) {
+  return (hopper_groups(tokens) + 1) * hopper::kWarpgroup;
+}
+/// Tiles of columns of a stage.
 FLEXOPS_DEVICE constexpr int hopper_chunk(int tokens, int depth) {
   return depth == 4 || tokens < 64 || (tokens == 64 && depth == 2) ? 4 : 2;
 }
@@ -29,7 +32,7 @@ FLEXOPS_DEVICE constexpr int hopper_chunk(int tokens, int depth) {
 /// place of the stages.
 template <int kN, int kDepth, bool kSmall>
 struct HopperLayout {
-  static constexpr int kLines = 64 * kHopperGroups / kDepth, kTiles = kLines / 16;
+  static constexpr int kLines = 64 * hopper_groups(kN) / kDepth, kTiles = kLines / 16;
   static constexpr int kChunk = hopper_chunk(kN, kDepth);
   static constexpr int kNumbers = kChunk * 32 * (kSmall ? 2 : 1);
   static constexpr int kWords = kChunk * kN * 128, kScales = kWords + kTiles * kChunk * 512,
@@ -42,12 +45,12 @@ struct HopperLayout {
 };
 
 template <class T, int kN, int kDepth, bool kSmall>
-__global__ void __launch_bounds__(kHopperThreads, 1)
+__global__ void __launch_bounds__(hopper_threads(kN), 1)
     many_rows_hopper(const FLEXOPS_GRID_CONSTANT HopperParams params) {
   using namespace hopper;
   using Layout = HopperLayout<kN, kDepth, kSmall>;
   using X = Tile<kN, 64>;
-  constexpr int kChunk = Layout::kChunk, kStages = Layout::kStages;
+  constexpr int kChunk = Layout::kChunk, kStages = Layout::kStages, kGroups = hopper_groups(kN);
   __align__(1024) extern __shared__ u8 staged[];
   const Params& p = params.p;
   const Place place(p);
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
             lane = thread % 32;
   const int first_token = place.token_tile * kN, first_tile = place.n_tile * Layout::kTiles;
-  if (thread == 0) ring.init(4 * kHopperGroups), fence_init(), fence_async();
+  if (thread == 0) ring.init(4 * kGroups), fence_init(), fence_async();
   let_next_start();
   __syncthreads();
   // The block's chunks of columns.
@@ -69,9 +72,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   float* const sums = reinterpret_cast<float*>(staged);
   RingState<kStages> at;
 
-  if (warp >= 4 * kHopperGroups) {
+  if (warp >= 4 * kGroups) {
     leave_registers<32>();
-    if (warp > 4 * kHopperGroups) return;
+    if (warp > 4 * kGroups) return;
     // The producer. Of rows and columns past the last one, the copy engine stores zeros.
     const auto fetch_weight = [&](int chunk, u32 full) {
       if (lane != 0) return;
@@ -99,10 +102,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       fetch_x(i, ring.full(at.stage));
     }
   } else {
-    take_registers<112>();
+    take_registers<kN == 256 ? 232 : 112>();
     // While a tile is multiplied, the next one is dequantized.
     constexpr int kTiles = kChunk / kDepth;  // of a chunk, of a warpgroup
-    constexpr bool kAhead = kTiles % 2 == 0 && kN < 128;
+    constexpr bool kAhead = kTiles % 2 == 0 && kN != 128;
     const int deep = warp / 4 % kDepth, own = warp / 4 / kDepth * 4 + warp % 4;  // tile of rows
     const u8* const words = staged + Layout::kWords + own * kChunk * 512 + lane * 16;
     const u8* const numbers = staged + Layout::kScales + own * row_numbers + lane / 4 * 4;
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
     wgmma_wait<0>(acc);
     // The sums, by rows of x, take the place of the stages, which all consumers have read.
-    barrier(1, kHopperGroups * kWarpgroup);
+    barrier(1, kGroups * kWarpgroup);
     float* const to = sums + (deep * kN + lane % 4 * 2) * Layout::kStride + own * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
@@ -159,9 +162,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       for (int i = 0; i < 4; ++i)
         to[(8 * j + i % 2) * Layout::kStride + i / 2 * 8] = acc[4 * j + i];
     }
-    barrier(1, kHopperGroups * kWarpgroup);
+    barrier(1, kGroups * kWarpgroup);
     write_sums<T>(p, place.rank, sums, kDepth, Layout::kStride, kN, Layout::kLines, first_token,
-                  first_tile * 16, kHopperGroups * kWarpgroup);
+                  first_tile * 16, kGroups * kWarpgroup);
   }
 }
 

@@ -462,7 +462,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
         return 16
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
-    return 256 if _capability(x.device) == (9, 0) else 128
+    return 1024 if _capability(x.device) == (9, 0) else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
