@@ -14,7 +14,7 @@ from extension_tools import ROOT, environment, run
 from processes import completed
 from setuptools import Distribution
 
-from flexops.builder import BuildExtension
+from flexops.builder import BuildExtension, CppExtension, CUDAExtension
 from flexops.errors import FlexopsError
 from flexops.toolchain.model import HostCompiler
 
@@ -133,8 +133,16 @@ def test_a_wheel_has_kernels_that_its_library_finds(project, libraries):
     assert "block 32 1" in launches[0]
 
 
-def test_what_needs_relocatable_device_code_is_rejected():
-    from flexops.builder import CUDAExtension
+def test_an_extension_keeps_what_it_was_given():
+    flags = {"cxx": ["-O1"], "nvcc": ["-lineinfo"]}
+    for make, device in ((CppExtension, False), (CUDAExtension, True)):
+        made = make("a.b", ["a.cpp"], define_macros=[("N", "1")], extra_compile_args=flags, dlink=1)
+        assert (made.name, made.sources, made.language) == ("a.b", ["a.cpp"], "c++")
+        assert (made.define_macros, made.extra_compile_args) == ([("N", "1")], flags)
+        assert made.flexops_with_cuda is device
+    assert make("a", ["a.cpp"]).extra_compile_args == []
 
+
+def test_what_needs_relocatable_device_code_is_rejected():
     with pytest.raises(FlexopsError, match="extension a has dlink_libraries"):
         CUDAExtension("a", ["a.cu"], dlink_libraries=["b"])

@@ -353,7 +353,7 @@ def test_nothing_in_place_of_a_tensor_is_rejected_by_name(name):
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
     )
-    others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1}
+    others: dict[str, Any] = {"lr": 0.1, "max_norm": 1.0, "rho": 0.1, "k": 2}
     with pytest.raises(
         TypeError, match=rf"^flexops(\.|::){name}: {first.name} must be an? .*, got NoneType"
     ):
@@ -506,14 +506,11 @@ NOT_NUMBERS = {
 def test_what_is_no_number_is_named(call, differentiable):
     name = call.partition("(")[0]
     args, options, said = NOT_NUMBERS[call]
-    args = [
-        one.clone().requires_grad_()
-        if differentiable and isinstance(one, Tensor) and one.is_floating_point()
-        else one
-        for one in args
-    ]
+    first, *rest = args
+    if differentiable and isinstance(first, Tensor):
+        first = first.clone().requires_grad_()
     with pytest.raises(TypeError, match=rf"^flexops\.{name}: .*{said}"):
-        getattr(flexops, name)(*args, **options)
+        getattr(flexops, name)(first, *rest, **options)
 
 
 @pytest.mark.parametrize("collects", [True, False])
