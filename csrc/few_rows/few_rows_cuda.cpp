@@ -54,6 +54,7 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
   p.width = static_cast<int>(width), p.count = static_cast<int>(o.weights.count);
   p.eps = o.eps, p.offset = o.offset;
   p.activation = static_cast<int>(o.activation);
+  p.early = o.early && gpu_facts().capability >= 90;
   bool vectors = p.k % 8 == 0 && aligned(o.x.data) && (!o.norm || aligned(o.norm.data));
   int64_t all = 0;
   for (int i = 0; i < p.count; ++i) {
@@ -83,7 +84,7 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
     const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
     const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
     LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
-    config.early = o.early && gpu_facts().capability >= 90;
+    config.early = p.early;
     launch(chosen, config, p);
   };
   if (o.x.dtype == Dtype::bf16) {

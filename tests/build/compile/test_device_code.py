@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from flexops.build.plan import kernel_names, kernel_plan
 from flexops.build.store.cache import BuildCache
 from flexops.compute_capability import Architecture, ComputeCapability, parse_arch_list
 from flexops.errors import CompileError, ToolchainError
+from flexops.inspection import cubin
 from flexops.toolchain import nvrtc
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.installed_torch import package_dirs
@@ -135,6 +137,25 @@ def compile_all(
         assert f".text.{entry.manifest.symbol}\0".encode() in code
         assert entry.manifest.kernel == result.plan.expression
         assert entry.manifest.compiler == str(compiler)
+
+
+LOAD, WAIT = 0x981, 0x82E
+"""LDG and ACQBULK, which ``griddepcontrol.wait`` becomes: the low bits of an instruction of sm_90."""
+
+
+@pytest.mark.parametrize("shape", ["0, true", "0, false", "1, false", "2, false"])
+@pytest.mark.parametrize("rows", ["kDirect", "kStaged"])
+def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(shape, rows, compiler):
+    name = f"flexops::few_rows::product<flexops::bf16, {shape}, flexops::few_rows::{rows}, true>"
+    made = device_code.obtain(
+        [plan(name, compiler, "9.0", "few_rows")],
+        loader.open_cache(settings.current()), jobs=1, time_limit=120,
+    )  # fmt: skip
+    entry = next(iter(made)).require()
+    code = cubin.sections(entry.library.read_bytes())[f".text.{entry.manifest.symbol}"]
+    kinds = [one & 0xFFF for (one, _) in struct.iter_unpack("<QQ", code)]
+    loads = kinds[: kinds.index(WAIT)].count(LOAD)
+    assert loads >= 8, f"{loads} of a lane's first loads"
 
 
 QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GPUs lack
