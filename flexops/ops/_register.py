@@ -343,8 +343,8 @@ def _caller(
             return apply(*args) if is_grad_enabled() and any_requires_grad(*args) else plain(*args)
         except (RuntimeError, TypeError) as error:
             try:
-                _refuse_kind(op, str(error))
                 refuse(*args)
+                _refuse_kind(op, str(error))
             except Exception as clearer:  # that error in better words, shown once
                 raise clearer from None
             raise

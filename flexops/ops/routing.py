@@ -66,6 +66,8 @@ def _check(logits: Tensor, bias: Tensor | None, k: int, *_: Any) -> None:
     check_tensor(op, "logits", logits, ANY_FLOAT)
     if logits.dim() != 2:
         raise ValueError(f"{op}: logits must be [tokens, experts], got {list(logits.shape)}")
+    if not isinstance(k, int):
+        raise TypeError(f"{op}: k must be a whole number, got {type(k).__name__}")
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"{op}: k must be 1 to {logits.shape[1]}, the experts, got {k}")
     if bias is None:

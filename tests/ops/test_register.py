@@ -506,14 +506,11 @@ NOT_NUMBERS = {
 def test_what_is_no_number_is_named(call, differentiable):
     name = call.partition("(")[0]
     args, options, said = NOT_NUMBERS[call]
-    args = [
-        one.clone().requires_grad_()
-        if differentiable and isinstance(one, Tensor) and one.is_floating_point()
-        else one
-        for one in args
-    ]
+    first, *rest = args
+    if differentiable and isinstance(first, Tensor):
+        first = first.clone().requires_grad_()
     with pytest.raises(TypeError, match=rf"^flexops\.{name}: .*{said}"):
-        getattr(flexops, name)(*args, **options)
+        getattr(flexops, name)(first, *rest, **options)
 
 
 @pytest.mark.parametrize("collects", [True, False])

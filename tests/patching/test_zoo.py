@@ -110,7 +110,9 @@ def check(name: str) -> None:
         far = distance(actual, expected)
         if fused:
             actual = results(model, inputs)
-            assert "logits" not in actual
+            if name not in ("blip-2", "instructblip"):  # only the model inside of these is patched
+                assert "logits" not in actual
+            actual.pop("logits", None)
             far |= {
                 f"fused {key}": one
                 for key, one in distance(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -28,6 +30,30 @@ def test_models_with_experts_and_with_pictures(kind, monkeypatch):
     )
     assert ours == pytest.approx(plain, rel=1e-5)
     assert plain > 5
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(("kind", "most"), [("qwen3_moe", 1), ("llama", 2)])
+def test_of_models_with_experts_there_is_one_at_a_time(kind, most, monkeypatch):
+    """Four of them take 95 GB on a GPU."""
+    alive, seen = weakref.WeakSet(), []
+    make = model.make_model
+
+    def counted(*args):
+        made = make(*args)
+        alive.add(made)
+        gc.collect()
+        seen.append(len(alive))
+        return made
+
+    monkeypatch.setattr(model, "make_model", counted)
+    shape = model.Shape(64, 1, 4, 2, 128, 512, 2, 24, kind)
+    chosen = {name: model.CONTENDERS[name] for name in ("transformers", "flexops.patch")}
+    tokens = torch.randint(0, 512, (8, 2, 24), generator=torch.Generator().manual_seed(0))
+    found = [*model._times(shape, "cpu", chosen, tokens.flatten(), 0.1, lambda _: None)]
+    assert [one.name for one in found] == [*chosen]
+    assert all(one.milliseconds > 0 for one in found)
+    assert max(seen) == most
 
 
 def test_times_and_losses_of_all_who_can_take_part(tmp_path):
