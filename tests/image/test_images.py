@@ -28,7 +28,7 @@ from flexops import targets, toolchain
 from flexops.build.describe import layout
 from flexops.build.describe.catalog import CATALOG
 from flexops.build.store.manifest import Manifest
-from flexops.doctor.finding import DoctorReport, Finding, Section
+from flexops.doctor.finding import DoctorReport, Finding, Section, fail, ok
 from flexops.errors import ImageError, TargetError
 from flexops.settings import Settings
 from flexops_tools.images import (
@@ -859,6 +859,17 @@ def test_an_image_in_order(row):
 )
 def test_what_is_wrong_with_an_image(changes, options, expected):
     assert statuses(CUDA, facts(CUDA, **changes), **options) == expected
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_a_fault_of_an_image_is_in_the_builds_log(monkeypatch, capsys, faulty):
+    found = [fail("image-x", "found", "required", "rebuild it")] if faulty else []
+    report = DoctorReport("cpu", (Section("tools", (ok("torch", "2.13"),)),))
+    monkeypatch.setattr(contents, "check", lambda _: (report, found, facts(CPU)))
+    assert contents.main(["check", "cpu"]) == faulty
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["status"] == ("fail" if faulty else "ok")
+    assert ("image-x: found\n  required: required\n  fix: rebuild it" in printed.err) is faulty
 
 
 def test_a_torch_for_cuda_in_the_cpus_image_is_said():
