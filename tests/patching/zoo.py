@@ -95,8 +95,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "longt5": _START,
     "switch_transformers": _START,
     "udop": _START,
-    "smolvlm": {"pad_token_id": 0},
-    "idefics3": {"pad_token_id": 0},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "falcon_h1": _MAMBA,
@@ -254,8 +252,9 @@ _REASONS = {
 _OF = {
     "granite4_vision": {"text_config": {"model_type": "granite"}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    **{name: {"pad_token_id": 0} for name in ("idefics3", "smolvlm")},
 }
-"""Of which types' configs one is made."""
+"""What a config, which makes others of it, is made with."""
 UNTESTED = {name: reason for reason, names in _REASONS.items() for name in names}
 """Types whose models the tests do not run, with the reason."""
 
