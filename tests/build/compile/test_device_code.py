@@ -140,7 +140,7 @@ def compile_all(
 
 
 LOAD, WAIT = 0x981, 0x82E
-"""LDG and ACQBULK, which ``griddepcontrol.wait`` becomes: the low bits of an instruction of sm_90."""
+"""LDG, and ACQBULK, which ``griddepcontrol.wait`` becomes: low bits of an sm_90 instruction."""
 
 
 @pytest.mark.parametrize("shape", ["0, true", "0, false", "1, false", "2, false"])
