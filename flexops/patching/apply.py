@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import PatchError
 from ..int4 import layers as int4
@@ -118,6 +120,7 @@ def patch(
             model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
         )
     _check_module(model, "patch")
+    _check_can_change(model)
     replacements = int4.Replacements(model)
     with _all_or_nothing(model, replacements):
         rows = list(int4.convert(replacements))
@@ -180,6 +183,21 @@ def _check_module(model: Any, called: str) -> None:
         raise PatchError(
             f"flexops.{called} takes a module, a class of models or an architecture's name",
             found=type(model).__name__,
+        )
+
+
+def _check_can_change(model: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PatchError(
+            "flexops.patch cannot change a module of TorchScript",
+            found=type(model).__name__,
+            fix="patch the module that was scripted",
+        )
+    if any(map(is_lazy, itertools.chain(model.parameters(), model.buffers()))):
+        raise PatchError(
+            "flexops.patch requires a model whose parameters have their shapes",
+            found="a lazy module, which gets them in its first forward pass",
+            fix="run the model once before",
         )
 
 

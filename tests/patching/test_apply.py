@@ -737,6 +737,15 @@ def test_no_model_is_refused() -> None:
         flexops.unpatch(3)
     with pytest.raises(flexops.errors.PatchError, match=r"one of .*llama"):
         flexops.patch("lama")
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(32), torch.nn.Linear(32, 32))
+    for options in ({}, {"fp8": "rowwise"}, {"weights": "int4"}):
+        with pytest.raises(flexops.errors.PatchError, match="run the model once before"):
+            flexops.patch(lazy, **options)
+    assert flexops.unpatch(lazy) == 0
+    lazy(torch.randn(1, 64))
+    assert flexops.patch(lazy, weights="int4").rows
+    with pytest.raises(flexops.errors.PatchError, match="a module of TorchScript"):
+        flexops.patch(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 4))))
 
 
 def test_a_model_in_float64_runs_its_own_code() -> None:
