@@ -132,8 +132,8 @@ def _by_flags(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
     own, with a norm behind them."""
 
     def layer(name: str) -> Layer:
-        weight = getattr(module, name)
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        weight, beside = getattr(module, name), f"{name}_bias"
+        bias = getattr(module, beside) if module.has_bias else None
         return weight.transpose(1, 2) if module.is_transposed else weight, bias
 
     first = layer("gate_up_proj" if module.has_gate else "up_proj")
