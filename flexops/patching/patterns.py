@@ -431,9 +431,9 @@ def _small_config(config: Any, classes: int) -> Any:
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             setattr(made, name, _small_config(value, classes))
-        elif type(value) is int and (name == "vocab_size" or value == classes):
-            setattr(made, name, CLASSES)
-        elif re.match("(image|video)_token_", name):  # no token stands for a picture
+        elif re.match("(image|video)_token_", name) or (  # no token stands for a picture
+            type(value) is int and (name == "vocab_size" or value == classes)
+        ):
             setattr(made, name, CLASSES)
         elif name == "num_query_tokens":
             setattr(made, name, LENGTH)

@@ -208,6 +208,7 @@ def in_bfloat16(name: str, seed: int = 0, device: str = "cpu") -> tuple[float, f
     inputs = {key: one.to(device) for key, one in zoo.batch(model, False).items()}
     with reference(model), Choices() as expected:
         truth = results(model, inputs)
+    inputs = {key: x.bfloat16() if x.is_floating_point() else x for key, x in inputs.items()}
     model = zoo.tiny(name, seed).to(device).bfloat16()
     with reference(model), Choices() as of_plain:
         plain = distance(results(model, inputs), truth, 0.1)
