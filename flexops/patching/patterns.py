@@ -209,6 +209,8 @@ def tiny_norm(module: Any) -> Any:
     for name, value in vars(module).items():
         if type(value) is int and ("hidden" in name or "dim" in name):
             setattr(made, name, WIDTH)
+        elif name == "group_size" and value:
+            made.group_size = WIDTH // max(1, min(WIDTH, _groups(module)[-1]))
     return made
 
 

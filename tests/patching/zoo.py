@@ -63,7 +63,7 @@ TYPES = sorted({*LIGER, *VISION, *(name for mapping in _AUTO for name in mapping
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PARTS = ("norms", "residuals", "activations", "experts", "rope", "attention", "loss")
 _OPERATORS = {
-    "norms": r"\b(rms|layer)_norm",
+    "norms": r"\b(gated_)?(rms|layer)_norm",
     "rope": "rotary",
     "activations": "glu_linear|bias_",
     "attention": "^attention",
