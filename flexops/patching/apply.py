@@ -311,7 +311,11 @@ def _unknown(module: nn.Module) -> str:
     cls = own_class(module)
     if cls in UNCHANGED:
         return UNCHANGED[cls]
-    return "its structure is none that flexops knows" if _LOOKS_LIKE.search(cls.__name__) else ""
+    if not _LOOKS_LIKE.search(cls.__name__):
+        return ""
+    if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+        return "its parts have weights of their own; grouped products require one tensor of them"
+    return "its structure is none that flexops knows"
 
 
 def _tabulate(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ are small ones, each of its other parts a linear layer. What is found is put to 
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..generation.sources import code_of
 from ..nn.linears import function_of, is_linear
 from ..report import Row
 from . import forwards
@@ -258,9 +260,19 @@ def _structure(layer: Any) -> tuple[Structure, str]:
             if found[1]:
                 return found, disagreement(make, swapped)
             ran = ran or found
-    if ran is not None:
-        return ran, "no norm reads a sum that it makes"
+    if ran is not None or not _adds(own_class(layer)):
+        return ran or ("", {}), "no norm reads a sum that it makes"
     return ("", {}), reason
+
+
+def _adds(cls: Any) -> bool:
+    """Whether there is an addition, or a function called that may be one, in a class's code; or
+    there is no code to read."""
+    nodes = list(ast.walk(code_of(cls)))
+    return len(nodes) == 1 or any(
+        isinstance(one, ast.Add) or (isinstance(one, ast.Name) and "add" in one.id)
+        for one in nodes
+    )
 
 
 def key(layer: Any) -> Any:

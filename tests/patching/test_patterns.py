@@ -421,3 +421,27 @@ def test_dropout_of_a_block_is_that_of_its_class() -> None:
         torch.testing.assert_close(block(x), expected)
         block.eval()
         assert (block(x) == 0).sum() == 0
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_gated_norms_of_groups_with_a_size(size):
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+    torch.manual_seed(0)
+    norm = Zamba2RMSNormGated(64, size)
+    torch.nn.init.normal_(norm.weight)
+    x, gate = torch.randn(2, 3, 5, 64)
+    expected = norm(x, gate)
+    (row,) = flexops.patch(norm).rows
+    assert (row.operator, row.swapped) == ("gated_rms_norm", True)
+    torch.testing.assert_close(norm(x, gate), expected)
+
+
+def test_a_layer_that_adds_nothing_has_no_residual():
+    """Its code needs two tensors, which are joined."""
+    from transformers import ZambaConfig
+    from transformers.models.zamba.modeling_zamba import ZambaAttentionDecoderLayer
+
+    layer = ZambaAttentionDecoderLayer(ZambaConfig(hidden_size=16, intermediate_size=24))
+    (row,) = (row for row in flexops.patch(layer).rows if row.operator.startswith("add_"))
+    assert row.reason == "no norm reads a sum that it makes"

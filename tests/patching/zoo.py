@@ -63,7 +63,7 @@ TYPES = sorted({*LIGER, *VISION, *(name for mapping in _AUTO for name in mapping
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PARTS = ("norms", "residuals", "activations", "experts", "rope", "attention", "loss")
 _OPERATORS = {
-    "norms": r"\b(rms|layer)_norm",
+    "norms": r"\b(gated_)?(rms|layer)_norm",
     "rope": "rotary",
     "activations": "glu_linear|bias_",
     "attention": "^attention",
@@ -165,6 +165,7 @@ TINY: dict[str, dict[str, Any]] = {
         "true_hidden_size": 32,
     },
     "squeezebert": {"embedding_size": 64},
+    "longcat_flash": {"zero_expert_num": 2},
     "reformer": {
         "axial_pos_embds_dim": (16, 48),
         "axial_pos_shape": (4, 3),
