@@ -235,11 +235,11 @@ def _covered(module: nn.Module) -> set[int]:
         return set(map(id, torch_modules.fused(module)))
     if experts_part.concerns_dense(module):
         return {id(module.experts)}
-    if not any(pattern.part == "activations" for pattern in _find(module)):
-        return set()
-    return {
+    inside = {
         id(child) for child in module.children() if isinstance(child, torch_modules.ACTIVATIONS)
     }
+    block = inside and any(pattern.part == "activations" for pattern in _find(module))
+    return inside if block else set()
 
 
 def forward_of(module: nn.Module, part: str) -> Callable[..., Any]:

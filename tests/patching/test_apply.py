@@ -800,7 +800,8 @@ def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
     assert report.not_swapped == ()
 
 
-def test_random_numbers_are_not_used_up() -> None:
+def test_random_numbers_are_not_used_up(monkeypatch):
+    """Nor are a GPU's generators seeded anew."""
     from flexops.patching import apply
 
     apply._verdicts.clear()
@@ -808,6 +809,7 @@ def test_random_numbers_are_not_used_up() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("seeded"))
     flexops.patch(model)
     assert torch.rand(3).equal(expected)
 
