@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch import REPLICATES
 from ..errors import PatchError
 from ..int4 import layers as int4
 from ..nn.linears import REPLACED
@@ -129,6 +130,8 @@ def patch(
             from ..int4.checkpoints import adopt
 
             adopt(model)
+        if any(row.swapped for row in rows):
+            model.__dict__[REPLICATES] = _no_replica
     if loss:
         trl.install()
     return Report(type(model).__name__, rows_of([*rows, *of_optimizer]), made)
@@ -175,6 +178,14 @@ def _all_or_nothing(model: nn.Module, replacements: int4.Replacements) -> Iterat
         raise
 
 
+def _no_replica() -> None:
+    raise PatchError(
+        "torch.nn.DataParallel cannot copy a patched model to other GPUs",
+        required="a process for each GPU (DistributedDataParallel), or one GPU",
+        fix="torchrun --nproc-per-node=gpu SCRIPT, or CUDA_VISIBLE_DEVICES=0 python SCRIPT",
+    )
+
+
 def _check_module(model: Any, called: str) -> None:
     if not isinstance(model, nn.Module):
         raise PatchError(
@@ -195,6 +206,7 @@ def unpatch(model: Any) -> int:
         restored += take_away(module)
         attending.switch_back(module)
         generating.switch_back(module)
+        module.__dict__.pop(REPLICATES, None)
     return restored
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import flexops
 from flexops.build.load import loader
+from flexops.errors import PatchError
 from flexops.nn import linears
 
 
@@ -728,6 +729,17 @@ def test_unpatch_gives_a_forward_back_that_somebody_else_replaced():
         one.__dict__["forward"] is forward for one, forward in zip(parts, given, strict=True)
     )
     assert sum("forward" in one.__dict__ for one in model.modules()) == len(parts)
+
+
+def test_data_parallel_is_an_error():
+    """What ``torch.nn.parallel.replicate`` calls first."""
+    model = tiny.model("llama")
+    before = model._replicate_for_data_parallel
+    flexops.patch(model)
+    with pytest.raises(PatchError, match=r"DataParallel cannot copy.*\n.*\n.*torchrun"):
+        copy.deepcopy(model)._replicate_for_data_parallel()
+    flexops.unpatch(model)
+    assert model._replicate_for_data_parallel == before
 
 
 def test_no_model_is_refused() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
+import textwrap
 import types
 from typing import Any
 
@@ -154,6 +156,73 @@ def test_a_difference_in_the_fourth_digit_is_seen(kind: type[nn.Module]) -> None
     row = row_of(kind())
     assert not row.swapped
     assert row.reason == OTHER
+
+
+def _queries(factor):
+    def rotate(*args, original=llama.apply_rotary_pos_emb, **kwargs):
+        q, k = original(*args, **kwargs)
+        return q * factor, k
+
+    return rotate
+
+
+def _doubled(original):
+    def forward(*args, **kwargs):
+        out, *rest = original(*args, **kwargs)
+        return out * 2, *rest
+
+    return forward
+
+
+def _copied():
+    """The code of attention as a library may copy it, with a factor."""
+    code = inspect.getsource(llama.LlamaAttention.forward)
+    made = {}
+    text = textwrap.dedent(code.replace("self.o_proj(attn_output)", "2 * self.o_proj(attn_output)"))
+    exec("from __future__ import annotations\n" + text, vars(llama), made)
+    return made["forward"]
+
+
+REPLACED = {
+    "rotary": (llama, "apply_rotary_pos_emb", _queries(2)),
+    "rotary, in the fourth digit": (llama, "apply_rotary_pos_emb", _queries(1.0004)),
+    "eager": (llama, "eager_attention_forward", _doubled(llama.eager_attention_forward)),
+    "copied": (llama.LlamaAttention, "forward", _copied()),
+    "wrapped": (llama.LlamaAttention, "forward", _doubled(llama.LlamaAttention.forward)),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_others_replace_in_transformers_counts(what, before, monkeypatch):
+    """Also if a model of the class was patched before, and if this one was."""
+    model, plain = zoo.tiny("llama"), zoo.tiny("llama")
+    if what == "eager":
+        for one in (model, plain):
+            one.set_attn_implementation("eager")
+    inputs = zoo.batch(model, False)
+    flexops.patch(model)
+    former = results(model, inputs, skip_logits=False)
+    if before:
+        flexops.unpatch(model)
+    monkeypatch.setattr(*REPLACED[what])
+    if before:
+        flexops.patch(model)
+    found, expected = results(model, inputs, skip_logits=False), results(plain, inputs)
+    assert max(distance(former, expected).values()) > 2e-4
+    assert max(distance(found, expected).values()) < 1e-4
+
+
+def test_a_function_that_was_registered_as_sdpa_stays(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
+
+    monkeypatch.setitem(known._global_mapping, "sdpa", _doubled(known["sdpa"]))
+    model = zoo.tiny("llama")
+    inputs = zoo.batch(model, False)
+    expected = model(**inputs).logits
+    (row,) = [row for row in flexops.patch(model).rows if row.operator == "attention"]
+    assert row.reason == "another function was registered as its attention, sdpa"
+    torch.testing.assert_close(model(**inputs, skip_logits=False).logits, expected)
 
 
 def test_another_epsilon_is_seen() -> None:
