@@ -38,6 +38,7 @@ from .probe import (
     bare,
     disagreement,
     foreign,
+    is_transformers,
     own_class,
     parameter,
 )
@@ -459,8 +460,8 @@ def _refusal(model: Any, part: Any) -> str:
     name = model.config._attn_implementation
     if name not in _REPLACEABLE:
         return f"the model was told to use {name}"
-    if name == "sdpa" and not _of_transformers(name):
-        return "another function was registered as its attention, sdpa"
+    if name == "sdpa" and not _is_transformers_sdpa():
+        return "another function was registered as its attention or mask, sdpa"
     if name == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
     both = getattr(model.config, "use_bidirectional_attention", None)
@@ -478,11 +479,11 @@ def _refusal(model: Any, part: Any) -> str:
     return _verdicts[key]
 
 
-def _of_transformers(name: str) -> bool:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def _is_transformers_sdpa() -> bool:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
-    module = str(getattr(ALL_ATTENTION_FUNCTIONS[name], "__module__", ""))
-    return module.startswith("transformers.")
+    return all(is_transformers(one["sdpa"]) for one in (functions, masks))
 
 
 class _Attending(nn.Module):

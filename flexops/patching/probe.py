@@ -40,6 +40,11 @@ def foreign(code: Any) -> str:
     return _FOREIGN.get(package, "")
 
 
+def is_transformers(code: Any) -> bool:
+    """Whether a function is transformers' own: under its names others may be registered."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] == "transformers"
+
+
 def class_of(module: nn.Module) -> type:
     """A module's class without those that FSDP2 puts before it, which cannot be copied."""
     return next(

@@ -213,15 +213,31 @@ def test_what_others_replace_in_transformers_counts(what, before, monkeypatch):
     assert max(distance(found, expected).values()) < 1e-4
 
 
-def test_a_function_that_was_registered_as_sdpa_stays(monkeypatch):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
+@pytest.mark.parametrize("what", ["attention or mask, sdpa", "mask", "experts, grouped_mm"])
+def test_a_function_that_was_registered_under_transformers_name_stays(what, monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as experts
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
 
-    monkeypatch.setitem(known._global_mapping, "sdpa", _doubled(known["sdpa"]))
-    model = zoo.tiny("llama")
+    name = "grouped_mm" if "experts" in what else "sdpa"
+    known = experts if "experts" in what else masks if what == "mask" else attention
+    original = known[name]
+
+    def mine(*args, **kwargs):
+        out = original(*args, **kwargs)
+        if what == "mask":
+            return torch.ones(12, 12, dtype=torch.bool)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    monkeypatch.setitem(known._global_mapping, name, mine)
+    model = zoo.tiny("mixtral")
     inputs = zoo.batch(model, False)
     expected = model(**inputs).logits
-    (row,) = [row for row in flexops.patch(model).rows if row.operator == "attention"]
-    assert row.reason == "another function was registered as its attention, sdpa"
+    reasons = [row.reason for row in flexops.patch(model).rows]
+    start = "another function was registered as its "
+    assert [one for one in reasons if one.startswith(start)] == [
+        start + ("attention or mask, sdpa" if what == "mask" else what)
+    ]
     torch.testing.assert_close(model(**inputs, skip_logits=False).logits, expected)
 
 
