@@ -118,7 +118,15 @@ def cases_of(place: str, setup: Setup) -> Iterator[Own]:
             required=required,
             fix="see docs/workbench.md",
         )
-    yield from found(setup)
+    for one in found(setup) or ():
+        if not isinstance(one, Own):
+            raise FlexopsError(
+                f"{place} has no cases",
+                found=f"cases(setup) yields {one!r}",
+                required="what flexops.bench.case(...) returns",
+                fix="see docs/workbench.md",
+            )
+        yield one
 
 
 def run(

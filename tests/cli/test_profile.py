@@ -66,6 +66,7 @@ def test_own_cases_as_fractions_of_the_same_runs_copy_and_product(cases):
 @pytest.mark.parametrize(("text", "said"), [
     ("x = 1\n", "no function cases"),
     ("def cases(setup):\n    return iter(())\n", "no case"),
+    ("def cases(setup):\n    yield 3\n", "cases(setup) yields 3"),
     ("from flexops.bench import case\ndef cases(setup):\n    yield case('empty', {})\n", "0 calls"),
     (("from flexops.bench import case\ndef cases(setup):\n    yield case('odd', {'a':"
       " print}, measure='slowly')\n"), "measure='slowly'"),

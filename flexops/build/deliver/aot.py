@@ -45,9 +45,15 @@ def build(
     Raises:
         ToolchainError, ArchitectureError: a build was asked for that cannot be planned. Failed
             compiles are in the results.
+        CacheError: ``out`` cannot be written.
     """
     if arch_list is not None:
         chosen = chosen._replace(arch_list=arch_list)
+    if out is not None:  # before the compilers' minutes
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unstorable(out, error) from error
     results = build_specs(
         catalog.select(names),
         devices if devices is not None else default_devices(chosen),
@@ -214,12 +220,16 @@ def copy_entry(entry: Entry, out: Path, manifest: Manifest | None = None) -> Pat
         shutil.rmtree(target, ignore_errors=True)
         staged.rename(target)
     except OSError as error:
-        raise CacheError(
-            "a library cannot be stored",
-            found=f"{target}: {error.strerror}",
-            required="a writable directory with free space",
-        ) from error
+        raise _unstorable(target, error) from error
     return target
+
+
+def _unstorable(target: Path, error: OSError) -> CacheError:
+    return CacheError(
+        "a library cannot be stored",
+        found=f"{target}: {error.strerror}",
+        required="a writable directory with free space",
+    )
 
 
 def build_portable(
