@@ -374,7 +374,8 @@ def caller(op: Any) -> Callable[..., Any]:
     Public functions call ops through this, before anything is checked: what native kernels reject
     is looked at by the op's ``check``, for its wording.
     """
-    _parts_of(op.name())
+    if op not in _callers:
+        _parts_of(op.name())  # its module may add the op
     if op not in _callers:
         below = _below(op)
         _callers[op] = _caller(op, below, below, op)
