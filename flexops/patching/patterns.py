@@ -184,7 +184,12 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
         ]
         if gated:
             makes = [
-                ("gated_rms_norm", forwards.gated_rms_norm, {"gate_first": first, "groups": groups})
+                (
+                    "gated_rms_norm",
+                    forwards.gated_rms_norm,
+                    {"gate_first": first, "groups": groups, "activation": activation},
+                )
+                for activation in ("silu", "sigmoid")
                 for first, groups in itertools.product((False, True), _groups(module))
             ]
         for name, forward, options in makes:
@@ -449,8 +454,8 @@ def _small_config(config: Any, classes: int) -> Any:
 
 def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     """A small copy of what is between a model and its head."""
-    if module is None:
-        return None
+    if module is None or isinstance(module, nn.Dropout):
+        return module and nn.Identity()
     if module is head:
         return linear(WIDTH, CLASSES, head)
     parts = list(module.modules())

@@ -170,7 +170,9 @@ def test_the_tokens_of_a_picture_attend_to_each_other(name):
     torch.testing.assert_close(model(tokens, mm_token_type_ids=kinds).logits, expected)
 
 
-@pytest.mark.parametrize("name", [*STRUCTURES, "bamba", "blip", "blip-2", "nllb-moe"])
+@pytest.mark.parametrize(
+    "name", [*STRUCTURES, "bamba", "blip", "blip-2", "kimi_linear", "nllb-moe", "pix2struct"]
+)
 def test_a_type_of_each_structure_computes_the_same(name: str) -> None:
     check(name)
 
