@@ -113,18 +113,34 @@ def take_away(module: Any) -> bool:
     return taken
 
 
-_rebound: dict[Any, Callable[..., Any]] = {}
+_rebound: dict[Any, tuple[Any, dict[str, Any], Callable[..., Any]]] = {}
 """No cache of functools', which torch.compile would look into."""
 
 
 def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
     """The code of a class's ``forward``, which sees other functions under the names that ``make``
-    gives for it."""
+    gives for it. It is made anew if another library has replaced that code since, or what it
+    calls."""
     key = cls, kind
-    if key not in _rebound:  # once for each
-        forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-        _rebound[key] = _with_names(forward, make(forward))
-    return _rebound[key]
+    known = _rebound.get(key)
+    if known is None or not (torch.compiler.is_compiling() or _is_current(cls, *known[:2])):
+        forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+        seen = forward.__globals__
+        called = {name: seen[name] for name in _names(forward.__code__) if name in seen}
+        known = _rebound[key] = forward, called, _with_names(forward, make(forward))
+    return known[2]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {*code.co_names}.union(*map(_names, inner))
+
+
+def _is_current(cls: Any, forward: Any, called: dict[str, Any]) -> bool:
+    seen = forward.__globals__
+    return inspect.unwrap(cls.forward) is forward and all(
+        seen.get(name) is one for name, one in called.items()
+    )
 
 
 def _with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
@@ -209,13 +225,14 @@ def picture_norm(module: Any, x: Tensor, *, eps: float) -> Any:
 @replacement
 def gated_rms_norm(
     module: Any, x: Any = None, gate: Any = None, *others: Any,
-    eps: float, gate_first: bool = False, groups: int = 1, **more: Any,
+    eps: float, gate_first: bool = False, groups: int = 1, activation: Any = "silu", **more: Any,
 ) -> Any:  # fmt: skip
-    """``norm(x) * silu(gate)``, or with ``gate_first`` ``norm(x * silu(gate))``."""
+    """``norm(x) * act(gate)``, or with ``gate_first`` ``norm(x * act(gate))``."""
     usual = x is not None and x.dtype in _DTYPES and not others and not more
     if not usual or gate is None or gate.dtype != x.dtype or not is_plain(module.weight):
         return plain(module, x, *(() if gate is None else (gate,)), *others, **more)
-    return _gated_rms_norm(x, gate, module.weight, eps, norm_first=not gate_first, groups=groups)
+    options = {"norm_first": not gate_first, "groups": groups, "activation": activation}
+    return _gated_rms_norm(x, gate, module.weight, eps, **options)
 
 
 def fuses(norm: Any, x: Tensor) -> bool:

@@ -119,7 +119,9 @@ _CONVOLUTION: dict[str, Any] = {
     "dtypes": {"weight": "float32", "bias": "float32"},
     "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
 }
-_GATED_NORM = "Tensor x, Tensor gate, Tensor? weight, float eps, int groups, bool norm_first"
+_GATED_NORM = (
+    "Tensor x, Tensor gate, Tensor? weight, float eps, int groups, bool norm_first, bool sigmoid"
+)
 _OF_LOGPROBS = "Tensor grad, Tensor grad_entropy"
 _LOGPROBS = (
     "Tensor target, Tensor stats, Tensor entropy, int ignore_index, float temperature, float"
