@@ -21,6 +21,19 @@ TORCH_API bool in_parallel_region();
 
 namespace flexops {
 
+namespace detail {
+/// torch's name of each Dtype, in the order of the enum.
+inline constexpr at::ScalarType kScalarTypes[] = {
+    at::ScalarType::Float,  at::ScalarType::Half,          at::ScalarType::BFloat16,
+    at::ScalarType::Double, at::ScalarType::Byte,          at::ScalarType::Char,
+    at::ScalarType::Short,  at::ScalarType::Int,           at::ScalarType::Long,
+    at::ScalarType::Bool,   at::ScalarType::Float8_e4m3fn, at::ScalarType::Float8_e5m2};
+
+inline at::TensorOptions options(const at::Tensor& like, Dtype dtype) {
+  return like.options().dtype(kScalarTypes[static_cast<int>(dtype)]);
+}
+}  // namespace detail
+
 /// A counted reference to a tensor. A default-constructed one is undefined, and only assignment and
 /// destruction may touch it.
 class Tensor {
@@ -41,34 +54,10 @@ class Tensor {
   const int64_t* strides() const { return tensor_.strides().data(); }
   int64_t size(int64_t d) const { return tensor_.size(d); }
   Dtype dtype() const {
-    switch (tensor_.scalar_type()) {
-      case at::ScalarType::Float:
-        return Dtype::f32;
-      case at::ScalarType::Half:
-        return Dtype::f16;
-      case at::ScalarType::BFloat16:
-        return Dtype::bf16;
-      case at::ScalarType::Double:
-        return Dtype::f64;
-      case at::ScalarType::Byte:
-        return Dtype::u8;
-      case at::ScalarType::Char:
-        return Dtype::i8;
-      case at::ScalarType::Short:
-        return Dtype::i16;
-      case at::ScalarType::Int:
-        return Dtype::i32;
-      case at::ScalarType::Long:
-        return Dtype::i64;
-      case at::ScalarType::Bool:
-        return Dtype::boolean;
-      case at::ScalarType::Float8_e4m3fn:
-        return Dtype::e4m3;
-      case at::ScalarType::Float8_e5m2:
-        return Dtype::e5m2;
-      default:
-        return Dtype::other;
-    }
+    const at::ScalarType type = tensor_.scalar_type();
+    int index = 0;
+    while (index < static_cast<int>(Dtype::other) && detail::kScalarTypes[index] != type) ++index;
+    return static_cast<Dtype>(index);
   }
   bool is_cpu() const { return tensor_.is_cpu(); }
   bool is_cuda() const { return tensor_.is_cuda(); }
@@ -79,17 +68,6 @@ class Tensor {
  private:
   at::Tensor tensor_;
 };
-
-namespace detail {
-inline at::ScalarType scalar_type(Dtype dtype) {
-  static constexpr at::ScalarType kTypes[] = {
-      at::ScalarType::Float,  at::ScalarType::Half,          at::ScalarType::BFloat16,
-      at::ScalarType::Double, at::ScalarType::Byte,          at::ScalarType::Char,
-      at::ScalarType::Short,  at::ScalarType::Int,           at::ScalarType::Long,
-      at::ScalarType::Bool,   at::ScalarType::Float8_e4m3fn, at::ScalarType::Float8_e5m2};
-  return kTypes[static_cast<int>(dtype)];
-}
-}  // namespace detail
 
 namespace detail {
 inline Tensor made(at::Tensor tensor) {
@@ -104,15 +82,13 @@ inline Tensor made(at::Tensor tensor) {
 /// or overlaps.
 inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim, Dtype dtype,
                             const Tensor& like) {
-  const auto options = like.torch().options().dtype(detail::scalar_type(dtype));
-  return detail::made(
-      at::empty_strided(at::IntArrayRef(sizes, dim), at::IntArrayRef(strides, dim), options));
+  return detail::made(at::empty_strided(at::IntArrayRef(sizes, dim), at::IntArrayRef(strides, dim),
+                                        detail::options(like.torch(), dtype)));
 }
 
 /// A contiguous one.
 inline Tensor empty(const int64_t* sizes, int64_t dim, Dtype dtype, const Tensor& like) {
-  return detail::made(at::empty(at::IntArrayRef(sizes, dim),
-                                like.torch().options().dtype(detail::scalar_type(dtype))));
+  return detail::made(at::empty(at::IntArrayRef(sizes, dim), detail::options(like.torch(), dtype)));
 }
 
 /// destination[...] = source[...], with torch's conversions and any strides.

@@ -10,6 +10,22 @@
 
 namespace flexops {
 
+/// Four 8 x 8 matrices of 16-bit elements: lane 8 i + j has the address of row j of the i-th one.
+template <bool kTransposed>
+FLEXOPS_DEVICE void load_words(u32 (&out)[4], u32 address) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
 template <int kRows_, int kColumns_>
 struct Panels {
   static constexpr int kRows = kRows_, kColumns = kColumns_;
@@ -27,21 +43,21 @@ struct Panels {
   }
   /// 16 x 16 elements from (row, column) on, both multiples of 16, for mma.sync. As a left operand:
   static FLEXOPS_DEVICE void load_left(u32 (&out)[4], u32 tile, int row, int column) {
-    load_matrices<false>(out, matrices(tile, row, lane() % 16, column, lane() / 16));
+    load_words<false>(out, matrices(tile, row, lane() % 16, column, lane() / 16));
   }
   /// A left operand that is stored transposed: rows of the tile are summed over.
   static FLEXOPS_DEVICE void load_left_transposed(u32 (&out)[4], u32 tile, int row, int column) {
-    load_matrices<true>(out,
-                        matrices(tile, row, lane() / 16 * 8 + lane() % 8, column, lane() / 8 % 2));
+    load_words<true>(out,
+                     matrices(tile, row, lane() / 16 * 8 + lane() % 8, column, lane() / 8 % 2));
   }
   /// Two right operands, of 8 rows each, whose columns are summed over.
   static FLEXOPS_DEVICE void load_right(u32 (&out)[4], u32 tile, int row, int column) {
-    load_matrices<false>(out,
-                         matrices(tile, row, lane() / 16 * 8 + lane() % 8, column, lane() / 8 % 2));
+    load_words<false>(out,
+                      matrices(tile, row, lane() / 16 * 8 + lane() % 8, column, lane() / 8 % 2));
   }
   /// Two right operands, of 8 columns each, whose rows are summed over.
   static FLEXOPS_DEVICE void load_right_transposed(u32 (&out)[4], u32 tile, int row, int column) {
-    load_matrices<true>(out, matrices(tile, row, lane() % 16, column, lane() / 16));
+    load_words<true>(out, matrices(tile, row, lane() % 16, column, lane() / 16));
   }
   /// A warp's 16 rows of packed fragments (as a left operand has them) to the rows from `row` and
   /// the columns from `column` on. sm_90.
@@ -79,20 +95,9 @@ struct Panels {
           : "memory");
   }
 
-  /// Four 8 x 8 matrices: lane 8 i + j has the address of row j of the i-th one.
   template <bool kTransposed>
   static FLEXOPS_DEVICE void load_matrices(u32 (&out)[4], u32 address) {
-    if constexpr (kTransposed) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                   : "r"(address)
-                   : "memory");
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                   : "r"(address)
-                   : "memory");
-    }
+    load_words<kTransposed>(out, address);
   }
 
  private:

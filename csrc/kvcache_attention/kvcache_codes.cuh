@@ -64,20 +64,6 @@ struct CodeTile {
   }
 };
 
-template <bool kTransposed>
-FLEXOPS_DEVICE void load_words(u32 (&out)[4], u32 address) {
-  if constexpr (kTransposed) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
-                 : "memory");
-  }
-}
 FLEXOPS_DEVICE u32 multiply2(u32 a, u32 b) {
   u32 out;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));

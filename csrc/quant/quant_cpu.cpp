@@ -2,8 +2,7 @@
 // format: flexops/ops/quant.py, which this reproduces bit for bit, so multiplications and additions
 // must stay apart.
 
-#include "common/cpu_intrinsics.h"  // before the pragma: with it, to read so many functions takes longer
-
+// Before all headers: GCC makes slow code of intrinsics that were read without the pragma.
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #else

@@ -9,8 +9,13 @@ namespace flexops::FLEXOPS_ISA {
 
 #if defined(__AVX2__)
 
+typedef uint32_t Words8 __attribute__((vector_size(32)));
+typedef int32_t Ints8 __attribute__((vector_size(32)));
+
 constexpr int64_t kVectorRun = 32;         // codes that are packed at once
 constexpr int64_t kKeptBytes = 64 * 1024;  // of a tile's elements, copied before its two passes
+
+static inline __m256 all(float value) { return _mm256_set1_ps(value); }
 
 template <ElementType type>
 static inline __m256 load8(const void* from, int64_t offset) {
@@ -19,23 +24,24 @@ static inline __m256 load8(const void* from, int64_t offset) {
   const __m128i bits = _mm_loadu_si128(
       reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(from) + offset));
   if constexpr (type == ElementType::f16) return _mm256_cvtph_ps(bits);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  return (__m256)((Words8)_mm256_cvtepu16_epi32(bits) << 16);
+}
+
+/// Eight neighbouring bytes.
+static inline Ints8 load_bytes8(const uint8_t* from) {
+  return (Ints8)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
 
 /// float_to_bf16 of eight, each in the low half of its lane.
-static inline __m256i bf16_bits(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+static inline Words8 bf16_bits(__m256 value) {
+  const Words8 bits = (Words8)value;
+  return value == value ? (bits + ((bits >> 16 & 1u) + 0x7fffu)) >> 16 : Words8{} + 0x7fc0u;
 }
 
 template <ElementType type>
 static inline __m128i bits8(__m256 value) {
   if constexpr (type == ElementType::f16) return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-  const __m256i words = bf16_bits(value);
+  const __m256i words = (__m256i)bf16_bits(value);
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
@@ -53,26 +59,24 @@ template <ElementType type>
 static inline __m256 round8(__m256 value) {
   if constexpr (type == ElementType::f16)
     return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-  if constexpr (type == ElementType::bf16)
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(value), 16));
+  if constexpr (type == ElementType::bf16) return (__m256)(bf16_bits(value) << 16);
   return value;
 }
 
 /// Extremes of eight sets of elements. A NaN lifts `highest` to infinity once settled.
 struct Extremes8 {
-  __m256 lowest = _mm256_set1_ps(kInfinity), highest = _mm256_set1_ps(-kInfinity),
-         poison = _mm256_setzero_ps();
+  __m256 lowest = all(kInfinity), highest = all(-kInfinity);
+  Ints8 poison = {};
 
   void add(__m256 value) {
     lowest = _mm256_min_ps(value, lowest);
     highest = _mm256_max_ps(value, highest);
-    poison = _mm256_or_ps(poison, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    poison |= value != value;
   }
-  void settle() { highest = _mm256_blendv_ps(highest, _mm256_set1_ps(kInfinity), poison); }
+  void settle() { highest = poison ? all(kInfinity) : highest; }
   Extremes merged() {
     settle();
-    const __m256 negative =
-        _mm256_sub_ps(_mm256_setzero_ps(), highest);  // so that one minimum finds both
+    const __m256 negative = all(0.0f) - highest;  // so that one minimum finds both
     __m256 both = _mm256_min_ps(_mm256_permute2f128_ps(lowest, negative, 0x20),
                                 _mm256_permute2f128_ps(lowest, negative, 0x31));
     both = _mm256_min_ps(both, _mm256_permute_ps(both, 0x4e));
@@ -84,14 +88,15 @@ struct Extremes8 {
   }
 };
 
-static inline __m256i code8(__m256 value, __m256 minimum, __m256 scale, __m256 top) {
-  const __m256 scaled = _mm256_mul_ps(_mm256_sub_ps(value, minimum), scale);
-  return _mm256_cvtps_epi32(_mm256_min_ps(scaled, top));  // rounds half to even
+static inline Ints8 code8(__m256 value, __m256 minimum, __m256 scale, __m256 top) {
+  return (Ints8)_mm256_cvtps_epi32(  // rounds half to even
+      _mm256_min_ps((value - minimum) * scale, top));
 }
 
 /// The low bytes of 32 lanes, in order; each lane is at most 255.
-static inline __m256i join_bytes(__m256i a, __m256i b, __m256i c, __m256i d) {
-  const __m256i mixed = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+static inline __m256i join_bytes(Ints8 a, Ints8 b, Ints8 c, Ints8 d) {
+  const __m256i mixed = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)a, (__m256i)b),
+                                            _mm256_packus_epi32((__m256i)c, (__m256i)d));
   return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
@@ -105,7 +110,7 @@ FLEXOPS_INLINED int64_t scan_vectors(const void* x, int64_t offset, int64_t coun
   for (; i + 8 <= count; i += 8) first.add(load8<type>(x, offset + i));
   first.lowest = _mm256_min_ps(first.lowest, second.lowest);
   first.highest = _mm256_max_ps(first.highest, second.highest);
-  first.poison = _mm256_or_ps(first.poison, second.poison);
+  first.poison |= second.poison;
   out = first.merged();
   return i;
 }
@@ -113,16 +118,14 @@ FLEXOPS_INLINED int64_t scan_vectors(const void* x, int64_t offset, int64_t coun
 template <ElementType type>
 FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t count, const Group& g,
                                        const Coding& c, int bits, uint8_t* out) {
-  const __m256 minimum = _mm256_set1_ps(g.minimum), scale = _mm256_set1_ps(g.scale),
-               top = _mm256_set1_ps(c.top);
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(c.mask));
+  const __m256 minimum = all(g.minimum), scale = all(g.scale), top = all(c.top);
+  const Ints8 mask = Ints8{} + static_cast<int>(c.mask);
   const __m256i halves = _mm256_set1_epi16(0x0110);  // even byte * 16 + odd byte
   int64_t i = 0;
   for (; i + kVectorRun <= count; i += kVectorRun) {
-    __m256i code[4];
+    Ints8 code[4];
     for (int k = 0; k < 4; ++k)
-      code[k] =
-          _mm256_and_si256(code8(load8<type>(x, offset + i + 8 * k), minimum, scale, top), mask);
+      code[k] = code8(load8<type>(x, offset + i + 8 * k), minimum, scale, top) & mask;
     const __m256i bytes = join_bytes(code[0], code[1], code[2], code[3]);
     if (bits == 8) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), bytes);
@@ -134,9 +137,7 @@ FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t co
     }
   }
   for (; i + 8 <= count; i += 8) {  // small groups
-    const __m256i code = _mm256_and_si256(code8(load8<type>(x, offset + i), minimum, scale, top),
-                                          mask),
-                  zero = _mm256_setzero_si256();
+    const Ints8 code = code8(load8<type>(x, offset + i), minimum, scale, top) & mask, zero = {};
     const __m128i bytes = _mm256_castsi256_si128(join_bytes(code, zero, zero, zero));
     if (bits == 8) {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), bytes);
@@ -149,6 +150,10 @@ FLEXOPS_INLINED int64_t encode_vectors(const void* x, int64_t offset, int64_t co
   return i;
 }
 
+static inline __m256 decoded(Ints8 codes, int flip, __m256 step, __m256 minimum) {
+  return _mm256_cvtepi32_ps((__m256i)((codes ^ flip) - flip)) * step + minimum;
+}
+
 /// All sixteen codes' values, by the formula, and their look-up.
 template <ElementType type>
 struct Table {
@@ -156,14 +161,9 @@ struct Table {
   __m128i low, high;  // the bytes of 16-bit values
 
   Table(float step, float minimum, int flip) {
-    const __m256i flips = _mm256_set1_epi32(flip);
-    const __m256 steps = _mm256_set1_ps(step), minima = _mm256_set1_ps(minimum);
     for (int half = 0; half < 2; ++half) {
-      const __m256i codes =
-          _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * half));
-      const __m256 exact =
-          _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
-      values[half] = _mm256_add_ps(_mm256_mul_ps(exact, steps), minima);
+      const Ints8 codes = Ints8{0, 1, 2, 3, 4, 5, 6, 7} + 8 * half;
+      values[half] = decoded(codes, flip, all(step), all(minimum));
     }
     if constexpr (type != ElementType::f32) {
       const __m128i first = bits8<type>(values[0]), second = bits8<type>(values[1]),
@@ -216,15 +216,9 @@ FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int
       i += 16;
     }
   } else if (bits == 8) {
-    const __m256 steps = _mm256_set1_ps(step), minima = _mm256_set1_ps(minimum);
-    const __m256i flips = _mm256_set1_epi32(flip);
-    for (; i + 8 <= count; i += 8) {
-      const __m256i codes =
-          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
-      const __m256 exact =
-          _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_xor_si256(codes, flips), flips));
-      store8<type>(out, offset + i, _mm256_add_ps(_mm256_mul_ps(exact, steps), minima));
-    }
+    for (; i + 8 <= count; i += 8)
+      store8<type>(out, offset + i,
+                   decoded(load_bytes8(packed + i), flip, all(step), all(minimum)));
   }
   return i;
 }
@@ -233,19 +227,16 @@ FLEXOPS_INLINED int64_t decode_vectors(const uint8_t* packed, int64_t count, int
 template <ElementType type>
 static inline void make_groups(Extremes8& e, const Coding& c, __m256& minimum, __m256& scale) {
   e.settle();
-  const __m256 zero = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f),
-               nan = _mm256_set1_ps(__builtin_nanf(""));
-  minimum = c.symmetric ? zero : _mm256_add_ps(e.lowest, zero);
+  const __m256 zero = all(0.0f), sign = all(-0.0f);
+  minimum = c.symmetric ? zero : e.lowest + zero;
   const __m256 span = c.symmetric ? _mm256_max_ps(_mm256_andnot_ps(sign, e.lowest),
                                                   _mm256_andnot_ps(sign, e.highest))
-                                  : _mm256_sub_ps(e.highest, minimum);
-  const __m256 unrounded =
-      _mm256_mul_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), span), _mm256_set1_ps(c.top));
-  scale = round8<type>(_mm256_min_ps(unrounded, _mm256_set1_ps(c.most)));
-  scale = _mm256_blendv_ps(scale, _mm256_set1_ps(1.0f), _mm256_cmp_ps(span, zero, _CMP_EQ_OQ));
-  const __m256 broken = _mm256_cmp_ps(span, _mm256_set1_ps(kFloatMax), _CMP_NLE_UQ);
-  scale = _mm256_blendv_ps(scale, nan, broken);
-  minimum = _mm256_blendv_ps(minimum, nan, broken);
+                                  : e.highest - minimum;
+  scale = round8<type>(_mm256_min_ps(all(1.0f) / span * all(c.top), all(c.most)));
+  scale = span == zero ? all(1.0f) : scale;
+  const Ints8 sound = span <= all(kFloatMax);
+  scale = sound ? scale : all(__builtin_nanf(""));
+  minimum = sound ? minimum : all(__builtin_nanf(""));
 }
 
 template <ElementType type>
@@ -258,11 +249,9 @@ static void make_batch(Extremes8& e, const Coding& c, float* minimum, float* sca
 
 /// Codes of eight columns; broken groups get 0.
 template <ElementType type>
-static inline __m256i column_code8(const void* x, int64_t offset, __m256 minimum, __m256 scale,
-                                   __m256 top, __m256i mask) {
-  const __m256i whole = _mm256_castps_si256(_mm256_cmp_ps(scale, scale, _CMP_ORD_Q));
-  return _mm256_and_si256(code8(load8<type>(x, offset), minimum, scale, top),
-                          _mm256_and_si256(mask, whole));
+static inline Ints8 column_code8(const void* x, int64_t offset, __m256 minimum, __m256 scale,
+                                 __m256 top, Ints8 mask) {
+  return code8(load8<type>(x, offset), minimum, scale, top) & mask & (scale == scale);
 }
 
 /// The groups of 32 columns; rows are `stride` elements apart.
@@ -279,21 +268,19 @@ static void quantize_columns(const void* x, int64_t stride, uint8_t* packed, voi
     store8<type>(scales, entry + 8 * k, scale[k]);
     if (!l.symmetric) store8<type>(scales, entry + l.inner + 8 * k, minimum[k]);
   }
-  const __m256 top = _mm256_set1_ps(c.top);
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(c.mask));
+  const __m256 top = all(c.top);
+  const Ints8 mask = Ints8{} + static_cast<int>(c.mask);
   for (int64_t byte = 0; byte < l.group_bytes; ++byte) {
     const int64_t row = l.bits == 4 ? 2 * byte : byte;
-    __m256i code[4];
+    Ints8 code[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t at = row * stride + 8 * k;
-      code[k] = row < rows ? column_code8<type>(x, at, minimum[k], scale[k], top, mask)
-                           : _mm256_setzero_si256();
-      if (l.bits == 4) {
-        code[k] = _mm256_slli_epi32(code[k], 4);
-        if (row + 1 < rows)
-          code[k] = _mm256_or_si256(
-              code[k], column_code8<type>(x, at + stride, minimum[k], scale[k], top, mask));
-      }
+      code[k] = Ints8{};
+      if (row < rows) code[k] = column_code8<type>(x, at, minimum[k], scale[k], top, mask);
+      if (l.bits == 8) continue;
+      code[k] <<= 4;
+      if (row + 1 < rows)
+        code[k] |= column_code8<type>(x, at + stride, minimum[k], scale[k], top, mask);
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + byte * l.inner),
                         join_bytes(code[0], code[1], code[2], code[3]));
@@ -328,18 +315,11 @@ template <ElementType type>
 FLEXOPS_INLINED int64_t decode_columns(const uint8_t* packed, int64_t count, int shift, int mask,
                                        int flip, const float* step, const float* minimum, void* out,
                                        int64_t offset) {
-  const __m256i masks = _mm256_set1_epi32(mask), flips = _mm256_set1_epi32(flip);
-  const __m128i shifts = _mm_cvtsi32_si128(shift);
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
-    const __m256i bytes =
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i)));
-    const __m256i codes =
-        _mm256_xor_si256(_mm256_and_si256(_mm256_srl_epi32(bytes, shifts), masks), flips);
-    const __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, flips));
+    const Ints8 codes = load_bytes8(packed + i) >> shift & mask;
     store8<type>(out, offset + i,
-                 _mm256_add_ps(_mm256_mul_ps(exact, _mm256_loadu_ps(step + i)),
-                               _mm256_loadu_ps(minimum + i)));
+                 decoded(codes, flip, _mm256_loadu_ps(step + i), _mm256_loadu_ps(minimum + i)));
   }
   return i;
 }
@@ -357,11 +337,10 @@ static void make_batch(const Extremes (&e)[kBatch], const Coding& c, float* mini
   float lowest[kBatch], highest[kBatch], poison[kBatch];
   for (int64_t i = 0; i < kBatch; ++i)
     lowest[i] = e[i].lowest, highest[i] = e[i].highest, poison[i] = e[i].poison;
-  Extremes8 all;
-  all.lowest = _mm256_loadu_ps(lowest), all.highest = _mm256_loadu_ps(highest),
-  all.poison = _mm256_loadu_ps(poison);
-  all.poison = _mm256_cmp_ps(all.poison, all.poison, _CMP_UNORD_Q);
-  FLEXOPS_QUANT_BY_TYPE(c.type, make_batch, all, c, minimum, scale);
+  Extremes8 eight;
+  eight.lowest = _mm256_loadu_ps(lowest), eight.highest = _mm256_loadu_ps(highest);
+  eight.poison = _mm256_loadu_ps(poison) != _mm256_loadu_ps(poison);
+  FLEXOPS_QUANT_BY_TYPE(c.type, make_batch, eight, c, minimum, scale);
 }
 static int64_t encode_fast(const void* x, int64_t offset, int64_t count, const Group& g,
                            const Coding& c, int bits, uint8_t* out) {
