@@ -185,9 +185,7 @@ class User:
         _program(
             programs / "conda-build", CONDA_BUILD.format(python=sys.executable, calls=self.calls)
         )
-        # with bytecode pip starts in a fraction of the time
-        dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         places = [str(programs), str(self.environment / "bin"), os.environ["PATH"]]
         self.variables = {
             **kept, "PATH": os.pathsep.join(places), "VIRTUAL_ENV": str(self.environment),
