@@ -150,7 +150,7 @@ def define_with_fake(
     library.define(schema, tags=tags)  # type: ignore[no-untyped-call, unused-ignore]
     try:
         handle = entry.fake_impl.register(
-            fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True
+            fake, f"flexops: {qualified}", lib=library, allow_override=True
         )
         library._registration_handles.append(handle)
     except (AttributeError, TypeError):  # another torch
@@ -197,15 +197,15 @@ empty_strided_cuda: Callable[..., torch.Tensor] = getattr(
 time."""
 
 
-def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let ``torch.utils.flop_counter`` count operations, once it is imported: each formula
+def register_flops(formulas: Callable[[], dict[Any, Callable[..., int]]]) -> None:
+    """Let ``torch.utils.flop_counter`` count operations, once it is imported: each of the formulas
     takes the op's arguments, and gives a number."""
 
     def tell() -> None:
         try:
             from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-            for op, formula in formulas.items():
+            for op, formula in formulas().items():
                 register_flop_formula(op, get_raw=True)(formula)
                 # torch 2.4 registers an op's overloads, and looks for the op
                 flop_registry.setdefault(op, formula)

@@ -26,11 +26,15 @@ struct Shape {
   int width, groups;  // columns of a group; groups of a token
   float eps;
   int norm_first;
+  int sigmoid;  // of the gate, not silu
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + quick_exp2(-1.44269504088896341f * x));
 }
+
+/// What the gate's sigmoid is multiplied with.
+FLEXOPS_DEVICE float factor(float gate, const Shape& s) { return s.sigmoid ? 1.0f : gate; }
 
 /// N elements of a row, which are all in it; zeros if `there` is false.
 template <typename T, int N>
@@ -66,7 +70,8 @@ __global__ void __launch_bounds__(kThreads<Lanes>)
   const auto square = [&](const Part<T, N>& values, const Part<T, N>& gates) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float u = s.norm_first ? values[i] : values[i] * gates[i] * sigmoid(gates[i]);
+      const float u =
+          s.norm_first ? values[i] : values[i] * factor(gates[i], s) * sigmoid(gates[i]);
       sum = __fmaf_rn(u, u, sum);
     }
   };
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(kThreads<Lanes>)
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float n = values[i] * scale * (weight ? w[i] : 1.0f);
-      y[i] = n * (gates[i] * sigmoid(gates[i]));
+      y[i] = n * (factor(gates[i], s) * sigmoid(gates[i]));
     }
     store<T>(out, at, y);
   };
@@ -100,24 +105,24 @@ __global__ void __launch_bounds__(kThreads<Lanes>)
 /// contracted, so fused ones are written.
 template <bool NormFirst>
 struct Element {
-  float grad, x, gate, half, silu, u, weighted, of_norm;  // of_norm: of u's normalized form
+  float grad, x, gate, half, act, u, weighted, of_norm;  // of_norm: of u's normalized form
 
-  FLEXOPS_DEVICE Element(float grad, float x, float gate, float half, float weight)
+  FLEXOPS_DEVICE Element(float grad, float x, float gate, float half, float weight, const Shape& s)
       : grad(grad),
         x(x),
-        gate(gate),
+        gate(s.sigmoid ? 0.0f : gate),
         half(half),
-        silu(gate * half),
-        u(NormFirst ? x : x * silu),
+        act(factor(gate, s) * half),
+        u(NormFirst ? x : x * act),
         weighted(grad * weight),
-        of_norm(NormFirst ? weighted * silu : weighted) {}
+        of_norm(NormFirst ? weighted * act : weighted) {}
   FLEXOPS_DEVICE void gradients(float scale, float mean, float& of_x, float& of_gate,
                                 float& of_weight) const {
     const float n = u * scale, of_u = __fmaf_rn(-n, mean, of_norm * scale);
-    const float slope = __fmaf_rn(half, gate - silu, half);
-    of_x = NormFirst ? of_u : of_u * silu;
+    const float slope = __fmaf_rn(half, gate - act, half);
+    of_x = NormFirst ? of_u : of_u * act;
     of_gate = slope * (NormFirst ? weighted * n : of_u * x);
-    of_weight = __fmaf_rn(NormFirst ? grad * silu : grad, n, of_weight);
+    of_weight = __fmaf_rn(NormFirst ? grad * act : grad, n, of_weight);
   }
 };
 
@@ -162,7 +167,8 @@ FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const 
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         half[i] = sigmoid(in[2][i]);
-        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f);
+        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f,
+                                     s);
         squares = __fmaf_rn(one.u, one.u, squares);
         products = __fmaf_rn(one.u, one.of_norm, products);
       }
@@ -187,7 +193,8 @@ FLEXOPS_DEVICE void backward_of(const T* grad, const T* x, const T* gate, const 
       float of_x[N], of_gate[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f);
+        const Element<NormFirst> one(in[0][i], in[1][i], in[2][i], half[i], weight ? w[i] : 1.0f,
+                                     s);
         one.gradients(scale, mean, of_x[i], of_gate[i], part[i]);
       }
       store<T>(x_grad, here + at, of_x), store<T>(gate_grad, here + at, of_gate);

@@ -11,9 +11,13 @@ namespace {
 
 using gated_norm::Shape;
 
-Shape shape_of(const TensorView& x, double eps, int64_t groups, bool norm_first) {
-  return {x.size(0), static_cast<int>(x.size(1) / groups), static_cast<int>(groups),
-          static_cast<float>(eps), norm_first};
+Shape shape_of(const TensorView& x, double eps, int64_t groups, bool norm_first, bool sigmoid) {
+  return {x.size(0),
+          static_cast<int>(x.size(1) / groups),
+          static_cast<int>(groups),
+          static_cast<float>(eps),
+          norm_first,
+          sigmoid};
 }
 
 /// Whether every group's columns are whole vectors of 16 bytes.
@@ -53,9 +57,10 @@ void with_teams(const TensorView& x, const TensorView& weight, int width, int he
 
 const char* gated_rms_norm_cuda(const TensorView& x, const TensorView& gate,
                                 const TensorView& weight, double eps, int64_t groups,
-                                bool norm_first, const TensorView& out, void* stream) {
+                                bool norm_first, bool sigmoid, const TensorView& out,
+                                void* stream) {
   if (x.numel == 0) return nullptr;
-  const Shape shape = shape_of(x, eps, groups, norm_first);
+  const Shape shape = shape_of(x, eps, groups, norm_first, sigmoid);
   const bool vectors = has_vectors(shape.width, x, weight, gate, out);
   with_teams(x, weight, shape.width, gated_norm::kHeld, vectors,
              [&](auto type, auto w, auto lanes, auto n) {
@@ -72,11 +77,11 @@ const char* gated_rms_norm_cuda(const TensorView& x, const TensorView& gate,
 
 const char* gated_rms_norm_backward_cuda(const TensorView& grad, const TensorView& x,
                                          const TensorView& gate, const TensorView& weight,
-                                         double eps, int64_t groups, bool norm_first,
+                                         double eps, int64_t groups, bool norm_first, bool sigmoid,
                                          const TensorView& partial, const TensorView& x_grad,
                                          const TensorView& gate_grad, void* stream) {
   if (x.numel == 0) return nullptr;
-  const Shape shape = shape_of(x, eps, groups, norm_first);
+  const Shape shape = shape_of(x, eps, groups, norm_first, sigmoid);
   const bool vectors = has_vectors(shape.width, x, weight, gate, grad, x_grad, gate_grad);
   with_teams(x, weight, shape.width, 1, vectors, [&](auto type, auto w, auto lanes, auto n) {
     using T = decltype(type);

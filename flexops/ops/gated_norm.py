@@ -1,17 +1,18 @@
 """The gated RMS norm of linear-attention and state-space models (Mamba 2: Dao and Gu, arXiv
 2405.21060), in one pass over memory.
 
-For each group of columns, with ``u = x`` or, if the gate is first, ``u = x * silu(gate)``::
+For each group of columns, with ``u = x`` or, if the gate is first, ``u = x * act(gate)``::
 
     n = u / sqrt(mean(u * u) + eps)
-    out = weight * n * silu(gate)        or, if the gate is first, weight * n
+    out = weight * n * act(gate)        or, if the gate is first, weight * n
 
-Everything is computed in float32 and rounded once, to the dtype of ``x``.
+``act`` is silu, or sigmoid (Kimi Linear: arXiv 2510.26692). Everything is computed in float32 and
+rounded once, to the dtype of ``x``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,10 @@ def gated_rms_norm(
     *,
     norm_first: bool = True,
     groups: int = 1,
+    activation: Literal["silu", "sigmoid"] = "silu",
 ) -> Tensor:
-    """``rms_norm(x) * weight * silu(gate)``, or with ``norm_first=False`` ``rms_norm(x *
-    silu(gate)) * weight``. Formula: see the module.
+    """``rms_norm(x) * weight * act(gate)``, or with ``norm_first=False`` ``rms_norm(x *
+    act(gate)) * weight``. Formula: see the module.
 
     Args:
         x: ``[..., H]``, float32, float16 or bfloat16.
@@ -44,17 +46,20 @@ def gated_rms_norm(
         eps: added to the mean square.
         norm_first: as Qwen3-Next has it; False: as Mamba 2 and Bamba have it.
         groups: the last dimension is normalized in so many equal parts, each by itself.
+        activation: of the gate.
 
     Returns:
         the shape and dtype of ``x``.
 
     Raises:
         TypeError: a tensor is not of these dtypes.
-        ValueError: shapes are not as above.
+        ValueError: shapes or ``activation`` are not as above.
 
     Differentiable once, with respect to ``x``, ``gate`` and ``weight``.
     """
     where = "flexops.gated_rms_norm:"
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"{where} activation must be silu or sigmoid, got {activation!r}")
     for name, one in (("x", x), ("gate", gate), ("weight", weight)):
         if one is None and name == "weight":
             continue
@@ -73,7 +78,7 @@ def gated_rms_norm(
     if weight is not None and weight.dtype in FLOAT_DTYPES and weight.dtype != x.dtype:
         weight = weight.float()
     rows = (one.reshape(-1, x.shape[-1]) if x.dim() != 2 else one for one in (x, gate))
-    result: Tensor = _CALL(*rows, weight, eps, groups, norm_first)
+    result: Tensor = _CALL(*rows, weight, eps, groups, norm_first, activation == "sigmoid")
     return result.view(x.shape)
 
 
@@ -88,12 +93,13 @@ def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:
 
 
 def _reference(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int, norm_first: bool
-) -> Tensor:
-    silu, u = F.silu(wide(gate)), wide(x)
-    n = _scaled(u if norm_first else u * silu, eps, groups)
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int, norm_first: bool,
+    sigmoid: bool,
+) -> Tensor:  # fmt: skip
+    act, u = (torch.sigmoid if sigmoid else F.silu)(wide(gate)), wide(x)
+    n = _scaled(u if norm_first else u * act, eps, groups)
     n = n if weight is None else n * wide(weight)
-    return (n * silu if norm_first else n).to(x.dtype).contiguous()
+    return (n * act if norm_first else n).to(x.dtype).contiguous()
 
 
 def _backward_reference(
@@ -104,23 +110,26 @@ def _backward_reference(
     eps: float,
     groups: int,
     norm_first: bool,
+    sigmoid: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weight's gradient of each 16 tokens, in float32, and those of ``x`` and ``gate``."""
     values, gates, upstream = wide(x), wide(gate), wide(grad)
     half = torch.sigmoid(gates)
-    silu, slope = gates * half, half * (1 + gates * (1 - half))
-    u = values if norm_first else values * silu
+    act, slope = gates * half, half * (1 + gates * (1 - half))
+    if sigmoid:
+        act, slope = half, half * (1 - half)
+    u = values if norm_first else values * act
     n = _scaled(u, eps, groups)
-    of_weight = upstream * n * (silu if norm_first else 1)
+    of_weight = upstream * n * (act if norm_first else 1)
     padded = F.pad(of_weight, (0, 0, 0, _PART - x.shape[0] % _PART))
     partial = padded.unflatten(0, (-1, _PART)).sum(1)
     weighted = upstream if weight is None else upstream * wide(weight)
     parts, of_n, of_parts = (
-        one.unflatten(-1, (groups, -1)) for one in (u, weighted * (silu if norm_first else 1), n)
+        one.unflatten(-1, (groups, -1)) for one in (u, weighted * (act if norm_first else 1), n)
     )
     scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
     of_u = (scale * (of_n - of_parts * (of_n * of_parts).mean(-1, keepdim=True))).flatten(-2)
-    of_x = of_u if norm_first else of_u * silu
+    of_x = of_u if norm_first else of_u * act
     of_gate = slope * (weighted * n if norm_first else of_u * values)
     return partial.float(), of_x.to(x.dtype).contiguous(), of_gate.to(x.dtype).contiguous()
 
@@ -128,7 +137,7 @@ def _backward_reference(
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, gate, weight = ctx.saved_tensors
     partial, of_x, of_gate = torch.ops.flexops.gated_rms_norm_backward.default(
-        grad, x, gate, weight, ctx.eps, ctx.groups, ctx.norm_first
+        grad, x, gate, weight, ctx.eps, ctx.groups, ctx.norm_first, ctx.sigmoid
     )
     of_weight = None
     if weight is not None and ctx.needs_input_grad[2]:
@@ -143,7 +152,7 @@ _CALL = caller(torch.ops.flexops.gated_rms_norm.default)
 
 @checking()
 def self_check(make: Make) -> Any:
-    """Both orders, with their gradients."""
+    """Both orders and activations, with their gradients."""
     x, gate, grad, weight = make(35, 96), make(35, 96), make(35, 96), make(96)
     ops = torch.ops.flexops
     return [
@@ -151,5 +160,5 @@ def self_check(make: Make) -> Any:
             ops.gated_rms_norm(x, gate, weight, *options),
             ops.gated_rms_norm_backward(grad, x, gate, weight, *options),
         )
-        for options in ((1e-6, 1, True), (1e-6, 3, False))
+        for options in ((1e-6, 1, True, False), (1e-6, 3, False, False), (1e-6, 1, True, True))
     ]

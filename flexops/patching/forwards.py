@@ -225,13 +225,14 @@ def picture_norm(module: Any, x: Tensor, *, eps: float) -> Any:
 @replacement
 def gated_rms_norm(
     module: Any, x: Any = None, gate: Any = None, *others: Any,
-    eps: float, gate_first: bool = False, groups: int = 1, **more: Any,
+    eps: float, gate_first: bool = False, groups: int = 1, activation: Any = "silu", **more: Any,
 ) -> Any:  # fmt: skip
-    """``norm(x) * silu(gate)``, or with ``gate_first`` ``norm(x * silu(gate))``."""
+    """``norm(x) * act(gate)``, or with ``gate_first`` ``norm(x * act(gate))``."""
     usual = x is not None and x.dtype in _DTYPES and not others and not more
     if not usual or gate is None or gate.dtype != x.dtype or not is_plain(module.weight):
         return plain(module, x, *(() if gate is None else (gate,)), *others, **more)
-    return _gated_rms_norm(x, gate, module.weight, eps, norm_first=not gate_first, groups=groups)
+    options = {"norm_first": not gate_first, "groups": groups, "activation": activation}
+    return _gated_rms_norm(x, gate, module.weight, eps, **options)
 
 
 def fuses(norm: Any, x: Tensor) -> bool:

@@ -184,15 +184,19 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
         ]
         if gated:
             makes = [
-                ("gated_rms_norm", forwards.gated_rms_norm, {"gate_first": first, "groups": groups})
+                (
+                    "gated_rms_norm",
+                    forwards.gated_rms_norm,
+                    {"gate_first": first, "groups": groups, "activation": activation},
+                )
+                for activation in ("silu", "sigmoid")
                 for first, groups in itertools.product((False, True), _groups(module))
             ]
         for name, forward, options in makes:
             yield name, functools.partial(_one, forward=forward, eps=eps, **options)
         if getattr(module, "data_format", "") == "channels_first":  # of pictures
             swap = functools.partial(_one, forward=forwards.picture_norm, eps=eps)
-            x = _input(2, WIDTH, LENGTH, LENGTH)
-            yield "layer_norm", swap, lambda x=x: (tiny_norm(module), (x,), {})
+            yield "layer_norm", swap, functools.partial(_tiny_picture_norm, module)
 
 
 def tiny_norm(module: Any) -> Any:
@@ -220,6 +224,10 @@ def _tiny_norm(module: Any) -> Miniature:
     signature = inspect.signature(own_class(module).__dict__["forward"])
     args = (x, _input()) if len(signature.parameters) > 2 else (x,)
     return tiny_norm(module), args, {}
+
+
+def _tiny_picture_norm(module: Any) -> Miniature:
+    return tiny_norm(module), (_input(2, WIDTH, LENGTH, LENGTH),), {}
 
 
 # ---- feed-forward blocks -------------------------------------------------------------------------
@@ -446,8 +454,8 @@ def _small_config(config: Any, classes: int) -> Any:
 
 def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     """A small copy of what is between a model and its head."""
-    if module is None:
-        return None
+    if module is None or isinstance(module, nn.Dropout):
+        return module and nn.Identity()
     if module is head:
         return linear(WIDTH, CLASSES, head)
     parts = list(module.modules())

@@ -279,8 +279,7 @@ def _adds(cls: Any) -> bool:
     there is no code to read."""
     nodes = list(ast.walk(code_of(cls)))
     return len(nodes) == 1 or any(
-        isinstance(one, ast.Add) or (isinstance(one, ast.Name) and "add" in one.id)
-        for one in nodes
+        isinstance(one, ast.Add) or (isinstance(one, ast.Name) and "add" in one.id) for one in nodes
     )
 
 

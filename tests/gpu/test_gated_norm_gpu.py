@@ -20,6 +20,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [
@@ -34,7 +35,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
     ],
 )
 def test_cuda_gives_what_the_reference_gives(
-    shape: tuple[int, int], groups: int, norm_first: bool, dtype: torch.dtype
+    shape: tuple[int, int], groups: int, sigmoid: bool, norm_first: bool, dtype: torch.dtype
 ) -> None:
     ops = torch.ops.flexops
     generator = torch.Generator("cuda").manual_seed(0)
@@ -45,7 +46,7 @@ def test_cuda_gives_what_the_reference_gives(
     x, gate, grad = (draw(*shape).to(dtype) for _ in range(3))
     near = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}
     for weight in (None, draw(shape[1]), draw(shape[1]).to(dtype)):
-        known = (weight, 1e-6, groups, norm_first)
+        known = (weight, 1e-6, groups, norm_first, sigmoid)
         torch.testing.assert_close(
             ops.gated_rms_norm(x, gate, *known), module._reference(x, gate, *known), **near
         )

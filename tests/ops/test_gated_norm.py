@@ -11,6 +11,7 @@ from contract import Case, Contract, Make, Shape
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import flexops
@@ -28,11 +29,12 @@ def case(name: str, **options: Any) -> Case:
 
     def plain(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         first, groups = options.get("norm_first", True), options.get("groups", 1)
-        u = x if first else x * F.silu(gate)
+        gate = torch.sigmoid(gate) if "activation" in options else F.silu(gate)
+        u = x if first else x * gate
         parts = u.unflatten(-1, (groups, -1))
         scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-6)
         n = (parts * scale).flatten(-2) * weight
-        return n * F.silu(gate) if first else n
+        return n * gate if first else n
 
     return Case(
         name, "gated_norm", ours, inputs, plain,
@@ -43,7 +45,12 @@ def case(name: str, **options: Any) -> Case:
 
 
 class TestContract(Contract):
-    cases = (case("norm first"), case("gate first, groups", norm_first=False, groups=3))
+    cases = (
+        case("norm first"),
+        case("gate first, groups", norm_first=False, groups=3),
+        case("sigmoid", activation="sigmoid"),
+        case("sigmoid first", activation="sigmoid", norm_first=False),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,6 +58,7 @@ class TestContract(Contract):
     ("make", "options"),
     [
         (lambda: Qwen3NextRMSNormGated(WIDTH), {}),
+        (lambda: KimiLinearRMSNormGated(WIDTH), {"activation": "sigmoid"}),
         (lambda: BambaRMSNormGated(WIDTH), {"norm_first": False}),
         (lambda: FalconH1RMSNormGated(WIDTH, n_groups=3), {"groups": 3}),
         (
@@ -58,7 +66,7 @@ class TestContract(Contract):
             {"groups": 3, "norm_first": False},
         ),
     ],
-    ids=["qwen3_next", "bamba", "falcon_h1", "falcon_h1, gate first"],
+    ids=["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "falcon_h1, gate first"],
 )
 def test_transformers_classes(make: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -83,6 +91,7 @@ def test_wrong_calls() -> None:
     x = torch.zeros(2, 6)
     for options, message in (
         ({"gate": x[:1]}, r"gate must have x's shape \[2, 6\], got \[1, 6\]"),
+        ({"gate": x, "activation": "tanh"}, "activation must be silu or sigmoid, got 'tanh'"),
         ({"gate": x, "groups": 4}, "groups must divide the last dimension of x, got 4"),
         ({"gate": x, "weight": x[0, :4]}, r"weight must have shape \[6\], got \[4\]"),
     ):

@@ -821,18 +821,31 @@ def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
     assert report.not_swapped == ()
 
 
-def test_random_numbers_are_not_used_up(monkeypatch):
+@pytest.mark.parametrize("name", ["mistral", "deepseek_ocr2"])
+def test_random_numbers_are_not_used_up(name, monkeypatch):
     """Nor are a GPU's generators seeded anew."""
     from flexops.patching import apply
 
     apply._verdicts.clear()
-    model = tiny.model("mistral")
+    model = zoo.tiny(name)
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("seeded"))
     flexops.patch(model)
     assert torch.rand(3).equal(expected)
+
+
+def test_a_default_device_changes_nothing():
+    """What is probed is on the CPU: the norms of SAM's pictures, too."""
+    from flexops.patching import apply
+
+    model, other = zoo.tiny("deepseek_ocr2"), zoo.tiny("deepseek_ocr2")
+    apply._verdicts.clear()
+    with torch.device("meta"):
+        found = flexops.patch(other).rows
+    apply._verdicts.clear()
+    assert found == flexops.patch(model).rows
 
 
 # ---- torch's own modules -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def gated_norm(setup: Setup) -> Iterator[Case]:
             return gated.gated_rms_norm(x, gate, weight, norm_first=first)
 
         def plain_norm(x: Tensor, gate: Tensor, weight: Tensor, first: bool = norm_first) -> Tensor:
-            return gated._reference(x, gate, weight, 1e-6, 1, first)
+            return gated._reference(x, gate, weight, 1e-6, 1, first, False)
 
         words = "reads x and the gate twice and the gradient, writes the result and two gradients"
         yield Family("gated_norm", setup).trained(
