@@ -1,0 +1,63 @@
+"""Layers within a decode step: those whose parts are no more what was patched compute as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import flexops
+
+
+def _doubled(_: nn.Module, __: Any, y: Any) -> Any:
+    return (y[0] * 2, *y[1:]) if isinstance(y, tuple) else y * 2
+
+
+def _activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def _hook_of(*path: str) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        layer.get_submodule(".".join(path)).register_forward_hook(_doubled)
+
+    return change
+
+
+CHANGES = {
+    "activation": _activation,
+    "a hook of the block": _hook_of("mlp"),
+    "a hook of attention": _hook_of("self_attn"),
+    "a hook of the second norm": _hook_of("post_attention_layernorm"),
+}
+
+
+def tokens(model: Any, changed: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+    """Of the patched model in steps, and of the model's own code."""
+    inputs = {"input_ids": torch.arange(3, 30).view(3, 9)}
+    flexops.patch(model)
+    if changed:
+        changed(model.model.layers[0])
+    found = flexops.generate(model, **inputs, max_new_tokens=12, eos_token_id=())
+    flexops.unpatch(model)
+    with tiny.eagerly(model):
+        options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
+        return found, model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_that_was_changed_later_computes_what_it_is(change):
+    found, wanted = tokens(tiny.model("llama").eval(), CHANGES[change])
+    assert torch.equal(found, wanted)
+
+
+def test_a_layer_that_scales_what_it_adds_does_so_in_a_step():
+    """Granite's, whose parts have the names of Llama's."""
+    model = tiny.model("granite_swa", residual_multiplier=0.3).eval()
+    assert {"self_attn", "mlp"} < set(model.model.layers[0]._modules)
+    found, wanted = tokens(model)
+    assert torch.equal(found, wanted)
