@@ -37,6 +37,7 @@ from .probe import (
     linear,
     own_class,
     parameter,
+    undisturbed,
     unheard,
 )
 
@@ -250,7 +251,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
         for inputs in ("first", "required", "all", "picture"):
             make = functools.partial(miniature, layer, gives, inputs)
             try:
-                with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
+                with undisturbed():
                     tiny, args, kwargs = make()
                     found = _watched(tiny, args, kwargs, list(norms))
             except (Exception, SystemExit) as error:
