@@ -195,7 +195,7 @@ def _define_operators() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        import_module(".ops", __name__)
+        import_module(".ops._declared", __name__).declare_all()
     finally:
         if collects:
             gc.enable()

@@ -35,6 +35,9 @@ CUDA_KEYS: Any = _C.DispatchKeySet(_C.DispatchKey.CUDA)
 
 is_grad_enabled = torch.is_grad_enabled  # public, but a call looks it up: here that costs less
 
+REPLICATES = "_replicate_for_data_parallel"
+"""What ``torch.nn.DataParallel`` calls to copy each module of a model."""
+
 _FLAG = "_is_compiling_flag"
 is_compiling: Callable[[], bool] = (
     torch.compiler.is_dynamo_compiling
@@ -147,7 +150,7 @@ def define_with_fake(
     library.define(schema, tags=tags)  # type: ignore[no-untyped-call, unused-ignore]
     try:
         handle = entry.fake_impl.register(
-            fake, f"{fake.__module__}.{fake.__qualname__}", lib=library, allow_override=True
+            fake, f"flexops: {qualified}", lib=library, allow_override=True
         )
         library._registration_handles.append(handle)
     except (AttributeError, TypeError):  # another torch
@@ -194,15 +197,15 @@ empty_strided_cuda: Callable[..., torch.Tensor] = getattr(
 time."""
 
 
-def register_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Let ``torch.utils.flop_counter`` count operations, once it is imported: each formula
+def register_flops(formulas: Callable[[], dict[Any, Callable[..., int]]]) -> None:
+    """Let ``torch.utils.flop_counter`` count operations, once it is imported: each of the formulas
     takes the op's arguments, and gives a number."""
 
     def tell() -> None:
         try:
             from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-            for op, formula in formulas.items():
+            for op, formula in formulas().items():
                 register_flop_formula(op, get_raw=True)(formula)
                 # torch 2.4 registers an op's overloads, and looks for the op
                 flop_registry.setdefault(op, formula)

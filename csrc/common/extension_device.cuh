@@ -138,8 +138,14 @@ typedef unsigned int uint;
 // C++'s names of what every source under torch sees.
 namespace c10 {}
 namespace at {
-using namespace c10;
+namespace cuda {  // of ATen/cuda/ApplyGridUtils.cuh
+template <typename T>
+__host__ __device__ __forceinline__ T ATenCeilDiv(T a, T b) {
+  return (a + b - 1) / b;
 }
+}  // namespace cuda
+using namespace c10;
+}  // namespace at
 namespace torch {
 using namespace at;
 }

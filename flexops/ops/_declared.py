@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .._torch import TorchDispatchMode, only_fake_mode
+from .._torch import TorchDispatchMode, only_fake_mode, register_flops
 from ..build.describe import families
 from ..build.describe.declaration import Declared, Rows, in_words
 from ..errors import FlexopsError
@@ -21,6 +22,15 @@ from . import _register
 
 if TYPE_CHECKING:
     from ..build.describe.schema import Dimensions, Signature
+
+
+def declare_all() -> None:
+    """Register what ``families.py`` declares with torch."""
+    for family, one in families.OPERATORS.values():
+        _register.declare(
+            one.schema, family=family, plain=one.plain, hidden=one.hidden, gradient=one.gradient
+        )
+    register_flops(lambda: import_module(f"{__package__}.attention").FLOPS)
 
 
 def define(
@@ -32,44 +42,38 @@ def define(
     saves: Sequence[str] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
-    hidden: bool = False,
     function: str = "",
 ) -> None:
-    """Define an operator of flexops' own: ``torch.ops.flexops.<name>``.
+    """Give an operator that ``families.py`` declares, ``torch.ops.flexops.<name>``, its functions.
 
     Args:
-        name: of one that ``families.py`` declares: its schema, its library, its checks and, without
-            ``fake``, its fake kernel are what is declared there. Or the schema of one that is
-            declared nowhere else: then no library has it.
         reference: plain PyTorch, called with the schema's arguments.
-        fake: results' shapes, dtypes and devices, for operators with a result that the
-            host function allocates.
+        fake: results' shapes, dtypes and devices, for operators without a library, or with a result
+            that the host function allocates.
         check: raises for what the declaration cannot say; asked after what it says.
         saves: for ``backward``: tensors among arguments and results that ``ctx.saved_tensors`` has;
             arguments that are no tensors are attributes of ``ctx``. In its place ``setup_context``.
-        setup_context, backward, hidden, function: see ``_register.define``; with ``saves``, the
-            gradients that ``backward`` leaves off at the end are None.
+        setup_context, backward, function: see ``_register.supply``; with ``saves``, the gradients
+            that ``backward`` leaves off at the end are None.
     """
-    family, declared = families.OPERATORS.get(name, ("", None))
-    text = declared.schema if declared else name
+    family, declared = families.OPERATORS[name]
+    text = declared.schema
     if saves is not None and backward is not None:
         setup_context, backward = _saving(text, saves, backward)
-    if declared:
+    if family:
         signature = functools.partial(_signature, declared)
         fake = fake or _nothing if text.endswith("-> ()") else fake or _fake(signature)
         check = _checking(f"flexops.{function or name}", signature, check)
     assert fake is not None, f"{name} needs a fake kernel"
-    _register.define(
-        family,
+    _register.supply(
         text,
         reference,
         fake,
+        family=family,
         check=check,
         setup_context=setup_context,
         backward=backward,
-        plain=declared is not None and declared.plain,
-        hidden=hidden,
-        native=declared is not None,
+        plain=declared.plain,
         function=function,
     )
 

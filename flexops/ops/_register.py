@@ -4,6 +4,10 @@ Python defines the schema, the fake kernel and the reference; a native library o
 ``CPU`` or ``CUDA``, and the dispatcher prefers those. The reference is what asks the loader for
 that library, the first time it is reached on a device. So nothing but the dispatcher chooses
 between native and reference, and once the library is loaded a call costs no Python of ours.
+
+An op of flexops' own is registered when flexops is imported (:func:`declare`), and gets its
+functions when the module that has them is (:func:`supply`): at the first use of a public function,
+or, if torch reaches the op before that, with all the others.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -43,46 +50,88 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
 _families: dict[str, list[str]] = {}
-_differentiable: dict[Any, Callable[[], type[torch.autograd.Function]]] = {}
-"""What makes, once, the function that autograd knows an op by."""
+_differentiable: dict[Any, type[torch.autograd.Function]] = {}
+"""The function that autograd knows an op by."""
 _refusing: set[Any] = set()
 """Those of them whose gradient is the error that they have none."""
 tangents: dict[Any, Callable[..., Any]] = {}
 """The derivative in forward mode of each op that has one: ``(ctx, *tangents) -> tangents``."""
-_applies: dict[Any, Callable[[], Callable[..., Any]]] = {}
+_applies: dict[Any, Callable[..., Any]] = {}
 _callers: dict[Any, Callable[..., Any]] = {}
+_with_autograd: set[str] = set()
+"""The ops (``op.name()``) that are registered for ``Autograd``."""
 public: dict[str, Any] = {}
 """For each overload (its name) that is the forward pass of another one where there is a gradient,
 that one."""
 references: dict[str, Callable[..., Any]] = {}
-"""The reference of each op (``op.name()``), which native kernels are verified against. Names,
-because most ops are never called in a process, and to make the object that stands for one takes
-torch longer than to define it."""
+"""The reference of each op (``op.name()``) whose module is imported, which native kernels are
+verified against."""
 
 
-def define(
-    family: str,
+def declare(
+    schema: str,
+    *,
+    family: str = "",
+    plain: bool = False,
+    hidden: bool = False,
+    gradient: bool = False,
+    tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
+    project: Project = FLEXOPS,
+) -> None:
+    """Register ``torch.ops.<project>.<name>``, whose functions :func:`supply` brings.
+
+    Args:
+        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only
+            arguments. ``name.overload`` is another one of the op ``name``, which is there already.
+        family: the op's name in the catalogue: which native library implements it. "" for none.
+        plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller``
+            takes that one where nothing requires a gradient, and is spared the guard that keeps the
+            op from coming back to Python, which takes torch as long as a small tensor does.
+        hidden: the op is invisible to autograd: its results never require a gradient, and it is not
+            for users.
+        gradient: :func:`add_gradient` will give it one.
+        project: whose op it is.
+    """
+    name = schema.partition("(")[0]
+    op = f"{project.name}::{name}"
+    library = _libraries.get(project.name)
+    if library is None:
+        library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
+    define_with_fake(library, schema, functools.partial(_run_fake, op), tags)
+    library.impl(name, functools.partial(_run, op), "CompositeExplicitAutograd")
+    if family:
+        _families.setdefault(project.label(family), []).append(op)
+    if hidden:
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if gradient:
+        _impl_autograd(library, op)
+    if plain:
+        plain_schema = schema.replace(name, f"{name}_plain", 1)
+        declare(plain_schema, family=family, hidden=True, tags=tags, project=project)
+        # modes and subclasses of tensors see the op that was called
+        library.impl(
+            f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python"
+        )
+
+
+def supply(
     schema: str,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    family: str = "",
     check: Callable[..., None] | None = None,
     always: Callable[..., None] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
     plain: bool = False,
-    hidden: bool = False,
-    native: bool = True,
     function: str = "",
-    tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,),
     project: Project = FLEXOPS,
 ) -> None:
-    """Define ``torch.ops.<project>.<name>``.
+    """Give a declared op its functions.
 
     Args:
-        family: the op's name in the catalogue: which native library implements it.
-        schema: ``name(arguments) -> results``, without the namespace, defaults and keyword-only
-            arguments. ``name.overload`` is another one of the op ``name``, which is there already.
+        schema, family, plain, project: as for :func:`declare`.
         reference: plain PyTorch with the schema's arguments; must not alias its inputs unless the
             schema says so.
         fake: gives the results' shapes, dtypes and devices from fake tensors.
@@ -99,55 +148,46 @@ def define(
             gradient that is not requested is None coming in (not all of them are), and need not be
             made going out (``ctx.needs_input_grad``). It is differentiable once: asking for more
             raises.
-        plain: the library has the op a second time, as ``<name>_plain``, below autograd: ``caller``
-            takes that one where nothing requires a gradient, and is spared the guard that keeps the
-            op from coming back to Python, which takes torch as long as a small tensor does.
-        hidden: the op is invisible to autograd: its results never require a gradient, and it is not
-            for users.
-        native: the library has kernels for the op.
         function: the public function that errors name, if its name is not the op's.
-        project: whose op it is.
     """
     name = schema.partition("(")[0]
     called = f"{project.name}.{function or name}"
-    library = _libraries.get(project.name)
-    if library is None:
-        library = _libraries[project.name] = torch.library.Library(project.name, "FRAGMENT")
     refuse = _refusal(called, [argument for argument, _ in arguments_of(schema)], check)
-    define_with_fake(library, schema, _checked(refuse, fake), tags)
-    op = f"{project.name}::{name}"
-    library.impl(
-        name,
-        _checked(refuse, _loading(project.label(family), op, reference) if native else reference),
-        "CompositeExplicitAutograd",
-    )
-    references[op] = reference
-    if native:
-        _families.setdefault(project.label(family), []).append(op)
-    if hidden:
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    if plain:
-        plain_schema, function = schema.replace(name, f"{name}_plain", 1), function or name
-        define(
-            family,
-            plain_schema,
-            reference,
-            fake,
-            check=check,
-            hidden=True,
-            function=function,
-            tags=tags,
-            project=project,
+    for op in (f"{project.name}::{name}", *([f"{project.name}::{name}_plain"] if plain else ())):
+        implementation = _loading(project.label(family), op, reference) if family else reference
+        references[op] = reference
+        _parts[op] = _Parts(
+            _libraries[project.name],
+            f"{op}_plain" if plain and not op.endswith("_plain") else "",
+            refuse,
+            called,
+            always,
+            _checked(refuse, implementation),
+            _checked(refuse, fake),
         )
-        # modes and subclasses of tensors see the op that was called
-        library.impl(
-            f"{name}_plain", lambda *args, **kwargs: operator_of(op)(*args, **kwargs), "Python"
-        )
-    _parts[op] = _Parts(library, f"{op}_plain" if plain else "", refuse, called, always)
     if backward is not None and setup_context is not None:
-        add_gradient(operator_of(op), setup_context, backward)
+        add_gradient(operator_of(f"{project.name}::{name}"), setup_context, backward)
 
 
+def define(
+    family: str,
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    check: Callable[..., None] | None = None,
+    always: Callable[..., None] | None = None,
+    native: bool = True,
+    project: Project = FLEXOPS,
+) -> None:
+    """:func:`declare` and :func:`supply`, for an op that only now is known. ``native``: its family
+    has kernels for it."""
+    family = family if native else ""
+    declare(schema, family=family, project=project)
+    supply(schema, reference, fake, family=family, check=check, always=always, project=project)
+
+
+@functools.cache
 def operator_of(qualified: str) -> Any:
     """``namespace::name`` or ``namespace::name.overload``, as torch has it."""
     namespace, _, name = qualified.partition("::")
@@ -156,16 +196,46 @@ def operator_of(qualified: str) -> Any:
 
 
 class _Parts(NamedTuple):
-    """Of an op, what its gradient is put together with."""
+    """An op's functions, and what its gradient is put together with."""
 
     library: torch.library.Library
     plain: str
     refuse: Callable[..., None]
     called: str
     always: Callable[..., None] | None
+    implementation: Callable[..., Any]
+    fake: Callable[..., Any]
 
 
 _parts: dict[str, _Parts] = {}
+
+
+def _parts_of(op: str) -> _Parts:
+    """Of an op by its name, whose module may not be imported yet."""
+    if op not in _parts:
+        supply_all()
+    return _parts[op]
+
+
+def supply_all() -> None:
+    """Import every module of operators: afterwards each op has its functions."""
+    for module in iter_modules([str(Path(__file__).parent)]):
+        if not module.name.startswith("_"):
+            import_module(f"{__package__}.{module.name}")
+
+
+def _run(op: str, *args: Any, **kwargs: Any) -> Any:
+    return _parts_of(op).implementation(*args, **kwargs)
+
+
+def _run_fake(op: str, *args: Any, **kwargs: Any) -> Any:
+    return _parts_of(op).fake(*args, **kwargs)
+
+
+def _impl_autograd(library: torch.library.Library, op: str) -> None:
+    if op not in _with_autograd:
+        _with_autograd.add(op)
+        library.impl(op.partition("::")[2], functools.partial(_autograd, op), "Autograd")
 
 
 def _below(op: Any) -> Callable[..., Any]:
@@ -190,27 +260,20 @@ def add_gradient(
     """
     if forward:
         public[forward] = op
-    library, _, refuse, called, always = _parts[op.name()]
-    known = op in _differentiable
+    parts = _parts[op.name()]
     _refusing.discard(op)
-    function = _differentiable[op] = functools.cache(
-        functools.partial(_function, op, forward, setup_context, backward)
-    )
-    if not known:
-        library.impl(
-            schema_of(op).name.partition("::")[2],
-            functools.partial(_autograd, op, always),
-            "Autograd",
-        )
-    _applies[op] = functools.cache(lambda: _without_lists(op, called, apply_of(function())))
+    function = _differentiable[op] = _function(op, forward, setup_context, backward)
+    _impl_autograd(parts.library, op.name())
     transformed = (
-        _no_transform(called)
+        _no_transform(parts.called)
         if schema_of(op).is_mutable
         else _functional(op, forward, setup_context, backward)
     )
-    _callers[op] = _caller(
-        op, _applies[op], lambda *args: _without_lists(op, called, transformed)(*args), refuse
+    apply, transformed = (
+        _without_lists(op, parts.called, one) for one in (apply_of(function), transformed)
     )
+    _applies[op] = apply
+    _callers[op] = _caller(op, apply, _below(op), transformed)
 
 
 def _without_lists(op: Any, called: str, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,26 +299,29 @@ def _apply_without_lists(
     return apply(*args)
 
 
+def reference_of(op: str) -> Callable[..., Any] | None:
+    """By the op's name; None for an op of others."""
+    if op.startswith(f"{FLEXOPS.name}::") and op not in references:
+        supply_all()
+    return references.get(op)
+
+
 def has_gradient(op: Any) -> bool:
     return op in _differentiable and op not in _refusing
 
 
 def refusal_of(op: Any) -> Callable[..., None]:
     """What raises for arguments that the op's ``check`` does not take."""
-    return _parts[op.name()].refuse
+    return _parts_of(op.name()).refuse
 
 
 def guard_gradient(op: Any) -> None:
     """Report that an op has no gradient where one is needed, where torch would leave it
     out without a word; :func:`add_gradient` may still give it one. And whoever writes a tensor that
     a backward pass has saved: native kernels do not count that."""
-    schema, (library, _, refuse, called, always), below = (
-        schema_of(op),
-        _parts[op.name()],
-        _below(op),
-    )
+    schema, parts, below = schema_of(op), _parts[op.name()], _below(op)
     name = schema.name.partition("::")[2]
-    what = f"{called} has no gradient: call it under torch.no_grad(), or on detached tensors"
+    what = f"{parts.called} has no gradient: call it under torch.no_grad(), or on detached tensors"
     if not schema.is_mutable:
         add_gradient(
             op,
@@ -266,20 +332,20 @@ def guard_gradient(op: Any) -> None:
         return
 
     def guarded(*args: Any) -> Any:
-        if always is not None:
-            always(*args)
+        if parts.always is not None:
+            parts.always(*args)
         return (
             _no_gradient(what) if is_grad_enabled() and any_requires_grad(*args) else below(*args)
         )
 
-    library.impl(name, guarded, "Autograd")
-    _callers[op] = _caller(op, lambda: guarded, op, refuse)
+    parts.library.impl(name, guarded, "Autograd")
+    _callers[op] = _caller(op, guarded, below, op)
     written = [
         index
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    library.impl(
+    parts.library.impl(
         name, functools.partial(_count_writes, op, written), "ADInplaceOrView", with_keyset=True
     )
 
@@ -309,30 +375,20 @@ def caller(op: Any) -> Callable[..., Any]:
     is looked at by the op's ``check``, for its wording.
     """
     if op not in _callers:
-        _callers[op] = _caller(op, lambda: _below(op), op, _parts[op.name()].refuse)
+        _parts_of(op.name())  # its module may add the op
+    if op not in _callers:
+        below = _below(op)
+        _callers[op] = _caller(op, below, below, op)
     return _callers[op]
 
 
 def _caller(
     op: Any,
-    make_apply: Callable[[], Callable[..., Any]],
+    apply: Callable[..., Any],
+    plain: Callable[..., Any],
     transformed: Callable[..., Any],
-    refuse: Callable[..., None],
 ) -> Callable[..., Any]:
-    apply: Callable[..., Any]
-    plain: Callable[..., Any]
-
-    def first_apply(*args: Any) -> Any:
-        nonlocal apply
-        apply = make_apply()
-        return apply(*args)
-
-    def first_plain(*args: Any) -> Any:
-        nonlocal plain
-        plain = _below(op)
-        return plain(*args)
-
-    apply, plain = first_apply, first_plain
+    refuse = _parts[op.name()].refuse
 
     def call(*args: Any) -> Any:
         if is_compiling() or compiler._is_compiling_flag:
@@ -380,13 +436,14 @@ def is_tracing() -> bool:
     return is_compiling() or bool(compiler._is_compiling_flag)
 
 
-def _autograd(op: Any, always: Callable[..., None] | None, *args: Any) -> Any:
+def _autograd(name: str, *args: Any) -> Any:
     """What the dispatcher does for ``Autograd``, where tracing, too, has to get below it. torch
     rejects here to differentiate by ``torch.func``, which public functions do elsewhere."""
+    always, op = _parts_of(name).always, operator_of(name)
     if always is not None:
         always(*args)
     if is_grad_enabled() and any_requires_grad(*args):
-        return _differentiable[op]().apply(*args) if is_transforming() else _applies[op]()(*args)
+        return (_differentiable[op].apply if is_transforming() else _applies[op])(*args)
     return _below_autograd(builtin(op), *args)
 
 

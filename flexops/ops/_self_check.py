@@ -21,7 +21,7 @@ class OnReference(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _register.references.get(func.name(), func)(*args, **(kwargs or {}))
+        return (_register.reference_of(func.name()) or func)(*args, **(kwargs or {}))
 
 
 class Make:

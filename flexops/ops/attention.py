@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._torch import builtin, register_flops
-from ..build.describe.families import ATTENTION_OPTIONS, ATTENTION_RESULTS
+from .._torch import builtin
 from ._arguments import number as number_of
 from ._attention_checks import (
     HALVES,
@@ -338,38 +337,31 @@ define(
     function="attention",
 )
 define(
-    f"attention_composed_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor)",
+    "attention_composed_backward",
     noting(backward_reference, declined, 2, 7),
     backward_fake,
     check=check_backward,
     function="attention",
 )
-for _schema, _instead, _is_native in (
-    ("attention", reference, True),
+for _name, _instead, _operator in (
+    ("attention", reference, torch.ops.flexops.attention_backward),
     (
-        f"attention_composed(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS})"
-        " -> (Tensor, Tensor)",
+        "attention_composed",
         noting(reference, declined, 0, 3),
-        False,
+        torch.ops.flexops.attention_composed_backward,
     ),
 ):
-    _operator = builtin(
-        torch.ops.flexops.attention_backward.default
-        if _is_native
-        else torch.ops.flexops.attention_composed_backward.default
-    )
     define(
-        _schema,
+        _name,
         _instead,
         fake,
         check=check,
         setup_context=_keep,
-        backward=functools.partial(_backward, _operator),
+        backward=functools.partial(_backward, builtin(_operator.default)),
         function="attention",
     )
 define(
-    f"attention_bias_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> Tensor",
+    "attention_bias_backward",
     bias_reference,
     bias_fake,
     check=check_backward,
@@ -410,14 +402,13 @@ def _flops_backward(*args: Any, **_: Any) -> int:
     )
 
 
-register_flops(
-    {
-        torch.ops.flexops.attention: _flops,
-        torch.ops.flexops.attention_composed: _flops,
-        torch.ops.flexops.attention_backward: _flops_backward,
-        torch.ops.flexops.attention_composed_backward: _flops_backward,
-    }
-)
+FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.flexops.attention: _flops,
+    torch.ops.flexops.attention_composed: _flops,
+    torch.ops.flexops.attention_backward: _flops_backward,
+    torch.ops.flexops.attention_composed_backward: _flops_backward,
+}
+"""See ``_torch.register_flops``."""
 
 
 @checking(of_halves=1 / 32)

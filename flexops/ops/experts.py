@@ -415,11 +415,11 @@ def _gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return grad_x, None, *others, None, None
 
 
-define("expert_order", _order_reference, hidden=True)
-define("spread_rows", _spread_reference, hidden=True)
-define("combine_rows", _combine_reference, hidden=True)
-define("combine_rows_backward", _combine_backward_reference, hidden=True)
-define("expert_gate_backward_", _gate_backward_reference, hidden=True)
+define("expert_order", _order_reference)
+define("spread_rows", _spread_reference)
+define("combine_rows", _combine_reference)
+define("combine_rows_backward", _combine_backward_reference)
+define("expert_gate_backward_", _gate_backward_reference)
 
 
 def _spread_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -449,7 +449,7 @@ def _combine_backward(
 
 
 define(
-    "experts_spread(Tensor x, Tensor inverse, Tensor offsets) -> Tensor",
+    "experts_spread",
     _spread,
     lambda x, inverse, _: x.new_empty(inverse.shape[0] * inverse.shape[1], x.shape[1]),
     setup_context=lambda ctx, args, _: ctx.save_for_backward(*args[1:]),
@@ -478,14 +478,14 @@ def _bias_setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
 
 
 define(
-    "experts_add_bias(Tensor rows, Tensor bias, Tensor offsets) -> Tensor",
+    "experts_add_bias",
     _add_bias,
     lambda rows, *_: torch.empty_like(rows),
     setup_context=_bias_setup,
     backward=_bias_gradient,
 )
 define(
-    "experts_combine(Tensor rows, Tensor? weights, Tensor inverse, Tensor offsets) -> Tensor",
+    "experts_combine",
     lambda rows, weights, inverse, offsets: _combine(
         rows,
         inverse,
@@ -497,15 +497,12 @@ define(
     backward=_combine_gradient,
 )
 define(
-    "experts_combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor inverse, Tensor"
-    " offsets) -> (Tensor, Tensor)",
+    "experts_combine_backward",
     _combine_backward,
     lambda _, rows, weights, *__: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
-    hidden=True,
 )
 define(
-    "gated_experts(Tensor x, Tensor choices, Tensor weights, Tensor gate_up, Tensor down, int"
-    " activation, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "gated_experts",
     _forward,
     _forward_fake,
     check=_check,
@@ -513,12 +510,9 @@ define(
     backward=_gradient,
 )
 define(
-    "gated_experts_backward(Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor down,"
-    " Tensor packed, Tensor order, Tensor inverse, Tensor offsets, int activation, bool of_x, bool"
-    " of_gate_up, bool of_down) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gated_experts_backward",
     _backward,
     _backward_fake,
-    hidden=True,
 )
 _CALL = caller(torch.ops.flexops.gated_experts.default)
 _SPREAD = caller(torch.ops.flexops.experts_spread.default)

@@ -225,10 +225,9 @@ def _check_dequantize(
             raise ValueError(f"{where}: group_size must be at least 1, got {group_size}")
         if scales.shape[-1] == (values.shape[-1] + group_size - 1) // group_size:
             return group_size
+    groups = -(-values.shape[-1] // max(group_size, 1))
     expected = (
-        f"{[*values.shape[:-1], 1]} (rows),"
-        f" {[*values.shape[:-1], f'ceil({values.shape[-1]} / {group_size})']} (groups) or []"
-        " (tensor)"
+        f"{[*values.shape[:-1], 1]} (rows), {[*values.shape[:-1], groups]} (groups) or [] (tensor)"
     )
     raise ValueError(f"{where}: scales must have shape {expected}, got {list(scales.shape)}")
 

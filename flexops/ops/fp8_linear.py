@@ -240,10 +240,10 @@ def _with_room(reference: Any) -> Any:
     return lambda x, *args: (*reference(x, *args), x.new_empty(1 << 24, dtype=torch.uint8))
 
 
-define("fp8_gated_rows", _with_room(_gated_rows_reference), hidden=True)
-define("fp8_norm_rows", _with_room(_norm_rows_reference), hidden=True)
-define("fp8_rows", _with_room(_rows_reference), check=_check_matrices, hidden=True)
-define("fp8_columns", _columns_reference, check=_check_matrices, hidden=True)
+define("fp8_gated_rows", _with_room(_gated_rows_reference))
+define("fp8_norm_rows", _with_room(_norm_rows_reference))
+define("fp8_rows", _with_room(_rows_reference), check=_check_matrices)
+define("fp8_columns", _columns_reference, check=_check_matrices)
 
 
 def _on(device: torch.device, name: str, reference: Any, *args: Any) -> Any:

@@ -242,10 +242,9 @@ def _in_place_reference(
     )
 
 
-define("gated_backward_", _in_place_reference, hidden=True)
+define("gated_backward_", _in_place_reference)
 define(
-    "gated_linear(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, int activation, bool"
-    " interleaved, ScalarType dtype) -> Tensor",
+    "gated_linear",
     _reference,
     _fake,
     check=_check,
@@ -254,8 +253,7 @@ define(
     function="swiglu_linear",
 )
 define(
-    "gated_linear_backward(Tensor grad, Tensor gate, Tensor? up, Tensor weight, int activation,"
-    " bool interleaved, bool inner, bool outer) -> (Tensor, Tensor, Tensor)",
+    "gated_linear_backward",
     _backward_reference,
     _backward_fake,
 )

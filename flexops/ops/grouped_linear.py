@@ -220,12 +220,12 @@ def _gated_reference(
     return gated_reference(packed, activation), packed if keep else x.new_empty(0)
 
 
-define("grouped_rows", _rows_reference, hidden=True)
-define("grouped_columns", _columns_reference, hidden=True)
-define("grouped_outer_", _outer_reference, hidden=True)
-define("grouped_gated", _gated_reference, hidden=True)
+define("grouped_rows", _rows_reference)
+define("grouped_columns", _columns_reference)
+define("grouped_outer_", _outer_reference)
+define("grouped_gated", _gated_reference)
 define(
-    "grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    "grouped_linear",
     product,
     _fake,
     check=_check,
@@ -233,10 +233,9 @@ define(
     backward=_backward,
 )
 define(
-    "grouped_linear_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
+    "grouped_linear_outer",
     outer,
     lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
-    hidden=True,
 )
 _CALL = caller(torch.ops.flexops.grouped_linear.default)
 

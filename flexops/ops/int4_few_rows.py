@@ -76,7 +76,6 @@ define(
     "int4_few_rows_linear",
     _int4_reference,
     check=_check_int4,
-    hidden=True,
     function="few_rows_linear",
 )
 

@@ -520,8 +520,6 @@ def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_WEIGHT = "Tensor packed, Tensor scales, Tensor? zeros"
-_NUMBERS = "int n, int k, int group_size"
 define(
     "int4_unpack",
     lambda *args: _unpack_reference(Int4Weight(*args[:6]), args[6]),
@@ -534,17 +532,15 @@ define(
     _grouped(product_reference),
     _product_fake,
     check=_grouped(_check_linear),
-    hidden=True,
     function="int4_linear",
 )
 define(
-    f"int4_linear_backward(Tensor grad, {_WEIGHT}, {_NUMBERS}) -> Tensor",
+    "int4_linear_backward",
     _backward_reference,
     lambda grad, *rest: grad.new_empty([*grad.shape[:-1], rest[4]]),
-    hidden=True,
 )
 define(
-    f"int4_linear(Tensor x, {_WEIGHT}, Tensor? bias, {_NUMBERS}) -> Tensor",
+    "int4_linear",
     _grouped(_linear),
     _product_fake,
     check=_grouped(_check_linear),

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.describe.families import KVCACHE_ATTENTION
 from ._arguments import check_shape, check_tensor, number
 from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
@@ -333,7 +332,7 @@ def _by_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 define(
-    KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1),
+    "kvcache_attention_composed_",
     _by_attention,
     _fake,
     check=_check,

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..build.describe.families import KVCACHE_CODES
 from ._attention_checks import HALVES, Options, scale_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
@@ -371,18 +370,12 @@ def _compress_fake(*_: Any, **__: Any) -> None:
     return None
 
 
-for _schema, _reference, _fake in (
-    (KVCACHE_CODES[0], _attend_reference, _attend_fake),
-    (KVCACHE_CODES[1], _compress_reference, _compress_fake),
+for _name, _reference, _fake in (
+    ("codes_attention_", _attend_reference, _attend_fake),
+    ("compress_", _compress_reference, _compress_fake),
 ):
-    _name = _schema.partition("(")[0]
-    define(_name, _reference, _fake, function="attention_with_compressed_kvcache")
-    define(
-        _schema.replace("kvcache_", "kvcache_composed_", 1),
-        _reference,
-        _fake,
-        function="attention_with_compressed_kvcache",
-    )
+    for _prefix in ("kvcache_", "kvcache_composed_"):
+        define(_prefix + _name, _reference, _fake, function="attention_with_compressed_kvcache")
 _by_kernels = caller(torch.ops.flexops.kvcache_codes_attention_.default)
 _composed = caller(torch.ops.flexops.kvcache_composed_codes_attention_.default)
 

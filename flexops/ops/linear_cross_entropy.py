@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import product_dtype
 from ._arguments import check_device, check_shape, check_tensor, number
 from ._declared import define
-from ._register import caller, references
+from ._register import caller, reference_of
 from .cross_entropy import REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
 
 _CHUNK_BYTES = (2**28, 2**30)
@@ -362,7 +362,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def op_for(name: str, x: Tensor) -> Any:
     """The reference for float64, which is for checks of what calls it only."""
     op = getattr(torch.ops.flexops, name).default
-    return references[op.name()] if x.dtype == torch.float64 else op
+    return reference_of(op.name()) if x.dtype == torch.float64 else op
 
 
 class _Rows(NamedTuple):
@@ -567,23 +567,15 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return wanted_gradients(ctx, of_x, of_weight, of_bias)
 
 
-_INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap"
-)
-_WANTED = (
-    "SymInt chunk, int accumulate, ScalarType dtype, bool x_grad, bool weight_grad, bool bias_grad"
-)
 define(
-    f"linear_cross_entropy({_INPUTS}, int reduction, bool extras, {_WANTED}) -> (Tensor, Tensor,"
-    " Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy",
     _reference,
     _fake,
     setup_context=_setup,
     backward=_backward,
 )
 define(
-    f"linear_cross_entropy_backward(Tensor grad, {_INPUTS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    "linear_cross_entropy_backward",
     _backward_reference,
     _backward_fake,
 )

@@ -276,19 +276,15 @@ def _backward(
     return wanted_gradients(ctx, *gradients)
 
 
-_NUMBERS = "int ignore_index, float temperature, float softcap, SymInt chunk, ScalarType dtype"
 define(
-    f"linear_logprobs(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_NUMBERS}, SymInt"
-    " kept) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_logprobs",
     _reference,
     _fake,
     setup_context=_setup,
     backward=_backward,
 )
 define(
-    "linear_logprobs_backward_(Tensor grad, Tensor grad_entropy, Tensor x, Tensor weight, Tensor?"
-    f" bias, Tensor target, Tensor stats, Tensor entropy, Tensor(a!) last, {_NUMBERS}, bool x_grad,"
-    " bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    "linear_logprobs_backward_",
     _backward_reference,
     _backward_fake,
 )

@@ -166,9 +166,9 @@ def _multiply(
         low.copy_(exact.sub_(out))
 
 
-define("muon_product_", _reference, hidden=True)
-define("muon_average_", _average_reference, hidden=True)
-define("muon_apply_", _apply_reference, hidden=True)
+define("muon_product_", _reference)
+define("muon_average_", _average_reference)
+define("muon_apply_", _apply_reference)
 
 
 @checking(of_halves=1 / 16, wide=True)

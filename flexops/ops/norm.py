@@ -233,7 +233,7 @@ def _define(name: str, centered: bool, added: bool) -> Callable[..., Any]:
         lambda *args: reference(*args)[: 1 + added] if added else reference(*args)[0],
         check=check,
     )
-    define(f"{name}.forward", reference, check=check, hidden=True, function=name)
+    define(f"{name}.forward", reference, check=check, function=name)
     op = getattr(torch.ops.flexops, name).default
     add_gradient(op, *_gradient(centered, added), forward=f"flexops::{name}.forward")
     return caller(op)

@@ -72,8 +72,8 @@ def _kept(gradient: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype).contiguous() if needed else gradient.new_empty(0, dtype=dtype)
 
 
-define("layer_norm_backward", _reference, hidden=True)
-define("rms_norm_backward", _reference, hidden=True)
+define("layer_norm_backward", _reference)
+define("rms_norm_backward", _reference)
 # What the ops call: a Python frame less.
 LAYER_NORM_BACKWARD = builtin(torch.ops.flexops.layer_norm_backward.default)
 RMS_NORM_BACKWARD = builtin(torch.ops.flexops.rms_norm_backward.default)

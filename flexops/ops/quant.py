@@ -201,10 +201,10 @@ def _check_quantize(x: Tensor, bits: int, group_size: int, dim: int, _symmetric:
 
 
 def _check_group_size(where: str, group_size: int) -> None:
-    if group_size < 1:
+    if not isinstance(group_size, int) or group_size < 1:
         raise ValueError(
             f"{where} group_size must be at least 1 (or, to quantize, -1 for the whole dimension),"
-            f" got {group_size}"
+            f" got {group_size!r}"
         )
 
 
@@ -221,7 +221,7 @@ def _check_dequantize(
     check_tensor(where[:-1], "packed", packed, (torch.uint8,))
     check_tensor(where[:-1], "scales", scales)
     if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype}")
+        raise TypeError(f"{where} dtype must be float32, float16 or bfloat16, got {dtype!r}")
     _check_numbers(where, "packed", packed.dim(), bits, dim)
     _check_group_size(where, group_size)
     if length < 0:

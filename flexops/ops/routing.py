@@ -158,11 +158,10 @@ def _gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-define("expert_routes", _reference, hidden=True)
-define("expert_routes_backward", _backward_reference, hidden=True)
+define("expert_routes", _reference)
+define("expert_routes_backward", _backward_reference)
 define(
-    "route_tokens(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float scale) ->"
-    " (Tensor, Tensor)",
+    "route_tokens",
     _forward,
     _fake,
     check=_check,
@@ -170,10 +169,8 @@ define(
     backward=_gradient,
 )
 define(
-    "route_tokens_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices, bool"
-    " sigmoid, bool normalize, float scale) -> Tensor",
+    "route_tokens_backward",
     _backward,
     lambda _, logits, *__: logits.new_empty(logits.shape),
-    hidden=True,
 )
 _CALL = caller(torch.ops.flexops.route_tokens.default)

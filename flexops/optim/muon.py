@@ -259,7 +259,8 @@ def _tensor(given: Any) -> Tensor:
 
 
 def _is_matrix(given: Any) -> bool:
-    return _tensor(given).dim() in (2, 3)
+    tensor = _tensor(given)
+    return isinstance(tensor, Tensor) and tensor.dim() in (2, 3)
 
 
 def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:

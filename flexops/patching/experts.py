@@ -26,7 +26,18 @@ from ..ops.experts import (
 )
 from ..ops.grouped_linear import grouped_linear
 from .forwards import plain
-from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
+from .probe import (
+    INNER,
+    LENGTH,
+    WIDTH,
+    Miniature,
+    Swap,
+    bare,
+    is_transformers,
+    linear,
+    parameter,
+    unheard,
+)
 
 NAME = "flexops"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -154,9 +165,13 @@ def concerns(module: Any) -> bool:
 
 def refuse(module: Any) -> str:
     """Why experts stay as they are; "" if they need not."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
+
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen not in _REPLACEABLE:
         return f"the model was told to use {chosen}"
+    if chosen in functions and chosen != NAME and not is_transformers(functions[chosen]):
+        return f"another function was registered as its experts, {chosen}"
     if module.down_proj.dim() != 3:
         return "its weights are not one 3-D tensor each"
     return ""

@@ -196,8 +196,7 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
             yield name, functools.partial(_one, forward=forward, eps=eps, **options)
         if getattr(module, "data_format", "") == "channels_first":  # of pictures
             swap = functools.partial(_one, forward=forwards.picture_norm, eps=eps)
-            x = _input(2, WIDTH, LENGTH, LENGTH)
-            yield "layer_norm", swap, lambda x=x: (tiny_norm(module), (x,), {})
+            yield "layer_norm", swap, functools.partial(_tiny_picture_norm, module)
 
 
 def tiny_norm(module: Any) -> Any:
@@ -225,6 +224,10 @@ def _tiny_norm(module: Any) -> Miniature:
     signature = inspect.signature(own_class(module).__dict__["forward"])
     args = (x, _input()) if len(signature.parameters) > 2 else (x,)
     return tiny_norm(module), args, {}
+
+
+def _tiny_picture_norm(module: Any) -> Miniature:
+    return tiny_norm(module), (_input(2, WIDTH, LENGTH, LENGTH),), {}
 
 
 # ---- feed-forward blocks -------------------------------------------------------------------------

@@ -40,6 +40,11 @@ def foreign(code: Any) -> str:
     return _FOREIGN.get(package, "")
 
 
+def is_transformers(code: Any) -> bool:
+    """Whether a function is transformers' own: under its names others may be registered."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] == "transformers"
+
+
 def class_of(module: nn.Module) -> type:
     """A module's class without those that FSDP2 puts before it, which cannot be copied."""
     return next(
@@ -147,7 +152,7 @@ def undisturbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack, torch.random.fork_rng([]), references_only():
         for mode in modes:
             stack.enter_context(mode)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # and no GPU's
         yield
 
 
@@ -176,7 +181,7 @@ def disagreement(
             actual = _run(other, args, kwargs, without)
             if half:
                 for one, results in ((module, expected), (other, actual)):
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)
                     trained = _run(one.train(), args, kwargs)[0]
                     results += _run(one.eval().bfloat16(), _to_half(args), kwargs)[:1]
                     results.append(trained)

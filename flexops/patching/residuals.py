@@ -59,7 +59,7 @@ class _Part(nn.Module):
 
     def __init__(self, real: nn.Module, gives: int) -> None:
         super().__init__()
-        self.projection, self.gives = linear(WIDTH, WIDTH), gives
+        self.projection, self.gives, self.called = linear(WIDTH, WIDTH), gives, False
         own = {
             name: value
             for name, value in vars(real).items()
@@ -68,6 +68,7 @@ class _Part(nn.Module):
         self.__dict__.update(own)
 
     def forward(self, *args: Any, **named: Any) -> Any:
+        self.called = True
         given = (*args, named.get("hidden_states"), *named.values())
         y = self.projection(next(x for x in given if isinstance(x, Tensor)))
         return (y, *[None] * (self.gives - 1)) if self.gives else y
@@ -247,9 +248,13 @@ def _structure(layer: Any) -> tuple[Structure, str]:
         return [*swaps, *_sites(tiny, found, None)]
 
     ran: Structure | None = None
+    tried: list[tuple[str, dict[str, int]]] = []  # with what the parts gave that were called
     for gives in itertools.product((0, 2, 3), repeat=len(others)):
+        kinds = dict(zip(others, gives, strict=True))
         for inputs in ("first", "required", "all", "picture"):
-            make = functools.partial(miniature, layer, gives, inputs)
+            if any(inputs == one and seen.items() <= kinds.items() for one, seen in tried):
+                continue
+            make, tiny = functools.partial(miniature, layer, gives, inputs), None
             try:
                 with undisturbed():
                     tiny, args, kwargs = make()
@@ -258,6 +263,10 @@ def _structure(layer: Any) -> tuple[Structure, str]:
                 if not reason or "unpack" in reason:  # a tensor in place of a tuple
                     reason = failure(error)
                 continue
+            finally:
+                parts: Any = {} if tiny is None else tiny._modules
+                called = (x for x in others if x in parts and parts[x].called)
+                tried.append((inputs, {x: kinds[x] for x in called}))
             if found[1]:
                 return found, disagreement(make, swapped)
             ran = ran or found

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.name() in _register.references:
+        if _register.reference_of(func.name()):
             for op in dict.fromkeys((func, _register.public.get(func.name(), func))):
                 copy = _snapshot if _register.has_gradient(op) else _detached
                 self.calls.append((op, tree_map(copy, args), tree_map(copy, kwargs or {})))

@@ -72,6 +72,7 @@ def near(
     [(3, 8), (5, 100), (7, 513), (300, 4096), (2, 3, 96), (1000, 8), (1, 16384), (4096, 24), (9, 1),
      (131, 3080)])  # fmt: skip
 def test_every_way_through_the_kernels(dtype, layout, shape):
+    _register.supply_all()
     ops, torch_ops = _register.references, torch.ops.flexops
     x, up, grad = (as_dtype(layout(*shape), dtype) for _ in range(3))
     packed = as_dtype(layout(*shape[:-1], 2 * shape[-1]), dtype)

@@ -15,7 +15,7 @@ import torch
 from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
 
 import flexops
-from flexops.ops._register import references
+from flexops.ops._register import reference_of
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,9 +86,9 @@ def test_codes(columns, dtype):
                 *arguments[:2], 1e-6, dtype, *arguments[4:]
             )
             op = (
-                references["flexops::add_rms_norm_quantized"]
+                reference_of("flexops::add_rms_norm_quantized")
                 if rest
-                else references["flexops::rms_norm_quantized"]
+                else reference_of("flexops::rms_norm_quantized")
             )
             expected, expected_scales, *_ = op(x, *arguments[4:], arguments[1], 1e-6, dtype)
             torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0, equal_nan=True)
@@ -114,7 +114,7 @@ def test_codes_near_the_ends_of_float32(x_dtype, factor):
     else:
         weight = weight.to(x_dtype)
     values, scales = flexops.rms_norm_quantized(x, weight, 0.0)
-    expected, expected_scales = references["flexops::rms_norm_quantized"](
+    expected, expected_scales = reference_of("flexops::rms_norm_quantized")(
         x, weight, 0.0, torch.int8
     )
     torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)

@@ -176,7 +176,7 @@ class CheckedReference(OnReference):
     """The references as the dispatcher calls them: behind the check of their arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in _register.references:
+        if _register.reference_of(func.name()):
             _register.refusal_of(func)(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -430,6 +430,11 @@ def test_dequantize_names_the_wrong_argument(
 
 
 @pytest.mark.usefixtures("native")
+def test_scales_of_another_shape_are_told_the_shapes_that_fit() -> None:
+    with pytest.raises(ValueError, match=r"shape \[4, 1\] \(rows\), \[4, 2\] \(groups\) or \[\]"):
+        flexops.dequantize_fp8(torch.zeros(4, 130).to(E4M3), torch.zeros(3))
+
+
 def test_the_ops_themselves_check_too() -> None:
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""

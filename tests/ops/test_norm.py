@@ -20,7 +20,7 @@ import flexops
 from flexops.build.load import loader
 from flexops.ops import norm as norm_module
 from flexops.ops import norm_backward as backward_module
-from flexops.ops._register import operator_of, references
+from flexops.ops._register import operator_of, reference_of
 
 
 def affine(make: Make, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -284,8 +284,8 @@ def test_special_rows(native_kernels):
     if native_kernels:
         layer, rms = flexops.layer_norm(x), flexops.rms_norm(x)
     else:
-        layer = references["flexops::layer_norm.forward"](x, None, None, 1e-5)[0]
-        rms = references["flexops::rms_norm.forward"](x, None, 1e-6)[0]
+        layer = reference_of("flexops::layer_norm.forward")(x, None, None, 1e-5)[0]
+        rms = reference_of("flexops::rms_norm.forward")(x, None, 1e-6)[0]
     assert layer[[2, 3]].isnan().all()
     assert (layer[[1, 4]] == 0).all()
     assert layer[[0, 5]].isfinite().all()
@@ -338,7 +338,7 @@ def test_codes(dtype, columns):
         )
         values, scales = flexops.rms_norm_quantized(x, weight, dtype=dtype)
         assert_codes(
-            values, scales, *references["flexops::rms_norm_quantized"](x, weight, 1e-6, dtype)
+            values, scales, *reference_of("flexops::rms_norm_quantized")(x, weight, 1e-6, dtype)
         )
         exact = F.rms_norm(x.double(), (columns,), weight.double(), 1e-6)
         step = (
@@ -352,7 +352,7 @@ def test_codes(dtype, columns):
         values, scales, total = flexops.rms_norm_quantized(
             x, weight, dtype=dtype, residual=residual
         )
-        expected = references["flexops::add_rms_norm_quantized"](x, residual, weight, 1e-6, dtype)
+        expected = reference_of("flexops::add_rms_norm_quantized")(x, residual, weight, 1e-6, dtype)
         assert_codes(values, scales, *expected[:2])
         assert torch.equal(total, expected[2])
         assert total.dtype == weight_dtype
@@ -375,7 +375,7 @@ def test_codes_of_special_rows(dtype):
     x[1], x[2, 3], x[3, 4] = 0, torch.nan, -torch.inf
     for values, scales in (
         flexops.rms_norm_quantized(x, dtype=dtype),
-        references["flexops::rms_norm_quantized"](x, None, 1e-6, dtype),
+        reference_of("flexops::rms_norm_quantized")(x, None, 1e-6, dtype),
     ):
         assert scales[1] == 1
         assert scales[2:].isnan().all()

@@ -455,6 +455,7 @@ QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.tensor(1.0)}, ValueError, "x must have at least one dimension"),
     ({"bits": 3}, ValueError, "bits must be 4 or 8, got 3"),
     ({"group_size": 0}, ValueError, "group_size must be at least 1"),
+    ({"group_size": "64"}, ValueError, "group_size must be at least 1.*got '64'"),
     ({"group_size": -2}, ValueError, "group_size must be at least 1"),
     ({"dim": 2}, ValueError, r"dim must be in \[-2, 1\]"),
     ({"dim": -3}, ValueError, "dim must be in"),
@@ -496,8 +497,9 @@ def test_dequantize_takes_nothing_else():
     q = flexops.quantize(torch.zeros(4, 64))
     with pytest.raises(TypeError, match="quantized must be a QuantizedTensor, got Tensor"):
         flexops.dequantize(q.packed)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dtype must be"):
-        flexops.dequantize(q, torch.float64)
+    for dtype in (torch.float64, "float32"):
+        with pytest.raises(TypeError, match=f"dtype must be .*got {dtype!r}"):
+            flexops.dequantize(q, dtype)
 
 
 @pytest.mark.usefixtures("native")

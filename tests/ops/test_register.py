@@ -315,6 +315,56 @@ def test_bindings_register_what_is_defined():
     assert {spec.name: set(spec.ops) for spec in catalog.CATALOG} == defined
 
 
+def test_operators_have_the_gradients_that_are_declared():
+    """Autograd learns of them when flexops is imported, before the modules that have them are."""
+    _register.supply_all()
+    for name, (_, declared) in families.OPERATORS.items():
+        op = _register.operator_of(f"flexops::{name}")
+        assert _register.has_gradient(op) == declared.gradient, name
+
+
+def test_an_operator_works_before_its_module_is_imported():
+    code = """
+import sys, torch, flexops
+
+def imported():
+    return sorted(name for name in sys.modules if name.startswith("flexops.ops."))
+
+print(imported())
+x = torch.arange(1.0, 5.0).view(2, 2).requires_grad_()
+torch.ops.flexops.causal_softmax(x[None].expand(2, 2, 2) * 1, 1.0)[0, 1, 0].backward()
+print(x.grad.tolist() != torch.zeros(2, 2).tolist(), "flexops.ops.softmax" in imported())
+q = torch.ones(1, 4, 2, 8)
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    torch.ops.flexops.attention(q, q, q)
+print(counter.get_total_flops())
+"""
+    environment = os.environ | {"FLEXOPS_JIT": "0"}
+    done = completed([sys.executable, "-W", "ignore", "-c", code], env=environment)
+    assert done.stdout.splitlines() == [
+        "['flexops.ops._declared', 'flexops.ops._register']",
+        "True True",
+        str(2 * 2 * 2 * 4 * 4 * 8),
+    ], done.stderr
+    code = """
+import torch, flexops
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with FakeTensorMode():
+    print(torch.ops.flexops.quantize(torch.empty(4, 64), 8, 32, -1, True)[1].shape)
+print(flexops.ops.norm.__name__, hasattr(flexops.ops, "absent"))
+compiled = torch.compile(lambda x: flexops.rms_norm(x), fullgraph=True, backend="aot_eager")
+print(compiled(torch.ones(2, 4, requires_grad=True)).requires_grad)
+"""
+    done = completed([sys.executable, "-W", "ignore", "-c", code], env=environment)
+    assert done.stdout.splitlines() == [
+        "torch.Size([4, 2, 1])",
+        "flexops.ops.norm False",
+        "True",
+    ], done.stderr
+
+
 def test_an_operator_is_declared_in_one_place():
     """Its schema and its family; whatever else needs them asks for them by the operator's name."""
     schema = re.compile(rf"\b({'|'.join(map(re.escape, families.OPERATORS))})\(Tensor\b")

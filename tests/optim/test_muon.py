@@ -195,6 +195,8 @@ def test_foreign_states_are_rejected() -> None:
     adamw.step()
     with pytest.raises(ValueError, match=r"must have momentum_buffer, got exp_avg"):
         optim.Muon([param]).load_state_dict(adamw.state_dict())
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        optim.Muon([3])
 
 
 @pytest.mark.parametrize("device", DEVICES)

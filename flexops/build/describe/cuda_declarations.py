@@ -189,13 +189,15 @@ FOR_THE_DEVICE = {
         r"ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh"
     ): "ATen/cuda/detail/TensorInfo.cuh",
 }
+IN_PLACE_ON_THE_HOST = {"ATen/cuda/CUDAApplyUtils.cuh": "ATen/cuda/ApplyGridUtils.cuh"}
+"""A header with kernels: what it includes that the host compiler can read."""
 """Headers of which the device's half includes what stands behind them, or else they themselves. The
 host compiler is given those of torch's that it can read."""
 FOR_NEITHER = re.compile(r"thrust/[\w/.-]+|ATen/[\w/.-]+\.cuh")
 """Headers of which neither half is given anything: what uses them does not compile."""
 FOR_THE_HOST = re.compile(
     r"(?:torch|ATen|c10|caffe2|pybind11|TH|THC)/[\w/.-]+\.h"
-    r"|ATen/cuda/detail/(?:IndexUtils|TensorInfo)\.cuh|Python\.h"
+    r"|ATen/cuda/(?:detail/(?:IndexUtils|TensorInfo)|ApplyGridUtils)\.cuh|Python\.h"
     r"|cuda(?:_runtime\w*|_profiler_api|_device_runtime_api)?\.h|device_launch_parameters\.h"
     r"|device_functions\.h|vector_(?:types|functions)\.h|driver_types\.h"
     r"|cu(?:blas|sparse|solver|dnn|fft|rand)\w*\.h|nccl\.h|nvToolsExt\.h|nvtx3/[\w./]+|omp\.h"

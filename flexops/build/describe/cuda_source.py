@@ -23,6 +23,7 @@ from .cuda_declarations import (
     FOR_BOTH,
     FOR_THE_DEVICE,
     FOR_THE_HOST,
+    IN_PLACE_ON_THE_HOST,
     KNOWN,
     File,
     Item,
@@ -202,7 +203,9 @@ class _Halves:
                 device.append(_Edit(token.start, token.end, _blank(token.text)))
             elif own and (other := FOR_THE_DEVICE[own]):
                 device.append(_Edit(token.start, token.end, f"#include <{other}>"))
-            if name and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
+            if part := IN_PLACE_ON_THE_HOST.get(name):
+                host.append(_Edit(token.start, token.end, f"#include <{part}>"))
+            elif name and not (FOR_BOTH.fullmatch(name) or FOR_THE_HOST.fullmatch(name)):
                 host.append(_Edit(token.start, token.end, _blank(token.text)))
         elif token.directive == "pragma" and re.match(r"#\s*pragma\s+once\b", token.text):
             for edits in (host, device):

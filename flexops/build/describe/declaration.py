@@ -82,10 +82,14 @@ class Declared(NamedTuple):
     Attributes:
         schema: as torch gets it.
         said: further arguments of ``schema.declare``.
+        gradient: whether it has one.
+        hidden: whether it is invisible to autograd.
     """
 
     schema: str
     said: Mapping[str, Any]
+    gradient: bool = False
+    hidden: bool = False
 
     def __hash__(self) -> int:
         return hash(self.schema)

@@ -19,11 +19,11 @@ _LISTS = (7, 0)
 GPUs have 4."""
 
 
-def _op(schema: str, **said: Any) -> Declared:
+def _op(schema: str, *, gradient: bool = False, hidden: bool = False, **said: Any) -> Declared:
     """An operator whose binding, checks and fake kernel are made from the declaration; arguments as
     for ``builder.Library.op``. ``split`` is ``host`` unless given; with ``plain`` it is registered
-    as ``<name>_plain``, too (``ops/_register.py``)."""
-    return Declared(schema, said)
+    as ``<name>_plain``, too. For ``gradient`` and ``hidden`` see ``ops/_register.py``."""
+    return Declared(schema, said, gradient, hidden)
 
 
 def _family(name: str, *declared: Declared, **fields: Any) -> OpSpec:
@@ -40,6 +40,7 @@ _BIASED: dict[str, Any] = {
     "dtypes": {"bias": _FLOATS},
     "strided": {"x": "rows", "bias": "aligned"},
     "plain": True,
+    "gradient": True,
 }
 _BIASED_BACKWARD: dict[str, Any] = {
     "dtypes": {"x": _FLOATS, "grad": "x", "bias": _FLOATS},
@@ -52,6 +53,7 @@ _GATED: dict[str, Any] = {
     "strided": {"gate": "rows", "up": "rows"},
     "outputs": (Output("gate", when="up", otherwise="gate[:-1], gate[-1] // 2"),),
     "plain": True,
+    "gradient": True,
 }
 _GATED_BACKWARD: dict[str, Any] = {
     "dtypes": {"gate": _FLOATS, "grad": "gate", "up": "gate"},
@@ -211,8 +213,8 @@ def _norms(name: str, arguments: str, *results: Output) -> tuple[Declared, ...]:
     and reciprocal deviations of a layer norm, the latter of an RMS norm."""
     statistics = Output("2, x[:-1]" if "layer" in name else "x[:-1]", "float32")
     return (
-        _norm(f"{name}({arguments})", *results, plain=True),
-        _norm(f"{name}.forward({arguments})", *results, statistics),
+        _norm(f"{name}({arguments})", *results, plain=True, gradient=True),
+        _norm(f"{name}.forward({arguments})", *results, statistics, hidden=True),
     )
 
 
@@ -307,6 +309,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 "strided": {"grad": "any", "gate": "rows", "up": "rows"},
                 "outputs": (Output("gate"), Output("gate", when="again")),
             },
+            hidden=True,
         ),
     ),
     _family(
@@ -420,6 +423,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("x[1]", "float32"),
                 _ROOM,
             ),
+            hidden=True,
         ),
         _op(
             "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y,"
@@ -437,6 +441,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("x[1]", "float32"),
                 _ROOM,
             ),
+            hidden=True,
         ),
         _op(
             "fp8_gated_rows(Tensor packed, Tensor? grad, int activation) -> (Tensor codes, Tensor"
@@ -454,6 +459,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("packed[1]", "float32", when="grad"),
                 _ROOM,
             ),
+            hidden=True,
         ),
         _op(
             "fp8_columns(Tensor x, Tensor[] more, Tensor? row_scales, Tensor largest, int rows) ->"
@@ -467,6 +473,7 @@ CATALOG: tuple[OpSpec, ...] = (
             strided={"x": "aligned rows"},
             split="whole",
             outputs=(Output("x[1], rows", "float8_e4m3fn"), Output("x[1], 1", "float32")),
+            hidden=True,
         ),
         hip=False,
     ),
@@ -482,6 +489,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("experts", "int32"),
                 Output("count", "int32"),
             ),
+            hidden=True,
         ),
         _op(
             "expert_routes(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float"
@@ -490,6 +498,7 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"bias": "logits[1]"},
             split="whole",
             outputs=(Output("logits[0], k", "float32"), Output("logits[0], k", "int64")),
+            hidden=True,
         ),
         _op(
             "expert_routes_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices,"
@@ -503,6 +512,7 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"weights": "grad", "choices": "grad"},
             split="whole",
             outputs=(Output("logits", "logits"),),
+            hidden=True,
         ),
         _op(
             "spread_rows(Tensor x, Tensor inverse, Tensor offsets, int slots) -> Tensor",
@@ -510,12 +520,14 @@ CATALOG: tuple[OpSpec, ...] = (
             strided={"x": "aligned rows"},
             split="whole",
             outputs=(Output("slots, x[1]", "x"),),
+            hidden=True,
         ),
         _op(
             "combine_rows(Tensor rows, Tensor inverse, Tensor offsets, Tensor? weights) -> Tensor",
             **_MOVED,
             split="whole",
             outputs=(Output("inverse[0], rows[1]", "rows"),),
+            hidden=True,
         ),
         _op(
             "combine_rows_backward(Tensor grad, Tensor rows, Tensor inverse, Tensor offsets, Tensor"
@@ -527,6 +539,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 "split": "whole",
                 "outputs": (Output("rows", "rows"), Output("weights", "weights")),
             },
+            hidden=True,
         ),
         _op(
             "expert_gate_backward_(Tensor(a!) grad, Tensor packed, Tensor weights, Tensor order,"
@@ -541,6 +554,7 @@ CATALOG: tuple[OpSpec, ...] = (
             strided={"packed": "aligned"},
             split="whole",
             outputs=(Output("packed", "packed"), Output("weights", "weights")),
+            hidden=True,
         ),
         hip=False,
         least_capability=(7, 0),
@@ -566,12 +580,14 @@ CATALOG: tuple[OpSpec, ...] = (
             **_GROUPED,
             split="whole",
             outputs=(Output("x[0], weight[1]", "x"),),
+            hidden=True,
         ),
         _op(
             "grouped_columns(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
             **_GROUPED,
             split="whole",
             outputs=(Output("x[0], weight[2]", "x"),),
+            hidden=True,
         ),
         _op(
             "grouped_outer_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets, int column) ->"
@@ -579,6 +595,7 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={"out": _HALVES, "grad": "out", "x": "out", "offsets": "int32"},
             strided={"grad": "aligned", "x": "aligned"},
             split="whole",
+            hidden=True,
         ),
         _op(
             "grouped_gated(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int slots, int"
@@ -589,6 +606,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("slots, weight[1] // 2", "x"),
                 Output("slots, weight[1]", "x", when="keep"),
             ),
+            hidden=True,
         ),
         hip=False,
         least_capability=(8, 0),
@@ -602,18 +620,21 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"added": "out", "b": "a"},
             strided={"a": "aligned", "b": "aligned"},
             split="whole",
+            hidden=True,
         ),
         _op(
             "muon_average_(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] averages, float"
             " momentum, bool nesterov, float scale, float eps, Tensor? grad_scale) -> ()",
             rows=Rows(("grads", "buffers", "averages")),
             numbers=("grad_scale",),
+            hidden=True,
         ),
         _op(
             "muon_apply_(Tensor(a!)[] params, Tensor[] steps, float lr, float decay, float factor,"
             " Tensor? lr_tensor) -> ()",
             rows=Rows(("params", "steps")),
             numbers=("lr_tensor",),
+            hidden=True,
         ),
         hip=False,
         least_capability=_LISTS,
@@ -632,6 +653,7 @@ CATALOG: tuple[OpSpec, ...] = (
             },
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
             outputs=(Output("x[:-1], width"),),
+            hidden=True,
         ),
         hip=False,
         least_capability=(8, 0),
@@ -643,6 +665,7 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={**_INT4_DTYPES, "bias": "x"},
             strided={"x": "aligned"},
             outputs=(Output("x[:-1], n", "x"),),
+            hidden=True,
         ),
         _op(
             f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype) -> Tensor",
@@ -701,6 +724,7 @@ CATALOG: tuple[OpSpec, ...] = (
             strided=_ATTENDED_STRIDES,
             outputs=(Output(by_host=True),) * 2,
             plain=True,
+            gradient=True,
         ),
         _op(
             f"attention_backward({ATTENTION_RESULTS}, {ATTENTION_OPTIONS}) -> (Tensor, Tensor,"
@@ -782,6 +806,7 @@ CATALOG: tuple[OpSpec, ...] = (
             ),
             plain=True,
             **_ROPE,
+            gradient=True,
         ),
         _op(f"rotary_embedding_(Tensor(a!) query, Tensor(b!)? key, {_ROTATED}) -> ()", **_ROPE),
     ),
@@ -792,11 +817,13 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={"mask": ("bool", *_FLOATS)},
             strided={"x": "aligned rows", "mask": "as x"},
             plain=True,
+            gradient=True,
         ),
         _op(
             "causal_softmax(Tensor x, float scale) -> Tensor",
             strided={"x": "aligned rows"},
             plain=True,
+            gradient=True,
         ),
         _op(
             "softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
@@ -807,12 +834,17 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "cross_entropy",
-        _op(f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) {_PAIR}", **_LOSSES),
+        _op(
+            f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) {_PAIR}",
+            **_LOSSES,
+            gradient=True,
+        ),
         _op(
             "cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? factors,"
             f" {_OPTIONS}) {_PAIR}",
             **_LOSSES
             | {"dtypes": {"target": "int64", "factors": "float32"}, "strided": {"logits": "any"}},
+            gradient=True,
         ),
         _op(
             "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats,"
@@ -833,6 +865,7 @@ CATALOG: tuple[OpSpec, ...] = (
         _op(
             "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
             **_CONVOLUTION,
+            gradient=True,
         ),
         _op(
             "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
@@ -860,6 +893,7 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={"x": _FLOATS, "gate": "x", "weight": _FLOATS},
             shapes={"gate": "x", "weight": "x[1]"},
             split="rows",
+            gradient=True,
         ),
         _op(
             f"gated_rms_norm_backward(Tensor grad, {_GATED_NORM}) -> (Tensor, Tensor, Tensor)",
@@ -886,6 +920,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("logits[0]", "float32"),
                 Output("logits[0] * 2", "float32"),
             ),
+            gradient=True,
         ),
         _op(
             f"logprobs_backward({_OF_LOGPROBS}, Tensor logits, {_LOGPROBS}) -> Tensor",
@@ -934,16 +969,105 @@ CATALOG: tuple[OpSpec, ...] = (
                 Output("x[-1]", "bias_dtype", when="need_bias"),
             ),
             **_NORM_BACKWARD,
+            hidden=True,
         ),
         _op(
             f"rms_norm_backward({_STATISTICS}, bool need_x, bool need_weight) {_PAIR}",
             shapes=_OF_INPUT | {"statistics": "x[:-1]"},
             outputs=(_INPUT_GRADIENT, _WEIGHT_GRADIENT),
             **_NORM_BACKWARD,
+            hidden=True,
         ),
     ),
 )
+
+# ---- made of other operators ---------------------------------------------------------------------
+
+_TRIPLE = "-> (Tensor, Tensor, Tensor)"
+_RESULTS = f"{ATTENTION_RESULTS}, {ATTENTION_OPTIONS}"
+_PRODUCT = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
+_LINEAR_LOSS = (
+    f"{_PRODUCT}, Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,"
+    " float softcap"
+)
+_GRADIENTS = "bool x_grad, bool weight_grad, bool bias_grad"
+_CHUNKS = f"SymInt chunk, int accumulate, ScalarType dtype, {_GRADIENTS}"
+_OF_PRODUCT = "int ignore_index, float temperature, float softcap, SymInt chunk, ScalarType dtype"
+_ROUTED = "Tensor packed, Tensor order, Tensor inverse, Tensor offsets, int activation"
+
+COMPOSED: tuple[Declared, ...] = (
+    _op(
+        f"attention_composed(Tensor q, Tensor k, Tensor v, {ATTENTION_OPTIONS}) {_PAIR}",
+        gradient=True,
+    ),
+    _op(f"attention_composed_backward({_RESULTS}) {_TRIPLE}"),
+    _op(f"attention_bias_backward({_RESULTS}) -> Tensor"),
+    _op("experts_spread(Tensor x, Tensor inverse, Tensor offsets) -> Tensor", gradient=True),
+    _op("experts_add_bias(Tensor rows, Tensor bias, Tensor offsets) -> Tensor", gradient=True),
+    _op(
+        "experts_combine(Tensor rows, Tensor? weights, Tensor inverse, Tensor offsets) -> Tensor",
+        gradient=True,
+    ),
+    _op(
+        "experts_combine_backward(Tensor grad, Tensor rows, Tensor weights, Tensor inverse, Tensor"
+        f" offsets) {_PAIR}",
+        hidden=True,
+    ),
+    _op(
+        "gated_experts(Tensor x, Tensor choices, Tensor weights, Tensor gate_up, Tensor down, int"
+        " activation, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradient=True,
+    ),
+    _op(
+        f"gated_experts_backward(Tensor grad, Tensor x, Tensor weights, Tensor gate_up, Tensor"
+        f" down, {_ROUTED}, bool of_x, bool of_gate_up, bool of_down) -> (Tensor, Tensor, Tensor,"
+        " Tensor)",
+        hidden=True,
+    ),
+    _op(
+        "gated_linear(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, int activation, bool"
+        " interleaved, ScalarType dtype) -> Tensor",
+        gradient=True,
+    ),
+    _op(
+        "gated_linear_backward(Tensor grad, Tensor gate, Tensor? up, Tensor weight, int activation,"
+        f" bool interleaved, bool inner, bool outer) {_TRIPLE}"
+    ),
+    _op("grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor", gradient=True),
+    _op("grouped_linear_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor", hidden=True),
+    _op(f"int4_linear_backward(Tensor grad, {_INT4}, {_INT4_SIZES}) -> Tensor", hidden=True),
+    _op(f"int4_linear(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}) -> Tensor", gradient=True),
+    _op(KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1)),
+    *(_op(one.replace("kvcache_", "kvcache_composed_", 1)) for one in KVCACHE_CODES),
+    _op(
+        f"linear_cross_entropy({_LINEAR_LOSS}, int reduction, bool extras, {_CHUNKS}) -> (Tensor,"
+        " Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradient=True,
+    ),
+    _op(f"linear_cross_entropy_backward(Tensor grad, {_LINEAR_LOSS}, {_CHUNKS}) {_TRIPLE}"),
+    _op(
+        f"linear_logprobs({_PRODUCT}, {_OF_PRODUCT}, SymInt kept) -> (Tensor, Tensor, Tensor,"
+        " Tensor)",
+        gradient=True,
+    ),
+    _op(
+        f"linear_logprobs_backward_({_OF_LOGPROBS}, {_PRODUCT}, Tensor stats, Tensor entropy,"
+        f" Tensor(a!) last, {_OF_PRODUCT}, {_GRADIENTS}) {_TRIPLE}"
+    ),
+    _op(
+        "route_tokens(Tensor logits, Tensor? bias, int k, bool sigmoid, bool normalize, float"
+        f" scale) {_PAIR}",
+        gradient=True,
+    ),
+    _op(
+        "route_tokens_backward(Tensor grad, Tensor logits, Tensor weights, Tensor choices, bool"
+        " sigmoid, bool normalize, float scale) -> Tensor",
+        hidden=True,
+    ),
+)
+"""Operators of which no library has kernels: only their schemas, and how autograd sees them."""
+
 OPERATORS: dict[str, tuple[str, Declared]] = {
     one.name: (spec.family, one) for spec in CATALOG for one in spec.declared
-}
-"""By name, with the family."""
+} | {one.name: ("", one) for one in COMPOSED}
+"""By name, with the family, if there is one."""

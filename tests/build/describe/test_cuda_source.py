@@ -493,6 +493,9 @@ def test_versions_and_systems_are_known_to_both_halves():
     )
     assert "#include <ATen/cuda/Atomic.cuh>" in found.device
     assert "struct Of" in found.device
+    applied = halves("#include <ATen/cuda/CUDAApplyUtils.cuh>\n__global__ void k(int* x) {}\n")
+    assert "#include <ATen/cuda/ApplyGridUtils.cuh>" in applied.host
+    assert "#include <ATen/cuda/Atomic.cuh>" in applied.device
     assert "CUDART_VERSION >= 9000 && FLEXOPS_CUDACC_VER_MAJOR >= 11" in found.host
     assert "CUDART_VERSION >= 9000 && __CUDACC_VER_MAJOR__ >= 11" in found.device
     assert "never" not in found.host + found.device

@@ -1028,9 +1028,9 @@ def test_a_source_with_atens_cuda_headers(tmp_path):
     ("headers", "parameters", "body", "expressions", "symbol"),
     [
         (
-            "#include <ATen/cuda/Atomic.cuh>",
+            "#include <ATen/cuda/CUDAApplyUtils.cuh>",
             "template <typename T> __global__ void k(T* out, const T* x)",
-            "gpuAtomicAdd(out, x[threadIdx.x]);",
+            "gpuAtomicAdd(out + at::cuda::ATenCeilDiv(2, 4), x[threadIdx.x]);",
             ["k<float>", "k<c10::Half>"],
             "_Z1kIN3c104HalfEEvPT_PKS2_",
         ),

@@ -34,6 +34,7 @@ def _groups(setup: Setup, x: Tensor, bits: int, dim: int) -> Iterator[Case]:
         )
     }
     if bits == 4 and dim == -1:
+        _register.supply_all()
         plain = {
             name: _register.references[f"flexops::{name}"] for name in ("quantize", "dequantize")
         }
