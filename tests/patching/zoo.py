@@ -165,7 +165,6 @@ TINY: dict[str, dict[str, Any]] = {
         "true_hidden_size": 32,
     },
     "squeezebert": {"embedding_size": 64},
-    "longcat_flash": {"zero_expert_num": 2},
     "reformer": {
         "axial_pos_embds_dim": (16, 48),
         "axial_pos_shape": (4, 3),
