@@ -257,33 +257,34 @@ def attention(
     return result, None
 
 
+_USUAL = ("dropout", "scaling", "is_causal")
+
+
 def packed_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`attention` of sequences one behind the other, without padding: a batch of one.
     ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are where each begins, and the end."""
-    options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return attention(module, query, key, value, attention_mask, **options)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    usual = not dropout and query.dtype in FLOATS and not declined(query, value)
+    others = {name: x for name, x in options.items() if name not in _USUAL}
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    usual = not options.get("dropout") and query.dtype in FLOATS and not declined(query, value)
     if usual and not _needs_transformers(module, others) and _has_kernels(query.device):
         result = _ops.attention(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
             causal=causal,
-            scale=scaling,
+            scale=options.get("scaling"),
             cu_seqlens_q=cu_seq_lens_q.int(),
             cu_seqlens_k=cu_seq_lens_k.int(),
             max_seqlen_q=max_length_q,

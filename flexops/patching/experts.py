@@ -206,7 +206,7 @@ def miniature(module: Any) -> Miniature:
         children["post_expert_norm"] = bare(norm, **scales)
     made = bare(module, **children)
     made.config._experts_implementation_internal = "eager"
-    choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2, device="cpu")
+    choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2)
     hidden, weights = torch.randn(LENGTH, WIDTH), torch.rand(LENGTH, 2)
     return made, (hidden, choices, weights), {}
 

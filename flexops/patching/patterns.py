@@ -206,7 +206,7 @@ def tiny_norm(module: Any) -> Any:
         setattr(made, name, None if one is None else parameter(WIDTH))
     for name, one in _buffers(module).items():
         wide = one is not None and one.dim() == 1
-        ones = None if one is None or wide else torch.ones(one.shape, device="cpu")
+        ones = None if one is None or wide else torch.ones(one.shape)
         made.register_buffer(name, parameter(WIDTH).detach() if wide else ones)
     if "normalized_shape" in vars(made):
         made.normalized_shape = (WIDTH,)
@@ -481,7 +481,7 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     )
     for name, one in _buffers(module).items():
         shape = () if one is None else (sizes.get(n, n) for n in one.shape)
-        made.register_buffer(name, None if one is None else torch.zeros(*shape, device="cpu"))
+        made.register_buffer(name, None if one is None else torch.zeros(*shape))
     for name, value in vars(module).items():
         if value == head.out_features and type(value) is int:
             setattr(made, name, CLASSES)

@@ -86,13 +86,12 @@ def linear(inputs: int, outputs: int, like: Any = None) -> nn.Linear:
         inputs,
         outputs,
         bias=like is None or getattr(like, "bias", None) is not None,
-        device="cpu",
         dtype=torch.float32,
     )
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape, device="cpu", dtype=torch.float32) * 0.5)
+    return nn.Parameter(torch.randn(shape, dtype=torch.float32) * 0.5)
 
 
 class Base(nn.Module):
@@ -109,7 +108,7 @@ class Base(nn.Module):
             self.__dict__.update(numbers if owner is real else dict.fromkeys(numbers, 0))
         decoder = real.get_decoder() if hasattr(real, "get_decoder") else real
         self.config = getattr(decoder, "config", None)
-        self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
+        self.embedding = nn.Embedding(CLASSES, WIDTH, dtype=torch.float32)
 
     def __getattr__(self, name: str) -> Any:
         own = name in self.__dict__.get("_modules", ())
@@ -142,7 +141,7 @@ class Base(nn.Module):
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Neither the caller's modes matter, nor are the caller's random numbers used up."""
     modes = (
         torch.inference_mode(False),
@@ -173,7 +172,7 @@ def disagreement(
         without: the output that the replacement must not compute.
     """
     try:
-        with _undisturbed():
+        with undisturbed():
             module, args, kwargs = make()
             expected = _run(module, args, kwargs)
             other = copy.deepcopy(module)

@@ -37,6 +37,7 @@ from .probe import (
     linear,
     own_class,
     parameter,
+    undisturbed,
     unheard,
 )
 
@@ -255,7 +256,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
                 continue
             make, tiny = functools.partial(miniature, layer, gives, inputs), None
             try:
-                with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
+                with undisturbed():
                     tiny, args, kwargs = make()
                     found = _watched(tiny, args, kwargs, list(norms))
             except (Exception, SystemExit) as error:
