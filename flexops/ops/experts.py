@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import any_requires_grad, factors, is_grad_enabled
+from .._torch import factors, is_grad_enabled
 from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller, check_places
@@ -94,7 +94,8 @@ def gated_experts(
             f"flexops.gated_experts: activation must be {', '.join(_NUMBERS)}, got {activation!r}"
         )
     x, gate_up, down = factors(x, gate_up, down)
-    keep = is_grad_enabled() and any_requires_grad(x, weights, gate_up, down)
+    # torch's builtin for this is none that torch.compile of torch 2.11 traces
+    keep = is_grad_enabled() and any(one.requires_grad for one in (x, weights, gate_up, down))
     result: Tensor = _CALL(x, choices, weights, gate_up, down, _NUMBERS[activation], keep)[0]
     return result
 

@@ -98,7 +98,8 @@ def _has_norm(module: Any) -> bool:
 
 def _standard_activation(module: Any) -> Any:
     """The activation of experts that are act(gate) * up and nothing else; "" for others."""
-    from transformers.integrations import moe
+    # of a package, whose modules are loaded lazily, torch.compile of torch 2.11 imports nothing
+    from transformers.integrations.moe import _default_apply_gate
 
     standard = (
         module.has_gate
@@ -106,7 +107,7 @@ def _standard_activation(module: Any) -> Any:
         and not module.is_transposed
         and module.is_concatenated
         and not _has_norm(module)
-        and type(module)._apply_gate is moe._default_apply_gate
+        and type(module)._apply_gate is _default_apply_gate
     )
     return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
 

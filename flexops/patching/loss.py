@@ -214,7 +214,7 @@ def head(
         biases = [one for one in (module.bias, bias) if one is not None]
         total = sum(biases[1:], biases[0]) * scale if biases else None
         return linear_cross_entropy(x, module.weight, target, total, **options)
-    if skip_logits and module.__dict__.get(_DEFERS):
+    if skip_logits and getattr(module, _DEFERS, False):
         return Logits(module, x, product_dtype(x))
     return plain(module, x)
 
@@ -280,14 +280,14 @@ def model(
     """
     usual = in_graphs or not torch.compiler.is_compiling()
     found = module.get_output_embeddings() if usual and kwargs.get("labels") is not None else None
-    if found is None or _DEFERS in found.__dict__:  # a model around this one has decided
+    if found is None or hasattr(found, _DEFERS):  # a model around this one has decided
         return plain(module, *args, **kwargs)
     defers = _defers(module, found, skip_logits, kwargs, holders)
-    found.__dict__[_DEFERS] = defers
+    setattr(found, _DEFERS, defers)  # torch.compile of torch 2.11 traces this, and not __dict__
     try:
         output = plain(module, *args, **kwargs)
     finally:
-        found.__dict__.pop(_DEFERS, None)
+        delattr(found, _DEFERS)
     return _without_logits(output) if defers else output
 
 

@@ -63,7 +63,9 @@ class _Part(nn.Module):
         own = {
             name: value
             for name, value in vars(real).items()
-            if not name.startswith("_") and name not in ("forward", "training")
+            if not name.startswith("_")
+            and name not in ("forward", "training")
+            and getattr(value, "is_leaf", True)  # no state of a training step, which has no copies
         }
         self.__dict__.update(own)
 
