@@ -298,7 +298,8 @@ def test_copies_checkpoints_and_new_embeddings(name):
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_each_structure_compiles_to_one_graph(name: str, in_graphs: bool) -> None:
-    """Where the plain model does."""
+    """Where the plain model does; with its results, which for PaliGemma are not those without
+    torch.compile."""
     model = zoo.tiny(name)
     inputs = zoo.batch(model, False)
 
@@ -310,7 +311,7 @@ def test_each_structure_compiles_to_one_graph(name: str, in_graphs: bool) -> Non
 
     if not works(compiled):
         return
-    expected = results(model, inputs)
+    expected = compiled()
     expected.pop("logits")
     flexops.patch(model, in_graphs=in_graphs)
     actual = compiled()
