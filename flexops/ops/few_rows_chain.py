@@ -1,0 +1,242 @@
+"""Products of a few rows one after another in one kernel: what lies between two attentions of a
+decode step. Each is a product of :mod:`.few_rows`, and may read what earlier ones wrote; their
+weights are read ahead across the borders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import few_rows, int4_few_rows
+from ._register import caller, define
+from ._self_check import Make, checking
+from .int4_linear import TILE_K, Int4Weight, quantize_int4
+
+MOST_PHASES, MOST_ROWS, WORKSPACE = 6, 2, 64
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a kernel runs there: not yet."""
+    return device.type == "cuda" and not torch.cuda.is_available()
+
+
+def fits(x: Tensor, weights: Sequence[Any]) -> bool:
+    """Whether it computes this product."""
+    return (
+        x.dtype in _HALVES
+        and x.numel() <= MOST_ROWS * x.shape[-1]
+        and x.is_contiguous()
+        and all(_streams(one) for one in weights)
+    )
+
+
+SIXTEEN_BITS = False
+"""Whether the kernel has products with weights of 16 bits."""
+
+
+def _streams(weight: Any) -> bool:
+    if isinstance(weight, Int4Weight):
+        return weight.scales.dtype in _HALVES
+    return SIXTEEN_BITS and weight.dtype in _HALVES
+
+
+class Phase(NamedTuple):
+    """One of them: arguments as of :func:`.few_rows.few_rows_linear`.
+
+    Attributes:
+        out: what it writes.
+        activation: a number, of :data:`.few_rows.ACTIVATIONS`.
+    """
+
+    out: Tensor
+    x: Tensor
+    weights: Sequence[Any]
+    biases: Sequence[Tensor]
+    norm: Tensor | None
+    residual: Tensor | None
+    activation: int
+
+
+def few_rows_chain_(
+    phases: Sequence[Phase], workspace: Tensor, *, eps: float = 1e-6, offset: float = 0.0
+) -> None:
+    """Compute up to :data:`MOST_PHASES` products, one after another.
+
+    Args:
+        phases: of one number of rows and dtype, all contiguous; each writes its ``out``, which
+            shares memory with nothing that it reads.
+        workspace: int32 ``[WORKSPACE]`` on the same device, zeros, which it is left with. No two
+            launches that may run at once have the same.
+        eps, offset: of all norms.
+    """
+    kinds, lists = 0, _Lists([], [], [], [], [], [])
+    for at, phase in enumerate(phases):
+        four = isinstance(phase.weights[0], Int4Weight)
+        zeros = four and phase.weights[0].zeros is not None
+        for weight in phase.weights:
+            lists.weights.append(weight.packed if four else weight)
+            lists.scales.extend([weight.scales] if four else [])
+            lists.zeros.extend([weight.zeros] if zeros else [])
+        lists.biases.extend(phase.biases)
+        lists.norms.extend([] if phase.norm is None else [phase.norm])
+        lists.residuals.extend([] if phase.residual is None else [phase.residual])
+        there = (
+            four, zeros, bool(phase.biases), phase.norm is not None, phase.residual is not None,
+        )  # fmt: skip
+        kind = len(phase.weights) | phase.activation << 2
+        kind |= sum(flag << 4 + i for i, flag in enumerate(there))
+        kinds |= kind << _BITS * at
+    xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
+    _CALL(xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0)
+
+
+_BITS = 10
+"""Of ``kinds`` for each phase, the first one's lowest: two for the number of weights, two for the
+activation, and one each for: weights of 4 bits, zero points, biases, a norm, a residual."""
+
+
+class _Lists(NamedTuple):
+    """Of all phases, in their order, what is there."""
+
+    weights: Any
+    scales: Any
+    zeros: Any
+    biases: Any
+    norms: Any
+    residuals: Any
+
+
+class _Given(NamedTuple):
+    """What an operator's arguments say of one phase."""
+
+    out: Tensor
+    x: Tensor
+    weights: list[Tensor]
+    scales: list[Tensor]
+    zeros: list[Tensor]
+    biases: list[Tensor]
+    norm: Tensor | None
+    residual: Tensor | None
+    activation: int
+
+    @property
+    def width(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def group_size(self) -> int:
+        tiles = -(-self.x.shape[-1] // TILE_K)
+        return tiles * TILE_K // max(self.scales[0].shape[1], 1)
+
+
+def _given(
+    x: Tensor, xs: list[Tensor], lists: _Lists, outs: list[Tensor], kinds: int
+) -> list[_Given]:
+    if not 1 <= len(outs) <= MOST_PHASES or len(xs) != len(outs) - 1:
+        _fail(f"outs must be 1 to {MOST_PHASES} tensors, one more than xs, got {len(outs)}")
+    rest, found = _Lists(*map(list, lists)), []
+    for at, (one, out) in enumerate(zip([x, *xs], outs, strict=True)):
+        kind = kinds >> _BITS * at
+        count = kind & 3
+        four, zeros, biases, norm, residual = (kind >> 4 + i & 1 for i in range(5))
+        counts = _Lists(count, four * count, zeros * count, biases * count, norm, residual)
+        taken = []
+        for part, many, name in zip(rest, counts, _Lists._fields, strict=True):
+            if len(part) < many:
+                _fail(f"{name} must hold as many tensors as kinds={kinds} says")
+            taken.append(part[:many])
+            del part[:many]
+        own = _Lists(*taken)
+        single = [[*part, None][0] for part in (own.norms, own.residuals)]
+        found.append(_Given(*(out, one, *own[:4], *single, kind >> 2 & 3)))
+    if any(rest) or kinds >> _BITS * len(outs):
+        _fail(f"there are more tensors, or fewer phases, than kinds={kinds} says")
+    return found
+
+
+def _fail(text: str) -> None:
+    raise ValueError(f"flexops.ops.few_rows_chain_: {text}")
+
+
+def _check(
+    x: Tensor, xs: list[Tensor], weights: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
+    biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], outs: list[Tensor],
+    workspace: Tensor, eps: float, offset: float, kinds: int, plan: int,
+) -> None:  # fmt: skip
+    lists = _Lists(weights, scales, zeros, biases, norms, residuals)
+    for one in _given(x, xs, lists, outs, kinds):
+        rest = (one.biases, one.norm, eps, offset, one.residual, one.activation, one.width)
+        if one.scales:
+            four = (one.x, one.weights, one.scales, one.zeros, *rest, one.group_size, plan)
+            int4_few_rows.check(*four)
+        else:
+            few_rows.check(*(one.x, one.weights, *rest, True))
+            widths = [len(weight) for weight in one.weights]
+            width = widths[0] if one.activation else sum(widths)
+            if one.width != width:
+                _fail(f"a phase's out must have {width} columns, got {one.width}")
+        shapes = [[*one.x.shape[:-1], one.width], list(one.x.shape[-1:])]
+        for name, tensor, shape in (
+            ("out", one.out, shapes[0]),
+            ("residual", one.residual, shapes[0]),
+            ("norm", one.norm, shapes[1]),
+        ):
+            if tensor is not None and list(tensor.shape) != shape:
+                _fail(f"a phase's {name} must have shape {shape}, got {list(tensor.shape)}")
+    if workspace.numel() < WORKSPACE:
+        _fail(f"workspace must have {WORKSPACE} elements, got {workspace.numel()}")
+
+
+def _reference(
+    x: Tensor, xs: list[Tensor], weights: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
+    biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], outs: list[Tensor],
+    workspace: Tensor, eps: float, offset: float, kinds: int, plan: int,
+) -> None:  # fmt: skip
+    del workspace, plan
+    lists = _Lists(weights, scales, zeros, biases, norms, residuals)
+    for one in _given(x, xs, lists, outs, kinds):
+        products: list[Any] = list(one.weights)
+        if one.scales:
+            parts = one.weights, one.scales, one.zeros, one.activation, one.width, one.group_size
+            products = int4_few_rows.int4_weights(one.x, *parts)
+        rest = one.norm, eps, offset, one.residual, one.activation, one.width, True
+        one.out.copy_(few_rows.reference(one.x, products, one.biases, *rest))
+
+
+define(
+    "few_rows_chain",
+    "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[] zeros,"
+    " Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs, Tensor(b!) workspace,"
+    " float eps, float offset, int kinds, int plan) -> ()",
+    _reference,
+    lambda *_: None,
+    check=_check,
+    hidden=True,
+    native=False,
+)
+_CALL = caller(torch.ops.flexops.few_rows_chain_.default)
+
+
+@checking(of_halves=1 / 16)
+def self_check(make: Make) -> Any:
+    """A residual, a norm with a gate, and a product of three weights."""
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, norm, *outs = half(2, 320), half(320), half(2, 320), half(2, 64), half(2, 96)
+    one, gate, up, *three = (
+        quantize_int4(half(n, k) * k**-0.5)
+        for n, k in ((320, 320), (64, 320), (64, 320), (32, 64), (32, 64), (32, 64))
+    )
+    h, g, out = outs
+    phases = [
+        Phase(h, x, [one], [], None, x, 0),
+        Phase(g, h, [gate, up], [], norm, None, 1),
+        Phase(out, g, three, [], None, None, 0),
+    ]
+    few_rows_chain_(phases, torch.zeros(WORKSPACE, dtype=torch.int32, device=x.device))
+    return outs
