@@ -898,6 +898,21 @@ CATALOG: tuple[OpSpec, ...] = (
         ),
     ),
     _family(
+        "next_token",
+        _op(
+            "next_token_(Tensor scores, Tensor? words, Tensor(a!) tokens, Tensor(b!) last,"
+            " Tensor(c!) finished, Tensor(d!) at, Tensor ends, int pad, Tensor(e!) workspace) ->"
+            " ()",
+            dtypes={
+                "scores": _FLOATS,
+                **dict.fromkeys(("words", "tokens", "last", "at", "ends", "workspace"), "int64"),
+                "finished": "bool",
+            },
+            shapes={"words": "scores", "last": "scores[0], 1", "finished": "scores[0]", "at": "1"},
+            strided={"scores": "rows"},
+        ),
+    ),
+    _family(
         "norm",
         *_norms("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", Output("x")),
         *_norms("rms_norm", "Tensor x, Tensor? weight, float eps", Output("x")),
