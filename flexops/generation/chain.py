@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import TorchDispatchMode
-from ..ops.few_rows_chain import MOST_PHASES, WORKSPACE, Phase, few_rows_chain_, runs_on
+from ..ops.few_rows_chain import MOST_PHASES, WORKSPACE, Phase, common, few_rows_chain_, runs_on
 from .state import state
 
 _aten: Any = torch.ops.aten
@@ -55,29 +55,27 @@ class Queue(TorchDispatchMode):
         super().__init__()
         self._workspace = workspace
         self._phases: list[Phase] = []
-        self._norm: tuple[float, float] | None = None
+        self._common: list[Any] = []
 
     def add(self, phase: Phase, norm: tuple[float, float]) -> Tensor:
         """Record a product; ``norm``: its ``eps`` and ``offset``. Gives its result."""
-        other = phase.norm is not None and self._norm not in (None, norm)
-        if other or len(self._phases) == MOST_PHASES or not self._is_like(phase.x):
+        found = [norm if phase.norm is not None else None, *common(phase)]
+        pairs = list(zip(found, self._common or found, strict=True))
+        differs = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        if differs or len(self._phases) == MOST_PHASES:
             self.run()
-        if phase.norm is not None:
-            self._norm = norm
+            pairs = list(zip(found, found, strict=True))
+        self._common = [one if other is None else other for one, other in pairs]
         self._phases.append(phase)
         return phase.out
 
-    def _is_like(self, x: Tensor) -> bool:
-        first = self._phases[0].x if self._phases else x
-        rows = x.numel() * first.shape[-1] == first.numel() * x.shape[-1]
-        return rows and x.dtype == first.dtype
-
     def run(self) -> None:
         """Compute it."""
-        phases, norm = self._phases, self._norm or (0.0, 0.0)
-        self._phases, self._norm = [], None
+        phases, self._phases = self._phases, []
         if phases:
-            few_rows_chain_(phases, self._workspace, eps=norm[0], offset=norm[1])
+            eps, offset = self._common[0] or (0.0, 0.0)
+            self._common = []
+            few_rows_chain_(phases, self._workspace, eps=eps, offset=offset)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

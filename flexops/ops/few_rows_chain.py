@@ -15,9 +15,9 @@ from torch import Tensor
 from . import few_rows, int4_few_rows
 from ._register import caller, define
 from ._self_check import Make, checking
-from .int4_linear import TILE_K, Int4Weight, quantize_int4
+from .int4_linear import GROUP_SIZES, TILE_K, Int4Weight, quantize_int4
 
-MOST_PHASES, MOST_ROWS, WORKSPACE = 6, 2, 64
+MOST_PHASES, MOST_ROWS, MOST_COLUMNS, WORKSPACE = 6, 2, 16384, 64
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -31,6 +31,7 @@ def fits(x: Tensor, weights: Sequence[Any]) -> bool:
     return (
         x.dtype in _HALVES
         and x.numel() <= MOST_ROWS * x.shape[-1]
+        and x.shape[-1] <= MOST_COLUMNS
         and x.is_contiguous()
         and all(_streams(one) for one in weights)
     )
@@ -63,13 +64,20 @@ class Phase(NamedTuple):
     activation: int
 
 
+def common(phase: Phase) -> tuple[Any, ...]:
+    """What all phases of a launch have in common, as far as it is not None."""
+    x, weight = phase.x, phase.weights[0]
+    small = weight.group_size == GROUP_SIZES[0] if isinstance(weight, Int4Weight) else None
+    return x.numel() // x.shape[-1], x.dtype, small
+
+
 def few_rows_chain_(
     phases: Sequence[Phase], workspace: Tensor, *, eps: float = 1e-6, offset: float = 0.0
 ) -> None:
     """Compute up to :data:`MOST_PHASES` products, one after another.
 
     Args:
-        phases: of one number of rows and dtype, all contiguous; each writes its ``out``, which
+        phases: with the same of :func:`common`, all contiguous; each writes its ``out``, which
             shares memory with nothing that it reads.
         workspace: int32 ``[WORKSPACE]`` on the same device, zeros, which it is left with. No two
             launches that may run at once have the same.

@@ -145,17 +145,24 @@ def test_more_products_than_a_launch_takes(launches: list[int]) -> None:
 
 
 def test_products_that_one_launch_does_not_take(launches: list[int]) -> None:
-    """Of another number of rows, another norm or dtype."""
-    norm, two = torch.ones(32).bfloat16(), torch.randn(2, 32).bfloat16()
-    four = [*products(2), *products(1, x=two, out=two.clone()), *products(2, norm=norm)]
-    [other] = products(1, norm=norm)
-    halves = products(1, x=two[:1].half(), out=two[:1].half(), weights=[norm.diag().half()])
+    """Of another number of rows, dtype, kind of groups or norm; what has none of these fits."""
+    x, two, norm = (torch.randn(shape).bfloat16() for shape in ((1, 64), (2, 64), (64,)))
+    square = torch.randn(64, 64).bfloat16()
+    small, large = (flexops.quantize_int4(square.half(), size) for size in (32, 64))
+    plain = Phase(x.clone(), x, [square], [], None, None, 0)
+    normed, wide = plain._replace(norm=norm), plain._replace(x=two, out=two.clone())
+    half = plain._replace(x=x.half(), out=x.half(), weights=[square.half()])
     with chain.Queue(workspace()) as queue:
-        record(queue, four)
-        queue.add(other, (1e-6, 1.0))
-        record(queue, halves)
+        record(queue, [plain, plain, wide])
+        record(queue, [half])
+        assert launches == [2, 1]
+        record(queue, [plain._replace(weights=[one]) for one in (small, square, small, large)])
+        assert launches == [2, 1, 1, 3]
+        queue.add(normed, (1e-6, 0.0))
+        queue.add(normed, (1e-6, 1.0))
+        record(queue, [plain])
         queue.run()
-    assert launches == [2, 1, 2, 1, 1]
+    assert launches == [2, 1, 1, 3, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_what_the_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not few_rows_chain.fits(half(3, 64), [weight])
     assert not few_rows_chain.fits(half(2, 64).float(), [weight])
     assert not few_rows_chain.fits(half(64, 2).t(), [weight])
+    assert not few_rows_chain.fits(half(1, 16448), [weight])
     assert not few_rows_chain.fits(half(2, 64), [weight._replace(scales=weight.scales.float())])
     assert not few_rows_chain.fits(half(2, 64), [half(16, 64)])
     monkeypatch.setattr(few_rows_chain, "SIXTEEN_BITS", True)
