@@ -35,6 +35,9 @@ CUDA_KEYS: Any = _C.DispatchKeySet(_C.DispatchKey.CUDA)
 
 is_grad_enabled = torch.is_grad_enabled  # public, but a call looks it up: here that costs less
 
+REPLICATES = "_replicate_for_data_parallel"
+"""What ``torch.nn.DataParallel`` calls to copy each module of a model."""
+
 _FLAG = "_is_compiling_flag"
 is_compiling: Callable[[], bool] = (
     torch.compiler.is_dynamo_compiling

@@ -135,9 +135,9 @@ def _request(ext: setuptools.Extension) -> Request:
     return Request(
         name=ext.name.rpartition(".")[2],
         sources=tuple(Path(os.path.abspath(source)) for source in ext.sources),
-        cflags=(*macros, *arguments(each.get("cxx"))),
-        cuda_cflags=(*macros, *arguments(each.get("nvcc"))),
-        ldflags=(*link, *arguments(ext.extra_link_args)),
+        cflags=(*macros, *arguments("extra_compile_args['cxx']", each.get("cxx"))),
+        cuda_cflags=(*macros, *arguments("extra_compile_args['nvcc']", each.get("nvcc"))),
+        ldflags=(*link, *arguments("extra_link_args", ext.extra_link_args)),
         include_dirs=tuple(os.path.abspath(path) for path in ext.include_dirs or ()),
         with_cuda=bool(ext.flexops_with_cuda),  # type: ignore[attr-defined]
         is_python_module=not getattr(ext, "py_limited_api", False),

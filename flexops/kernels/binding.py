@@ -343,6 +343,8 @@ def _check_launch(schema: KernelSchema, options: KernelOptions, signature: CudaS
     found, required = launch_error(grid, block, signature.bounds)
     if not found and isinstance(options.shared, int) and options.shared < 0:
         found, required = f"shared {options.shared}", "a number of bytes"
+    if not found and grid and 0 in grid:
+        found, required = f"grid {grid}, which launches nothing", "at least one block"
     if found:
         raise _wrong(schema, found, required, fix="correct grid=, block= or shared=")
 

@@ -176,7 +176,7 @@ def kernel(
             "steps": steps, "candidates": candidates, "include": include, "options": options,
             "check": check, "reference": reference, "backward": backward,
             "setup_context": setup_context, "jvp": jvp, "key": key, "candidate": candidate,
-            "cluster": cluster, "shared": shared,
+            "cluster": cluster, "shared": shared, "cooperative": cooperative,
         },
     )  # fmt: skip
     if backward and not parsed.functional:
@@ -219,6 +219,10 @@ def _check_kinds(schema: KernelSchema, given: Mapping[str, Any]) -> None:
             required = "a list of mappings"
         elif name in ("include", "options") and not a_list:
             required = f"a list: [{value!r}]" if isinstance(value, (str, Path)) else "a list"
+        elif name in ("include", "options") and not all(isinstance(v, (str, Path)) for v in value):
+            required = "a list of paths" if name == "include" else "a list of text"
+        elif name == "cooperative" and not isinstance(value, bool):
+            required = "True or False"
         elif name in _FUNCTIONS and value is not None and not callable(value):
             required = "a function"
         elif name == "candidate" and value is not None and type(value) is not int:
@@ -490,7 +494,7 @@ class KernelCode:
             "_three": self._three,
             "_results": self._results,
             "_room": self._room,
-            "_refuse_none": self._refuse_none,
+            "_refuse_none": self._refuse,
             "_fall_back": self._fall_back,
             "_MISSING": (ToolchainError, NativeUnavailableError),
             "_NOT_PACKED": (struct.error, OverflowError, TypeError),
@@ -590,7 +594,7 @@ class KernelCode:
         place = not self.schema.tensors and self.names["complete"](*args, **kwargs)
         if place and _device(place[self.schema.device]).type == "cuda":
             return self.native(*args, **kwargs)
-        self._check_tensors(self.names["complete"](*args, **kwargs))
+        self.check_tensors(self.names["complete"](*args, **kwargs))
         if self.reference is None:
             raise NativeUnavailableError(
                 f"{self.schema.qualname} has a kernel for GPUs only",
@@ -603,7 +607,7 @@ class KernelCode:
     def faked(self, *args: Any, **kwargs: Any) -> Any:
         """What torch calls for fake tensors and those on ``meta``."""
         given = self.names["complete"](*args, **kwargs)
-        self._check_tensors(given)
+        self.check_tensors(given)
         results = self.fake(*args, **kwargs)
         self._compare(tuple(given.values()))
         return results
@@ -623,14 +627,18 @@ class KernelCode:
         what = f"the reference of {self.schema.qualname} returns something else than the kernel"
         return what, "correct the reference, or out=<a function that returns the result(s)>"
 
-    def _check_tensors(self, given: Mapping[str, Any]) -> None:
-        for one in self.schema.tensors:
-            if given[one.name] is None and not one.optional:
-                self._refuse_none(one.name)
+    def check_tensors(self, given: Mapping[str, Any]) -> None:
+        self._require_tensors(given)
         check_places(self.schema.name, dict(given))
 
-    def _refuse_none(self, name: str) -> NoReturn:
-        raise TypeError(f"{self.schema.name}: {name} must be a tensor, got None")
+    def _require_tensors(self, given: Mapping[str, Any]) -> None:
+        for one in self.schema.tensors:
+            value = given[one.name]
+            if not isinstance(value, torch.Tensor) and not (value is None and one.optional):
+                self._refuse(one.name, "None" if value is None else type(value).__name__)
+
+    def _refuse(self, name: str, found: str = "None") -> NoReturn:
+        raise TypeError(f"{self.schema.name}: {name} must be a tensor, got {found}")
 
     def _room(self, name: str, made: Any) -> torch.Tensor:
         if not isinstance(made, torch.Tensor):
@@ -658,6 +666,7 @@ class KernelCode:
             everything = self.names["everything"](*args, **kwargs)
             return [pair for step in self.steps for pair in step.launched(*everything)]
         arguments = self.names["complete"](*args, **kwargs)
+        self._require_tensors(arguments)
         made = self.fake(*args, **kwargs)
         results = made if isinstance(made, tuple) else (made,)
         known = {**arguments, **dict(zip(self.schema.results, results, strict=False))}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
@@ -31,10 +32,11 @@ __all__ = [
 
 
 def _last_dimension(name: str, shape: int | Sequence[int]) -> None:
-    if not isinstance(shape, int) and len(shape) != 1:
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 1 or not isinstance(sizes[0], int) or sizes[0] < 0:
         raise ValueError(
             f"flexops.nn.{name}: normalized_shape must be one number, the last dimension's size,"
-            f" got {tuple(shape)}; torch.nn.{name} takes more"
+            f" got {shape!r}; torch.nn.{name} takes more"
         )
 
 
@@ -160,6 +162,11 @@ class RotaryEmbedding(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
+        if dim < 2 or dim % 2 or max_positions < 1 or not base > 0:
+            raise ValueError(
+                "flexops.nn.RotaryEmbedding: dim must be a positive even number, max_positions at"
+                f" least 1 and base positive, got {dim}, {max_positions} and {base}"
+            )
         self.dim = dim
         self.max_positions = max_positions
         self.base = base
@@ -324,16 +331,27 @@ class Int4Linear(nn.Linear):  # so that libraries of adapters take it for one
         cls, linear: nn.Linear, group_size: int = 64, symmetric: bool = False
     ) -> Int4Linear:
         """Quantize the weight of ``linear``, by :func:`flexops.quantize_int4`."""
-        if not isinstance(getattr(linear, "weight", None), Tensor):
+        weight = getattr(linear, "weight", None)
+        if isinstance(weight, Tensor) and is_lazy(weight):
+            raise TypeError(
+                f"flexops.nn.Int4Linear.from_linear: the weight of {type(linear).__name__} has no"
+                " shape yet: run its forward pass once"
+            )
+        if not isinstance(weight, Tensor):
             raise TypeError(
                 "flexops.nn.Int4Linear.from_linear: linear must be a torch.nn.Linear, got"
                 f" {type(linear).__name__}"
             )
-        return cls.from_packed(quantize_int4(linear.weight, group_size, symmetric), linear.bias)
+        return cls.from_packed(quantize_int4(weight, group_size, symmetric), linear.bias)
 
     @classmethod
     def from_packed(cls, weight: Int4Weight, bias: Tensor | None = None) -> Int4Linear:
         """Take a weight as it is, and a bias ``[N]``."""
+        if not isinstance(weight, Int4Weight):
+            raise TypeError(
+                "flexops.nn.Int4Linear.from_packed: weight must be what flexops.quantize_int4 or"
+                f" pack_int4 returned, got {type(weight).__name__}"
+            )
         module = cls.__new__(cls)
         module._take(weight, bias)
         return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from .._torch import REPLICATES
 from ..errors import PatchError
 from ..int4 import layers as int4
 from ..nn.linears import REPLACED
@@ -118,6 +121,7 @@ def patch(
             model, functools.partial(patch, **wanted, in_graphs=in_graphs, fp8=fp8)
         )
     _check_module(model, "patch")
+    _check_can_change(model)
     replacements = int4.Replacements(model)
     with _all_or_nothing(model, replacements):
         rows = list(int4.convert(replacements))
@@ -129,6 +133,8 @@ def patch(
             from ..int4.checkpoints import adopt
 
             adopt(model)
+        if any(row.swapped for row in rows):
+            model.__dict__[REPLICATES] = _no_replica
     if loss:
         trl.install()
     return Report(type(model).__name__, rows_of([*rows, *of_optimizer]), made)
@@ -175,11 +181,34 @@ def _all_or_nothing(model: nn.Module, replacements: int4.Replacements) -> Iterat
         raise
 
 
+def _no_replica() -> None:
+    raise PatchError(
+        "torch.nn.DataParallel cannot copy a patched model to other GPUs",
+        required="a process for each GPU (DistributedDataParallel), or one GPU",
+        fix="torchrun --nproc-per-node=gpu SCRIPT, or CUDA_VISIBLE_DEVICES=0 python SCRIPT",
+    )
+
+
 def _check_module(model: Any, called: str) -> None:
     if not isinstance(model, nn.Module):
         raise PatchError(
             f"flexops.{called} takes a module, a class of models or an architecture's name",
             found=type(model).__name__,
+        )
+
+
+def _check_can_change(model: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PatchError(
+            "flexops.patch cannot change a module of TorchScript",
+            found=type(model).__name__,
+            fix="patch the module that was scripted",
+        )
+    if any(map(is_lazy, itertools.chain(model.parameters(), model.buffers()))):
+        raise PatchError(
+            "flexops.patch requires a model whose parameters have their shapes",
+            found="a lazy module, which gets them in its first forward pass",
+            fix="run the model once before",
         )
 
 
@@ -195,6 +224,7 @@ def unpatch(model: Any) -> int:
         restored += take_away(module)
         attending.switch_back(module)
         generating.switch_back(module)
+        module.__dict__.pop(REPLICATES, None)
     return restored
 
 
@@ -235,11 +265,11 @@ def _covered(module: nn.Module) -> set[int]:
         return set(map(id, torch_modules.fused(module)))
     if experts_part.concerns_dense(module):
         return {id(module.experts)}
-    if not any(pattern.part == "activations" for pattern in _find(module)):
-        return set()
-    return {
+    inside = {
         id(child) for child in module.children() if isinstance(child, torch_modules.ACTIVATIONS)
     }
+    block = inside and any(pattern.part == "activations" for pattern in _find(module))
+    return inside if block else set()
 
 
 def forward_of(module: nn.Module, part: str) -> Callable[..., Any]:
@@ -293,7 +323,11 @@ def _unknown(module: nn.Module) -> str:
     cls = own_class(module)
     if cls in UNCHANGED:
         return UNCHANGED[cls]
-    return "its structure is none that flexops knows" if _LOOKS_LIKE.search(cls.__name__) else ""
+    if not _LOOKS_LIKE.search(cls.__name__):
+        return ""
+    if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+        return "its parts have weights of their own; grouped products require one tensor of them"
+    return "its structure is none that flexops knows"
 
 
 def _tabulate(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from .probe import (
     bare,
     disagreement,
     foreign,
+    is_transformers,
     own_class,
     parameter,
 )
@@ -360,7 +361,7 @@ def _as_numbers(
 
 _BEFORE = "_flexops_attention_before"
 _REPLACEABLE = ("sdpa", "eager", NAME, PACKED)
-_verdicts: dict[type, str] = {}
+_verdicts: dict[Any, str] = {}
 
 
 def switch(module: nn.Module, reason: str) -> Row | None:
@@ -456,9 +457,12 @@ def changes_cache(model: Any) -> str:
 def _refusal(model: Any, part: Any) -> str:
     if not type(model).__module__.startswith("transformers.models."):
         return foreign(type(model)) or "its code is not transformers' own"
-    if model.config._attn_implementation not in _REPLACEABLE:
-        return f"the model was told to use {model.config._attn_implementation}"
-    if model.config._attn_implementation == "eager" and type(model)._supports_sdpa:
+    name = model.config._attn_implementation
+    if name not in _REPLACEABLE:
+        return f"the model was told to use {name}"
+    if name == "sdpa" and not _is_transformers_sdpa():
+        return "another function was registered as its attention or mask, sdpa"
+    if name == "eager" and type(model)._supports_sdpa:
         return 'the model was given attn_implementation="eager"; only the default is replaced'
     both = getattr(model.config, "use_bidirectional_attention", None)
     if both and both != "vision" and _window(model.config):  # pictures are in the masks
@@ -466,12 +470,20 @@ def _refusal(model: Any, part: Any) -> str:
     cls: Any = type(part)
     if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):
         return "it selects keys itself"
-    if cls not in _verdicts:
-        _verdicts[cls] = disagreement(
+    key = cls, eager_of(cls)
+    if key not in _verdicts:
+        _verdicts[key] = disagreement(
             lambda: _miniature(part),
             lambda tiny: [(tiny, functools.partial(tiny.forward, ours=True))],
         )
-    return _verdicts[cls]
+    return _verdicts[key]
+
+
+def _is_transformers_sdpa() -> bool:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    return all(is_transformers(one["sdpa"]) for one in (functions, masks))
 
 
 class _Attending(nn.Module):

@@ -18,7 +18,7 @@ from ..nn.linears import DTYPES
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
 from .forwards import rebound, replacement
-from .probe import Miniature, Swap, own_class
+from .probe import Miniature, Swap, disagreement, own_class
 
 _WHOLE, _STEP = "causal_conv1d_fn", "causal_conv1d_update"
 _MOST_TAPS = 4
@@ -88,11 +88,22 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return {_WHOLE: whole(original[_WHOLE]), _STEP: step(original[_STEP])}
 
 
+@functools.cache
+def _computes(whole: Any, step: Any) -> bool:
+    tiny = Convolution({_WHOLE: whole, _STEP: step})
+    return not disagreement(functools.partial(miniature, tiny), swap)
+
+
+def _replaced(code: Any) -> dict[str, Any]:
+    seen = code.__globals__
+    known = torch.compiler.is_compiling() or _computes(seen[_WHOLE], seen[_STEP])
+    return _functions(seen) if known else {}
+
+
 @replacement
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a layer with a causal convolution."""
-    code = rebound(type(module), _WHOLE, lambda code: _functions(code.__globals__))
-    return code(module, *args, **kwargs)
+    return rebound(type(module), _WHOLE, _replaced)(module, *args, **kwargs)
 
 
 class Convolution(nn.Module):
@@ -131,6 +142,7 @@ def original(module: Any) -> dict[str, Any]:
 def swap(module: Any) -> Swap:
     if isinstance(module, Convolution):
         return [(module, functools.partial(Convolution.forward, module, ours=True))]
+    rebound(type(module), _WHOLE, _replaced)
     return [(module, functools.partial(forward, module))]
 
 

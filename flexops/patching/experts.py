@@ -6,14 +6,16 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import types
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.linears import DTYPES
+from ..ops.activation import swiglu
 from ..ops.experts import (
     add_bias,
     check_choices,
@@ -24,7 +26,18 @@ from ..ops.experts import (
 )
 from ..ops.grouped_linear import grouped_linear
 from .forwards import plain
-from .probe import INNER, LENGTH, WIDTH, Miniature, Swap, bare, linear, parameter, unheard
+from .probe import (
+    INNER,
+    LENGTH,
+    WIDTH,
+    Miniature,
+    Swap,
+    bare,
+    is_transformers,
+    linear,
+    parameter,
+    unheard,
+)
 
 NAME = "flexops"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -74,7 +87,7 @@ def experts(
             x, top_k_index, top_k_weights, module.gate_up_proj, down, activation=activation
         )
     else:
-        out = _by_steps(module, x, top_k_index, top_k_weights)
+        out = _by_flags(module, x, top_k_index, top_k_weights)
     return out.view(hidden_states.shape).to(hidden_states.dtype)
 
 
@@ -98,26 +111,46 @@ def _standard_activation(module: Any) -> Any:
     return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
 
 
-def _by_steps(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+Layer = tuple[Tensor, Tensor | None]
+"""``[experts, outputs, inputs]``, and the biases."""
+
+
+def _by_steps(
+    x: Tensor,
+    choices: Tensor,
+    weights: Tensor,
+    first: Sequence[Layer],
+    inner: Callable[..., Tensor],
+    last: Layer,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Each product alone: ``norm(last(inner(*first(x))))``."""
+    if not torch.compiler.is_compiling():
+        check_choices(choices, len(last[0]))
+    order = expert_order(choices, len(last[0]))
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = grouped_linear(rows, weight, order.offsets)
+        return out if bias is None else add_bias(out, bias, order)
+
+    rows = spread_rows(x, order)
+    out = linear(inner(*(linear(rows, *one) for one in first)), *last)
+    return combine_rows(out if norm is None else norm(out), weights, order)
+
+
+def _by_flags(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     """Experts with biases, with weights stored transposed, without a gate or with one of their
     own, with a norm behind them."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    count = getattr(module, first).shape[0]
-    if not torch.compiler.is_compiling():
-        check_choices(choices, count)
-    order = expert_order(choices, count)
 
-    def linear(rows: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
-        weight = weight.transpose(1, 2) if module.is_transposed else weight
-        out, bias = grouped_linear(rows, weight, order.offsets), f"{name}_bias"
-        return add_bias(out, getattr(module, bias), order) if module.has_bias else out
+    def layer(name: str) -> Layer:
+        weight, beside = getattr(module, name), f"{name}_bias"
+        bias = getattr(module, beside) if module.has_bias else None
+        return weight.transpose(1, 2) if module.is_transposed else weight, bias
 
-    packed = linear(spread_rows(x, order), first)
-    inner = module._apply_gate(packed) if module.has_gate else module.act_fn(packed)
-    out = linear(inner, "down_proj")
-    out = module.post_expert_norm(out) if _has_norm(module) else out
-    return combine_rows(out, weights, order)
+    first = layer("gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate if module.has_gate else module.act_fn
+    norm = module.post_expert_norm if _has_norm(module) else None
+    return _by_steps(x, choices, weights, [first], inner, layer("down_proj"), norm)
 
 
 # ---- patching ------------------------------------------------------------------------------------
@@ -132,9 +165,13 @@ def concerns(module: Any) -> bool:
 
 def refuse(module: Any) -> str:
     """Why experts stay as they are; "" if they need not."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
+
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen not in _REPLACEABLE:
         return f"the model was told to use {chosen}"
+    if chosen in functions and chosen != NAME and not is_transformers(functions[chosen]):
+        return f"another function was registered as its experts, {chosen}"
     if module.down_proj.dim() != 3:
         return "its weights are not one 3-D tensor each"
     return ""
@@ -205,11 +242,8 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
         first, second = packed.chunk(2, -1)
         return second * experts.act_fn(first)
 
-    view = types.SimpleNamespace(
-        has_gate=True, has_bias=False, is_transposed=True, gate_up_proj=experts.gate_up_proj,
-        down_proj=experts.down_proj, _apply_gate=gate,
-    )  # fmt: skip
-    out = _by_steps(view, x * weights, choices, torch.ones_like(weights))
+    layers = [(one.transpose(1, 2), None) for one in (experts.gate_up_proj, experts.down_proj)]
+    out = _by_steps(x * weights, choices, torch.ones_like(weights), layers[:1], gate, layers[1])
     return module.shared_expert(x) + out, logits
 
 
@@ -269,3 +303,125 @@ def grouped_miniature(module: Any, transposed: bool, listed: bool) -> Miniature:
             setattr(made, name, 3)
     sizes = [LENGTH - 2, 0, 2]
     return made, (torch.randn(LENGTH, WIDTH), sizes if listed else torch.tensor(sizes)), {}
+
+
+# ---- experts of classes that do not go through transformers' interface ---------------------------
+
+
+class _Parts(NamedTuple):
+    """What such experts consist of: the weights of gate and up, packed or apart, and of down, each
+    ``[experts, outputs, inputs]``; the activation; whether they are stored transposed."""
+
+    first: tuple[Tensor, ...]
+    last: Tensor
+    act: Callable[[Tensor], Tensor]
+    transposed: bool = False
+
+
+def _parts(module: Any) -> _Parts | None:
+    first, last = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if isinstance(first, Tensor) and isinstance(last, Tensor):  # Step 3.7, LongCat
+        whole = first.dim() == last.dim() == 3
+        return _Parts((first,), last, getattr(module, "act_fn", F.silu)) if whole else None
+    one, two, mlp = map(module._modules.get, ("fc1", "fc2", "mlp"))
+    if one is not None and two is not None and concerns_grouped(one) and concerns_grouped(two):
+        first, last = (part.weight.transpose(1, 2) for part in (one, two))  # Aria
+        return _Parts((first,), last, F.silu, True)
+    flat: list[Any] = [getattr(mlp, name, None) for name in ("w1", "v1", "w2")]  # DBRX
+    count = getattr(module, "num_experts", 0)
+    if not count or not all(isinstance(each, Tensor) and each.dim() == 2 for each in flat):
+        return None
+    gate, up, down = (each.view(count, -1, each.shape[-1]) for each in flat)
+    return _Parts((gate, up), down.transpose(1, 2), getattr(mlp, "activation_fn", F.silu), True)
+
+
+def concerns_routed(module: Any) -> bool:
+    """Whether a module has the weights of all experts, and its code goes from one to the next."""
+    return not concerns(module) and _parts(module) is not None
+
+
+def routed(module: Any, hidden_states: Tensor, routing: Tensor, weights: Any = None) -> Any:
+    """Such experts. ``routing`` has the choices, or, without ``weights``, what the module's
+    ``route_tokens_to_experts`` makes them of. Choices behind the last expert stand for experts that
+    return what they read (LongCat)."""
+    found = _parts(module)
+    if found is None or hidden_states.dtype not in DTYPES:
+        return plain(module, hidden_states, routing, *(() if weights is None else (weights,)))
+    first, last, act, transposed = found
+    choices, weights = (
+        module.route_tokens_to_experts(routing) if weights is None else (routing, weights)
+    )
+    count, kind = len(last), _ACTIVATIONS.get(type(act).__name__, "silu" if act is F.silu else "")
+    if not torch.compiler.is_compiling():
+        check_choices(choices, len(first[0]))
+    own, known = getattr(module, "_apply_gate", None), choices.clamp(max=count)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(last.dtype)
+
+    def inner(gate: Tensor, up: Tensor | None = None) -> Any:
+        if own is not None:
+            return own(gate)
+        if kind == "silu":
+            return swiglu(gate, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        return act(gate) * up
+
+    if own is None and kind and not transposed:
+        out = gated_experts(x, known, weights, first[0][:count], last, activation=kind)  # type: ignore[arg-type]
+    else:
+        layers = [(one[:count], None) for one in first]
+        out = _by_steps(x, known, weights, layers, inner, (last, None))
+    if len(first[0]) > count:
+        out = out + x * weights.masked_fill(choices < count, 0.0).sum(-1, keepdim=True).to(x.dtype)
+    return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+def routed_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
+    """Tokens in rows, and in rows of rows."""
+    for shape in ((LENGTH,), (2, LENGTH)):
+        make = functools.partial(routed_miniature, module, shape)
+        yield "grouped_linear", lambda one: [(one, functools.partial(routed, one))], make
+
+
+def routed_miniature(module: Any, shape: tuple[int, ...]) -> Miniature:
+    """Of three experts, and one that returns what it reads where the module has such."""
+    found = _parts(module)
+    assert found is not None
+    count, total = len(found.last), len(found.first[0])
+    small = 3 if total == count else 4
+    children: dict[str, Any] = {
+        name: bare(part) for name, part in module._modules.items() if not part._parameters
+    }
+    if "fc1" in module._modules:
+        children["fc1"] = bare(module.fc1, weight=parameter(3, WIDTH, 2 * INNER))
+        children["fc2"] = bare(module.fc2, weight=parameter(3, INNER, WIDTH))
+    elif "mlp" in module._modules:
+        flat = {name: parameter(3 * INNER, WIDTH) for name in ("w1", "v1", "w2")}
+        children["mlp"] = bare(module.mlp, activation_fn=unheard(found.act), **flat)
+    else:
+        children["gate_up_proj"] = parameter(small, 2 * INNER, WIDTH)
+        children["down_proj"] = parameter(3, WIDTH, INNER)
+    made = bare(module, **children)
+    if "config" in vars(module):
+        made.config = copy.copy(module.config)
+    for owner in (made, *made.children(), *([made.config] if "config" in vars(made) else [])):
+        for name, value in vars(owner).items():
+            if type(value) is int:
+                size = _small_size(name, value, {count: 3, total: small})
+                setattr(owner, name, value if size is None else size)
+    x = torch.randn(*shape, WIDTH)
+    rows = x.numel() // WIDTH
+    if "route_tokens_to_experts" in dir(module):
+        return made, (x, torch.randn(rows, small)), {}
+    choices = torch.tensor([[0, 2]] * (rows - 2) + [[2, small % 3 and 3]] * 2)
+    return made, (x, choices, torch.rand(rows, 2)), {}
+
+
+def _small_size(name: str, value: int, experts: dict[int, int]) -> int | None:
+    """What takes the place of a number in a miniature, by its name; None: it may stay."""
+    if re.search("top_?k|per_tok", name):
+        return 2
+    if re.search("inter|ffn", name):
+        return INNER
+    if "hidden" in name:
+        return WIDTH
+    return experts.get(value, 1) if re.search("expert|groups", name) else None

@@ -113,18 +113,34 @@ def take_away(module: Any) -> bool:
     return taken
 
 
-_rebound: dict[Any, Callable[..., Any]] = {}
+_rebound: dict[Any, tuple[Any, dict[str, Any], Callable[..., Any]]] = {}
 """No cache of functools', which torch.compile would look into."""
 
 
 def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
     """The code of a class's ``forward``, which sees other functions under the names that ``make``
-    gives for it."""
+    gives for it. It is made anew if another library has replaced that code since, or what it
+    calls."""
     key = cls, kind
-    if key not in _rebound:  # once for each
-        forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-        _rebound[key] = _with_names(forward, make(forward))
-    return _rebound[key]
+    known = _rebound.get(key)
+    if known is None or not (torch.compiler.is_compiling() or _is_current(cls, *known[:2])):
+        forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+        seen = forward.__globals__
+        called = {name: seen[name] for name in _names(forward.__code__) if name in seen}
+        known = _rebound[key] = forward, called, _with_names(forward, make(forward))
+    return known[2]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {*code.co_names}.union(*map(_names, inner))
+
+
+def _is_current(cls: Any, forward: Any, called: dict[str, Any]) -> bool:
+    seen = forward.__globals__
+    return inspect.unwrap(cls.forward) is forward and all(
+        seen.get(name) is one for name, one in called.items()
+    )
 
 
 def _with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:

@@ -292,10 +292,13 @@ def model(
 
 
 def _without_logits(output: Any) -> Any:
+    """Also those of a model inside, whose output a wrapper's has."""
     if isinstance(output, tuple):
-        return tuple(one for one in output if not isinstance(one, Logits))
+        return tuple(_without_logits(one) for one in output if not isinstance(one, Logits))
+    if not isinstance(output, dict):
+        return output
     kept = {name: one for name, one in output.items() if not isinstance(one, Logits)}
-    return type(output)(**kept)
+    return type(output)(**{name: _without_logits(one) for name, one in kept.items()})
 
 
 def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:

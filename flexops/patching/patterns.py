@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,8 @@ def tiny_norm(module: Any) -> Any:
     for name, value in vars(module).items():
         if type(value) is int and ("hidden" in name or "dim" in name):
             setattr(made, name, WIDTH)
+        elif name == "group_size" and value:
+            made.group_size = WIDTH // max(1, min(WIDTH, _groups(module)[-1]))
     return made
 
 
@@ -430,8 +433,12 @@ def _small_config(config: Any, classes: int) -> Any:
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             setattr(made, name, _small_config(value, classes))
-        elif type(value) is int and (name == "vocab_size" or value == classes):
+        elif re.match("(image|video)_token_", name) or (  # no token stands for a picture
+            type(value) is int and (name == "vocab_size" or value == classes)
+        ):
             setattr(made, name, CLASSES)
+        elif name == "num_query_tokens":
+            setattr(made, name, LENGTH)
     if getattr(made, "is_encoder_decoder", False):
         made.decoder_start_token_id = made.pad_token_id = 0
     return made
@@ -447,7 +454,9 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     if not any(part is head for part in parts) and any(
         isinstance(part, (nn.Embedding, nn.ModuleList)) for part in parts
     ):
-        return Base(module)
+        if isinstance(module, nn.Embedding):
+            return Base(module).embedding
+        return nn.ModuleList() if isinstance(module, nn.ModuleList) else Base(module)
     if is_linear(module) or type(module) is Int4Linear:
         return linear(WIDTH, WIDTH, module)
     if looks_like_norm(module):
@@ -456,7 +465,9 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
         module,
         **{name: _below_head(one, head, sizes) for name, one in module._modules.items()},
         **{
-            name: None if one is None else parameter(*(sizes.get(n, WIDTH) for n in one.shape))
+            name: None
+            if one is None
+            else parameter(*(sizes.get(n, min(n, WIDTH)) for n in one.shape))
             for name, one in module._parameters.items()
         },
     )
@@ -471,13 +482,23 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
     return made
 
 
-def _tiny_model(module: Any) -> Miniature:
+def _loss_candidates(module: Any) -> Iterator[Candidate]:
+    """With tokens alone, and with what stands for a picture."""
+    for pictures in (False, True):
+        make = functools.partial(_tiny_model, module, pictures)
+        yield "linear_cross_entropy", loss.swap, make
+
+
+def _tiny_model(module: Any, pictures: bool) -> Miniature:
     head = module.get_output_embeddings()
     made = _below_head(module, head, {head.out_features: CLASSES, head.in_features: WIDTH})
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % CLASSES
     labels = tokens.clone()
     labels[0, 2] = -100
     named = {"input_ids": tokens, "labels": labels, "return_dict": True}
+    if pictures:
+        named |= dict.fromkeys(("image_embeds", "flattened_patches"), _input())
+        named |= {"pixel_values": _input(2, 1, 1, LENGTH, WIDTH), "qformer_input_ids": tokens}
     accepted = inspect.signature(own_class(module).__dict__["forward"]).parameters
     return made.train(), (), {name: one for name, one in named.items() if name in accepted}
 
@@ -549,6 +570,13 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "experts",
+        "gated_experts / grouped_linear",
+        lambda module: experts.concerns_routed(module) and len(_arguments(module)) > 1,
+        experts.routed_candidates,
+        None,
+    ),
+    Pattern(
+        "experts",
         "experts by grouped_linear",
         experts.concerns_dense,
         _only("experts by grouped_linear", forward=experts.dense),
@@ -567,8 +595,8 @@ PATTERNS: tuple[Pattern, ...] = (
         "loss",
         "linear_cross_entropy",
         _has_loss,
-        _only("linear_cross_entropy", loss.swap),
-        _tiny_model,
+        _loss_candidates,
+        None,
         _no_loss,
         lambda module: _values(module.config),  # soft caps and scales
     ),

@@ -40,6 +40,11 @@ def foreign(code: Any) -> str:
     return _FOREIGN.get(package, "")
 
 
+def is_transformers(code: Any) -> bool:
+    """Whether a function is transformers' own: under its names others may be registered."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] == "transformers"
+
+
 def class_of(module: nn.Module) -> type:
     """A module's class without those that FSDP2 puts before it, which cannot be copied."""
     return next(
@@ -95,17 +100,31 @@ class Base(nn.Module):
 
     def __init__(self, real: Any) -> None:
         super().__init__()
-        self.__dict__["parts"] = frozenset(name for one in real.modules() for name in one._modules)
-        numbers = {name: value for name, value in vars(real).items() if type(value) in (int, float)}
-        self.__dict__.update(numbers)
+        parts = {name: part for one in real.modules() for name, part in one._modules.items()}
+        self.__dict__["parts"] = {
+            name: isinstance(part, nn.Embedding) for name, part in parts.items()
+        }
+        for owner in (*parts.values(), real):  # of parts: how many tokens precede the text, say
+            numbers = {key: one for key, one in vars(owner).items() if type(one) in (int, float)}
+            self.__dict__.update(numbers if owner is real else dict.fromkeys(numbers, 0))
+        decoder = real.get_decoder() if hasattr(real, "get_decoder") else real
+        self.config = getattr(decoder, "config", None)
         self.embedding = nn.Embedding(CLASSES, WIDTH, device="cpu", dtype=torch.float32)
 
     def __getattr__(self, name: str) -> Any:
         own = name in self.__dict__.get("_modules", ())
-        return self if not own and name in self.__dict__["parts"] else super().__getattr__(name)
+        if own or name not in self.__dict__["parts"]:
+            return super().__getattr__(name)
+        return self.embedding if self.__dict__["parts"][name] else self
+
+    def __getitem__(self, _: Any) -> Any:
+        return self
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
+
+    def get_decoder(self) -> Any:
+        return self
 
     def forward(self, input_ids: Any = None, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -134,7 +153,7 @@ def _undisturbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack, torch.random.fork_rng([]), references_only():
         for mode in modes:
             stack.enter_context(mode)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # and no GPU's
         yield
 
 
@@ -163,7 +182,7 @@ def disagreement(
             actual = _run(other, args, kwargs, without)
             if half:
                 for one, results in ((module, expected), (other, actual)):
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)
                     trained = _run(one.train(), args, kwargs)[0]
                     results += _run(one.eval().bfloat16(), _to_half(args), kwargs)[:1]
                     results.append(trained)

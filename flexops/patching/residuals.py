@@ -7,6 +7,7 @@ are small ones, each of its other parts a linear layer. What is found is put to 
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..generation.sources import code_of
 from ..nn.linears import function_of, is_linear
 from ..report import Row
 from . import forwards
@@ -56,7 +58,7 @@ class _Part(nn.Module):
 
     def __init__(self, real: nn.Module, gives: int) -> None:
         super().__init__()
-        self.projection, self.gives = linear(WIDTH, WIDTH), gives
+        self.projection, self.gives, self.called = linear(WIDTH, WIDTH), gives, False
         own = {
             name: value
             for name, value in vars(real).items()
@@ -65,6 +67,7 @@ class _Part(nn.Module):
         self.__dict__.update(own)
 
     def forward(self, *args: Any, **named: Any) -> Any:
+        self.called = True
         given = (*args, named.get("hidden_states"), *named.values())
         y = self.projection(next(x for x in given if isinstance(x, Tensor)))
         return (y, *[None] * (self.gives - 1)) if self.gives else y
@@ -244,9 +247,13 @@ def _structure(layer: Any) -> tuple[Structure, str]:
         return [*swaps, *_sites(tiny, found, None)]
 
     ran: Structure | None = None
+    tried: list[tuple[str, dict[str, int]]] = []  # with what the parts gave that were called
     for gives in itertools.product((0, 2, 3), repeat=len(others)):
+        kinds = dict(zip(others, gives, strict=True))
         for inputs in ("first", "required", "all", "picture"):
-            make = functools.partial(miniature, layer, gives, inputs)
+            if any(inputs == one and seen.items() <= kinds.items() for one, seen in tried):
+                continue
+            make, tiny = functools.partial(miniature, layer, gives, inputs), None
             try:
                 with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
                     tiny, args, kwargs = make()
@@ -255,12 +262,26 @@ def _structure(layer: Any) -> tuple[Structure, str]:
                 if not reason or "unpack" in reason:  # a tensor in place of a tuple
                     reason = failure(error)
                 continue
+            finally:
+                parts: Any = {} if tiny is None else tiny._modules
+                called = (x for x in others if x in parts and parts[x].called)
+                tried.append((inputs, {x: kinds[x] for x in called}))
             if found[1]:
                 return found, disagreement(make, swapped)
             ran = ran or found
-    if ran is not None:
-        return ran, "no norm reads a sum that it makes"
+    if ran is not None or not _adds(own_class(layer)):
+        return ran or ("", {}), "no norm reads a sum that it makes"
     return ("", {}), reason
+
+
+def _adds(cls: Any) -> bool:
+    """Whether there is an addition, or a function called that may be one, in a class's code; or
+    there is no code to read."""
+    nodes = list(ast.walk(code_of(cls)))
+    return len(nodes) == 1 or any(
+        isinstance(one, ast.Add) or (isinstance(one, ast.Name) and "add" in one.id)
+        for one in nodes
+    )
 
 
 def key(layer: Any) -> Any:

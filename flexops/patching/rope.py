@@ -126,6 +126,7 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(getattr(function, "forward", function))
 
 
+@functools.cache
 def _slots(function: Any) -> dict[str, str] | None:
     """Which of a function's arguments stands for which of ours; None if it has none of them."""
     found = {}
@@ -138,14 +139,13 @@ def _slots(function: Any) -> dict[str, str] | None:
     return found if {"q", "cos", "sin"} <= found.keys() else None
 
 
-@functools.cache
 def _original(forward: Any) -> tuple[str, Any] | None:
     """The name and function that a class's code calls."""
     if not isinstance(forward, types.FunctionType):
         return None
     for name in forward.__code__.co_names:
-        found = forward.__globals__.get(name)
-        if "rotary" in name and callable(found) and _slots(found) is not None:
+        found = forward.__globals__.get(name) if "rotary" in name else None
+        if callable(found) and _slots(found) is not None:
             return name, found
     return None
 
@@ -245,20 +245,22 @@ def miniature(function: Any, kind: str) -> Miniature:
 
 def kind_of(function: Any) -> str | None:
     """Which of the variants a function computes; None if none."""
-    for kind in variants(function):
+    return next((kind for kind in variants(function) if _computes(function, kind)), None)
 
-        def swap(tiny: Any, kind: str = kind) -> Swap:
-            call = replaced(function, kind)
-            return [(tiny, functools.partial(Rotation.forward, tiny, call=call))]
 
-        if not disagreement(functools.partial(miniature, function, kind), swap):
-            return kind
-    return None
+@functools.cache
+def _computes(function: Any, kind: str) -> bool:
+    def swap(tiny: Any) -> Swap:
+        call = replaced(function, kind)
+        return [(tiny, functools.partial(Rotation.forward, tiny, call=call))]
+
+    return not disagreement(functools.partial(miniature, function, kind), swap)
 
 
 def _names(kind: str, forward: Any) -> dict[str, Any]:
     name, function = _original(forward) or ("", None)
-    return {name: replaced(function, kind)}
+    known = name and (torch.compiler.is_compiling() or _computes(function, kind))
+    return {name: replaced(function, kind)} if known else {}
 
 
 def prepare(cls: Any, kind: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,12 +58,25 @@ def check_kernel(
         raise TypeError(
             f"check_kernel: kernel must be what flexops.kernel returned, got {kernel!r}"
         )
-    cases = list(cases or ())
+    if isinstance(cases, (Tensor, str)) or not isinstance(cases, (Iterable, NoneType)):
+        raise TypeError(
+            "check_kernel: cases must be a list of calls' arguments, such as [(x, 2.0)], got"
+            f" {type(cases).__name__}"
+        )
+    cases = list(() if cases is None else cases)
     if odd := [one for one in cases if not isinstance(one, (tuple, list))]:
         raise TypeError(
             "check_kernel: each case must be the tuple of a call's arguments, such as [(x, 2.0)],"
             f" got {type(odd[0]).__name__}"
         )
+    listed = isinstance(dtypes, (list, tuple))
+    if not listed or not all(isinstance(d, torch.dtype) and d.is_floating_point for d in dtypes):
+        raise TypeError(
+            "check_kernel: dtypes must be a list of floating-point dtypes, such as [torch.float32],"
+            f" got {dtypes!r}"
+        )
+    if not isinstance(rounding, (int, float)) or not rounding >= 0:
+        raise TypeError(f"check_kernel: rounding must be a number from 0 on, got {rounding!r}")
     if kernel.reference is None or not cases:
         raise FlexopsError(
             f"{kernel.schema} cannot be checked",
@@ -173,11 +187,12 @@ class _Subject(NamedTuple):
         return tuple(one.cpu() for one in (*tensors_of(made), *tensors_of(changed)))
 
     def results(self, args: Args) -> None:
+        made = self.native(*args)
         try:
             wide = self.reference(*cast(args, torch.float64))
         except (TypeError, RuntimeError):  # a reference that computes no float64
             wide = self.reference(*args)
-        assert_near(Result(self.native(*args), ()), Result(wide, ()), self.rounding)
+        assert_near(Result(made, ()), Result(wide, ()), self.rounding)
 
     def plain(self, args: Args) -> Result:
         return Result(self.reference(*args), ())

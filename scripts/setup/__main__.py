@@ -18,6 +18,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 sys.path.insert(1, f"{sys.path[0]}/tools")
 if __name__ == "__main__":  # the package's name, whatever the folder was run as
     __package__ = "scripts.setup"
+# A torch is looked at, not imported: where this Python has one, that takes seconds.
+sys.modules["torch"] = None  # type: ignore[assignment]
 
 from flexops import targets  # noqa: E402
 from flexops.targets import text  # noqa: E402

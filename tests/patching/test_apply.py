@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import flexops
 from flexops.build.load import loader
+from flexops.errors import PatchError
 from flexops.nn import linears
 
 
@@ -730,6 +731,17 @@ def test_unpatch_gives_a_forward_back_that_somebody_else_replaced():
     assert sum("forward" in one.__dict__ for one in model.modules()) == len(parts)
 
 
+def test_data_parallel_is_an_error():
+    """What ``torch.nn.parallel.replicate`` calls first."""
+    model = tiny.model("llama")
+    before = model._replicate_for_data_parallel
+    flexops.patch(model)
+    with pytest.raises(PatchError, match=r"DataParallel cannot copy.*\n.*\n.*torchrun"):
+        copy.deepcopy(model)._replicate_for_data_parallel()
+    flexops.unpatch(model)
+    assert model._replicate_for_data_parallel == before
+
+
 def test_no_model_is_refused() -> None:
     with pytest.raises(flexops.errors.PatchError, match="takes a module"):
         flexops.patch(3)
@@ -737,6 +749,15 @@ def test_no_model_is_refused() -> None:
         flexops.unpatch(3)
     with pytest.raises(flexops.errors.PatchError, match=r"one of .*llama"):
         flexops.patch("lama")
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(32), torch.nn.Linear(32, 32))
+    for options in ({}, {"fp8": "rowwise"}, {"weights": "int4"}):
+        with pytest.raises(flexops.errors.PatchError, match="run the model once before"):
+            flexops.patch(lazy, **options)
+    assert flexops.unpatch(lazy) == 0
+    lazy(torch.randn(1, 64))
+    assert flexops.patch(lazy, weights="int4").rows
+    with pytest.raises(flexops.errors.PatchError, match="a module of TorchScript"):
+        flexops.patch(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 4))))
 
 
 def test_a_model_in_float64_runs_its_own_code() -> None:
@@ -800,7 +821,8 @@ def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
     assert report.not_swapped == ()
 
 
-def test_random_numbers_are_not_used_up() -> None:
+def test_random_numbers_are_not_used_up(monkeypatch):
+    """Nor are a GPU's generators seeded anew."""
     from flexops.patching import apply
 
     apply._verdicts.clear()
@@ -808,6 +830,7 @@ def test_random_numbers_are_not_used_up() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("seeded"))
     flexops.patch(model)
     assert torch.rand(3).equal(expected)
 

@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,98 @@ def test_one_product_of_each_expert(name):
             module(x, [3, 0, 5])
     module.double()
     assert module(x.double(), sizes).equal(type(module).forward(module, x.double(), sizes))
+
+
+def of_no_interface(name):
+    """Experts whose class goes from one to the next, with arguments for them."""
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 24, "hidden_act": "silu"}
+    models = transformers.models
+    x, choices = torch.randn(2, 9, 16), torch.randint(0, 4, (18, 2))
+    rows = x.flatten(0, 1), choices, torch.rand(18, 2)
+    if name == "step3p7":
+        config = types.SimpleNamespace(num_local_experts=5, **sizes)
+        return models.step3p7.modeling_step3p7.Step3p7Experts(config, 0.3), rows
+    if name == "longcat_flash":
+        config = types.SimpleNamespace(
+            expert_ffn_hidden_size=24, n_routed_experts=3, zero_expert_num=2, **sizes
+        )
+        return models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts(config), rows
+    if name == "dbrx":
+        config = transformers.models.dbrx.configuration_dbrx.DbrxFFNConfig(
+            ffn_hidden_size=24, moe_num_experts=5, hidden_size=16
+        )
+        config.hidden_size = 16
+        return models.dbrx.modeling_dbrx.DbrxExperts(config), (x, *rows[1:])
+    config = transformers.AriaTextConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        moe_num_experts=5,
+        moe_topk=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return models.aria.modeling_aria.AriaExperts(config), (rows[0], torch.randn(18, 5))
+
+
+@pytest.mark.parametrize("name", ["aria", "dbrx", "longcat_flash", "step3p7"])
+def test_experts_of_no_interface(name):
+    """A gate of their own; experts that return what they read; gate and up apart, weights stored
+    flat and transposed; a router of their own. Results, gradients, no expert's number."""
+    torch.manual_seed(0)
+    module, args = of_no_interface(name)
+    with torch.no_grad():
+        for one in module.parameters():
+            one.normal_(0, 0.3)
+    sources = [one.requires_grad_() for one in args if one.is_floating_point()]
+
+    def found():
+        out = module(*args)
+        return [out, *torch.autograd.grad(out.square().sum(), [*sources, *module.parameters()])]
+
+    expected = found()
+    report = flexops.patch(module)
+    (row,) = (row for row in report.rows if row.module == type(module).__name__)
+    assert row.swapped
+    assert module.__dict__["forward"].func is experts.routed
+    torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-5)
+    module.double()
+    wide = [one.double() if one.is_floating_point() else one for one in args]
+    assert module(*wide).equal(type(module).forward(module, *wide))
+    if name != "aria":
+        args[1][0, 0] = 7
+        with pytest.raises(ValueError, match="choices must be experts' numbers"):
+            module.float()(*args)
+
+
+def test_experts_with_weights_of_their_own():
+    config = transformers.SwitchTransformersConfig(d_model=16, d_ff=24, num_experts=2)
+    modeling = transformers.models.switch_transformers.modeling_switch_transformers
+    (row,) = (
+        row
+        for row in flexops.patch(modeling.SwitchTransformersExperts(config)).rows
+        if row.module == "SwitchTransformersExperts"
+    )
+    assert "grouped products require one tensor" in row.reason
+
+
+def test_experts_of_no_interface_with_lora():
+    """PEFT makes properties of the weights."""
+    import peft
+
+    def build():
+        torch.manual_seed(0)
+        module, args = of_no_interface("longcat_flash")
+        with torch.no_grad():
+            for one in module.parameters():
+                one.normal_(0, 0.3)
+        config = peft.LoraConfig(
+            r=2, target_modules=[], target_parameters=["gate_up_proj", "down_proj"],
+            init_lora_weights=False,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        return peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"one": module})), args
+
+    model, args = build()
+    expected = model["one"](*args)
+    assert any(row.swapped for row in flexops.patch(model).rows)
+    torch.testing.assert_close(model["one"](*args), expected, rtol=1e-4, atol=1e-5)

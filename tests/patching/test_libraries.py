@@ -406,6 +406,9 @@ def test_modules_are_torchs(name: str, arguments: dict[str, Any], dtype: torch.d
     torch.testing.assert_close(ours(x), plain(x))
     with pytest.raises(ValueError, match="normalized_shape must be one number"):
         getattr(flexops.nn, name)((2, 3))
+    for odd in (None, 2.0, -1, "24"):
+        with pytest.raises(ValueError, match=f"normalized_shape must be one number.*got {odd!r}"):
+            getattr(flexops.nn, name)(odd)
 
 
 def test_modules_around_functions() -> None:
@@ -423,6 +426,12 @@ def test_modules_around_functions() -> None:
     head, target = nn.Linear(16, 9), torch.tensor([1, 8, -100, 0, 3])
     loss = flexops.nn.LinearCrossEntropyLoss(label_smoothing=0.1)(x, head.weight, target, head.bias)
     torch.testing.assert_close(loss, nn.CrossEntropyLoss(label_smoothing=0.1)(head(x), target))
+
+
+@pytest.mark.parametrize("odd", [(7,), (0,), (8, 0), (8, 32, 0.0)])
+def test_rotary_tables_that_cannot_be(odd: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"RotaryEmbedding: dim must be a positive even number"):
+        flexops.nn.RotaryEmbedding(*odd)
 
 
 def test_rotary_tables_stay_float32_and_out_of_checkpoints() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
+import textwrap
 import types
 from typing import Any
 
@@ -156,6 +158,89 @@ def test_a_difference_in_the_fourth_digit_is_seen(kind: type[nn.Module]) -> None
     assert row.reason == OTHER
 
 
+def _queries(factor):
+    def rotate(*args, original=llama.apply_rotary_pos_emb, **kwargs):
+        q, k = original(*args, **kwargs)
+        return q * factor, k
+
+    return rotate
+
+
+def _doubled(original):
+    def forward(*args, **kwargs):
+        out, *rest = original(*args, **kwargs)
+        return out * 2, *rest
+
+    return forward
+
+
+def _copied():
+    """The code of attention as a library may copy it, with a factor."""
+    code = inspect.getsource(llama.LlamaAttention.forward)
+    made = {}
+    text = textwrap.dedent(code.replace("self.o_proj(attn_output)", "2 * self.o_proj(attn_output)"))
+    exec("from __future__ import annotations\n" + text, vars(llama), made)
+    return made["forward"]
+
+
+REPLACED = {
+    "rotary": (llama, "apply_rotary_pos_emb", _queries(2)),
+    "rotary, in the fourth digit": (llama, "apply_rotary_pos_emb", _queries(1.0004)),
+    "eager": (llama, "eager_attention_forward", _doubled(llama.eager_attention_forward)),
+    "copied": (llama.LlamaAttention, "forward", _copied()),
+    "wrapped": (llama.LlamaAttention, "forward", _doubled(llama.LlamaAttention.forward)),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_others_replace_in_transformers_counts(what, before, monkeypatch):
+    """Also if a model of the class was patched before, and if this one was."""
+    model, plain = zoo.tiny("llama"), zoo.tiny("llama")
+    if what == "eager":
+        for one in (model, plain):
+            one.set_attn_implementation("eager")
+    inputs = zoo.batch(model, False)
+    flexops.patch(model)
+    former = results(model, inputs, skip_logits=False)
+    if before:
+        flexops.unpatch(model)
+    monkeypatch.setattr(*REPLACED[what])
+    if before:
+        flexops.patch(model)
+    found, expected = results(model, inputs, skip_logits=False), results(plain, inputs)
+    assert max(distance(former, expected).values()) > 2e-4
+    assert max(distance(found, expected).values()) < 1e-4
+
+
+@pytest.mark.parametrize("what", ["attention or mask, sdpa", "mask", "experts, grouped_mm"])
+def test_a_function_that_was_registered_under_transformers_name_stays(what, monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as experts
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attention
+
+    name = "grouped_mm" if "experts" in what else "sdpa"
+    known = experts if "experts" in what else masks if what == "mask" else attention
+    original = known[name]
+
+    def mine(*args, **kwargs):
+        out = original(*args, **kwargs)
+        if what == "mask":
+            return torch.ones(12, 12, dtype=torch.bool)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    monkeypatch.setitem(known._global_mapping, name, mine)
+    model = zoo.tiny("mixtral")
+    inputs = zoo.batch(model, False)
+    expected = model(**inputs).logits
+    reasons = [row.reason for row in flexops.patch(model).rows]
+    start = "another function was registered as its "
+    assert [one for one in reasons if one.startswith(start)] == [
+        start + ("attention or mask, sdpa" if what == "mask" else what)
+    ]
+    torch.testing.assert_close(model(**inputs, skip_logits=False).logits, expected)
+
+
 def test_another_epsilon_is_seen() -> None:
     """One that is no attribute."""
 
@@ -189,6 +274,27 @@ def test_a_subclass_that_overrides_half_is_left_alone() -> None:
     own._norm = types.MethodType(Half._norm, own)
     report = flexops.patch(nn.ModuleList([plain, own]))
     assert [(row.count, row.swapped) for row in report.rows] == [(1, True), (1, False)]
+
+
+def test_a_layer_that_does_not_run_is_tried_once_for_each_kind_of_input():
+    """What its parts give, which it has not called yet, changes nothing: 12 of 324 calls."""
+    calls = []
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            for name in "abcd":
+                setattr(self, name, Block())
+
+        def forward(self, x):
+            calls.append(1)
+            y, _ = self.a(self.norm(x))
+            return x + y.missing
+
+    (row,) = [one for one in flexops.patch(Layer()).rows if one.module == "Layer"]
+    assert "no attribute 'missing'" in row.reason
+    assert len(calls) == 12
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -421,3 +527,27 @@ def test_dropout_of_a_block_is_that_of_its_class() -> None:
         torch.testing.assert_close(block(x), expected)
         block.eval()
         assert (block(x) == 0).sum() == 0
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_gated_norms_of_groups_with_a_size(size):
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+    torch.manual_seed(0)
+    norm = Zamba2RMSNormGated(64, size)
+    torch.nn.init.normal_(norm.weight)
+    x, gate = torch.randn(2, 3, 5, 64)
+    expected = norm(x, gate)
+    (row,) = flexops.patch(norm).rows
+    assert (row.operator, row.swapped) == ("gated_rms_norm", True)
+    torch.testing.assert_close(norm(x, gate), expected)
+
+
+def test_a_layer_that_adds_nothing_has_no_residual():
+    """Its code needs two tensors, which are joined."""
+    from transformers import ZambaConfig
+    from transformers.models.zamba.modeling_zamba import ZambaAttentionDecoderLayer
+
+    layer = ZambaAttentionDecoderLayer(ZambaConfig(hidden_size=16, intermediate_size=24))
+    (row,) = (row for row in flexops.patch(layer).rows if row.operator.startswith("add_"))
+    assert row.reason == "no norm reads a sum that it makes"

@@ -63,7 +63,7 @@ TYPES = sorted({*LIGER, *VISION, *(name for mapping in _AUTO for name in mapping
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PARTS = ("norms", "residuals", "activations", "experts", "rope", "attention", "loss")
 _OPERATORS = {
-    "norms": r"\b(rms|layer)_norm",
+    "norms": r"\b(gated_)?(rms|layer)_norm",
     "rope": "rotary",
     "activations": "glu_linear|bias_",
     "attention": "^attention",
@@ -165,6 +165,7 @@ TINY: dict[str, dict[str, Any]] = {
         "true_hidden_size": 32,
     },
     "squeezebert": {"embedding_size": 64},
+    "longcat_flash": {"zero_expert_num": 2},
     "reformer": {
         "axial_pos_embds_dim": (16, 48),
         "axial_pos_shape": (4, 3),
@@ -216,6 +217,14 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
         "linear_num_heads": 4,
     },
+    "gemma4_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16},
+    "luke": {"entity_vocab_size": 97, "entity_emb_size": 64},
+    "longcat_flash": {"expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "janus_vqgan": {"num_embeddings": 97, "image_token_embed_dim": 64, "base_channels": 32},
+    "glm5_next_vision": {"projection_intermediate_size": 96},
+    "muse_glimmer": {"projector_hidden_size": 64},
+    "roc_bert": {"shape_vocab_size": 97, "pronunciation_vocab_size": 97},
     "blip_text_model": {"bos_token_id": 1, "sep_token_id": 2},
     "emu3_vqgan": {"base_channels": 32, "hidden_size": 32},
     "blip-2": _BLIP,

@@ -190,6 +190,7 @@ class User:
         self.variables = {
             **kept, "PATH": os.pathsep.join(places), "VIRTUAL_ENV": str(self.environment),
             "DOCKER_HOST": f"unix://{self.socket}", "FLEXOPS_CACHE_DIR": str(folder / "cache"),
+            "PIP_NO_COMPILE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }  # fmt: skip
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:

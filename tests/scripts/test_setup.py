@@ -201,8 +201,9 @@ def checkout(tmp_path: Path) -> Checkout:
     return made
 
 
-def test_help_names_every_option(checkout):
-    done = checkout.run("--help", fake=False)
+def test_help_names_every_option_and_imports_no_torch(checkout):
+    (checkout.tools / "torch.py").write_text("raise SystemExit('imported')\n")
+    done = checkout.run("--help", fake=False, PYTHONPATH=str(checkout.tools))
     for option in (
         "--target",
         "--prefix",

@@ -129,6 +129,13 @@ def test_what_cannot_be_emulated_is_named() -> None:
         emulate(sums(), torch.empty(3, 4, device="meta"))
     with pytest.raises(TypeError, match=r"must be what flexops.kernel returned, got function"):
         emulate(lambda x: x, torch.empty(3))
+    for odd, found in (("x", "str"), ([torch.empty(3)], "list"), (None, "None")):
+        with pytest.raises(TypeError, match=f"must be a tensor, got {found}"):
+            emulate(sums(), odd)
+    with pytest.raises(
+        TypeError, match=r"must be a dense \(strided\) tensor, got torch.sparse_coo"
+    ):
+        emulate(sums(), torch.eye(3).to_sparse())
 
 
 @pytest.mark.extra

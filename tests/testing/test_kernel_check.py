@@ -133,6 +133,17 @@ def test_what_a_check_requires() -> None:
         check_kernel(define(), [tuple(torch.empty(3, device="meta") for _ in CASES[0])])
     with pytest.raises(TypeError, match=r"must be what flexops.kernel returned"):
         check_kernel(torch.relu, CASES)
+    for cases in (5, torch.randn(3), "ab"):
+        with pytest.raises(TypeError, match=r"cases must be a list of calls' arguments.* got "):
+            check_kernel(define(), cases)
+    for dtypes in (3, None, torch.float32, "float32", ["float32"], [torch.int32]):
+        with pytest.raises(TypeError, match=r"dtypes must be a list of floating-point dtypes"):
+            check_kernel(define(), CASES, dtypes=dtypes)
+    for rounding in ("a", None, -1.0, float("nan")):
+        with pytest.raises(TypeError, match=r"rounding must be a number from 0 on"):
+            check_kernel(define(), CASES, rounding=rounding)
+    with pytest.raises(TypeError, match="scale: x must be a tensor, got str"):
+        check_kernel(define(), [("x", *CASES[0][1:])])
 
 
 @pytest.mark.extra

@@ -162,6 +162,12 @@ LOAD_RULES: tuple[Rule, ...] = (
         "it needs a library that is not found",
         "name its directory: extra_ldflags=['-Wl,-rpath,<directory>'], or LD_LIBRARY_PATH",
     ),
+    Rule(
+        r"does not define module export function \((\w+)\)",
+        "it is no Python module of its name",
+        "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) in a source, functions= of load_inline, or"
+        " is_python_module=False",
+    ),
 )
 
 _GENERAL = RULES[:4]

@@ -22,14 +22,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
 
 from ... import _fork, toolchain, trust
 from ..._warning import warn
 from ...errors import CacheError, CompileError, FlexopsError, NativeUnavailableError, ToolchainError
 from ...settings import DeviceCompiler, Settings
-from ..plan.extension_plan import PythonBuild, Request, arguments, is_cuda, plan_extension
+from ..plan.extension_plan import (
+    SUFFIXES,
+    PythonBuild,
+    Request,
+    arguments,
+    is_cuda,
+    listed,
+    plan_extension,
+)
 from ..plan.plan import BuildPlan
 from ..store.cache import BuildCache, Entry, replace_file, replacing
 from ..store.entry import cannot_run
@@ -165,13 +173,23 @@ def load(
         ToolchainError: a compiler or toolkit is missing.
     """
     check_request(name, is_python_module, is_standalone, with_sycl or bool(extra_sycl_cflags))
-    if not isinstance(sources, (str, Path, Sequence)):
+    given = [sources] if isinstance(sources, (str, os.PathLike)) else sources
+    if not isinstance(given, Sequence) or not all(
+        isinstance(one, (str, os.PathLike)) for one in given
+    ):
         raise TypeError(
-            f"extension {name}: sources must be a path, or a list of paths, got"
-            f" {type(sources).__name__}"
+            f"extension {name}: sources must be a path, or a list of paths, got {sources!r}"
         )
-    paths = tuple(map(Path, absolute([sources] if isinstance(sources, (str, Path)) else sources)))
-    for path in paths:
+    paths = tuple(map(Path, absolute(given)))
+    cflags = arguments("extra_cflags", extra_cflags)
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise ValueError(f"extension {name}: the source {path} is listed twice")
+        if path.suffix not in SUFFIXES and not any(str(f).startswith("-x") for f in cflags):
+            raise ValueError(
+                f"extension {name}: {path} has no name of a C++ or CUDA source, such as"
+                f" {path.stem}.cpp or {path.stem}.cu"
+            )
         if not path.is_file():
             raise SourceNotFoundError(
                 f"extension {name}: there is no source {path}",
@@ -182,10 +200,12 @@ def load(
     request = Request(
         name=name,
         sources=paths,
-        cflags=arguments(extra_cflags),
-        cuda_cflags=arguments(extra_cuda_cflags),
-        ldflags=arguments(extra_ldflags),
-        include_dirs=absolute([str(path).strip() for path in extra_include_paths or ()]),
+        cflags=cflags,
+        cuda_cflags=arguments("extra_cuda_cflags", extra_cuda_cflags),
+        ldflags=arguments("extra_ldflags", extra_ldflags),
+        include_dirs=absolute(
+            [path.strip() for path in listed("extra_include_paths", extra_include_paths)]
+        ),
         with_cuda=(
             any(is_cuda(str(path), toolchain.torch_build()) for path in paths)
             if with_cuda is None
@@ -208,6 +228,10 @@ def load_request(
 ) -> ModuleType | str:
     """Have what was asked for, from the cache or built now, and load it. ``precompile``: torch's
     headers first, whatever that takes."""
+    if not isinstance(build_directory, (str, os.PathLike, NoneType)):
+        raise TypeError(
+            f"extension {request.name}: build_directory must be a path, got {build_directory!r}"
+        )
     for flag in (*request.cflags, *request.cuda_cflags, *request.ldflags):
         if not _is_writable(flag.replace("\t", " ")):
             raise ValueError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from ..plan.extension_plan import Request, arguments
+from ..plan.extension_plan import Request, arguments, listed
 from .extension import absolute, check_request, explained, load_request
 
 CPP_NAME, CUDA_NAME = "main.cpp", "cuda.cu"
@@ -82,13 +82,15 @@ def load_inline(
     request = Request(
         name=name,
         texts=tuple(texts),
-        cflags=arguments(extra_cflags),
-        cuda_cflags=arguments(extra_cuda_cflags),
-        ldflags=arguments(extra_ldflags),
+        cflags=arguments("extra_cflags", extra_cflags),
+        cuda_cflags=arguments("extra_cuda_cflags", extra_cuda_cflags),
+        ldflags=arguments("extra_ldflags", extra_ldflags),
         # A text has no directory of its own; in torch it is in the build directory, and finds
         # headers there.
         include_dirs=(
-            *absolute([str(path).strip() for path in extra_include_paths or ()]),
+            *absolute(
+                [path.strip() for path in listed("extra_include_paths", extra_include_paths)]
+            ),
             *absolute([build_directory] if build_directory else ()),
         ),
         with_cuda=bool(cuda_sources) if with_cuda is None else with_cuda,
@@ -132,6 +134,8 @@ def _bindings(
         if isinstance(functions, Mapping)
         else {function: function for function in functions}
     )
+    if odd := [one for one in (*documented, *documented.values()) if not isinstance(one, str)]:
+        raise TypeError(f"functions must be names, or names with their help texts, got {odd[0]!r}")
     wrapped = "torch::wrap_pybind_function({})" if error_handling else "{}"
     lines = [
         f"m.def({_literal(name)}, {wrapped.format(name)}, {_literal(text)});"

@@ -8,9 +8,9 @@ here what it means there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import ToolchainError
 from ..describe.layout import csrc_root
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 NVCC_TORCH_STEP_BYTES = 4608 * MIB  # nvcc 13.0 on a source with torch/extension.h: 3065 MB measured
 CUDA_SUFFIXES = (".cu", ".cuh")
+SUFFIXES = (
+    *(*CUDA_SUFFIXES, ".hip", ".c", ".i", ".ii", ".cc", ".cp", ".cxx", ".cpp", ".CPP", ".c++"),
+    *(".C", ".s", ".S", ".sx"),
+)
+"""Of what nvcc, hipcc and g++ compile; g++ gives other files to the linker."""
 
 _EXTENSION_DEFINE = "-DTORCH_API_INCLUDE_EXTENSION_H"
 NVCC_DEFINES = (
@@ -102,15 +107,29 @@ class Request(NamedTuple):
         return (*map(str, self.sources), *(name for name, _ in self.texts))
 
 
-def arguments(flags: Iterable[str] | None) -> tuple[str, ...]:
+def listed(what: str, given: Any) -> tuple[str, ...]:
+    """The text and paths of a list that a user gave.
+
+    Raises:
+        TypeError: it is no list of such.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+    items = tuple(given) if several else () if given is None else (None,)
+    if not all(isinstance(one, (str, os.PathLike)) for one in items):
+        example = [str(given)] if isinstance(given, (str, os.PathLike)) else ["-O2"]
+        raise TypeError(f"{what} must be a list of text, such as {example}, got {given!r}")
+    return tuple(map(str, items))
+
+
+def arguments(name: str, flags: Sequence[str] | None) -> tuple[str, ...]:
     """A user's flags as separate arguments. torch joins them into a ninja file, so one string may
     hold several, quoted for ninja and shell."""
-    if not flags:
-        return ()
     import shlex
 
     return tuple(
-        argument for flag in flags for argument in shlex.split(str(flag).replace("$$", "$"))
+        argument
+        for flag in listed(name, flags)
+        for argument in shlex.split(flag.replace("$$", "$"))
     )
 
 

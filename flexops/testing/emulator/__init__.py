@@ -65,6 +65,7 @@ def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) ->
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if elsewhere := [str(one.device) for one in given if one.device.type != "cpu"]:
         raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
+    kernel._code.check_tensors(kernel._code.names["complete"](*args, **kwargs))
     with torch.no_grad(), order_of_threads(reverse=reverse):
         return _Emulated.of(kernel._code.candidates[0]).run(*args, **kwargs)
 

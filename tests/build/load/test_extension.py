@@ -368,7 +368,44 @@ def test_a_cxx_that_is_too_old_is_replaced_with_a_word(tmp_path, monkeypatch):
 
 
 def test_sources_that_are_no_list_are_named():
-    with pytest.raises(TypeError, match=r"extension odd: sources must be a path, .* got int"):
-        flexops.load("odd", 3)
+    for odd in (3, [3], b"a.cpp"):
+        with pytest.raises(TypeError, match=r"extension odd: sources must be a path, .* got "):
+            flexops.load("odd", odd)
     with pytest.raises(TypeError, match="sources must be text, or a list of texts, got int"):
         flexops.load_inline("odd", 3)
+
+
+def test_sources_that_no_compiler_takes_are_named(tmp_path):
+    source = tmp_path / "module.txt"
+    source.write_text("")
+    with pytest.raises(ValueError, match=r"module.txt has no name .*such as module.cpp"):
+        flexops.load("odd", source)
+    with pytest.raises(FlexopsError, match="there is no source"):  # the option says what it is
+        flexops.load("odd", tmp_path / "other.txt", ["-x", "c++"])
+    empty = tmp_path / "empty.cpp"
+    empty.write_text("")
+    with pytest.raises(ImportError, match=r"no Python module of its name\n.*PyInit_odd") as caught:
+        flexops.load("odd", empty)
+    assert "PYBIND11_MODULE" in str(caught.value)
+    one = write_module(tmp_path, "1")
+    with pytest.raises(ValueError, match="is listed twice"):
+        flexops.load("odd", [one, one])
+
+
+@pytest.mark.parametrize(
+    "name", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags", "extra_include_paths"]
+)
+def test_text_in_the_place_of_a_list_is_not_taken_letter_by_letter(tmp_path, name):
+    source = [write_module(tmp_path, "1")]
+    with pytest.raises(TypeError, match=rf"{name} must be a list .*such as \['-O2'\], got '-O2'"):
+        flexops.load("odd", source, **{name: "-O2"})
+    with pytest.raises(TypeError, match=rf"{name} must be a list of text"):
+        flexops.load_inline("odd", "", **{name: [3]})
+
+
+def test_what_cannot_be_a_directory_or_a_function():
+    with pytest.raises(TypeError, match="build_directory must be a path, got 3"):
+        flexops.load_inline("odd", "", build_directory=3)
+    for functions in ([3], {"f": 3}):
+        with pytest.raises(TypeError, match=r"functions must be names, .*got 3"):
+            flexops.load_inline("odd", "", functions=functions)

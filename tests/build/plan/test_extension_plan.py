@@ -87,7 +87,7 @@ def request(**changes: object) -> Request:
     ],
 )
 def test_flags_are_split_as_ninja_and_shell_would(flags, expected):
-    assert arguments(flags) == expected
+    assert arguments("extra_cflags", flags) == expected
 
 
 def test_no_two_objects_have_one_name():

@@ -105,7 +105,8 @@ class Done:
             if not self.error:  # what ran beside a step that failed is cancelled, and shown then
                 self.step = begun
         elif base := _LOADS.match(line):
-            stage = "installed" if base[2] == self.runtime_base else "toolchain"
+            runs = base[2] in (self.runtime_base, f"{self.runtime_base}:latest")
+            stage = "installed" if runs else "toolchain"
             self._bases[base[1]] = f"FROM {base[2]} AS {stage}"
         elif says := _SAYS.match(line):
             known = self._steps.get(says[1])

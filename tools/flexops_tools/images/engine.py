@@ -71,7 +71,10 @@ def no_program(found: str) -> ImageError:
         "images are built by BuildKit, and run by the program docker",
         found=found,
         required="the program docker with BuildKit (docker 20.10, or newer with buildx)",
-        fix="sudo apt-get install docker-buildx",
+        fix=(
+            "sudo apt-get install docker-buildx   # Debian 12 has none: put its docker.io"
+            " (/usr/bin/docker) first on PATH"
+        ),
     )
 
 
