@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import few_rows, int4_few_rows
-from ._register import caller, define
+from ._declared import define
+from ._register import caller
 from ._self_check import Make, checking
 from .int4_linear import GROUP_SIZES, TILE_K, Int4Weight, quantize_int4
 
@@ -22,8 +23,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether a kernel runs there: not yet."""
-    return device.type == "cuda" and not torch.cuda.is_available()
+    """Whether the kernel runs there: its blocks wait for each other."""
+    return device.type == "cuda" and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def fits(x: Tensor, weights: Sequence[Any]) -> bool:
@@ -79,7 +80,7 @@ def few_rows_chain_(
     Args:
         phases: with the same of :func:`common`, all contiguous; each writes its ``out``, which
             shares memory with nothing that it reads.
-        workspace: int32 ``[WORKSPACE]`` on the same device, zeros, which it is left with. No two
+        workspace: int32 ``[WORKSPACE]`` on the same device, zeros before its first use. No two
             launches that may run at once have the same.
         eps, offset: of all norms.
     """
@@ -101,7 +102,8 @@ def few_rows_chain_(
         kind |= sum(flag << 4 + i for i, flag in enumerate(there))
         kinds |= kind << _BITS * at
     xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
-    _CALL(xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0)
+    call = _CALL if xs[0].is_cuda else _reference  # which is all that a CPU has
+    call(xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0)
 
 
 _BITS = 10
@@ -217,17 +219,7 @@ def _reference(
         one.out.copy_(few_rows.reference(one.x, products, one.biases, *rest))
 
 
-define(
-    "few_rows_chain",
-    "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[] zeros,"
-    " Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs, Tensor(b!) workspace,"
-    " float eps, float offset, int kinds, int plan) -> ()",
-    _reference,
-    lambda *_: None,
-    check=_check,
-    hidden=True,
-    native=False,
-)
+define("few_rows_chain_", _reference, check=_check, hidden=True)
 _CALL = caller(torch.ops.flexops.few_rows_chain_.default)
 
 

@@ -617,6 +617,23 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=_LISTS,
     ),
     _family(
+        "few_rows_chain",
+        _op(
+            "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"
+            " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs,"
+            " Tensor(b!) workspace, float eps, float offset, int kinds, int plan) -> ()",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "weights": ("uint8", "float16", "bfloat16"),
+                "scales": ("float16", "bfloat16"),
+                "zeros": ("float16",),
+                "workspace": ("int32",),
+            },
+        ),
+        hip=False,
+        least_capability=(9, 0),
+    ),
+    _family(
         "int4_few_rows",
         _op(
             "int4_few_rows_linear(Tensor x, Tensor[] packed, Tensor[] scales, Tensor[] zeros,"
