@@ -34,18 +34,8 @@ def fits(x: Tensor, weights: Sequence[Any]) -> bool:
         and x.numel() <= MOST_ROWS * x.shape[-1]
         and x.shape[-1] <= MOST_COLUMNS
         and x.is_contiguous()
-        and all(_streams(one) for one in weights)
+        and all(isinstance(one, Int4Weight) and one.scales.dtype in _HALVES for one in weights)
     )
-
-
-SIXTEEN_BITS = False
-"""Whether the kernel has products with weights of 16 bits."""
-
-
-def _streams(weight: Any) -> bool:
-    if isinstance(weight, Int4Weight):
-        return weight.scales.dtype in _HALVES
-    return SIXTEEN_BITS and weight.dtype in _HALVES
 
 
 class Phase(NamedTuple):
@@ -58,7 +48,7 @@ class Phase(NamedTuple):
 
     out: Tensor
     x: Tensor
-    weights: Sequence[Any]
+    weights: Sequence[Int4Weight]
     biases: Sequence[Tensor]
     norm: Tensor | None
     residual: Tensor | None
@@ -66,10 +56,9 @@ class Phase(NamedTuple):
 
 
 def common(phase: Phase) -> tuple[Any, ...]:
-    """What all phases of a launch have in common, as far as it is not None."""
-    x, weight = phase.x, phase.weights[0]
-    small = weight.group_size == GROUP_SIZES[0] if isinstance(weight, Int4Weight) else None
-    return x.numel() // x.shape[-1], x.dtype, small
+    """What all phases of a launch have in common."""
+    small = phase.weights[0].group_size == GROUP_SIZES[0]
+    return phase.x.numel() // phase.x.shape[-1], phase.x.dtype, small
 
 
 def few_rows_chain_(
@@ -86,29 +75,28 @@ def few_rows_chain_(
     """
     kinds, lists = 0, _Lists([], [], [], [], [], [])
     for at, phase in enumerate(phases):
-        four = isinstance(phase.weights[0], Int4Weight)
-        zeros = four and phase.weights[0].zeros is not None
+        zeros = phase.weights[0].zeros is not None
         for weight in phase.weights:
-            lists.weights.append(weight.packed if four else weight)
-            lists.scales.extend([weight.scales] if four else [])
+            lists.weights.append(weight.packed)
+            lists.scales.append(weight.scales)
             lists.zeros.extend([weight.zeros] if zeros else [])
         lists.biases.extend(phase.biases)
         lists.norms.extend([] if phase.norm is None else [phase.norm])
         lists.residuals.extend([] if phase.residual is None else [phase.residual])
         there = (
-            four, zeros, bool(phase.biases), phase.norm is not None, phase.residual is not None,
+            True, zeros, bool(phase.biases), phase.norm is not None, phase.residual is not None,
         )  # fmt: skip
         kind = len(phase.weights) | phase.activation << 2
         kind |= sum(flag << 4 + i for i, flag in enumerate(there))
         kinds |= kind << _BITS * at
     xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
-    call = _CALL if xs[0].is_cuda else _reference  # which is all that a CPU has
+    call = _CALL if workspace.is_cuda else _reference
     call(xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0)
 
 
 _BITS = 10
 """Of ``kinds`` for each phase, the first one's lowest: two for the number of weights, two for the
-activation, and one each for: weights of 4 bits, zero points, biases, a norm, a residual."""
+activation, and one each for: weights of 4 bits (all are), zero points, biases, norm, residual."""
 
 
 class _Lists(NamedTuple):
@@ -154,8 +142,8 @@ def _given(
     for at, (one, out) in enumerate(zip([x, *xs], outs, strict=True)):
         kind = kinds >> _BITS * at
         count = kind & 3
-        four, zeros, biases, norm, residual = (kind >> 4 + i & 1 for i in range(5))
-        counts = _Lists(count, four * count, zeros * count, biases * count, norm, residual)
+        zeros, biases, norm, residual = (kind >> 5 + i & 1 for i in range(4))
+        counts = _Lists(count, count, zeros * count, biases * count, norm, residual)
         taken = []
         for part, many, name in zip(rest, counts, _Lists._fields, strict=True):
             if len(part) < many:
@@ -182,15 +170,8 @@ def _check(
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
         rest = (one.biases, one.norm, eps, offset, one.residual, one.activation, one.width)
-        if one.scales:
-            four = (one.x, one.weights, one.scales, one.zeros, *rest, one.group_size, plan)
-            int4_few_rows.check(*four)
-        else:
-            few_rows.check(*(one.x, one.weights, *rest, True))
-            widths = [len(weight) for weight in one.weights]
-            width = widths[0] if one.activation else sum(widths)
-            if one.width != width:
-                _fail(f"a phase's out must have {width} columns, got {one.width}")
+        four = (one.x, one.weights, one.scales, one.zeros, *rest, one.group_size, plan)
+        int4_few_rows.check(*four)
         shapes = [[*one.x.shape[:-1], one.width], list(one.x.shape[-1:])]
         for name, tensor, shape in (
             ("out", one.out, shapes[0]),
@@ -211,10 +192,8 @@ def _reference(
     del workspace, plan
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
-        products: list[Any] = list(one.weights)
-        if one.scales:
-            parts = one.weights, one.scales, one.zeros, one.activation, one.width, one.group_size
-            products = int4_few_rows.int4_weights(one.x, *parts)
+        parts = one.weights, one.scales, one.zeros, one.activation, one.width, one.group_size
+        products = int4_few_rows.int4_weights(one.x, *parts)
         rest = one.norm, eps, offset, one.residual, one.activation, one.width, True
         one.out.copy_(few_rows.reference(one.x, products, one.biases, *rest))
 

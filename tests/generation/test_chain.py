@@ -19,6 +19,7 @@ from flexops.ops.few_rows_chain import Phase
 from flexops.patching import Int4Config
 
 NEW = 5
+INT4 = Int4Config(group_size=32)
 
 
 @pytest.fixture
@@ -33,7 +34,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(chain, "few_rows_chain_", counted)
     monkeypatch.setattr(chain, "runs_on", lambda _: True)
-    monkeypatch.setattr(few_rows_chain, "SIXTEEN_BITS", True)
     return found
 
 
@@ -67,13 +67,12 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_steps_compute_the_same(
-    name: str, bits: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model(name, torch.bfloat16).eval()
-    flexops.patch(model, **({"weights": Int4Config(group_size=32)} if bits == 4 else {}))
+    flexops.patch(model, weights=INT4)
     expected = without(monkeypatch, model)
     assert not launches
     found = steps(model)
@@ -97,7 +96,7 @@ def test_code_between_products_reads_written_tensors(
     if known:
         monkeypatch.setattr(chain, "_KNOWN", (*chain._KNOWN, __name__.partition(".")[0]))
     model = tiny.model("llama", torch.bfloat16, num_hidden_layers=3).eval()
-    flexops.patch(model)
+    flexops.patch(model, weights=INT4)
     model.model.layers[1] = Reading()
     expected = without(monkeypatch, model)
     found = steps(model)
@@ -117,7 +116,7 @@ def products(count: int, **changes: Any) -> list[Phase]:
     """So many products, each of the result of the one before."""
     x, made = torch.randn(1, 32).bfloat16(), []
     for _ in range(count):
-        weight = torch.randn(32, 32).bfloat16()
+        weight = flexops.quantize_int4(torch.randn(32, 32).half(), 32)
         phase = Phase(torch.full_like(x, torch.nan), x, [weight], [], None, None, 0)
         made.append(phase._replace(**changes))
         x = made[-1].out
@@ -145,24 +144,23 @@ def test_more_products_than_a_launch_takes(launches: list[int]) -> None:
 
 
 def test_products_that_one_launch_does_not_take(launches: list[int]) -> None:
-    """Of another number of rows, dtype, kind of groups or norm; what has none of these fits."""
+    """Of another number of rows, dtype, kind of groups or norm; what has no norm fits."""
     x, two, norm = (torch.randn(shape).bfloat16() for shape in ((1, 64), (2, 64), (64,)))
-    square = torch.randn(64, 64).bfloat16()
-    small, large = (flexops.quantize_int4(square.half(), size) for size in (32, 64))
-    plain = Phase(x.clone(), x, [square], [], None, None, 0)
+    small, large = (flexops.quantize_int4(torch.randn(64, 64).half(), size) for size in (32, 64))
+    plain = Phase(x.clone(), x, [large], [], None, None, 0)
     normed, wide = plain._replace(norm=norm), plain._replace(x=two, out=two.clone())
-    half = plain._replace(x=x.half(), out=x.half(), weights=[square.half()])
+    half, grouped = plain._replace(x=x.half(), out=x.half()), plain._replace(weights=[small])
     with chain.Queue(workspace()) as queue:
-        record(queue, [plain, plain, wide])
-        record(queue, [half])
+        record(queue, [plain, plain, wide, half])
         assert launches == [2, 1]
-        record(queue, [plain._replace(weights=[one]) for one in (small, square, small, large)])
-        assert launches == [2, 1, 1, 3]
+        record(queue, [plain, grouped])
+        assert launches == [2, 1, 1, 1]
         queue.add(normed, (1e-6, 0.0))
+        queue.add(plain, (1e-6, 0.0))
         queue.add(normed, (1e-6, 1.0))
         record(queue, [plain])
         queue.run()
-    assert launches == [2, 1, 1, 3, 2, 2]
+    assert launches == [2, 1, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
