@@ -24,8 +24,7 @@ struct Phase {
   int width, k, count;
   int tiles_k, groups;
   int group_shift;   // log2 of the group size
-  int each, longer;  // units that a block has at least, and how many blocks have
-                     // one more
+  int each, longer;  // units that a block has at least, and how many blocks have one more
   int chunks;        // of a row tile
   int pass_rows;     // row tiles whose sums have room
   int activation;
@@ -55,8 +54,7 @@ FLEXOPS_DEVICE u32 load_shared_by_all(const u16* at) {
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
   return bits;
 }
-/// Tells the other blocks that this one's results are written, after a barrier
-/// of the block.
+/// Tells the other blocks that this one's results are written, after a barrier of the block.
 FLEXOPS_DEVICE void arrive(u64* counter) {
   FLEXOPS_SM90("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -68,8 +66,7 @@ FLEXOPS_DEVICE u64 arrived(const u64* counter) {
   return value;
 }
 
-/// Where a warp is among the chunks of its block: number f of all phases' is
-/// warp f % warps'.
+/// Where a warp is among the chunks of its block: number f of all phases' is warp f % warps'.
 template <int kWarps>
 struct Cursor {
   int phase, row, chunk, rows;
@@ -355,8 +352,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       __syncthreads();
     }
     u32 first_added = added(first);
-    // Rows of x, multiplied by the norm's weights; the sums of their units, and
-    // of their squares.
+    // Rows of x, multiplied by the norm's weights; the sums of their units, and of their squares.
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
       const auto* const from = reinterpret_cast<const uint4*>(static_cast<const T*>(phase.x) +

@@ -1,5 +1,5 @@
-// What the binding of chains of products of a few rows hands to the launcher.
-// Meaning of the arguments: flexops/ops/few_rows_chain.py.
+// What the binding of chains of products of a few rows hands to the launcher. Meaning of the
+// arguments: flexops/ops/few_rows_chain.py.
 #pragma once
 
 #include "common/tensor_view.h"
@@ -9,10 +9,9 @@ namespace flexops {
 constexpr int kMostPhases = 6, kMostChainRows = 2;
 
 struct FewRowsChain {
-  TensorView x;    // of the first phase
-  TensorViews xs;  // of the others
-  TensorViews weights, scales, zeros, biases, norms,
-      residuals;  // those that there are
+  TensorView x;                                                  // of the first phase
+  TensorViews xs;                                                // of the others
+  TensorViews weights, scales, zeros, biases, norms, residuals;  // those that there are
   TensorViews outs;
   TensorView workspace;
   float eps, offset;
@@ -30,8 +29,7 @@ struct PhaseKind {
   }
 };
 
-/// Queued on `stream`. Returns nullptr, or CUDA's error text. `plan`: see
-/// few_rows_chain_cuda.cpp.
+/// Queued on `stream`. Returns nullptr, or CUDA's error text. `plan`: 0, or so many warps.
 const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream);
 
 }  // namespace flexops

@@ -10,14 +10,14 @@ namespace {
 
 using chain::Params;
 using chain::Phase;
+static_assert(chain::kMostPhases == kMostPhases, "one limit");
 
 /// That copy and multiply; the smaller number where rows of x take the memory. Tuned on one H200.
 constexpr int kMostWarps = 16, kLeastWarps = 12;
 
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{128}) * 128; }
 
-/// Where shared memory's parts are, for rings of so many stages; returns its
-/// bytes.
+/// Where shared memory's parts are; returns its bytes.
 int64_t lay_out(Params& p, int64_t m, int warps, bool small) {
   int64_t tiles = 0, parts = 0;
   for (int i = 0; i < p.count; ++i) {
