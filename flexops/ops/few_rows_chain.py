@@ -73,6 +73,14 @@ def few_rows_chain_(
             launches that may run at once have the same.
         eps, offset: of all norms.
     """
+    call = _CALL if workspace.is_cuda else _reference
+    call(*_arguments(phases, workspace, eps, offset))
+
+
+def _arguments(
+    phases: Sequence[Phase], workspace: Tensor, eps: float, offset: float
+) -> tuple[Any, ...]:
+    """The operator's."""
     kinds, lists = 0, _Lists([], [], [], [], [], [])
     for at, phase in enumerate(phases):
         zeros = phase.weights[0].zeros is not None
@@ -90,8 +98,7 @@ def few_rows_chain_(
         kind |= sum(flag << 4 + i for i, flag in enumerate(there))
         kinds |= kind << _BITS * at
     xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
-    call = _CALL if workspace.is_cuda else _reference
-    call(xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0)
+    return xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0
 
 
 _BITS = 10
@@ -217,5 +224,6 @@ def self_check(make: Make) -> Any:
         Phase(g, h, [gate, up], [], norm, None, 1),
         Phase(out, g, three, [], None, None, 0),
     ]
-    few_rows_chain_(phases, torch.zeros(WORKSPACE, dtype=torch.int32, device=x.device))
+    workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=x.device)
+    _CALL(*_arguments(phases, workspace, 1e-6, 0.0))
     return outs

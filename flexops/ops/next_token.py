@@ -103,5 +103,5 @@ def self_check(make: Make) -> Any:
     finished[0] = True
     at, ends = words[0, -3:-2].clone(), words[0, 7:8].clone()
     workspace = torch.zeros(4, dtype=torch.int64, device=scores.device)
-    next_token_(scores, words, tokens, last, finished, at, ends, 3, workspace)
+    _CALL(scores, words, tokens, last, finished, at, ends, 3, workspace)
     return tokens.float(), last.float(), finished.float(), at.float()
