@@ -42,6 +42,14 @@ FLEXOPS_DEVICE void async_commit() {
 #endif
 }
 
+/// Waits until at most kPending of this thread's latest groups are under way.
+template <int kPending>
+FLEXOPS_DEVICE void async_wait() {
+#if FLEXOPS_HAS_ASYNC_COPY
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
 /// Waits until at most `pending` (0 to 7) of this thread's latest groups are under way.
 FLEXOPS_DEVICE void async_wait(int pending) {
 #if FLEXOPS_HAS_ASYNC_COPY

@@ -49,6 +49,7 @@ struct LaunchConfig {
   int64_t shared_bytes = 0;  // dynamic shared memory
   unsigned cluster = 1;      // blocks of a cluster, along x
   bool early = false;        // starts while the kernel before it ends, for which it waits itself
+  bool together = false;     // all blocks run at once: they wait for each other
 };
 
 constexpr int kMaxGpus = 32;
@@ -186,6 +187,7 @@ struct alignas(8) DriverLaunchAttribute {
   int id, padding;
   unsigned value[16];
 };
+constexpr int kCooperative = 2;       // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 constexpr int kClusterDimension = 4;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kOverlap = 6;           // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kPtxVersion = 5;        // CU_FUNC_ATTRIBUTE_PTX_VERSION
@@ -331,18 +333,23 @@ int in_context(const Call& call) {
 
 /// A configuration as the driver takes it.
 struct DriverConfig {
-  DriverLaunchAttribute attributes[2];
+  DriverLaunchAttribute attributes[3];
   DriverLaunch launch;
 
   explicit DriverConfig(const LaunchConfig& c)
-      : attributes{{c.cluster > 1 ? kClusterDimension : kOverlap, 0, {c.cluster, 1, 1}},
-                   {kOverlap, 0, {1}}},
-        launch{{c.grid.x, c.grid.y, c.grid.z},
+      : launch{{c.grid.x, c.grid.y, c.grid.z},
                {c.block.x, c.block.y, c.block.z},
                static_cast<unsigned>(c.shared_bytes),
                c.stream,
                attributes,
-               (c.cluster > 1 ? 1u : 0u) + (c.early ? 1u : 0u)} {}
+               0} {
+    if (c.cluster > 1) add(kClusterDimension, c.cluster);
+    if (c.early) add(kOverlap, 1);
+    if (c.together) add(kCooperative, 1);
+  }
+  void add(int id, unsigned value) {
+    attributes[launch.attribute_count++] = {id, 0, {value, 1, 1}};
+  }
   DriverConfig(const DriverConfig&) = delete;
   DriverConfig& operator=(const DriverConfig&) = delete;
 };

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GenerationError
+from ..ops.next_token import next_token_
 from . import decoder, step
 from .cache import KVCache
 from .sampling import Sampling
@@ -160,7 +161,7 @@ def _check(
 
 class _Buffers:
     """What steps read and write: all tokens of a batch, the last ones, where the next ones go,
-    which sequences have ended, and the tokens that end them."""
+    which sequences have ended, the tokens that end them, and the kernel's workspace."""
 
     def __init__(self, batch: int, length: int, ends: int, device: torch.device) -> None:
         self.tokens = torch.zeros((batch, length), dtype=torch.int64, device=device)
@@ -168,6 +169,7 @@ class _Buffers:
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.ends = torch.zeros(ends, dtype=torch.int64, device=device)
+        self.workspace = torch.zeros(batch + 1, dtype=torch.int64, device=device)
 
 
 class _Run:
@@ -236,13 +238,10 @@ class _Run:
     def _choose(self, logits: Tensor) -> None:
         """Append each sequence's next token, or padding behind its end."""
         to = self.buffers
-        chosen = self.sampling(logits, self.generator)
-        if self.ends:
-            chosen = chosen.masked_fill(to.finished, self.pad)
-            to.finished |= torch.isin(chosen, to.ends)
-        to.last.copy_(chosen[:, None])
-        to.tokens.index_copy_(1, to.at, to.last)
-        to.at.add_(1)
+        scores, words = self.sampling.scores(logits, self.generator)
+        next_token_(
+            scores, words, to.tokens, to.last, to.finished, to.at, to.ends, self.pad, to.workspace
+        )
 
     def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
         """What takes a step, given how many tokens there are."""

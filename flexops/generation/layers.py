@@ -37,6 +37,7 @@ class Store:
         graphs: captured steps.
         inputs: what they read, by the kind of step.
         tables: of rotary embeddings.
+        workspace: of the kernel for several products (:mod:`.chain`).
     """
 
     def __init__(self, layers: int, max_length: int) -> None:
@@ -49,6 +50,7 @@ class Store:
         self.graphs: dict[Any, Any] = {}
         self.inputs: dict[str, Any] = {}
         self.tables = Tables(max_length)
+        self.workspace: Tensor | None = None
         self._pool: Any = None
 
     @torch.inference_mode(False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import is_unheard
 from ..nn.linears import function_of, is_bare, is_int4
-from ..ops import few_rows
+from ..ops import few_rows, few_rows_chain
 from ..ops.int4_linear import TILE_N, streams
 from .state import state
 
@@ -102,6 +102,12 @@ def product(
     if ends:
         residual, state.residual = state.residual, None
     kind = None if activation is None else _ACTIVATIONS[activation]
+    if state.queue is not None and few_rows_chain.fits(x, weights):
+        width = weights[0].shape[0] if kind else sum(one.shape[0] for one in weights)
+        out, number = x.new_empty([*x.shape[:-1], width]), few_rows.ACTIVATIONS[kind]
+        phase = few_rows_chain.Phase(out, x, weights, biases, norm, residual, number)
+        made: Tensor = state.queue.add(phase, (eps, offset))
+        return made
     compute = (
         few_rows.few_rows_linear
         if x.dtype in _HALVES and x.device.type == "cuda"

@@ -41,40 +41,27 @@ class Sampling:
                 raise GenerationError(f"flexops.generate: no such {name}", found=found,
                                       required=required)  # fmt: skip
 
-    def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """``[batch]`` of ``[batch, words]``."""
+    def scores(
+        self, logits: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of logits ``[batch, words]``: scores, of which the largest is the one that is chosen, and
+        the words that have them, if those are not all in order."""
         if not self.do_sample:
-            return _largest(logits)
+            return logits, None
         scores = logits.float()
         if self.temperature != 1:
             scores = scores / self.temperature
-        words = scores.shape[-1]
-        indices: Any = None
-        if 0 < self.top_k < words:
-            scores, indices = scores.topk(self.top_k)
+        count = scores.shape[-1]
+        words: Any = None
+        if 0 < self.top_k < count:
+            scores, words = scores.topk(self.top_k)
         if self.top_p < 1:
-            if indices is None:
-                scores, indices = scores.sort(-1, descending=True)
+            if words is None:
+                scores, words = scores.sort(-1, descending=True)
             probabilities = scores.softmax(-1)
             before = probabilities.cumsum(-1) - probabilities
             scores = scores.masked_fill(before >= self.top_p, -torch.inf)
         # of exponentially distributed numbers, divided by rates, the least is i with its rate's
         # probability
         noise = torch.empty_like(scores).exponential_(generator=generator)
-        chosen = _largest(scores.softmax(-1) / noise)
-        return chosen if indices is None else indices.gather(-1, chosen[:, None]).squeeze(-1)
-
-
-_PARTS = (512, 256, 128, 64)
-
-
-def _largest(scores: Tensor) -> Tensor:
-    """``scores.argmax(-1)``, the first where several are alike; of parts of each row first, because
-    torch gives a row to few blocks of a GPU."""
-    rows, words = scores.shape
-    part = next((one for one in _PARTS if words % one == 0 and words > 8 * one), 0)
-    if not part:
-        return scores.argmax(-1)
-    values, places = scores.view(rows, -1, part).max(-1)
-    best = values.argmax(-1, keepdim=True)
-    return places.gather(-1, best).add(best, alpha=part).squeeze(-1)
+        return scores.softmax(-1) / noise, words

@@ -56,6 +56,7 @@ class State(threading.local):
         residual: what the next product that ends a block adds.
         projected: what the projections of an attention made of a tensor, by their ids.
         rotary: cosines and sines by which the next attention rotates query and key.
+        queue: what products are recorded in (:mod:`.chain`); None: they compute.
     """
 
     active = False
@@ -64,6 +65,7 @@ class State(threading.local):
     residual: Tensor | None = None
     projected: tuple[Tensor, dict[int, Tensor]] | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    queue: Any = None
 
 
 state = State()
@@ -77,7 +79,7 @@ def step(tables: Tables) -> Iterator[None]:
         yield
     finally:
         state.active, state.tables = False, None
-        state.normed = state.residual = state.projected = state.rotary = None
+        state.normed = state.residual = state.projected = state.rotary = state.queue = None
 
 
 def tables() -> Tables | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from . import state
+from . import chain, state
 
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process."""
@@ -38,7 +38,7 @@ def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tenso
     behind them, ``[batch, words]``. Positions leave padding out, as transformers' own do in
     ``generate``."""
     store = cache.store
-    with state.step(store.tables):
+    with state.step(store.tables), chain.deferring(model, store, tokens):
         output = forward(
             input_ids=tokens,
             attention_mask=state.nothing_hidden(tokens),

@@ -85,7 +85,7 @@ def composed(
 ) -> Tensor:
     """The same in plain PyTorch, of any dtype and number of rows."""
     kind = _kind(activation)
-    return _reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early)
+    return reference(x, weights, biases, norm, eps, offset, residual, kind, 0, early)
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def _call(
         )
     if not all(streams(x, one) for one in weights):
         check_rows(x, len(weights), len(biases), kind)
-        return _reference, (x, weights, biases, *rest, early)
+        return reference, (x, weights, biases, *rest, early)
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     zeros = [] if first.zeros is None else zeros
     return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)
@@ -154,7 +154,7 @@ def check_rows(x: Tensor, weights: int, biases: int, activation: int) -> None:
         _fail(f"biases must be none or {weights} tensors, got {biases}")
 
 
-def _check(
+def check(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
 ) -> None:  # fmt: skip
@@ -171,7 +171,7 @@ def _check(
             _fail(f"biases[{i}] must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
 
 
-def _reference(
+def reference(
     x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor], norm: Tensor | None, eps: float,
     offset: float, residual: Tensor | None, activation: int, width: int, early: bool,
 ) -> Tensor:  # fmt: skip
@@ -208,7 +208,7 @@ def _gelu(gate: Tensor, activation: int) -> Tensor:
     return F.gelu(gate, approximate="none" if activation == 2 else "tanh")
 
 
-define("few_rows_linear", _reference, check=_check)
+define("few_rows_linear", reference, check=check)
 _CALL = caller(torch.ops.flexops.few_rows_linear.default)
 
 

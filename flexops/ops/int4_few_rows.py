@@ -24,7 +24,7 @@ from .int4_linear import (
 )
 
 
-def _int4_weights(
+def int4_weights(
     x: Tensor, packed: list[Tensor], scales: list[Tensor], zeros: list[Tensor], activation: int,
     width: int, group_size: int,
 ) -> list[Int4Weight]:  # fmt: skip
@@ -43,7 +43,7 @@ def _int4_reference(
     activation: int, width: int, group_size: int, plan: int,
 ) -> Tensor:  # fmt: skip
     del plan
-    weights = _int4_weights(x, packed, scales, zeros, activation, width, group_size)
+    weights = int4_weights(x, packed, scales, zeros, activation, width, group_size)
     products = [
         functools.partial(product_reference, weight=weight, bias=bias)
         for weight, bias in itertools.zip_longest(weights, biases)
@@ -51,7 +51,7 @@ def _int4_reference(
     return compute(x, products, norm, eps, offset, residual, activation)
 
 
-def _check_int4(
+def check(
     x: Tensor, packed: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
     biases: list[Tensor], norm: Tensor | None, eps: float, offset: float, residual: Tensor | None,
     activation: int, width: int, group_size: int, plan: int,
@@ -63,7 +63,7 @@ def _check_int4(
     check_rows(x, len(packed), len(biases), activation)
     if len(scales) != len(packed) or len(zeros) not in (0, len(packed)):
         raise ValueError(f"{where}: scales and zeros must be as many as weights")
-    weights = _int4_weights(x, packed, scales, zeros, activation, width, group_size)
+    weights = int4_weights(x, packed, scales, zeros, activation, width, group_size)
     for i, weight in enumerate(weights):
         check_packed(where, weight)
         if biases and biases[i].shape != (weight.n,):
@@ -75,7 +75,7 @@ def _check_int4(
 define(
     "int4_few_rows_linear",
     _int4_reference,
-    check=_check_int4,
+    check=check,
     function="few_rows_linear",
 )
 

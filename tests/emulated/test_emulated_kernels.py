@@ -160,6 +160,12 @@ def test_attention_over_a_cache(machine):
     assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
 
 
+@pytest.mark.extra
+def test_the_choice_of_tokens(machine):
+    selection = "cpu and not (600 or 128256 or torch.float16)"
+    assert emulated(machine, "tests/ops/test_next_token.py", "-k", selection) == 15
+
+
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
     FUNCTIONS, f"{RESULTS} and (native_is_what or gradients_are_float64s)"
 )

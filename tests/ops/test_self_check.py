@@ -70,4 +70,8 @@ def _other(x):
 
 
 def _spoil(x):
-    return x.add_(1) if isinstance(x, Tensor) and x.is_floating_point() else x
+    if not isinstance(x, Tensor):
+        return x
+    if x.dim() and x.dtype == torch.int64:  # not offsets, which have to ascend
+        return x.copy_(x.flip(0))
+    return x.add_(1) if x.is_floating_point() else x

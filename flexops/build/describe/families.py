@@ -640,6 +640,24 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=_LISTS,
     ),
     _family(
+        "few_rows_chain",
+        _op(
+            "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"
+            " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs,"
+            " Tensor(b!) workspace, float eps, float offset, int kinds, int plan) -> ()",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "weights": ("uint8", "float16", "bfloat16"),
+                "scales": ("float16", "bfloat16"),
+                "zeros": ("float16",),
+                "workspace": ("int32",),
+            },
+            hidden=True,
+        ),
+        hip=False,
+        least_capability=(9, 0),
+    ),
+    _family(
         "int4_few_rows",
         _op(
             "int4_few_rows_linear(Tensor x, Tensor[] packed, Tensor[] scales, Tensor[] zeros,"
@@ -932,6 +950,22 @@ CATALOG: tuple[OpSpec, ...] = (
             f"logprobs_backward_({_OF_LOGPROBS}, Tensor(a!) logits, {_LOGPROBS}) -> ()",
             strided={"logits": "any"},
             **_LOGPROB_GRADIENTS,
+        ),
+    ),
+    _family(
+        "next_token",
+        _op(
+            "next_token_(Tensor scores, Tensor? words, Tensor(a!) tokens, Tensor(b!) last,"
+            " Tensor(c!) finished, Tensor(d!) at, Tensor ends, int pad, Tensor(e!) workspace) ->"
+            " ()",
+            dtypes={
+                "scores": _FLOATS,
+                **dict.fromkeys(("words", "tokens", "last", "at", "ends", "workspace"), "int64"),
+                "finished": "bool",
+            },
+            shapes={"words": "scores", "last": "scores[0], 1", "finished": "scores[0]", "at": "1"},
+            strided={"scores": "rows"},
+            hidden=True,
         ),
     ),
     _family(

@@ -215,6 +215,7 @@ def test_gpus_that_newer_toolkits_have_forgotten(family, libraries, compilers, r
 AMPERE = {
     "attention",
     "few_rows",
+    "few_rows_chain",
     "grouped_linear",
     "int4_few_rows",
     "int4_linear",

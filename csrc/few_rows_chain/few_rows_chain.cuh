@@ -1,0 +1,458 @@
+// Products of one or two rows of x with 4-bit weights, one after another in one kernel, as a decode
+// step has them between two attentions. A block of each multiprocessor stays for all of them. Its
+// warps stream their chunks of all weights, product (phase) after phase, through rings as
+// int4_few_rows' do: weights depend on nothing, so they arrive while blocks wait for each other.
+//
+// Between phases all blocks meet at a counter in device memory, which only grows: every launch adds
+// a multiple of its blocks. The launch is cooperative, so that all blocks are there.
+//
+// Codes are multiplied as they are, by integer tensor cores, because widening them would take
+// longer than they take to arrive: x is taken apart into digits of 8 bits (write_digits).
+#pragma once
+
+#include "int4_few_rows/int4_few_rows.cuh"
+
+namespace flexops::chain {
+
+inline constexpr int kMostPhases = 6;
+inline constexpr int kChunk = 8, kStages = 2;  // tiles of a stage, and stages of a warp's ring
+
+struct Phase {
+  int4::FewParams::Weight weights[few_rows::kMaxWeights];
+  const void *x, *norm, *residual;
+  void* out;  // [m, width]
+  int width, k, count;
+  int tiles_k, groups;
+  int group_shift;   // log2 of the group size
+  int each, longer;  // units that a block has at least, and how many blocks have one more
+  int chunks;        // of a row tile
+  int pass_rows;     // row tiles whose sums have room
+  int activation;
+  bool half_scales, has_zeros;
+};
+
+struct Params {
+  Phase phases[kMostPhases];
+  u64* counter;
+  int count;
+  float eps, offset;
+  int x_stride, sums, squares, parts, ring,
+      barriers;  // bytes: where shared memory's parts are
+};
+
+/// Memory that other blocks of this kernel have written.
+FLEXOPS_DEVICE uint4 load_shared_by_all(const uint4* at) {
+  uint4 out;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "l"(at)
+               : "memory");
+  return out;
+}
+FLEXOPS_DEVICE u32 load_shared_by_all(const u16* at) {
+  u32 bits;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
+  return bits;
+}
+/// Tells the other blocks that this one's results are written, after a barrier of the block.
+FLEXOPS_DEVICE void arrive(u64* counter) {
+  FLEXOPS_SM90("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
+}
+/// Relaxed: an acquire waits for the block's copies of numbers. What it is asked for is read from
+/// the second-level cache, behind a barrier of the block.
+FLEXOPS_DEVICE u64 arrived(const u64* counter) {
+  u64 value = 0;
+  FLEXOPS_SM90("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+/// Where a warp is among the chunks of its block: number f of all phases' is warp f % warps'.
+template <int kWarps>
+struct Cursor {
+  int phase, row, chunk, rows;
+
+  FLEXOPS_DEVICE static int rows_of(const Phase& phase, int block) {
+    return (phase.each + (block < phase.longer ? 1 : 0)) * (phase.activation ? 2 : 1);
+  }
+  FLEXOPS_DEVICE Cursor(const Params& p, int warp, int block)
+      : phase(0), row(0), chunk(warp), rows(rows_of(p.phases[0], block)) {
+    settle(p, block);
+  }
+  FLEXOPS_DEVICE void next(const Params& p, int block) { chunk += kWarps, settle(p, block); }
+  /// In a word, whose upper bits say which row tile: at most 8 phases, 2^17 rows, 2^12 chunks.
+  FLEXOPS_DEVICE u32 packed() const { return phase << 29 | row << 12 | chunk; }
+  FLEXOPS_DEVICE void settle(const Params& p, int block) {
+    while (phase < p.count) {
+      const int chunks = p.phases[phase].chunks;
+      while (chunk >= chunks) chunk -= chunks, ++row;
+      if (row < rows) return;
+      chunk += (row - rows) * chunks, row = 0;
+      if (++phase < p.count) rows = rows_of(p.phases[phase], block);
+    }
+  }
+};
+
+/// A row tile: which weight, and its tile; as int4::FewTile.
+struct Tile {
+  int which, tile;
+  FLEXOPS_DEVICE Tile(const Phase& p, int row, int block, int blocks) {
+    if (p.activation) {
+      which = row % 2, tile = block + row / 2 * blocks;
+      return;
+    }
+    tile = block + row * blocks, which = 0;
+    if (p.count > 1 && tile >= p.weights[0].end) which = tile >= p.weights[1].end ? 2 : 1;
+    if (which > 0) tile -= p.weights[which - 1].end;
+  }
+};
+
+/// acc[16 x 8] += left[16 x 32] right[32 x 8]: codes times digits.
+FLEXOPS_DEVICE void mma_codes(int (&acc)[4], u32 low, u32 high, u32 right0, u32 right1) {
+  constexpr u32 kMask = 0x0f0f0f0fu;
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};"
+      : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
+      : "r"(low & kMask), "r"(low >> 4 & kMask), "r"(high & kMask), "r"(high >> 4 & kMask),
+        "r"(right0), "r"(right1));
+}
+
+/// Of a unit of x, whose numbers are whole multiples of `step`: it, and it times the multiples'
+/// sum.
+struct Unit {
+  float step, sum;
+};
+
+/// x as the products of 4 bits take it: each number of a unit (64 columns; 32 in groups of 32) is
+/// 128 a + b times the unit's step, a and b of 8 bits: rounded to 2^-15 of the unit's largest. The
+/// digits lie as codes do: of a tile's 64 columns 64 bytes a, then 64 bytes b, of which a lane's 16
+/// lie together.
+inline constexpr float kMostMultiple = 127 * 128;
+
+/// Writes 8 neighbouring numbers' digits, and the unit's step and sum. By whole warps, lane after
+/// lane along the columns.
+template <bool kSmall>
+FLEXOPS_DEVICE void write_digits(u8* row, Unit* unit, const float (&x)[8], int vector) {
+  constexpr int kLanes = kSmall ? 4 : 8;
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) largest = max(largest, bit_cast<u32>(x[i]) & 0x7fffffffu);
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2)
+    largest = max(largest, shuffle_xor(largest, other));
+  const float most = bit_cast<float>(largest);
+  const bool some = most > 1e-30f;  // so that the factor is finite
+  const float step = some            ? most * (1 / kMostMultiple)
+                     : most < 1e-30f ? 0.0f
+                                     : most,
+              factor = some ? kMostMultiple / most : 0.0f;
+  int sum = 0;
+  u32 digits[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    // 1.5 * 2^23 plus a whole number ends with its bits: conversions are slow.
+    const int multiple =
+                  static_cast<int>(bit_cast<u32>(fmaf(x[i], factor, 12582912.0f))) - 0x4b400000,
+              a = (multiple + 64) >> 7, b = multiple - (a << 7);
+    sum += multiple;
+    digits[0][i / 4] |= static_cast<u32>(a & 255) << i % 4 * 8;
+    digits[1][i / 4] |= static_cast<u32>(b & 255) << i % 4 * 8;
+  }
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2) sum += shuffle_xor(sum, other);
+  if (vector % kLanes == 0) *unit = {step, step * static_cast<float>(sum)};
+  // Of 16 columns, the first 8 are in an even lane, the others in the next one.
+  const int odd = vector % 2;
+  u8* const to = row + vector / 8 * 128 + odd * 32 + vector % 8 / 2 * 4;
+#pragma unroll
+  for (int d = 0; d < 2; ++d) {
+    const u32 mine = odd ? digits[d][1] : digits[d][0],
+              other = shuffle_xor(odd ? digits[d][0] : digits[d][1], 1);
+    const u32 first = odd ? other : mine, second = odd ? mine : other;
+    *reinterpret_cast<u32*>(to + 64 * d) = __byte_perm(first, second, 0x5140);
+    *reinterpret_cast<u32*>(to + 64 * d + 16) = __byte_perm(first, second, 0x7362);
+  }
+}
+
+/// A lane's part of products. Column g of an mma of codes is a digit, a row of x and a slot: a unit
+/// among kSlots, which an accumulator keeps apart.
+template <int kRows, bool kSmall>
+struct Lane {
+  static constexpr int kSlots = 4 / kRows, kUnits = int4::kFewUnits<kChunk, kSmall>;
+  int lane, g, t, slot, own_slot, token;
+  const u8 *x, *nothing;  // digits; zeros
+
+  FLEXOPS_DEVICE Lane(const u8* rows_of_x, int x_stride, const u8* zeros) {
+    lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    slot = g / (2 * kRows), own_slot = t / kRows, token = t % kRows, nothing = zeros + 16 * t;
+    x = rows_of_x + g / 2 % kRows * x_stride + g % 2 * 64 + 16 * t;
+  }
+
+  /// Adds a chunk's products of 4 bits. `left`: the weight's tiles from here on.
+  FLEXOPS_DEVICE void multiply(float (&acc)[2], const u8* stage, const Unit* units,
+                               const Phase& phase, int chunk, int left) const {
+    const uint4* const words = reinterpret_cast<const uint4*>(stage) + lane;
+    const u32* const scales = reinterpret_cast<const u32*>(stage + kChunk * 512) + g;
+    const int there = kSmall ? 2 * left : left;
+    units += chunk * kUnits * kRows + token;
+#pragma unroll
+    for (int first = 0; first < kUnits; first += kSlots) {
+      int part[4] = {};
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        const int unit = first + j, tile = kSmall ? unit / 2 : unit;
+        const u8* const from = slot == j ? x + chunk * kChunk * 128 + tile * 128 : nothing;
+        if constexpr (kSmall) {
+          const uint2 all = reinterpret_cast<const uint2*>(words + tile * 32)[unit % 2],
+                      right = reinterpret_cast<const uint2*>(from)[unit % 2];
+          mma_codes(part, all.x, all.y, right.x, right.y);
+        } else {
+          const uint4 all = words[tile * 32], right = *reinterpret_cast<const uint4*>(from);
+          mma_codes(part, all.x, all.y, right.x, right.y);
+          mma_codes(part, all.z, all.w, right.z, right.w);
+        }
+      }
+      const int unit = first + own_slot, group = kSmall ? unit : unit >> (phase.group_shift - 6);
+      const bool inside = unit < there;
+      const u32 scale = inside ? scales[group * 8] : 0,
+                zero = inside && phase.has_zeros ? scales[kUnits * 8 + group * 8] : 0;
+      const Unit of_x = units[unit * kRows];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float less = phase.has_zeros ? half_of<f16>(zero, half) : 8.0f,
+                    sum = of_x.step * static_cast<float>(part[2 * half] * 128 + part[2 * half + 1]);
+        acc[half] += int4::number_of(scale, half, phase.half_scales) * (sum - less * of_x.sum);
+      }
+    }
+  }
+  /// Writes a row tile's sums, [16][kRows], and sets them to 0.
+  FLEXOPS_DEVICE void store(float* to, float (&acc)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int other = kRows; other < 4; other *= 2) acc[half] += shuffle_xor(acc[half], other);
+      if (t < kRows) to[(g + 8 * half) * kRows + t] = acc[half];
+      acc[half] = 0.0f;
+    }
+  }
+};
+
+template <class T, int kRows, int kWarps, bool kSmall>
+__global__ void __launch_bounds__(32 * (kWarps + 1), 1)
+    products(const FLEXOPS_GRID_CONSTANT Params p) {
+  constexpr int kThreads = 32 * (kWarps + 1), kStage = int4::kFewStage<kChunk, kSmall>;
+  constexpr int kUnits = int4::kFewUnits<kChunk, kSmall>, kPart = 16 * kRows;
+  extern __shared__ uint4 storage[];
+  u8* const shared = reinterpret_cast<u8*>(storage);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+
+  // The ring, as int4_few_rows' one.
+  u8* const ring = shared + p.ring + warp * kStages * kStage;
+  const u32 barriers = hopper::shared_address(shared + p.barriers + warp * kStages * 8);
+  // The last warp copies nothing: it meets the other blocks. A release waits for the copies of
+  // numbers that its own warp has started.
+  const bool streams = warp < kWarps, meets = thread == 32 * kWarps;
+  if (streams && lane < kStages) hopper::init(barriers + 8 * lane, 1), hopper::fence_init();
+  __syncwarp();
+  Cursor<kWarps> ahead(p, warp, block);
+  u32 queue[kStages + 1];  // chunks that are under way, and the next one
+  const auto fetch = [&](int stage) {
+    if (ahead.phase < p.count) {
+      const Phase& phase = p.phases[ahead.phase];
+      const Tile row(phase, ahead.row, block, blocks);
+      const int4::FewParams::Weight& weight = phase.weights[row.which];
+      u8* const to = ring + stage * kStage;
+      const int tile = ahead.chunk * kChunk, tiles = min(kChunk, phase.tiles_k - tile);
+      const auto groups_of = [&](int count) {
+        return kSmall ? 2 * count : count >> (phase.group_shift - 6);
+      };
+      const i64 number = (static_cast<i64>(row.tile) * phase.groups + groups_of(tile)) * 16;
+      if (lane == 0) {
+        hopper::expect(barriers + 8 * stage, tiles * 512);
+        hopper::load_bytes(
+            hopper::shared_address(to),
+            weight.packed + (static_cast<i64>(row.tile) * phase.tiles_k + tile) * 512, tiles * 512,
+            barriers + 8 * stage);
+      }
+      if (lane < 2 * groups_of(tiles)) {
+        u8* const own = to + kChunk * 512 + lane * 16;
+        async_copy16(own, weight.scales + number + lane * 8, true);
+        if (weight.zeros) async_copy16(own + kUnits * 32, weight.zeros + number + lane * 8, true);
+      }
+      ahead.next(p, block);
+    }
+    async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    queue[i] = streams ? ahead.packed() : ~0u;
+    if (streams) fetch(i);
+  }
+
+  u8* const rows_of_x = shared + int4::kZeroBytes;
+  Unit* const units = reinterpret_cast<Unit*>(shared + p.sums);
+  float* const squares = reinterpret_cast<float*>(shared + p.squares);  // of rows; of warps
+  float* const parts = reinterpret_cast<float*>(shared + p.parts);
+  if (thread < int4::kZeroBytes / 16) storage[thread] = uint4{0, 0, 0, 0};
+  const Lane<kRows, kSmall> own(rows_of_x, p.x_stride, shared);
+  float acc[2] = {};
+  int stage = 0;
+  u32 full = 0;
+
+  wait_for_previous();
+  let_next_start();
+  u64 target = 0;
+  if (meets) {
+    const u64 now = arrived(p.counter);
+    target = now - now % static_cast<u32>(blocks);
+  }
+
+#pragma unroll 1
+  for (int number = 0; number < p.count; ++number) {
+    const Phase& phase = p.phases[number];
+    // Vectors of 16 bytes.
+    const int per_row = phase.chunks * kChunk * 8;
+    const auto gain_of = [&](int vector) {
+      return vector * 8 < phase.k ? static_cast<const uint4*>(phase.norm)[vector]
+                                  : uint4{0, 0, 0, 0};
+    };
+    uint4 first_gain = {};
+    if (phase.norm) first_gain = gain_of(thread);
+    // What is computed here costs nothing: the other blocks' results are not there yet.
+    const int in_unit = phase.activation ? 2 : 1, rows = Cursor<kWarps>::rows_of(phase, block);
+    const int sharing = min(phase.chunks, kWarps);
+    struct Result {
+      int column, which;  // of the weight, or -1; which one
+      i64 place;
+    };
+    const auto results_of = [&](int first_row) {
+      return (min(phase.pass_rows, rows - first_row) >> (phase.activation ? 1 : 0)) * 16 * kRows;
+    };
+    const auto result_of = [&](int first_row, int i) {
+      const int line = i % 16, unit = i / (16 * kRows), token = i / 16 - unit * kRows;
+      const Tile tile(phase, first_row + unit * in_unit, block, blocks);
+      const int column = tile.tile * 16 + line;
+      if (i >= results_of(first_row) || column >= phase.weights[tile.which].columns)
+        return Result{-1, 0, 0};
+      return Result{
+          column, tile.which,
+          static_cast<i64>(token) * phase.width + phase.weights[tile.which].start + column};
+    };
+    const auto added = [&](const Result& r) -> u32 {
+      return phase.residual && r.column >= 0
+                 ? load_shared_by_all(static_cast<const u16*>(phase.residual) + r.place)
+                 : 0;
+    };
+    Result first = result_of(0, thread);
+    if (number > 0) {
+      if (meets) {
+        target += blocks;
+        while (arrived(p.counter) < target) {}
+      }
+      __syncthreads();
+    }
+    u32 first_added = added(first);
+    // Rows of x, multiplied by the norm's weights; the sums of their units, and of their squares.
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const T*>(phase.x) +
+                                                              static_cast<i64>(row) * phase.k);
+      float square = 0.0f;
+      constexpr int kAtOnce = 4;
+#pragma unroll 1
+      for (int first = thread; first < per_row; first += kAtOnce * kThreads) {
+        uint4 vectors[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = first + j * kThreads;
+          vectors[j] = i * 8 < phase.k ? load_shared_by_all(from + i) : uint4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = first + j * kThreads;
+          if (i >= per_row) break;  // the whole warp
+          uint4 gain = first_gain;
+          if (phase.norm && i >= kThreads) gain = gain_of(i);
+          u32 words[4] = {vectors[j].x, vectors[j].y, vectors[j].z, vectors[j].w};
+          const u32 gains[4] = {gain.x, gain.y, gain.z, gain.w};
+          u8* const to = rows_of_x + row * p.x_stride;
+          float numbers[8];
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            numbers[n] = half_of<T>(words[n / 2], n % 2);
+            if (phase.norm) {
+              square += numbers[n] * numbers[n];
+              numbers[n] *= half_of<T>(gains[n / 2], n % 2) + p.offset;
+            }
+          }
+          write_digits<kSmall>(to, units + i / (kSmall ? 4 : 8) * kRows + row, numbers, i);
+        }
+      }
+      if (phase.norm) {
+        square = warp_reduce(square, Sum());
+        if (lane == 0) squares[8 + row * (kWarps + 1) + warp] = square;
+      }
+    }
+    __syncthreads();
+    if (phase.norm && !streams) {  // read behind a further barrier
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float of_warp = lane <= kWarps ? squares[8 + row * (kWarps + 1) + lane] : 0.0f;
+        squares[row] = warp_reduce(of_warp, Sum());
+      }
+    }
+    for (int first_row = 0; first_row < rows; first_row += phase.pass_rows) {
+      const int end_row = min(first_row + phase.pass_rows, rows), results = results_of(first_row);
+      if (first_row > 0) first = result_of(first_row, thread), first_added = added(first);
+#pragma unroll 1
+      while (queue[0] >> 12 < (static_cast<u32>(number) << 17 | end_row)) {
+        const int chunk = static_cast<int>(queue[0] & 0xfff);
+        hopper::wait(barriers + 8 * stage, full);
+        async_wait<kStages - 1>();
+        __syncwarp();
+        const u8* const filled = ring + stage * kStage;
+        own.multiply(acc, filled, units, phase, chunk, phase.tiles_k - chunk * kChunk);
+        __syncwarp();  // as in int4_few_rows
+        queue[kStages] = ahead.packed();
+        fetch(stage);
+        if (++stage == kStages) stage = 0, full ^= 1;
+        const int row = static_cast<int>(queue[0] >> 12 & 0x1ffff);
+        const bool same = queue[0] >> 12 == queue[1] >> 12;
+#pragma unroll
+        for (int i = 0; i < kStages; ++i) queue[i] = queue[i + 1];
+        if (same) continue;
+        own.store(parts + ((row - first_row) * sharing + chunk % kWarps) * kPart, acc);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int i = thread; i < results; i += kThreads) {
+        const Result r = i < kThreads ? first : result_of(first_row, i);
+        if (r.column < 0) continue;
+        const int of = i / (16 * kRows) * in_unit, token = i / 16 % kRows;
+        float factor = 1.0f;
+        if (phase.norm) factor = rsqrtf(squares[token] / static_cast<float>(phase.k) + p.eps);
+        const auto result = [&](int of, int which) {
+          const float* const from = parts + of * sharing * kPart + i % 16 * kRows + token;
+          float total = 0.0f;
+#pragma unroll 8
+          for (int w = 0; w < sharing; ++w) total += from[w * kPart];
+          total *= factor;
+          const void* const bias = phase.weights[which].bias;
+          return bias ? total + to_float(static_cast<const T*>(bias)[r.column]) : total;
+        };
+        float value = result(of, r.which);
+        if (phase.activation)
+          value = few_rows::activate(few_rows::round_to<T>(value), phase.activation) *
+                  few_rows::round_to<T>(result(of + 1, 1));
+        if (phase.residual)
+          value =
+              few_rows::round_to<T>(value) + half_of<T>(i < kThreads ? first_added : added(r), 0);
+        static_cast<T*>(phase.out)[r.place] = from_float<T>(value);
+      }
+      __syncthreads();
+    }
+    if (meets && number + 1 < p.count) arrive(p.counter);
+  }
+}
+
+}  // namespace flexops::chain

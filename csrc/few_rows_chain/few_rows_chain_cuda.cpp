@@ -1,0 +1,114 @@
+// The launcher of chains of products of a few rows.
+
+#include "few_rows_chain/few_rows_chain.h"
+
+#include "common/launch.h"
+#include "few_rows_chain/few_rows_chain.cuh"
+
+namespace flexops {
+namespace {
+
+using chain::Params;
+using chain::Phase;
+static_assert(chain::kMostPhases == kMostPhases, "one limit");
+
+/// That copy and multiply; the smaller number where rows of x take the memory. Tuned on one H200.
+constexpr int kMostWarps = 16, kLeastWarps = 12;
+
+int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{128}) * 128; }
+
+/// Where shared memory's parts are; returns its bytes.
+int64_t lay_out(Params& p, int64_t m, int warps, bool small) {
+  int64_t tiles = 0, parts = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const Phase& phase = p.phases[i];
+    const int64_t of_k = phase.chunks * chain::kChunk,
+                  of_rows = phase.pass_rows * least(phase.chunks, warps) * 64 * m;
+    tiles = tiles < of_k ? of_k : tiles, parts = parts < of_rows ? of_rows : parts;
+  }
+  const int64_t units = small ? 2 : 1;
+  const int64_t stride = tiles * 128, sums = rounded_up(int4::kZeroBytes + m * stride),
+                squares = sums + tiles * units * m * 8,
+                at = rounded_up(squares + 4 * (8 + m * (warps + 1))), ring = rounded_up(at + parts),
+                barriers =
+                    ring + int64_t{chain::kStages} * warps * chain::kChunk * (512 + 64 * units);
+  p.x_stride = static_cast<int>(stride), p.sums = static_cast<int>(sums);
+  p.squares = static_cast<int>(squares), p.parts = static_cast<int>(at);
+  p.ring = static_cast<int>(ring), p.barriers = static_cast<int>(barriers);
+  return barriers + 8 * chain::kStages * warps;
+}
+
+template <class T, int kRows, int kWarps>
+void launch_chain(const Params& p, bool small, const LaunchConfig& config) {
+  if (small) return launch(rare_kernel<chain::products<T, kRows, kWarps, true>>, config, p);
+  launch(kernel<chain::products<T, kRows, kWarps, false>>, config, p);
+}
+template <class T, int kRows>
+void launch_chain(const Params& p, int warps, bool small, const LaunchConfig& config) {
+  warps == kMostWarps ? launch_chain<T, kRows, kMostWarps>(p, small, config)
+                      : launch_chain<T, kRows, kLeastWarps>(p, small, config);
+}
+template <class T>
+void launch_chain(const Params& p, int64_t rows, int warps, bool small,
+                  const LaunchConfig& config) {
+  rows == 1 ? launch_chain<T, 1>(p, warps, small, config)
+            : launch_chain<T, 2>(p, warps, small, config);
+}
+
+}  // namespace
+
+const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream) {
+  const Gpu& gpu = gpu_facts();
+  Params p = {};
+  p.count = static_cast<int>(call.outs.count);
+  p.eps = call.eps, p.offset = call.offset, p.counter = call.workspace.as<u64>();
+  bool small = false;
+  int64_t weight = 0, bias = 0, zero = 0, norm = 0, residual = 0;
+  for (int i = 0; i < p.count; ++i) {
+    Phase& phase = p.phases[i];
+    const PhaseKind kind(call.kinds, i);
+    const TensorView &x = i == 0 ? call.x : call.xs[i - 1], &out = call.outs[i];
+    phase.x = x.data, phase.out = out.data;
+    phase.norm = kind.norm ? call.norms[norm++].data : nullptr;
+    phase.residual = kind.residual ? call.residuals[residual++].data : nullptr;
+    phase.width = static_cast<int>(out.columns()), phase.k = static_cast<int>(x.columns());
+    phase.count = kind.weights, phase.activation = kind.activation;
+    phase.has_zeros = kind.zeros;
+    phase.tiles_k = static_cast<int>(ceil_div(phase.k, 64));
+    phase.groups = static_cast<int>(call.scales[weight].size(1));
+    phase.half_scales = call.scales[weight].dtype == Dtype::f16;
+    const int per_group = 64 * phase.tiles_k / phase.groups;
+    phase.group_shift = per_group == 32 ? 5 : per_group == 64 ? 6 : 7;
+    small = phase.group_shift == 5;
+    int units = 0;
+    for (int j = 0; j < kind.weights; ++j, ++weight) {
+      auto& one = phase.weights[j];
+      one.packed = call.weights[weight].as<uint8_t>();
+      one.scales = call.scales[weight].as<uint16_t>();
+      one.zeros = kind.zeros ? call.zeros[zero++].as<uint16_t>() : nullptr;
+      one.bias = kind.biases ? call.biases[bias++].data : nullptr;
+      one.start = kind.activation ? 0 : 16 * units;
+      const int tiles = static_cast<int>(call.weights[weight].size(0));
+      one.columns = static_cast<int>(least(16 * tiles, phase.width - one.start));
+      units = kind.activation ? tiles : units + tiles;
+      one.end = units;
+    }
+    phase.each = units / gpu.processors, phase.longer = units % gpu.processors;
+    phase.chunks = static_cast<int>(ceil_div(phase.tiles_k, chain::kChunk));
+    const int64_t rows = ceil_div(units, gpu.processors) * (kind.activation ? 2 : 1);
+    phase.pass_rows = static_cast<int>(least(rows, 16));
+  }
+  const int64_t rows = call.x.rows();
+  int warps = call.plan == kLeastWarps ? kLeastWarps : kMostWarps;
+  int64_t bytes = lay_out(p, rows, warps, small);
+  if (bytes > gpu.shared_of_block) bytes = lay_out(p, rows, warps = kLeastWarps, small);
+  if (bytes > gpu.shared_of_block) return "these rows do not fit into shared memory";
+  LaunchConfig config = {
+      blocks(gpu.processors), {32u * static_cast<unsigned>(warps + 1)}, stream, bytes};
+  config.early = config.together = true;
+  call.x.dtype == Dtype::bf16 ? launch_chain<bf16>(p, rows, warps, small, config)
+                              : launch_chain<f16>(p, rows, warps, small, config);
+  return last_error();
+}
+
+}  // namespace flexops

@@ -1,0 +1,112 @@
+"""The products between two attentions of a decode step as one kernel
+(:mod:`flexops.ops.few_rows_chain`).
+
+Within a step a product only records what it computes, and gives its result unwritten. The first
+operator that is neither a view nor an allocation has what was recorded computed before itself, so
+a model's own code between products always reads written tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import TorchDispatchMode
+from ..ops.few_rows_chain import MOST_PHASES, WORKSPACE, Phase, common, few_rows_chain_, runs_on
+from .state import state
+
+_aten: Any = torch.ops.aten
+_PASS = frozenset(
+    (
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.expand.default,
+        _aten.new_empty.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.squeeze.dim,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unbind.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+    )
+)
+"""Operators that read nothing."""
+_KNOWN = ("flexops", "torch", "transformers")
+"""Packages whose modules reach a GPU by torch's operators. Kernels of others, such as Triton's, may
+not be seen when they read a result."""
+
+
+class Queue(TorchDispatchMode):
+    """What was recorded, and not computed yet."""
+
+    def __init__(self, workspace: Tensor) -> None:
+        super().__init__()
+        self._workspace = workspace
+        self._phases: list[Phase] = []
+        self._common: list[Any] = []
+
+    def add(self, phase: Phase, norm: tuple[float, float]) -> Tensor:
+        """Record a product; ``norm``: its ``eps`` and ``offset``. Gives its result."""
+        found = [norm if phase.norm is not None else None, *common(phase)]
+        pairs = list(zip(found, self._common or found, strict=True))
+        differs = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        if differs or len(self._phases) == MOST_PHASES:
+            self.run()
+            pairs = list(zip(found, found, strict=True))
+        self._common = [one if other is None else other for one, other in pairs]
+        self._phases.append(phase)
+        return phase.out
+
+    def run(self) -> None:
+        """Compute it."""
+        phases, self._phases = self._phases, []
+        if phases:
+            eps, offset = self._common[0] or (0.0, 0.0)
+            self._common = []
+            few_rows_chain_(phases, self._workspace, eps=eps, offset=offset)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _PASS:
+            self.run()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deferring(model: nn.Module, store: Any, tokens: Tensor) -> Iterator[None]:
+    """Inside, products of this thread's step are recorded, where the kernel runs on the device of
+    ``tokens``. What has failed in there computes nothing more."""
+    if not runs_on(tokens.device) or not all(map(_is_known, model.modules())):
+        yield
+        return
+    if store.workspace is None:
+        store.workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=tokens.device)
+    with Queue(store.workspace) as state.queue:
+        yield
+        state.queue.run()
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is of one of those packages, and runs its code or ours."""
+    forward: Any = module.__dict__.get("forward")
+    while isinstance(forward, functools.partial) and _package(forward.func) == "flexops":
+        forward = forward.keywords.get("inner")
+    code = type(module), type(module).forward
+    return forward is None and all(_package(one) in _KNOWN for one in code)
+
+
+def _package(of: Any) -> str:
+    return str(getattr(of, "__module__", "")).partition(".")[0]

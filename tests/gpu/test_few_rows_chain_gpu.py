@@ -1,0 +1,174 @@
+"""Chains of products of a few rows on a GPU: each phase against float64 of what it reads; the
+same bits each time, also in a captured graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexops
+from flexops.ops import few_rows_chain, int4_linear
+from flexops.ops.few_rows_chain import WORKSPACE, Phase, few_rows_chain_
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+BOUNDS = {torch.bfloat16: (4e-3, 9e-3), torch.float16: (1e-3, 2e-3)}
+"""Of the distance, relative to the norm: a plain product's, and one's behind a norm or with an
+activation, whose operands or factors are rounded once more."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native(native_kernels: Callable[[str, str], None]) -> None:
+    if not few_rows_chain.runs_on(CUDA):
+        pytest.skip("runs on 9.0 and newer")
+    native_kernels("few_rows_chain", "cuda")
+
+
+def int4(
+    n: int, k: int, group_size: int, symmetric: bool, dtype: torch.dtype
+) -> flexops.Int4Weight:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=CUDA)
+    scales = (torch.rand(n, k // group_size, device=CUDA) + 0.1).to(dtype) / 8 / k**0.5
+    zeros = None if symmetric else torch.rand(n, k // group_size, device=CUDA) * 15
+    return flexops.pack_int4(codes, scales, zeros, group_size=group_size)
+
+
+def layer(
+    rows: int, sizes: tuple[int, int, tuple[int, ...]], group_size: int, symmetric: bool,
+    bias: bool, activation: int, dtype: torch.dtype,
+) -> list[Phase]:  # fmt: skip
+    """What lies between two attentions."""
+    hidden, inner, last = sizes
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=CUDA).to(dtype)
+
+    def weight(n: int, k: int) -> flexops.Int4Weight:
+        return int4(n, k, group_size, symmetric, dtype)
+
+    def biases(*sizes: int) -> list[Tensor]:
+        return [random(n) for n in sizes] if bias else []
+
+    x, h = random(rows, hidden), random(rows, hidden)
+    first, g, second, qkv = (
+        torch.full((rows, n), torch.nan, dtype=dtype, device=CUDA)
+        for n in (hidden, inner, hidden, sum(last))
+    )
+    half = inner if activation else inner // 2
+    pair = [weight(half, hidden), weight(half, hidden)]
+    return [
+        Phase(first, x, [weight(hidden, hidden)], biases(hidden), None, h, 0),
+        Phase(g, first, pair, biases(half, half), random(hidden), None, activation),
+        Phase(second, g, [weight(hidden, inner)], biases(hidden), None, first, 0),
+        Phase(
+            qkv, second, [weight(n, hidden) for n in last], biases(*last), random(hidden), None, 0
+        ),
+    ]
+
+
+def wanted(phase: Phase, offset: float) -> Tensor:
+    """From what the phase has read, in float64; each product rounded."""
+    x = phase.x.double()
+    if phase.norm is not None:
+        factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        x = x * factor * (phase.norm.double() + offset)
+    made = []
+    for i, weight in enumerate(phase.weights):
+        dense = int4_linear._unpack_reference(weight, torch.float32)
+        y = x @ dense.double().t() + (phase.biases[i].double() if phase.biases else 0)
+        made.append(y.to(phase.out.dtype).double())
+    if phase.activation:
+        functional = torch.nn.functional
+        acted = {
+            1: functional.silu,
+            2: functional.gelu,
+            3: lambda x: functional.gelu(x, approximate="tanh"),
+        }[phase.activation](made[0])
+        made = [acted * made[1]]
+    y = torch.cat(made, -1)
+    return y if phase.residual is None else y + phase.residual.double()
+
+
+SMALL = (512, 1280, (512, 128, 112))
+CASES = [
+    *((SMALL, size, symmetric, size == 32, 1) for size in (32, 64, 128) for symmetric in (0, 1)),
+    ((4096, 14336, (4096, 1024, 1024)), 64, False, False, 1),
+    ((2048, 8192, (2048, 512, 512)), 64, False, True, 3),
+    ((896, 4864, (896, 128, 128)), 128, True, True, 1),
+    ((128, 70 * 64, (90,)), 64, False, False, 2),
+    ((192, 133 * 64, (16, 48, 32)), 64, False, False, 1),
+    ((512, 1280, (512,)), 64, True, False, 0),
+    ((256, 16384, (256,)), 64, False, False, 1),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_phase_is_float64s(
+    case: tuple[tuple[int, int, tuple[int, ...]], int, bool, bool, int], dtype: torch.dtype,
+    rows: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(rows)
+    sizes, group_size, symmetric, bias, activation = case
+    phases = layer(rows, sizes, group_size, symmetric, bias, activation, dtype)
+    workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
+    for count in range(len(phases), 0, -1):
+        for phase in phases:
+            phase.out.fill_(torch.nan)
+        few_rows_chain_(phases[:count], workspace, offset=1.0)
+        for phase in phases[:count]:
+            exact = wanted(phase, 1.0)
+            distance = (phase.out.double() - exact).norm() / exact.norm()
+            assert distance < BOUNDS[dtype][phase.norm is not None or phase.activation > 0]
+        found = [phase.out.clone() for phase in phases[:count]]
+        for _ in range(3):
+            few_rows_chain_(phases[:count], workspace, offset=1.0)
+        assert all(map(torch.equal, found, (phase.out for phase in phases)))
+        assert all(phase.out.isnan().all() for phase in phases[count:])
+
+
+@torch.no_grad()
+def test_launches_follow_each_other_in_a_graph() -> None:
+    """Each launch's first blocks start while the one before runs."""
+    torch.manual_seed(0)
+    layers = [layer(1, SMALL, 64, False, False, 1, torch.bfloat16) for _ in range(8)]
+    for before, after in itertools.pairwise(layers):
+        after[0] = after[0]._replace(x=before[3].out[:, :512], residual=before[2].out)
+    workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
+
+    def step() -> None:
+        for phases in layers:
+            few_rows_chain_(phases, workspace)
+
+    step()
+    found = [phase.out.clone() for phases in layers for phase in phases]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        for phases in layers:
+            for phase in phases:
+                phase.out.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, found, (phase.out for phases in layers for phase in phases)))
+
+
+@torch.no_grad()
+def test_the_host_refuses_what_does_not_fit() -> None:
+    phases = layer(1, SMALL, 64, False, False, 1, torch.bfloat16)
+    workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
+    wide = phases[0]._replace(out=phases[0].out.new_empty(1, 1024)[:, ::2])
+    with pytest.raises(RuntimeError, match="outs"):
+        few_rows_chain_([wide], workspace)
+    three = layer(3, SMALL, 64, False, False, 1, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="at most 2 rows"):
+        few_rows_chain_(three, workspace)
+    small = layer(1, SMALL, 32, False, False, 1, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="scales of phase 1"):
+        few_rows_chain_([phases[0], small[1]._replace(x=phases[0].out)], workspace)
