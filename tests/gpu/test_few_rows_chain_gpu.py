@@ -164,11 +164,11 @@ def test_the_host_refuses_what_does_not_fit() -> None:
     phases = layer(1, SMALL, 64, False, False, 1, torch.bfloat16)
     workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
     wide = phases[0]._replace(out=phases[0].out.new_empty(1, 1024)[:, ::2])
-    with pytest.raises(RuntimeError, match="outs"):
+    with pytest.raises((RuntimeError, ValueError), match="outs"):
         few_rows_chain_([wide], workspace)
     three = layer(3, SMALL, 64, False, False, 1, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="at most 2 rows"):
+    with pytest.raises((RuntimeError, ValueError), match="at most 2 rows"):
         few_rows_chain_(three, workspace)
     small = layer(1, SMALL, 32, False, False, 1, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="scales of phase 1"):
+    with pytest.raises((RuntimeError, ValueError), match="scales of phase 1"):
         few_rows_chain_([phases[0], small[1]._replace(x=phases[0].out)], workspace)
