@@ -572,37 +572,56 @@ def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> N
     assert "compiled in" in run(CALL + WHERE, package, **cache)
 
 
-WRONG_DECLARATIONS = {
-    "builder.Library('mylib', root='/elsewhere')": "mylib is registered twice",
-    "builder.Library('flexops', root='/elsewhere')": "no library can be called",
-    "builder.Library('my-lib', root='/elsewhere')": "no library can be called",
-    "mylib.lib.op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)": "mylib.scale is declared twice",
-    "mylib.lib.op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)": "cannot be read",
-    "mylib.lib.op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)": "torch does not take the schema",
-    "mylib.lib.op('scale2(Tensor x, *, float s) -> Tensor', family='scale', own_binding=True)(lambda x, *, s: x)": "has keyword-only arguments",
-    "mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))": "cannot save nothing",
-    "mylib.lib.op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)": "in their order: x, y",
-    "mylib.lib.op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)": "writes its arguments",
-    "builder.Library('load_library', root='/elsewhere')": "no library can be called",
-    "mylib.lib.op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)": "no family can be called '../scale'",
-    "builder.Library('a' * 250, root='/elsewhere')": "it has 250 characters",
-    "mylib.lib.op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)": "at most 80 letters",
-    "mylib.lib.op('scale2(Tensor x, float gr\\xf6\\xdfe) -> Tensor', family='scale')(lambda x: x)": "names of ASCII letters",
-    "mylib.lib.op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)": "outputs=builder.Output('x[0]')",
-}
+WRONG_DECLARATIONS = r"""
+mylib is registered twice
+    builder.Library('mylib', root='/elsewhere')
+no library can be called
+    builder.Library('flexops', root='/elsewhere')
+no library can be called
+    builder.Library('my-lib', root='/elsewhere')
+mylib.scale is declared twice
+    op('scale(Tensor x) -> Tensor', family='scale')(lambda x: x)
+cannot be read
+    op('scale2(Tensor x) > Tensor', family='scale')(lambda x: x)
+torch does not take the schema
+    op('scale2(Tensor x, Strange s) -> Tensor', family='scale', own_binding=True)(lambda x, s: x)
+has keyword-only arguments
+    op('two(Tensor x, *, float s) -> Tensor', family='scale', own_binding=True)(lambda x, *, s: x)
+cannot save nothing
+    mylib.scale.backward(lambda ctx, grad: grad, saves=('nothing',))
+in their order: x, y
+    op('scale2(Tensor x, Tensor y) -> Tensor', family='scale')(lambda y, x: x)
+writes its arguments
+    op('scale_(Tensor(a!) x) -> ()', family='scale')(lambda x: None).backward(lambda ctx: None)
+no library can be called
+    builder.Library('load_library', root='/elsewhere')
+no family can be called '../scale'
+    op('scale2(Tensor x) -> Tensor', family='../scale')(lambda x: x)
+it has 250 characters
+    builder.Library('a' * 250, root='/elsewhere')
+at most 80 letters
+    op('scale2(Tensor x) -> Tensor', family='a' * 250)(lambda x: x)
+names of ASCII letters
+    op('scale2(Tensor x, float gr\xf6\xdfe) -> Tensor', family='scale')(lambda x: x)
+outputs=builder.Output('x[0]')
+    op('scale2(Tensor x) -> Tensor', family='scale', outputs='x[0]')(lambda x: x)
+""".strip().splitlines()
+"""What is said, and of which code."""
 
 
 def test_declarations_that_cannot_be() -> None:
     """All in one process: none leaves a part of what it declared to the next."""
+    said = WRONG_DECLARATIONS[::2]
+    codes = [code.strip() for code in WRONG_DECLARATIONS[1::2]]
     imports = "import mylib\nfrom flexops import builder\nfrom flexops.errors import FlexopsError\n"
     attempts = "\n".join(
-        f"try:\n    {code}\n    print()\nexcept FlexopsError as error:\n    print(ascii(str(error)))"
-        for code in WRONG_DECLARATIONS
+        f"try:\n    {code}\n    print()\nexcept FlexopsError as error:\n"
+        "    print(ascii(str(error)))"
+        for code in codes
     )
-    lines = run(imports + attempts, EXAMPLE).splitlines()
-    assert len(lines) == len(WRONG_DECLARATIONS)
-    for (code, said), line in zip(WRONG_DECLARATIONS.items(), lines, strict=True):
-        assert said in line, code
+    lines = run(f"{imports}op = mylib.lib.op\n{attempts}", EXAMPLE).splitlines()
+    for code, wanted, line in zip(codes, said, lines, strict=True):
+        assert wanted in line, code
 
 
 FORWARD = """

@@ -95,7 +95,8 @@ def gated_experts(
         )
     x, gate_up, down = factors(x, gate_up, down)
     # torch's builtin for this is none that torch.compile of torch 2.11 traces
-    keep = is_grad_enabled() and any(one.requires_grad for one in (x, weights, gate_up, down))
+    floats = x, weights, gate_up, down  # of any kind: the operator rejects what is no tensor
+    keep = is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in floats)
     result: Tensor = _CALL(x, choices, weights, gate_up, down, _NUMBERS[activation], keep)[0]
     return result
 

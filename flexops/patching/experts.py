@@ -367,7 +367,8 @@ def routed(module: Any, hidden_states: Tensor, routing: Tensor, weights: Any = N
         return act(gate) * up
 
     if own is None and kind and not transposed:
-        out = gated_experts(x, known, weights, first[0][:count], last, activation=kind)  # type: ignore[arg-type]
+        which: Any = kind
+        out = gated_experts(x, known, weights, first[0][:count], last, activation=which)
     else:
         layers = [(one[:count], None) for one in first]
         out = _by_steps(x, known, weights, layers, inner, (last, None))

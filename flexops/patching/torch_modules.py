@@ -73,7 +73,10 @@ def multihead_attention(
     )
     if not usual or not is_plain(module.in_proj_weight) or not is_plain(module.out_proj.weight):
         rest = need_weights, attn_mask, average_attn_weights, is_causal
-        return plain(module, query, key, value, key_padding_mask, *rest)  # type: ignore[no-any-return]
+        result: tuple[Tensor, Tensor | None] = plain(
+            module, query, key, value, key_padding_mask, *rest
+        )
+        return result
     q, k, v = _projected(module, query, key, value)
     causal = is_causal and key_padding_mask is None
     mask = None if causal else _allowed(attn_mask, key_padding_mask, q)

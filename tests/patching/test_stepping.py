@@ -1,4 +1,5 @@
-"""Layers within a decode step: those whose parts are no more what was patched compute as they are."""
+"""Layers within a decode step: those whose parts are no more what was patched compute as they
+are."""
 
 from __future__ import annotations
 
