@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent
 NOTICES = "THIRD_PARTY_NOTICES.txt"
 sys.path.insert(0, str(ROOT))
 # building needs no operators, whose torch would be imported by each of pip's hooks
-sys.modules["flexops.ops"] = types.ModuleType("flexops.ops")
+sys.modules["flexops.ops._declared"] = types.ModuleType("flexops.ops._declared")
+vars(sys.modules["flexops.ops._declared"])["declare_all"] = lambda: None
 
 from flexops import settings, toolchain  # noqa: E402
 from flexops.build.deliver import aot  # noqa: E402
