@@ -46,7 +46,7 @@ def attention(
     read_index: Any = None,
     write_index: Any = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = None,  # noqa: ARG001
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     dropout: float = 0.0,  # noqa: ARG001
@@ -57,7 +57,8 @@ def attention(
     Args:
         module: the attention module.
         query: ``[1, heads, tokens, head_dim]``; ``key`` and ``value`` likewise.
-        cache: the cache; the arguments behind it are as transformers defines them.
+        cache: the cache; the arguments behind it are as transformers defines them, but
+            ``sliding_window``, which is the cache's.
         others: without effect.
 
     Returns:
@@ -81,8 +82,9 @@ def attention(
             required="keywords that do not change attention",
             fix='model.set_attn_implementation("paged|sdpa")',
         )
-    # Some classes hand it over, others keep it.
-    width = sliding_window or getattr(module, "sliding_window", None)
+    # The cache keeps and gathers keys by it. A module may have one that it does not use.
+    width = cache.sliding_windows[module.layer_idx]
+    width = None if width == 1 else width
     if isinstance(cu_seq_lens_k, dict):
         kind = "sliding_attention" if width else "full_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]

@@ -55,6 +55,11 @@ def generate(model: Any) -> list[list[int]]:
         ("Llama", {}),
         pytest.param("Qwen3", {"head_dim": 16}, marks=pytest.mark.extra),
         ("Mistral", {"sliding_window": 16, "head_dim": 16}),
+        # its layers with full attention have a window, too, and do not use it
+        (
+            "Exaone4",
+            {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
     ],
 )
 def test_a_patched_model_gives_the_tokens_of_plain_transformers(
