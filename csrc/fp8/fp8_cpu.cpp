@@ -2,13 +2,6 @@
 // flexops/ops/fp8.py, which this reproduces bit for bit, so multiplications and additions must stay
 // apart.
 
-// Before all headers: GCC makes slow code of intrinsics that were read without the pragma.
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
-
 #include "fp8/fp8.h"
 
 #include "common/cpu_rows.h"

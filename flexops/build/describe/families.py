@@ -409,6 +409,7 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"scales": "values[:-1], 1"},
             outputs=(Output("values", "dtype"),),
         ),
+        apart=True,
     ),
     _family(
         "fp8_linear",
@@ -813,6 +814,7 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={"packed": "uint8", "scales": _FLOATS},
             outputs=(Output(by_host=True),),
         ),
+        apart=True,
     ),
     _family(
         "rope",

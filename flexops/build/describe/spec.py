@@ -74,6 +74,7 @@ class _Fields(NamedTuple):
     files: tuple[str, ...] | None = None
     hip: bool = True
     least_capability: tuple[int, int] = (0, 0)
+    apart: bool = False
     signatures: tuple[Signature, ...] = ()
     declared: tuple[Declared, ...] = ()
 
@@ -93,6 +94,8 @@ class OpSpec(_Fields):
         files: what the folder has, if it is not to be read.
         hip: whether its CUDA sources compile for AMD GPUs too.
         least_capability: of the NVIDIA GPUs that its kernels run on.
+        apart: whether its CPU sources keep multiplications and additions apart, as torch does, so
+            that results are those of the formulas bit for bit.
         signatures: of the operators, where they are declared: from them the binding is written,
             unless the folder has one.
         declared: flexops' own operators, whose signatures are made when they are asked for.

@@ -400,7 +400,9 @@ def _compile_steps(
     for source in spec.cpu_sources if device == "cpu" else spec.cuda_sources:
         for level, flags in levels.items():
             output = f"{Path(source).stem}{level}.o"
-            command = (*plain, *flags, "-c", str(own / source), "-o", output, *declared(spec))
+            apart = ("-ffp-contract=off",) if spec.apart and device == "cpu" else ()
+            files = "-c", str(own / source), "-o", output
+            command = (*plain, *flags, *apart, *files, *declared(spec))
             shared = (
                 INTRINSICS_HEADER
                 if host.kind in ("gcc", "zig") and spec.project.own and ISA_FLAGS.get(level[1:])

@@ -186,7 +186,10 @@ def test_bindings_and_cpu_kernels_share_theirs_in_a_plan_on_paper():
     for plan, before in zip(users, plans, strict=True):
         sharing = [step.output for step in plan.steps if "-fpch-deps" in step.command]
         assert sharing == [
-            step.output for step in before.steps if flags(step) in many or "_avx" in step.output
+            step.output
+            for step in before.steps
+            if flags(step) in many
+            or ("_avx" in step.output and "-ffp-contract=off" not in step.command)  # few have it
         ]
         both = [
             step.command for step in plan.steps if {"-fpch-deps", DECLARATIONS} <= {*step.command}
