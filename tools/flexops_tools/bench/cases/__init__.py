@@ -63,6 +63,8 @@ SOURCES: tuple[Source, ...] = (
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
     ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
+    Source("few_rows_chain", "generation", "few_rows_chain", ()),
+    Source("next_token", "generation", "next_token", ()),
     Source("adam", "optim", "adam", ("AdamW",)),
     Source("adam8bit", "optim", "adam8bit", ("AdamW8bit",)),
     Source("lion", "optim", "lion", ("Lion",)),
