@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import few_rows, int4_few_rows
+from . import int4_few_rows
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -169,16 +169,21 @@ def _fail(text: str) -> None:
     raise ValueError(f"flexops.ops.few_rows_chain_: {text}")
 
 
+def _alone(one: _Given, eps: float, offset: float) -> tuple[Any, ...]:
+    """What computes it as one product."""
+    rest = one.biases, one.norm, eps, offset, one.residual, one.activation, one.width
+    return one.x, one.weights, one.scales, one.zeros, *rest, one.group_size, 0
+
+
 def _check(
     x: Tensor, xs: list[Tensor], weights: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
     biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], outs: list[Tensor],
     workspace: Tensor, eps: float, offset: float, kinds: int, plan: int,
 ) -> None:  # fmt: skip
+    del plan
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
-        rest = (one.biases, one.norm, eps, offset, one.residual, one.activation, one.width)
-        four = (one.x, one.weights, one.scales, one.zeros, *rest, one.group_size, plan)
-        int4_few_rows.check(*four)
+        int4_few_rows.check(*_alone(one, eps, offset))
         shapes = [[*one.x.shape[:-1], one.width], list(one.x.shape[-1:])]
         for name, tensor, shape in (
             ("out", one.out, shapes[0]),
@@ -199,10 +204,7 @@ def _reference(
     del workspace, plan
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
-        parts = one.weights, one.scales, one.zeros, one.activation, one.width, one.group_size
-        products = int4_few_rows.int4_weights(one.x, *parts)
-        rest = one.norm, eps, offset, one.residual, one.activation, one.width, True
-        one.out.copy_(few_rows.reference(one.x, products, one.biases, *rest))
+        one.out.copy_(int4_few_rows.reference(*_alone(one, eps, offset)))
 
 
 define("few_rows_chain_", _reference, check=_check)

@@ -24,7 +24,7 @@ from .int4_linear import (
 )
 
 
-def int4_weights(
+def _int4_weights(
     x: Tensor, packed: list[Tensor], scales: list[Tensor], zeros: list[Tensor], activation: int,
     width: int, group_size: int,
 ) -> list[Int4Weight]:  # fmt: skip
@@ -37,13 +37,13 @@ def int4_weights(
     return made
 
 
-def _int4_reference(
+def reference(
     x: Tensor, packed: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
     biases: list[Tensor], norm: Tensor | None, eps: float, offset: float, residual: Tensor | None,
     activation: int, width: int, group_size: int, plan: int,
 ) -> Tensor:  # fmt: skip
     del plan
-    weights = int4_weights(x, packed, scales, zeros, activation, width, group_size)
+    weights = _int4_weights(x, packed, scales, zeros, activation, width, group_size)
     products = [
         functools.partial(product_reference, weight=weight, bias=bias)
         for weight, bias in itertools.zip_longest(weights, biases)
@@ -63,7 +63,7 @@ def check(
     check_rows(x, len(packed), len(biases), activation)
     if len(scales) != len(packed) or len(zeros) not in (0, len(packed)):
         raise ValueError(f"{where}: scales and zeros must be as many as weights")
-    weights = int4_weights(x, packed, scales, zeros, activation, width, group_size)
+    weights = _int4_weights(x, packed, scales, zeros, activation, width, group_size)
     for i, weight in enumerate(weights):
         check_packed(where, weight)
         if biases and biases[i].shape != (weight.n,):
@@ -74,7 +74,7 @@ def check(
 
 define(
     "int4_few_rows_linear",
-    _int4_reference,
+    reference,
     check=check,
     function="few_rows_linear",
 )

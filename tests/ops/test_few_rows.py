@@ -101,7 +101,7 @@ def test_weights_of_4_bits(activation: str | None) -> None:
     options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual}
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     kind = few_rows.ACTIVATIONS[activation]
-    found = int4_few_rows._int4_reference(
+    found = int4_few_rows.reference(
         x, packed, scales, zeros, biases, norm, 1e-6, 0.0, residual, kind, width, 64, 0
     )
     assert torch.equal(
