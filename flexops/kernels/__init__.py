@@ -1,7 +1,12 @@
 """User-defined kernels, as device code in a string: ``flexops.kernel`` (docs/kernels.md).
 
+definition.py   ``flexops.kernel`` itself: from source, schema and options to an operator
+schema.py       the operator's arguments and results
+options.py      the options of one kernel, of steps and of candidates
 signature.py    a source's kernels: names, template parameters, parameters
 binding.py      the argument or result that each parameter receives, and the Python that packs them
+code.py         what calls need: compiling, checks, errors
 launch.py       the packed launch: one buffer per thread, one call of the driver
-definition.py   the operator: registration with torch, compiling, errors
+tuning.py       which candidate serves a call
+registration.py the operator of torch: dispatcher, fake tensors, autograd
 """

@@ -24,96 +24,13 @@ from typing import Any, NamedTuple
 from ..build.describe.schema import Dimensions, dimensions
 from ..errors import FlexopsError
 from .limits import launch_error
+from .options import KernelOptions
+from .schema import KernelArgument, KernelSchema
 from .signature import ELEMENTS, SCALARS, CudaSignature, Parameter
 from .structs import StructType
 
 Function = Callable[..., Any]
 _DERIVED = re.compile(r"(\w+)_(numel|size(\d)|stride(\d))")
-
-
-class KernelArgument(NamedTuple):
-    """An argument of the operator; ``type`` as torch writes it. ``local``: of one of several
-    kernels alone, for what a call makes, which the kernel may read or write."""
-
-    name: str
-    type: str
-    mutable: bool = False
-    keyword_only: bool = False
-    has_default: bool = False
-    default: Any = None
-    local: bool = False
-
-    @property
-    def tensor(self) -> bool:
-        return self.type in ("Tensor", "Optional[Tensor]")
-
-    @property
-    def optional(self) -> bool:
-        return self.type.startswith("Optional")
-
-
-class KernelSchema(NamedTuple):
-    """An operator's schema; ``results`` are the names of the tensors that it returns: ``out`` where
-    the schema has none."""
-
-    text: str
-    qualname: str
-    arguments: tuple[KernelArgument, ...]
-    results: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.qualname.partition("::")[2]
-
-    @property
-    def functional(self) -> bool:
-        """Whether it returns what it makes, and writes none of its arguments."""
-        return bool(self.results) and not any(argument.mutable for argument in self.arguments)
-
-    @property
-    def tensors(self) -> tuple[KernelArgument, ...]:
-        return tuple(argument for argument in self.arguments if argument.tensor)
-
-    @property
-    def first(self) -> str:
-        """The tensor that determines the device; "" for a factory, which ``device`` does it for."""
-        return next((tensor.name for tensor in self.tensors if not tensor.optional), "")
-
-    @property
-    def inner(self) -> bool:
-        """Whether it is one of several kernels', whose arguments are those of a checked call."""
-        return any(one.local for one in self.arguments)
-
-    @property
-    def device(self) -> str:
-        """The argument that says where a factory's results are."""
-        return next(
-            (one.name for one in self.arguments if one.type.endswith(("Device", "Device]"))), ""
-        )
-
-
-class KernelOptions(NamedTuple):
-    """What ``flexops.kernel`` was given besides source and schema."""
-
-    grid: Any = None
-    block: Any = 256
-    shared: Any = 0
-    cluster: Any = None
-    args: Mapping[str, Any] = {}
-    template: Mapping[str, Any] = {}
-    out: Any = None
-    strided: bool = False
-    check: Any = None
-    shapes: Mapping[str, str] = {}
-    cooperative: bool = False
-    name: str | None = None
-    defines: Mapping[str, object] = {}
-    constants: str = ""
-    steps: Sequence[Mapping[str, Any]] = ()
-    workspace: Mapping[str, Any] = {}
-    candidates: Sequence[Mapping[str, Any]] = ()
-    key: Any = None
-    candidate: int | None = None
 
 
 class Bound(NamedTuple):

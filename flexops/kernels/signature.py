@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..build.describe.cpp_text import blanked, closing, parts
+from ..errors import FlexopsError
 
 SCALARS: dict[str, str] = {
     **dict.fromkeys(("bool",), "?"),
@@ -243,3 +244,31 @@ def unclosed(source: str) -> str:
         else:
             stack.pop()
     return f"{stack[-1][0]} in line {stack[-1][1]}, which is never closed" if stack else ""
+
+
+def the_kernel(source: str, name: str, schema: str) -> CudaSignature:
+    if not isinstance(source, str) or (gap := unclosed(source)):
+        raise FlexopsError(
+            f"flexops.kernel: the source of {schema} cannot be read",
+            found=gap if isinstance(source, str) else type(source).__name__,
+            required="C++ text, whose brackets are in pairs",
+            fix="correct the source",
+        )
+    found = kernels(source)
+    chosen = [one for one in found if name in (one.name, one.name.rpartition("::")[2])]
+    if len(chosen) != 1:
+        there = (
+            ", ".join(f"{one.name} (line {one.line})" for one in found) or "no __global__ function"
+        )
+        required = (
+            f"one kernel called {name}"
+            if not chosen
+            else f"one kernel called {name}, not {len(chosen)}"
+        )
+        raise FlexopsError(
+            f"flexops.kernel: {schema} needs one kernel of its name",
+            found=there,
+            required=required,
+            fix="name=<the kernel's name>",
+        )
+    return chosen[0]

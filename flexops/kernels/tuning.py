@@ -22,7 +22,7 @@ from ..build.store import choices
 from ..errors import CompileError, NativeUnavailableError
 
 if TYPE_CHECKING:
-    from .binding import KernelSchema
+    from .schema import KernelSchema
 
 _MOST_KEYS = 1024  # of one kernel: calls that find their candidate
 _ROUNDS = 5

@@ -23,7 +23,8 @@ import torch
 from flexops import _torch, settings, toolchain
 from flexops.errors import FlexopsError
 from flexops.kernels import launch, limits
-from flexops.kernels.definition import Kernel, KernelCode
+from flexops.kernels.code import KernelCode
+from flexops.kernels.definition import Kernel
 
 from . import ptx
 
