@@ -26,6 +26,7 @@ from ..ops._declared import check_reference, check_results
 from ..ops._register import check_places
 from ..toolchain import libcuda
 from . import binding, launch, limits
+from .call_text import Bound
 from .options import KernelOptions, unfit_options
 from .schema import KernelSchema
 from .signature import CPP_TYPES, SCALARS, CudaSignature, TemplateParameter
@@ -59,7 +60,7 @@ class KernelCode:
         source: str,
         signature: CudaSignature,
         schema: KernelSchema,
-        bound: binding.Bound,
+        bound: Bound,
         options: KernelOptions,
         reference: Callable[..., Any] | None,
         include: tuple[str, ...],
