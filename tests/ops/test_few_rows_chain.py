@@ -105,6 +105,12 @@ def test_errors_name_what_does_not_fit(changes: dict[str, Any], message: str) ->
         torch.ops.flexops.few_rows_chain_(*given(**changes))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_weights_are_codes_of_4_bits(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=r"chain_: weights\[0\] must be uint8, got"):
+        torch.ops.flexops.few_rows_chain_(*given(weights=[torch.zeros(6, 1, 512, dtype=dtype)] * 3))
+
+
 def test_what_the_kernel_computes() -> None:
     weight = int4(16, 64)
     assert few_rows_chain.fits(half(2, 64), [weight])

@@ -648,7 +648,7 @@ CATALOG: tuple[OpSpec, ...] = (
             " Tensor(b!) workspace, float eps, float offset, int kinds, int plan) -> ()",
             dtypes={
                 "x": ("float16", "bfloat16"),
-                "weights": ("uint8", "float16", "bfloat16"),
+                "weights": ("uint8",),
                 "scales": ("float16", "bfloat16"),
                 "zeros": ("float16",),
                 "workspace": ("int32",),
