@@ -61,6 +61,8 @@ def shared(
 ) -> Tensor | None:
     """What ``module`` makes of x: the first of its siblings that is called computes all. None if
     ``product`` gives None, or another than the first is called."""
+    if x.is_inference():  # its changes in place are not counted
+        return None
     found = module.__dict__.pop(_FOUND, None)
     if found is not None and found[0] is x and found[2] == x._version:
         made: Tensor = found[1]

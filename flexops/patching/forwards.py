@@ -334,6 +334,9 @@ def _sum(one: Any, *others: Any) -> Any:
     )
     if not fits or not fuses(site.norm, x):
         return residual + x
+    if torch.is_inference_mode_enabled():  # there, changes in place are not counted
+        with torch.inference_mode(False), torch.no_grad():
+            return _sum(one, *others)
     y, total = _add_norm(x, residual, site.norm)
     setattr(total, _AHEAD, (site.norm, y, total._version))
     return total

@@ -101,6 +101,16 @@ def test_layers_that_read_one_tensor_are_one_product(
     assert distance(found, wanted) < 0.1
 
 
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_in_inference_mode_it_computes_the_same(model, recipe):
+    """Of whose tensors no changes in place are counted."""
+    flexops.patch(model, fp8=recipe)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    with torch.inference_mode():
+        assert (model(IDS).logits - expected).norm() < 0.03 * expected.norm()
+
+
 def test_few_rows_and_other_inputs_keep_16_bits(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
