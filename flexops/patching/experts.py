@@ -3,10 +3,8 @@ products, and nothing of tokens x k x hidden written twice."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,16 +25,14 @@ from ..ops.experts import (
 from ..ops.grouped_linear import grouped_linear
 from .forwards import plain
 from .probe import (
-    INNER,
     LENGTH,
-    WIDTH,
     Miniature,
     Swap,
-    bare,
     is_transformers,
     linear,
     parameter,
-    unheard,
+    small,
+    small_sizes,
 )
 
 NAME = "flexops"
@@ -187,29 +183,28 @@ def operator(module: Any) -> str:
     return "gated_experts" if _standard_activation(module) else "grouped_linear"
 
 
+def _small(module: Any) -> Any:
+    """A small one, whose weights may be results of parametrizations."""
+    names = [f"{one}_proj{bias}" for one in ("gate_up", "up", "down") for bias in ("", "_bias")]
+    own = {name: getattr(module, name, None) for name in names}
+    weights = {name: one for name, one in own.items() if isinstance(one, Tensor)}
+    sizes = small_sizes(*(n for one in weights.values() for n in one.shape))
+    given = {name: parameter(*(sizes[n] for n in one.shape)) for name, one in weights.items()}
+    return small(module, sizes, **given)
+
+
+def _choices(rows: int, count: int, other: int = 0) -> tuple[Tensor, Tensor]:
+    """Of the first and the last expert, and another, with weights."""
+    chosen = [[0, count - 1]] * (rows - 2) + [[count - 1, other]] * 2
+    return torch.tensor(chosen), torch.rand(rows, 2)
+
+
 def miniature(module: Any) -> Miniature:
-    """Of three experts, of which one is not chosen, with the class's own (eager) code."""
-    count, packed = 3, 2 * INNER if module.has_gate else INNER
-    shapes = {
-        "gate_up_proj" if module.has_gate else "up_proj": (packed, WIDTH),
-        "down_proj": (WIDTH, INNER),
-    }
-    children: dict[str, Any] = {"num_experts": count, "config": copy.copy(module.config)}
-    for name, shape in shapes.items():
-        children[name] = parameter(count, *(reversed(shape) if module.is_transposed else shape))
-        if module.has_bias:
-            children[f"{name}_bias"] = parameter(count, shape[0])
-    if hasattr(module, "act_fn"):
-        children["act_fn"] = unheard(module.act_fn)
-    if _has_norm(module):
-        norm = module.post_expert_norm
-        scales = {name: parameter(WIDTH) for name, _ in norm.named_parameters()}
-        children["post_expert_norm"] = bare(norm, **scales)
-    made = bare(module, **children)
+    """With experts that are not chosen, with the class's own (eager) code."""
+    made = _small(module)
     made.config._experts_implementation_internal = "eager"
-    choices = torch.tensor([[0, 2]] * (LENGTH - 2) + [[2, 0]] * 2)
-    hidden, weights = torch.randn(LENGTH, WIDTH), torch.rand(LENGTH, 2)
-    return made, (hidden, choices, weights), {}
+    count, width = made.down_proj.shape[0], made.down_proj.shape[2 if module.is_transposed else 1]
+    return made, (torch.randn(LENGTH, width), *_choices(LENGTH, count)), {}
 
 
 # ---- blocks that give every token to every expert ------------------------------------------------
@@ -249,22 +244,11 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
 
 
 def dense_miniature(module: Any) -> Miniature:
-    count = 3
-    experts = bare(
-        module.experts,
-        gate_up_proj=parameter(count, WIDTH, 2 * INNER),
-        down_proj=parameter(count, INNER, WIDTH),
-        act_fn=unheard(module.experts.act_fn),
-    )
-    router = bare(module.router, weight=parameter(count, WIDTH), bias=None)
-    made = bare(module, experts=experts, router=router, shared_expert=linear(WIDTH, WIDTH))
-    for one in (made, experts, router):
-        for name, value in vars(one).items():
-            if type(value) is int and "num_experts" in name:
-                setattr(one, name, count)
-            elif type(value) is int and name.startswith("hidden_"):
-                setattr(one, name, WIDTH)
-    return made, (torch.randn(2, LENGTH, WIDTH),), {}
+    experts = module.experts
+    sizes = small_sizes(*experts.gate_up_proj.shape, *experts.down_proj.shape)
+    width = sizes[experts.down_proj.shape[2]]
+    made = small(module, sizes, shared_expert=linear(width, width))
+    return made, (torch.randn(2, LENGTH, width),), {}
 
 
 # ---- one product of each expert ------------------------------------------------------------------
@@ -297,13 +281,11 @@ def grouped(module: Any, x: Tensor, sizes: Any, *, transposed: bool) -> Any:
 
 
 def grouped_miniature(module: Any, transposed: bool, listed: bool) -> Miniature:
-    shape = (WIDTH, INNER) if transposed else (INNER, WIDTH)
-    made = bare(module, weight=parameter(3, *shape))
-    for name, value in vars(made).items():
-        if type(value) is int and value == module.weight.shape[0]:
-            setattr(made, name, 3)
-    sizes = [LENGTH - 2, 0, 2]
-    return made, (torch.randn(LENGTH, WIDTH), sizes if listed else torch.tensor(sizes)), {}
+    made = small(module, small_sizes(*module.weight.shape))
+    count, outputs, inputs = made.weight.shape
+    sizes = [LENGTH - 2, *[0] * (count - 2), 2]
+    x = torch.randn(LENGTH, outputs if transposed else inputs)
+    return made, (x, sizes if listed else torch.tensor(sizes)), {}
 
 
 # ---- experts of classes that do not go through transformers' interface ---------------------------
@@ -385,45 +367,16 @@ def routed_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def routed_miniature(module: Any, shape: tuple[int, ...]) -> Miniature:
-    """Of three experts, and one that returns what it reads where the module has such."""
     found = _parts(module)
     assert found is not None
-    count, total = len(found.last), len(found.first[0])
-    small = 3 if total == count else 4
-    children: dict[str, Any] = {
-        name: bare(part) for name, part in module._modules.items() if not part._parameters
-    }
-    if "fc1" in module._modules:
-        children["fc1"] = bare(module.fc1, weight=parameter(3, WIDTH, 2 * INNER))
-        children["fc2"] = bare(module.fc2, weight=parameter(3, INNER, WIDTH))
-    elif "mlp" in module._modules:
-        flat = {name: parameter(3 * INNER, WIDTH) for name in ("w1", "v1", "w2")}
-        children["mlp"] = bare(module.mlp, activation_fn=unheard(found.act), **flat)
-    else:
-        children["gate_up_proj"] = parameter(small, 2 * INNER, WIDTH)
-        children["down_proj"] = parameter(3, WIDTH, INNER)
-    made = bare(module, **children)
-    if "config" in vars(module):
-        made.config = copy.copy(module.config)
-    for owner in (made, *made.children(), *([made.config] if "config" in vars(made) else [])):
-        for name, value in vars(owner).items():
-            if type(value) is int:
-                size = _small_size(name, value, {count: 3, total: small})
-                setattr(owner, name, value if size is None else size)
-    x = torch.randn(*shape, WIDTH)
-    rows = x.numel() // WIDTH
+    sizes = small_sizes(*found.last.shape, *(n for one in found.first for n in one.shape))
+    count, width, inner = found.last.shape
+    sizes.setdefault(count * inner, sizes[count] * sizes[inner])  # DBRX's weights are flat
+    made = small(module, sizes)
+    total = sizes[len(found.first[0])]
+    x = torch.randn(*shape, sizes[width])
+    rows = x.numel() // sizes[width]
     if "route_tokens_to_experts" in dir(module):
-        return made, (x, torch.randn(rows, small)), {}
-    choices = torch.tensor([[0, 2]] * (rows - 2) + [[2, small % 3 and 3]] * 2)
-    return made, (x, choices, torch.rand(rows, 2)), {}
-
-
-def _small_size(name: str, value: int, experts: dict[int, int]) -> int | None:
-    """What takes the place of a number in a miniature, by its name; None: it may stay."""
-    if re.search("top_?k|per_tok", name):
-        return 2
-    if re.search("inter|ffn", name):
-        return INNER
-    if "hidden" in name:
-        return WIDTH
-    return experts.get(value, 1) if re.search("expert|groups", name) else None
+        return made, (x, torch.randn(rows, total)), {}
+    other = total - 1 if total > sizes[count] else 0
+    return made, (x, *_choices(rows, sizes[count], other)), {}

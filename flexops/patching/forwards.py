@@ -42,26 +42,25 @@ def replacement(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Under ``torch.compile`` the module's own code runs, unless ``in_graphs``: inductor fuses it
     with what stands around, residual additions of the whole model included, which no operator of
     ours can."""
+    options = options_of(forward)
 
     @functools.wraps(forward)
     def entry(module: nn.Module, *args: Any, in_graphs: bool = False, **kwargs: Any) -> Any:
         if not in_graphs and torch.compiler.is_compiling():
-            return plain(module, *args, **_without_options(kwargs))
+            return plain(module, *args, **_without(options, kwargs))
         return forward(module, *args, **kwargs)
 
     return entry
 
 
-_OPTIONS = frozenset(
-    (
-        *("eps", "offset", "codes", "kind", "act", "names", "siblings", "inner", "site"),
-        *("gate_first", "groups", "drops"),
-    )
-)
+def options_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """What the patch passes to it, and no caller."""
+    named = inspect.signature(forward).parameters.values()
+    return frozenset(one.name for one in named if one.kind is one.KEYWORD_ONLY)
 
 
-def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+def _without(options: frozenset[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in options}
 
 
 def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,11 +71,12 @@ def plain(module: Any, *args: Any, **kwargs: Any) -> Any:
 def of_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of a function of one tensor. The module's own code runs for another call, and
     where the replacement gives NotImplemented."""
+    options = options_of(forward)
 
     @replacement
     @functools.wraps(forward)
     def entry(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rest = _without_options(kwargs)
+        rest = _without(options, kwargs)
         if len(args) == 1 and not rest and isinstance(args[0], Tensor):
             found = forward(module, *args, **kwargs)
             if found is not NotImplemented:

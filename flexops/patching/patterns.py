@@ -25,16 +25,15 @@ from ..nn.linears import is_linear
 from . import convolution, experts, forwards, loss, projections, rope, torch_modules
 from .probe import (
     CLASSES,
-    INNER,
     LENGTH,
     WIDTH,
     Base,
     Miniature,
     Swap,
-    bare,
     linear,
     own_class,
-    parameter,
+    small,
+    small_sizes,
     unheard,
 )
 
@@ -201,20 +200,14 @@ def _norm_candidates(module: Any) -> Iterator[Candidate]:
 
 def tiny_norm(module: Any) -> Any:
     """Also of those without weights, for which ``normalized_shape`` has the width."""
-    made = bare(module, **dict.fromkeys(module._parameters))
-    for name, one in module._parameters.items():
-        setattr(made, name, None if one is None else parameter(WIDTH))
-    for name, one in _buffers(module).items():
-        wide = one is not None and one.dim() == 1
-        ones = None if one is None or wide else torch.ones(one.shape)
-        made.register_buffer(name, parameter(WIDTH).detach() if wide else ones)
-    if "normalized_shape" in vars(made):
+    own = vars(module)
+    widths = [n for one in module._parameters.values() if one is not None for n in one.shape]
+    widths += [n for key, n in own.items() if type(n) is int and re.search("hidden|dim", key)]
+    made = small(module, dict.fromkeys(widths, WIDTH))
+    if "normalized_shape" in own:
         made.normalized_shape = (WIDTH,)
-    for name, value in vars(module).items():
-        if type(value) is int and ("hidden" in name or "dim" in name):
-            setattr(made, name, WIDTH)
-        elif name == "group_size" and value:
-            made.group_size = WIDTH // max(1, min(WIDTH, _groups(module)[-1]))
+    if own.get("group_size"):
+        made.group_size = WIDTH // max(1, min(WIDTH, _groups(module)[-1]))
     return made
 
 
@@ -345,31 +338,9 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
 
 
 def _tiny_block(module: Any) -> Miniature:
-    linears = _linears(module)
-    sizes = [_sizes(one) for one in linears.values()]
-    hidden = sizes[-1][1] if len(sizes) > 1 else sizes[0][0]
-    small = {hidden: WIDTH}
-    for size in sorted({size for pair in sizes for size in pair} - {hidden}):
-        small[size] = 2 * small[size // 2] if size % 2 == 0 and size // 2 in small else INNER
-    if hidden % 2 == 0 and small.get(hidden // 2) == INNER:
-        small[hidden // 2] = WIDTH // 2
-    parts: dict[str, Any] = {}
-    for name, one in linears.items():
-        inputs, outputs = (small[size] for size in _sizes(one))
-        if type(one).__name__ == "Conv1D":
-            parts[name] = bare(one, weight=parameter(inputs, outputs), bias=parameter(outputs))
-            parts[name].nf = outputs
-        else:
-            parts[name] = linear(inputs, outputs, one)
-    parts |= {
-        name: nn.Identity()
-        for name, one in module._modules.items()
-        if isinstance(one, (nn.Dropout, nn.Identity))
-    }
-    name, act = _activation(module)
-    parts |= {name: unheard(act)} if name else {}
-    first = _sizes(next(iter(linears.values())))[0]
-    return bare(module, **parts), (_input(2, LENGTH, small[first]),), {}
+    linears = [_sizes(one) for one in _linears(module).values()]
+    sizes = small_sizes(*itertools.chain(*linears))
+    return small(module, sizes), (_input(2, LENGTH, sizes[linears[0][0]]),), {}
 
 
 def _tiny_sequential(module: Any) -> Miniature:
@@ -469,22 +440,10 @@ def _below_head(module: Any, head: Any, sizes: dict[int, int]) -> Any:
         return linear(WIDTH, WIDTH, module)
     if looks_like_norm(module):
         return tiny_norm(module)
-    made = bare(
-        module,
-        **{name: _below_head(one, head, sizes) for name, one in module._modules.items()},
-        **{
-            name: None
-            if one is None
-            else parameter(*(sizes.get(n, min(n, WIDTH)) for n in one.shape))
-            for name, one in module._parameters.items()
-        },
-    )
-    for name, one in _buffers(module).items():
-        shape = () if one is None else (sizes.get(n, n) for n in one.shape)
-        made.register_buffer(name, None if one is None else torch.zeros(*shape))
-    for name, value in vars(module).items():
-        if value == head.out_features and type(value) is int:
-            setattr(made, name, CLASSES)
+    own = (n for one in module._parameters.values() if one is not None for n in one.shape)
+    sizes = {n: min(n, WIDTH) for n in own} | sizes
+    below = {name: _below_head(one, head, sizes) for name, one in module._modules.items()}
+    made = small(module, sizes, **below)
     if "config" in vars(module):
         made.config = _small_config(module.config, head.out_features)
     return made

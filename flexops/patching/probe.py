@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn import Int4Linear
 from ..ops._register import references_only
 
 Swap = list[tuple[nn.Module, Any]]
@@ -79,6 +80,47 @@ def unheard(act: Any) -> Any:
     """The activation, without those who listen to its calls: what is tried here is none of
     theirs."""
     return bare(act, **dict(act.named_children())) if isinstance(act, nn.Module) else act
+
+
+def small_sizes(*sizes: int) -> dict[int, int]:
+    """Small numbers in place of sizes. What is twice another is so here, too."""
+    made: dict[int, int] = {}
+    for one in sorted(set(sizes)):
+        half = one % 2 == 0 and made.get(one // 2)
+        made[one] = 2 * half if half else 4 * (2 * len(made) + 3)
+    return made
+
+
+def small(module: Any, sizes: dict[int, int], **parts: Any) -> Any:
+    """A module of the same class and settings with these parts, and with other sizes: of
+    parameters, of other parts, and among its numbers and its config's."""
+    if isinstance(module, (nn.Dropout, nn.Identity)):
+        return nn.Identity()
+    if type(module) in (nn.Linear, Int4Linear):
+        inputs, outputs = module.in_features, module.out_features
+        return linear(sizes.get(inputs, inputs), sizes.get(outputs, outputs), module)
+
+    def like(x: Any) -> Any:
+        return None if x is None else parameter(*(sizes.get(n, n) for n in x.shape))
+
+    given = {name: like(one) for name, one in module._parameters.items()}
+    given |= {
+        name: None if one is None else small(one, sizes)
+        for name, one in module._modules.items()
+        if name not in parts
+    }
+    made = bare(module, **given | parts)
+    for name, one in module._buffers.items():
+        scalar = one is not None and one.dim() == 0
+        value = torch.ones(()) if scalar else like(one)
+        made.register_buffer(name, None if value is None else value.detach())
+    if "config" in vars(module):
+        made.config = copy.copy(module.config)
+    for owner in (made, made.__dict__.get("config")):
+        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            if type(value) is int and value in sizes:
+                setattr(owner, name, sizes[value])
+    return made
 
 
 def linear(inputs: int, outputs: int, like: Any = None) -> nn.Linear:

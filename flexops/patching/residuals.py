@@ -29,16 +29,14 @@ from .probe import (
     WIDTH,
     Miniature,
     Swap,
-    bare,
     class_of,
     disagreement,
     failure,
     foreign,
     linear,
     own_class,
-    parameter,
+    small,
     undisturbed,
-    unheard,
 )
 
 _OUT = ""
@@ -89,20 +87,12 @@ def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
     for name, one in layer._modules.items():
         if is_norm(one):
             parts[name] = tiny_norm(one)
-        elif isinstance(one, (nn.Dropout, nn.Identity)) or one is None:
+        elif one is None:
             parts[name] = nn.Identity()
-        elif _is_function(one):
-            parts[name] = unheard(one)
-        else:
+        elif not _is_function(one):
             parts[name] = _Part(one, next(kinds) if _may_give_tuple(one) else 0)
-    for name, value in layer._parameters.items():
-        wide = value is not None and value.dim() == 1 and value.shape[0] > 1
-        shape = () if value is None else (WIDTH,) if wide else value.shape
-        parts[name] = None if value is None else parameter(*shape)
-    made = bare(layer, **parts)
-    for name, value in layer._buffers.items():
-        scale = value is not None and value.numel() == 1
-        made.register_buffer(name, torch.ones(value.shape) if scale else None)
+    widths = {n for one in layer._parameters.values() if one is not None for n in one.shape} - {1}
+    made = small(layer, dict.fromkeys(widths, WIDTH), **parts)
     args: list[Any] = []
     named: dict[str, Any] = {}
     for one in list(inspect.signature(own_class(layer).__dict__["forward"]).parameters.values())[
