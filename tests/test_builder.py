@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY
+from processes import completed
 
 from flexops import settings, toolchain
 from flexops.builder import new
@@ -42,14 +43,9 @@ def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -
     """What a Python program prints, warnings included; the program sees flexops and what is in
     ``places``."""
     path = os.pathsep.join(map(str, (*places, REPOSITORY)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        cwd=cwd,
+    done = completed(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, cwd=cwd
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -696,11 +692,10 @@ def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_pa
     program = (
         "import sys; sys.argv = ['flexops', 'build', 'mylib']; from flexops.cli import main; main()"
     )
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **cache},
-        capture_output=True,
-        text=True,
+        code=None,
     )
     assert done.returncode != 0
     assert "mylib" in done.stderr
@@ -916,12 +911,8 @@ def contract(package: Path, *options: str, **environment: str) -> subprocess.Com
         *options,
     ]
     path = os.pathsep.join([str(package), str(REPOSITORY)])
-    return subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        cwd=package,
-        capture_output=True,
-        text=True,
+    return completed(
+        command, env={**os.environ, "PYTHONPATH": path, **environment}, cwd=package, code=None
     )
 
 
@@ -1023,11 +1014,8 @@ def wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedPr
         str(out),
         str(source),
     ]
-    return subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
-        text=True,
+    return completed(
+        command, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}, code=None
     )
 
 
@@ -1186,10 +1174,7 @@ def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_
         "-e",
         str(package),
     ]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert not (package / "mylib" / "_aot").exists()
     seen = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
@@ -1227,12 +1212,11 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
     )
     said = run(f"{measured}from flexops.cli import main; main()", made, cwd=made)
     assert [one["contender"] for one in json.loads(said)] == ["other", "torch"]
-    again = subprocess.run(
+    again = completed(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        code=None,
     )
     assert again.returncode != 0
     assert "there already" in again.stderr
@@ -1389,7 +1373,6 @@ def test_a_wheel_built_in_isolation(package: Path, tmp_path: Path) -> None:
         str(tmp_path / "dist"),
         str(package),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(command, env=environment)
     (made,) = (tmp_path / "dist").iterdir()
     assert made.name.startswith("mylib-0.1.0-py3-none-linux_")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import warnings
 from pathlib import Path
+
+from processes import completed
 
 from flexops import _warning
 
@@ -39,10 +40,7 @@ def test_a_fallback_names_the_line_of_the_call(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     own = os.environ | {"FLEXOPS_FALLBACK": "warn", "FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-W", "always", script], env=own, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-W", "always", script], env=own)
     said = re.findall(r"(\S+):(\d+): FallbackWarning: flexops: (?:\w+::)?(\w+)", done.stderr)
     expected = {}
     for number, line in enumerate(TRAIN.splitlines(), 1):

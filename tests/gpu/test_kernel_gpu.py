@@ -7,7 +7,6 @@ tensor takes beside torch's own operator.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import completed
 from torch import Tensor
 
 import flexops
@@ -277,10 +277,7 @@ def test_the_time_of_a_first_result_is_printed() -> None:
         "   print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\nexcept"
         " Exception as error:\n    print('torch.cuda._compile_kernel: none here:', error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([sys.executable, "-c", code])
     print("\n" + done.stdout)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
+from processes import completed
 
 import flexops
 from flexops.ops._register import reference_of
@@ -180,13 +180,5 @@ def test_autograds_thread_finds_room_for_clusters_before_its_first_launch():
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", LONG_ROWS_FIRST],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed([sys.executable, "-c", LONG_ROWS_FIRST], env=environment)
     assert "backward_walk" in done.stdout, done.stdout

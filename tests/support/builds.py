@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from processes import completed
+
 from flexops.build.describe.spec import OpSpec
 from flexops.build.plan import cache_key
 from flexops.build.plan.plan import BuildPlan, Step, plan_op
@@ -149,11 +151,7 @@ def made_up_entry(
 def answer(library: Path) -> int:
     """Open a library made from a ``tiny_plan``, in a process of its own, and ask it."""
     code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).answer())"
-    return int(
-        subprocess.run(
-            [sys.executable, "-c", code, str(library)], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    return int(completed([sys.executable, "-c", code, library]).stdout)
 
 
 def copy_csrc(folder: Path) -> Path:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import completed
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A Python module through Python.h alone: value() returns VALUE.
@@ -67,8 +69,4 @@ def start(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 def run(code: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run code in a new Python; fails the test with what it said if it fails."""
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return completed([sys.executable, "-c", code], env=env)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from builds import REPOSITORY, child_environment
+from processes import completed
 
 from flexops import settings
 from flexops.toolchain.model import HostCompiler
@@ -95,10 +96,7 @@ def run(folder: Path, program: str, *, prefix: tuple[str, ...] = (), **variables
         [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})],
         environment(folder, **variables),
     )
-    done = subprocess.run(
-        command, env=known, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
+    done = completed(command, env=known)
     return Answer(
         json.loads(done.stdout.splitlines()[-1]),
         Path(known["STAND_IN_LOG"]).read_text().splitlines(),
